@@ -1,0 +1,1 @@
+"""The methods: one short file each; a file registers what it holds."""

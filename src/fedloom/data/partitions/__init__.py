@@ -1,0 +1,1 @@
+"""The partitions: one file each; a file registers what it holds."""

@@ -1,0 +1,1 @@
+"""The data sets: one file each; a file registers what it holds."""

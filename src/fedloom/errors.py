@@ -1,0 +1,68 @@
+"""Every error that fedloom raises on purpose.
+
+    FedloomError                the user can act on it; the command line prints it as one line
+    ├── InvalidValue            a value that is not allowed (also a ValueError)
+    ├── UnknownName             a name that nothing is registered under (also a KeyError)
+    ├── DataError               a file of data that is missing, damaged or in another format
+    ├── CheckpointError         a run directory or checkpoint that cannot be continued
+    ├── MissingExtra            an optional dependency that is not installed
+    ├── RefusedReply            a client's reply that has a wrong name, shape, type or a value that is not finite
+    └── Diverged                every client's reply was refused as not finite: the run cannot go on
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FedloomError(Exception):
+    """Base of all errors that a user can act on. Its text is one line."""
+
+
+class InvalidValue(FedloomError, ValueError):
+    """A value that is not allowed; the text names the value and what is allowed."""
+
+
+class UnknownName(FedloomError, KeyError):
+    """A name that is not registered; the text names the nearest one and all there are.
+
+    >>> print(UnknownName("algorithm", "fedmrr", ["fedavg", "fedmr"]))
+    unknown algorithm 'fedmrr': did you mean 'fedmr'? (there are: fedavg, fedmr)
+    """
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        names = sorted(known)
+        super().__init__(f"unknown {kind} {name!r}:{suggestion(name, names)} (there are: {', '.join(names)})")
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError would print the repr
+
+
+class DataError(FedloomError):
+    """A file of data that is missing, damaged or in another format."""
+
+
+class CheckpointError(FedloomError):
+    """A run directory or checkpoint that cannot be continued."""
+
+
+class MissingExtra(FedloomError, ImportError):
+    """An optional dependency that is not installed; the text says what to install."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(f"{purpose} needs {package!r}: pip install 'fedloom[{extra}]'")
+
+
+class RefusedReply(FedloomError):
+    """A client's reply with a wrong name, shape or type, or with a value that is not finite."""
+
+
+class Diverged(FedloomError):
+    """Every reply of a round was refused because its values are not finite."""
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """`" did you mean 'x'?"` for the nearest known name, or nothing when none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" did you mean {near[0]!r}?" if near else ""
