@@ -1,0 +1,34 @@
+"""Which samples of a set without a test part of its own are held out for testing."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fedloom.data.dataset import Samples
+from fedloom.errors import InvalidValue
+from fedloom.randomness import stream
+
+
+def hold_out(samples: Samples, fraction: float, seed: int, *, within: Tensor | None = None) -> tuple[Samples, Samples]:
+    """`samples` as (training, test): at random, floor((1 - fraction) n) of every n stay for training.
+
+    `within [n]` names a group of each sample, and the rule holds in every group: the labels give a stratified split,
+    users a split of every user. Both parts keep the order of `samples`. Raises `InvalidValue` unless
+    0 < fraction < 1.
+    """
+    if not 0 < fraction < 1:
+        raise InvalidValue(f"test_fraction must lie between 0 and 1, not {fraction}")
+    total = len(samples)
+    groups = torch.zeros(total, dtype=torch.long) if within is None else torch.unique(within, return_inverse=True)[1]
+    shuffled = torch.randperm(total, generator=stream(seed, "hold out"))
+    order = shuffled[groups[shuffled].argsort(stable=True)]
+    sizes = torch.bincount(groups)
+    # The small addition keeps a product such as 0.29 * 100 = 28.999999999999996 from losing a sample.
+    kept = torch.tensor([math.floor((1 - fraction) * size + 1e-9) for size in sizes.tolist()], dtype=torch.long)
+    rank = torch.arange(total) - (sizes.cumsum(0) - sizes)[groups[order]]
+    training = torch.empty(total, dtype=torch.bool)
+    training[order] = rank < kept[groups[order]]
+    return samples[training], samples[~training]

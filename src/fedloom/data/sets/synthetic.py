@@ -1,0 +1,123 @@
+"""Synthetic classification data whose users differ in their model (alpha) and in their inputs (beta)."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedloom.data.dataset import Dataset, Samples, datasets
+from fedloom.data.sets.holdout import hold_out
+from fedloom.errors import InvalidValue, suggestion
+from fedloom.randomness import numpy_stream
+
+Floats = npt.NDArray[np.float64]
+_TESTS = ("held_out", "train")
+
+
+@datasets.register("synthetic")
+def synthetic(
+    *,
+    alpha: float = 0.0,
+    beta: float = 0.0,
+    users: int = 30,
+    iid: bool = False,
+    test_fraction: float = 0.1,
+    dimension: int = 60,
+    classes: int = 10,
+    seed: int = 0,
+) -> Dataset:
+    """Synthetic(alpha, beta) of FedProx: each user has a linear model and an input distribution of its own.
+
+    User i holds int(LogNormal(4, 2)) + 50 samples. Its model: u_i ~ N(0, alpha), W_i and b_i ~ N(u_i, 1). Its inputs:
+    B_i ~ N(0, beta), v_i ~ N(B_i, 1) in each coordinate, x ~ N(v_i, diag(j^-1.2)), j = 1..dimension. Its labels:
+    argmax(x W_i + b_i). The second figure of every N except the last is a standard deviation, as in the authors' code.
+    With `iid=True` all users share one W, b ~ N(0, 1) and v = 0. Of each user the fraction `test_fraction` is held out.
+    Groups are the users. Raises `InvalidValue` for a negative alpha or beta, or `iid` with one of them above 0.
+    Source: Li et al., Federated Optimization in Heterogeneous Networks, section 5.1 and appendix C.1.
+    """
+    _check(alpha, beta, users, dimension, classes)
+    if iid and (alpha or beta):
+        raise InvalidValue(f"iid=True goes with alpha=0 and beta=0, not with alpha={alpha} and beta={beta}")
+    draw = numpy_stream(seed, "synthetic sizes")
+    sizes = draw.lognormal(4.0, 2.0, users).astype(np.int64) + 50
+    samples = _sample(sizes, alpha, beta, not iid, not iid, dimension, classes, seed)
+    assert samples.groups is not None
+    train, test = hold_out(samples, test_fraction, seed, within=samples.groups)
+    return Dataset("synthetic", train, test, classes)
+
+
+@datasets.register("synthetic_feddc")
+def synthetic_feddc(
+    *,
+    alpha: float = 0.0,
+    beta: float = 0.0,
+    users: int = 20,
+    samples: int = 200,
+    dimension: int = 30,
+    classes: int = 5,
+    test: str = "held_out",
+    test_fraction: float = 0.2,
+    seed: int = 0,
+) -> Dataset:
+    """Synthetic(alpha, beta) of FedDC: users with `samples` each, where 0 means that all users share that part.
+
+    As `synthetic`, but alpha = 0 gives every user one model W, b ~ N(0, 1), and beta = 0 gives every user the mean
+    input 0. The papers' settings are (0, 0), (1, 0) and (0, 1). `test="held_out"` holds out `test_fraction` of each user;
+    `test="train"` tests on all the data trained on, as the authors' code does. Groups are the users.
+    Source: Gao et al., FedDC, section 4.1; FedUmf, appendix, Figure A5.
+    """
+    _check(alpha, beta, users, dimension, classes)
+    if samples < 2:
+        raise InvalidValue(f"samples must be at least 2 for each user, not {samples}")
+    if test not in _TESTS:
+        raise InvalidValue(f"test must be one of {', '.join(_TESTS)}, not {test!r}{suggestion(test, _TESTS)}")
+    sizes = np.full(users, samples, dtype=np.int64)
+    drawn = _sample(sizes, alpha, beta, alpha > 0, beta > 0, dimension, classes, seed)
+    if test == "train":
+        return Dataset("synthetic_feddc", drawn, drawn, classes)
+    assert drawn.groups is not None
+    train, held_out = hold_out(drawn, test_fraction, seed, within=drawn.groups)
+    return Dataset("synthetic_feddc", train, held_out, classes)
+
+
+def _check(alpha: float, beta: float, users: int, dimension: int, classes: int) -> None:
+    for name, value in (("alpha", alpha), ("beta", beta)):
+        if not 0 <= value < float("inf"):
+            raise InvalidValue(f"{name} must be a number of at least 0, not {value}")
+    for name, count, least in (("users", users, 1), ("dimension", dimension, 1), ("classes", classes, 2)):
+        if count < least:
+            raise InvalidValue(f"{name} must be at least {least}, not {count}")
+
+
+def _sample(
+    sizes: npt.NDArray[np.int64],
+    alpha: float,
+    beta: float,
+    own_model: bool,
+    own_inputs: bool,
+    dimension: int,
+    classes: int,
+    seed: int,
+) -> Samples:
+    """The samples of all users: a user's own draws come from its own stream, so they do not change with `users`."""
+    deviation = np.sqrt(np.arange(1, dimension + 1) ** -1.2)
+    shared = _linear_model(numpy_stream(seed, "synthetic model"), 0.0, dimension, classes)
+    inputs: list[Floats] = []
+    labels: list[npt.NDArray[np.int64]] = []
+    for user, size in enumerate(sizes.tolist()):
+        draw = numpy_stream(seed, "synthetic user", client=user)
+        model_mean, input_mean = draw.normal(0.0, alpha), draw.normal(0.0, beta)
+        weight, bias = _linear_model(draw, model_mean, dimension, classes) if own_model else shared
+        centre = draw.normal(input_mean, 1.0, dimension) if own_inputs else np.zeros(dimension)
+        # Rounded first: the labels are those of the float32 inputs that the clients hold.
+        x = (centre + draw.standard_normal((size, dimension)) * deviation).astype(np.float32).astype(np.float64)
+        inputs.append(x)
+        labels.append(np.argmax(x @ weight + bias, axis=1))
+    groups = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
+    stacked = torch.from_numpy(np.concatenate(inputs)).to(torch.float32)
+    return Samples(stacked, torch.from_numpy(np.concatenate(labels)), groups)
+
+
+def _linear_model(draw: np.random.Generator, mean: float, dimension: int, classes: int) -> tuple[Floats, Floats]:
+    return draw.normal(mean, 1.0, (dimension, classes)), draw.normal(mean, 1.0, classes)
