@@ -1,0 +1,103 @@
+"""Two convolutions, each with ReLU and 2x2 max pooling, then fully connected layers: the papers' small image models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedloom.data import DataSpec
+from fedloom.models import models
+from fedloom.models.checks import Window, image_shape, one_of
+
+
+class Convolutional(nn.Module):
+    """`[n, channels, height, width] -> [n, classes]`: `conv1`, `conv2`, one ReLU layer for each width in `hidden`
+    (named `fc`, or `fc1`, `fc2`, ... where there are several), then `head`.
+
+    `name` is the model's, for errors. Raises `InvalidValue` where the data are no images or too small for the pools.
+    """
+
+    def __init__(
+        self, name: str, spec: DataSpec, *, filters: tuple[int, int], kernel: int, padding: int, hidden: Sequence[int]
+    ) -> None:
+        super().__init__()
+        stage = (Window(kernel, padding=padding), Window(2, stride=2))
+        channels, height, width = image_shape(name, spec, stage * 2)
+        self.conv1 = nn.Conv2d(channels, filters[0], kernel, padding=padding)
+        self.conv2 = nn.Conv2d(filters[0], filters[1], kernel, padding=padding)
+        self.hidden = ("fc",) if len(hidden) == 1 else tuple(f"fc{i + 1}" for i in range(len(hidden)))
+        features = filters[1] * height * width
+        for layer, size in zip(self.hidden, hidden, strict=True):
+            self.add_module(layer, nn.Linear(features, size))
+            features = size
+        self.head = nn.Linear(features, spec.classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # ReLU commutes with the maximum, and after it there is a quarter of the work.
+        x = F.relu(F.max_pool2d(self.conv1(x), 2))
+        x = F.relu(F.max_pool2d(self.conv2(x), 2)).flatten(1)
+        for layer in self.hidden:
+            x = F.relu(getattr(self, layer)(x))
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@models.register("digits_cnn")
+def digits_cnn(spec: DataSpec) -> nn.Module:
+    """Small CNN for the built-in 8x8 digits (13,706 parameters): 3x3 convolutions of 16 and 32, a layer of 64.
+
+    Raises `InvalidValue` where the data are no images of at least 4x4.
+    """
+    return Convolutional("digits_cnn", spec, filters=(16, 32), kernel=3, padding=1, hidden=(64,))
+
+
+@models.register("mcmahan_cnn")
+def mcmahan_cnn(spec: DataSpec) -> nn.Module:
+    """McMahan's CNN: padded 5x5 convolutions of 32 and 64, a layer of 512 (1,663,370 parameters on MNIST).
+
+    Source: McMahan et al. 2017, section 3. Raises `InvalidValue` where the data are no images of at least 4x4.
+    """
+    return Convolutional("mcmahan_cnn", spec, filters=(32, 64), kernel=5, padding=2, hidden=(512,))
+
+
+@models.register("cnn4")
+def cnn4(spec: DataSpec) -> nn.Module:
+    """FedALA's four-layer CNN: 5x5 convolutions of 32 and 64, a layer of 512 (582,026 parameters on MNIST).
+
+    Source: FedALA, section "Experiments". Raises `InvalidValue` where the data are no images of at least 16x16.
+    """
+    return Convolutional("cnn4", spec, filters=(32, 64), kernel=5, padding=0, hidden=(512,))
+
+
+@models.register("fedmr_cnn")
+def fedmr_cnn(spec: DataSpec, *, variant: str = "auto") -> nn.Module:
+    """FedMR's CNN: LeNet-5 for colour (62,006 parameters on CIFAR-10), a wider one for grey (160,510 on FEMNIST).
+
+    `variant`: `cifar` has convolutions of 6 and 16 and layers of 120 and 84, `femnist` convolutions of 16 and 32 and a
+    layer of 256; `auto` takes `femnist` for images of one channel. Source: the code of FedMR; its text describes
+    `mcmahan_cnn`. Raises `InvalidValue` where the data are no images of at least 16x16, or for another variant.
+    """
+    if is_femnist("fedmr_cnn", spec, variant):
+        return Convolutional("fedmr_cnn", spec, filters=(16, 32), kernel=5, padding=0, hidden=(256,))
+    return Convolutional("fedmr_cnn", spec, filters=(6, 16), kernel=5, padding=0, hidden=(120, 84))
+
+
+@models.register("feddc_cnn")
+def feddc_cnn(spec: DataSpec) -> nn.Module:
+    """FedDC's CNN: 5x5 convolutions of 64 and 64, layers of 384 and 192 (797,962 parameters on CIFAR-10).
+
+    Source: FedUmf, appendix. Raises `InvalidValue` where the data are no images of at least 16x16.
+    """
+    return Convolutional("feddc_cnn", spec, filters=(64, 64), kernel=5, padding=0, hidden=(384, 192))
+
+
+def is_femnist(model: str, spec: DataSpec, variant: str) -> bool:
+    """Whether FedMR's model for FEMNIST is meant rather than the one for CIFAR; `auto` looks at the channels.
+
+    Raises `InvalidValue` where the data are no images, or for another variant.
+    """
+    channels, _, _ = image_shape(model, spec)
+    chosen = one_of(model, "variant", variant, ("auto", "cifar", "femnist"))
+    return channels == 1 if chosen == "auto" else chosen == "femnist"

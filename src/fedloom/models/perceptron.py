@@ -1,0 +1,71 @@
+"""Linear layers alone: multinomial logistic regression and multilayer perceptrons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedloom.data import DataSpec
+from fedloom.models import models
+from fedloom.models.checks import flag, flat_features, positive, widths
+
+
+class Perceptron(nn.Module):
+    """`[n, ...] -> [n, classes]`: the flattened sample through ReLU layers of the widths `hidden`, then `head`."""
+
+    def __init__(self, features: int, hidden: Sequence[int], classes: int) -> None:
+        super().__init__()
+        sizes = [features, *hidden]
+        self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
+        self.head = nn.Linear(sizes[-1], classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        for layer in self.hidden:
+            x = F.relu(layer(x))
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@models.register("logistic")
+def logistic(spec: DataSpec, *, zero_init: bool = False) -> nn.Module:
+    """Multinomial logistic regression on the flattened sample.
+
+    `zero_init` starts from zero weights, as FedDC's synthetic experiments do. Raises `InvalidValue` for tokens.
+    """
+    module = Perceptron(flat_features("logistic", spec), (), spec.classes)
+    if flag("logistic", "zero_init", zero_init):
+        nn.init.zeros_(module.head.weight)
+        nn.init.zeros_(module.head.bias)
+    return module
+
+
+@models.register("mlp")
+def mlp(spec: DataSpec, *, hidden: Sequence[int] = (200, 200)) -> nn.Module:
+    """Multilayer perceptron with ReLU layers of the widths `hidden`.
+
+    Raises `InvalidValue` for tokens or a width below 1.
+    """
+    return Perceptron(flat_features("mlp", spec), widths("mlp", "hidden", hidden), spec.classes)
+
+
+@models.register("mcmahan_2nn")
+def mcmahan_2nn(spec: DataSpec) -> nn.Module:
+    """McMahan's 2NN: two hidden layers of 200 (199,210 parameters on 28x28 and 10 classes).
+
+    Source: McMahan et al. 2017, section 3. Raises `InvalidValue` for tokens.
+    """
+    return Perceptron(flat_features("mcmahan_2nn", spec), (200, 200), spec.classes)
+
+
+@models.register("feddc_fcn")
+def feddc_fcn(spec: DataSpec, *, hidden: int = 200) -> nn.Module:
+    """FedDC's fully connected network: two equal hidden layers (width 200 for MNIST, 100 for EMNIST letters).
+
+    Source: FedUmf, appendix, with the widths of FedDC's code. Raises `InvalidValue` for tokens or a width below 1.
+    """
+    width = positive("feddc_fcn", "hidden", hidden)
+    return Perceptron(flat_features("feddc_fcn", spec), (width, width), spec.classes)
