@@ -1,0 +1,135 @@
+"""Residual networks of basic blocks (He et al. 2016): ResNet-18 and the ResNet-20 for CIFAR."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedloom.data import DataSpec
+from fedloom.models import models
+from fedloom.models.checks import image_shape, one_of
+
+
+class BasicBlock(nn.Module):
+    """`relu(F(x) + shortcut(x))` with `F` two 3x3 convolutions, each with batch norm, the first of the given stride.
+
+    Where the shape changes, the shortcut is a strided 1x1 convolution with batch norm (`project`, He's option B), or every
+    stride-th pixel with channels of zeros after the old ones (option A, no parameters).
+    """
+
+    def __init__(self, channels: int, out: int, stride: int, *, project: bool) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, out, 3, stride=stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out)
+        self.conv2 = nn.Conv2d(out, out, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out)
+        self.stride = stride
+        self.added = out - channels
+        self.downsample: nn.Sequential | None = None
+        if project and (stride != 1 or self.added):
+            self.downsample = nn.Sequential(nn.Conv2d(channels, out, 1, stride=stride, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        return F.relu(y + self.shortcut(x))
+
+    def shortcut(self, x: Tensor) -> Tensor:
+        """The block's input in the shape of its output."""
+        if self.downsample is not None:
+            projected: Tensor = self.downsample(x)
+            return projected
+        if self.stride == 1 and not self.added:
+            return x
+        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.added))
+
+
+def stage(channels: int, out: int, stride: int, *, depth: int, project: bool) -> nn.Sequential:
+    """`depth` basic blocks; the first changes the number of channels and the resolution."""
+    first = BasicBlock(channels, out, stride, project=project)
+    return nn.Sequential(first, *(BasicBlock(out, out, 1, project=project) for _ in range(depth - 1)))
+
+
+def initialise(module: nn.Module) -> None:
+    """He's normal initialisation of every convolution, with variance `2 / fan_out`."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+
+
+class ResNet18(nn.Module):
+    """`[n, channels, height, width] -> [n, classes]`: four stages of two blocks, global average pooling, `head`."""
+
+    blocks: ClassVar[tuple[tuple[str, ...], ...]] = (
+        ("conv1", "bn1"), ("layer1",), ("layer2",), ("layer3",), ("layer4",), ("head",)
+    )  # fmt: skip
+
+    def __init__(self, channels: int, classes: int, *, large: bool) -> None:
+        super().__init__()
+        self.large = large
+        kernel, stride = (7, 2) if large else (3, 1)
+        self.conv1 = nn.Conv2d(channels, 64, kernel, stride=stride, padding=kernel // 2, bias=False)
+        self.bn1 = nn.BatchNorm2d(64)
+        self.layer1 = stage(64, 64, 1, depth=2, project=True)
+        self.layer2 = stage(64, 128, 2, depth=2, project=True)
+        self.layer3 = stage(128, 256, 2, depth=2, project=True)
+        self.layer4 = stage(256, 512, 2, depth=2, project=True)
+        self.head = nn.Linear(512, classes)
+        initialise(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1(x)))
+        if self.large:
+            x = F.max_pool2d(x, 3, stride=2, padding=1)
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        logits: Tensor = self.head(x.mean((2, 3)))
+        return logits
+
+
+class ResNet20(nn.Module):
+    """`[n, channels, height, width] -> [n, classes]`: three stages of three blocks, global average pooling, `head`."""
+
+    blocks: ClassVar[tuple[tuple[str, ...], ...]] = (
+        ("conv1", "bn1"), ("layer1",), ("layer2",), ("layer3",), ("head",)
+    )  # fmt: skip
+
+    def __init__(self, channels: int, classes: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, 16, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(16)
+        self.layer1 = stage(16, 16, 1, depth=3, project=False)
+        self.layer2 = stage(16, 32, 2, depth=3, project=False)
+        self.layer3 = stage(32, 64, 2, depth=3, project=False)
+        self.head = nn.Linear(64, classes)
+        initialise(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1(x)))
+        x = self.layer3(self.layer2(self.layer1(x)))
+        logits: Tensor = self.head(x.mean((2, 3)))
+        return logits
+
+
+@models.register("resnet18")
+def resnet18(spec: DataSpec, *, stem: str = "imagenet") -> nn.Module:
+    """ResNet-18 (11,181,642 parameters at 10 classes); `stem`: `imagenet`, or `cifar` for small images.
+
+    The `imagenet` stem is a 7x7 convolution of stride 2 and max pooling, as FedALA uses it for Tiny-ImageNet; `cifar` is a
+    3x3 convolution of stride 1 and no pooling. Source: He et al. 2016, table 1. Raises `InvalidValue` where the data are
+    no images, or for another stem.
+    """
+    channels, _, _ = image_shape("resnet18", spec)
+    large = one_of("resnet18", "stem", stem, ("imagenet", "cifar")) == "imagenet"
+    return ResNet18(channels, spec.classes, large=large)
+
+
+@models.register("resnet20")
+def resnet20(spec: DataSpec) -> nn.Module:
+    """He's ResNet-20 for CIFAR: basic blocks, parameter-free shortcuts (269,722 parameters on CIFAR-10).
+
+    Source: He et al. 2016, section 4.2. Raises `InvalidValue` where the data are no images.
+    """
+    channels, _, _ = image_shape("resnet20", spec)
+    return ResNet20(channels, spec.classes)

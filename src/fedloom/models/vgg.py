@@ -1,0 +1,96 @@
+"""The VGG-16 of FedMR's experiments, for CIFAR and for FEMNIST."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedloom.data import DataSpec
+from fedloom.models import models
+from fedloom.models.checks import Window, image_shape, probability
+from fedloom.models.convolutional import is_femnist
+
+HALVE = Window(2, stride=2)
+CIFAR_WINDOWS = (HALVE,) * 5
+FEMNIST_WINDOWS = (Window(1, padding=1), Window(2), Window(2), HALVE)
+
+
+def stage(channels: int, out: int, depth: int) -> nn.Sequential:
+    """`depth` padded 3x3 convolutions, each with batch norm and ReLU."""
+    layers: list[nn.Module] = []
+    for i in range(depth):
+        layers += [nn.Conv2d(channels if i == 0 else out, out, 3, padding=1), nn.BatchNorm2d(out), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+class Vgg16(nn.Module):
+    """`[n, channels, height, width] -> [n, classes]`: 13 convolutions with batch norm in five stages, each followed by 2x2
+    max pooling, two layers of 4096 with dropout, then `head`. `pixels` are left after the fifth pooling."""
+
+    blocks: ClassVar[tuple[tuple[str, ...], ...]] = (
+        ("stage1",), ("stage2",), ("stage3",), ("stage4",), ("stage5",), ("fc1",), ("fc2",), ("head",)
+    )  # fmt: skip
+
+    def __init__(self, channels: int, pixels: int, classes: int, dropout: float) -> None:
+        super().__init__()
+        self.stage1 = stage(channels, 64, 2)
+        self.stage2 = stage(64, 128, 2)
+        self.stage3 = stage(128, 256, 3)
+        self.stage4 = stage(256, 512, 3)
+        self.stage5 = stage(512, 512, 3)
+        self.fc1 = nn.Linear(512 * pixels, 4096)
+        self.dropout1 = nn.Dropout(dropout)
+        self.fc2 = nn.Linear(4096, 4096)
+        self.dropout2 = nn.Dropout(dropout)
+        self.head = nn.Linear(4096, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for convolutions in (self.stage1, self.stage2, self.stage3, self.stage4, self.stage5):
+            x = F.max_pool2d(convolutions(x), 2)
+        x = self.dropout1(F.relu(self.fc1(x.flatten(1))))
+        x = self.dropout2(F.relu(self.fc2(x)))
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class FemnistVgg(nn.Module):
+    """`[n, channels, height, width] -> [n, classes]`: five convolutions without batch norm, average pooling to 7x7, a
+    layer of 256, then `head`. No activation stands between `fc` and `head`: FedMR's code has none."""
+
+    def __init__(self, channels: int, classes: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, 64, 1, padding=1)
+        self.conv2 = nn.Conv2d(64, 64, 3, padding=1)
+        self.conv3 = nn.Conv2d(64, 128, 3, padding=1)
+        self.conv4 = nn.Conv2d(128, 256, 3, padding=1)
+        self.conv5 = nn.Conv2d(256, 512, 3, padding=1)
+        self.fc = nn.Linear(512 * 7 * 7, 256)
+        self.head = nn.Linear(256, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.conv2(F.relu(self.conv1(x))))
+        x = F.relu(self.conv3(F.max_pool2d(x, 2, stride=1)))
+        x = F.relu(self.conv4(F.max_pool2d(x, 2, stride=1)))
+        x = F.max_pool2d(F.relu(self.conv5(x)), 2)
+        x = F.adaptive_avg_pool2d(x, (7, 7)).flatten(1)
+        logits: Tensor = self.head(self.fc(x))
+        return logits
+
+
+@models.register("fedmr_vgg16")
+def fedmr_vgg16(spec: DataSpec, *, variant: str = "auto", dropout: float = 0.5) -> nn.Module:
+    """FedMR's VGG-16 with batch norm (33,646,666 parameters on CIFAR-10); a smaller net for FEMNIST.
+
+    `variant`: `cifar`, or `femnist` (five convolutions, no batch norm, no dropout: 8,024,958 parameters at 62 classes);
+    `auto` takes `femnist` for images of one channel. `dropout` stands after each of the two layers of 4096. Source: the
+    code of FedMR. Raises `InvalidValue` where the data are no images of at least 32x32 (`femnist`: 2x2), for another
+    variant, or a dropout outside [0, 1).
+    """
+    rate = probability("fedmr_vgg16", "dropout", dropout)
+    if is_femnist("fedmr_vgg16", spec, variant):
+        channels, _, _ = image_shape("fedmr_vgg16", spec, FEMNIST_WINDOWS)
+        return FemnistVgg(channels, spec.classes)
+    channels, height, width = image_shape("fedmr_vgg16", spec, CIFAR_WINDOWS)
+    return Vgg16(channels, height * width, spec.classes, rate)
