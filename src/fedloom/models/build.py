@@ -1,0 +1,87 @@
+"""A model from its name, or from the import path of a user's own function or class."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedloom.data import DataSpec
+from fedloom.errors import FedloomError, InvalidValue, suggestion
+from fedloom.models import models
+from fedloom.randomness import stream_seed
+
+
+def make_model(name: str, spec: DataSpec, seed: int, options: Mapping[str, Any]) -> nn.Module:
+    """The model `name` for data like `spec`, on the CPU, its initial weights drawn from the stream (`seed`, "model").
+
+    `name` is a registered name, or `package.module:callable` for a function or class that is called with `options`, and
+    with `spec` where it has a parameter of that name. The current directory is searched too. PyTorch's own random state
+    is left as it was.
+
+    Raises `UnknownName` for a name that is not registered and `InvalidValue` for an option the model does not take, data
+    it does not fit, a path that does not lead to a callable, or a callable that fails or returns no `nn.Module`.
+    """
+    # Of the generators only the CPU's is used, so only that one is seeded and put back; torch.manual_seed would seed the
+    # accelerators' too, and a default device would draw from them.
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        # Found before the seeding: a user's file may draw numbers when it is first imported.
+        make = _callable_at(name) if ":" in name else models[name].make
+        torch.default_generator.manual_seed(stream_seed(seed, "model"))
+        if ":" in name:
+            return _called(name, make, spec, options)
+        return make(spec, **models[name].options((), dict(options)))
+
+
+def _called(path: str, make: Callable[..., Any], spec: DataSpec, options: Mapping[str, Any]) -> nn.Module:
+    """The module that `make`, found at `path`, returns."""
+    named = dict(options)
+    if "spec" in named:
+        raise InvalidValue(f"model {path!r}: 'spec' describes the data and is no option")
+    try:
+        if "spec" in inspect.signature(make).parameters:
+            named["spec"] = spec
+        built = make(**named)
+    except FedloomError:
+        raise
+    except Exception as error:
+        raise InvalidValue(f"model {path!r} with options {dict(options)!r}: {_one_line(error)}") from error
+    if not isinstance(built, nn.Module):
+        raise InvalidValue(f"model {path!r} must return a torch.nn.Module, not {type(built).__name__}")
+    return built
+
+
+def _callable_at(path: str) -> Callable[..., Any]:
+    """The function or class that `package.module:name` leads to, with the current directory importable."""
+    module_name, _, attribute = path.partition(":")
+    if not module_name or not attribute:
+        raise InvalidValue(f"model {path!r} must be a registered name or 'package.module:callable'")
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())  # for good: unpickling and worker processes import it again
+    importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever the user's file raises while it is imported
+        raise InvalidValue(f"model {path!r}: cannot import {module_name!r}: {_one_line(error)}") from error
+    try:
+        found = attrgetter(attribute)(module)
+    except AttributeError:
+        near = suggestion(attribute, [name for name in vars(module) if not name.startswith("_")])
+        raise InvalidValue(
+            f"model {path!r}: module {module_name!r} has no {attribute!r}{near and ':' + near}"
+        ) from None
+    if not callable(found):
+        raise InvalidValue(f"model {path!r}: {attribute!r} must be a function or class, not {type(found).__name__}")
+    return found  # type: ignore[no-any-return]
+
+
+def _one_line(error: Exception) -> str:
+    """Kind and text of an error, on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
