@@ -1,13 +1,13 @@
 """Every error that fedloom raises on purpose.
 
-    FedloomError                the user can act on it; the command line prints it as one line
-    ├── InvalidValue            a value that is not allowed (also a ValueError)
-    ├── UnknownName             a name that nothing is registered under (also a KeyError)
-    ├── DataError               a file of data that is missing, damaged or in another format
-    ├── CheckpointError         a run directory or checkpoint that cannot be continued
-    ├── MissingExtra            an optional dependency that is not installed
-    ├── RefusedReply            a client's reply that has a wrong name, shape, type or a value that is not finite
-    └── Diverged                every client's reply was refused as not finite: the run cannot go on
+FedloomError                the user can act on it; the command line prints it as one line
+├── InvalidValue            a value that is not allowed (also a ValueError)
+├── UnknownName             a name that nothing is registered under (also a KeyError)
+├── DataError               a file of data that is missing, damaged or in another format
+├── CheckpointError         a run directory or checkpoint that cannot be continued
+├── MissingExtra            an optional dependency that is not installed
+├── RefusedReply            a client's reply that has a wrong name, shape, type or a value that is not finite
+└── Diverged                every client's reply was refused as not finite: the run cannot go on
 """
 
 from __future__ import annotations

@@ -45,12 +45,16 @@ class Entry(Generic[T]):
         """
         names = list(self.parameters)
         if len(positional) > len(names):
-            raise InvalidValue(f"{self.name} takes at most {len(names)} arguments ({', '.join(names)}), not {len(positional)}")
+            raise InvalidValue(
+                f"{self.name} takes at most {len(names)} arguments ({', '.join(names)}), not {len(positional)}"
+            )
         given = dict(zip(names, positional, strict=False))
         for name, value in named.items():
             if name not in names:
                 allowed = ", ".join(names) or "none"
-                raise InvalidValue(f"{self.name} has no parameter {name!r}:{suggestion(name, names)} (it has: {allowed})")
+                raise InvalidValue(
+                    f"{self.name} has no parameter {name!r}:{suggestion(name, names)} (it has: {allowed})"
+                )
             if name in given:
                 raise InvalidValue(f"{self.name} got {name!r} twice")
             given[name] = value

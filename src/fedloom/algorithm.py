@@ -1,0 +1,244 @@
+"""The one interface that a method implements: a server half that owns its state, and a client half that never sees it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from fedloom.cohort import Cohort
+from fedloom.errors import InvalidValue
+from fedloom.expression import Call, checked, parse, plain, show
+from fedloom.layout import Layout
+from fedloom.population import weighted_mean
+from fedloom.registry import Registry
+from fedloom.round import Round
+
+Message = dict[str, Tensor]
+"""Named tensors; each has one row for all receivers, `[1, ...]`, or one row each, `[k, ...]`."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a method is told before the first round.
+
+    `initial [P]` is the model to start from; `sizes` gives the training samples of clients (`[k]` numbers to `[k]`).
+    """
+
+    layout: Layout
+    initial: Tensor
+    clients: int
+    participants: int
+    rounds: int
+    seed: int
+    classes: int
+    sizes: Callable[[Tensor], Tensor]
+
+    def starting_from(self, model: Tensor) -> Plan:
+        """The same plan with another initial model."""
+        return replace(self, initial=model.clone())
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Who trains and uploads, in the order of the slots, and who trains without uploading (FedUmf).
+
+    `weights`, where given, replace the clients' sample counts when replies are averaged. `receivers` counts the clients that
+    are sent the message, when that is more than those that train.
+    """
+
+    clients: tuple[int, ...]
+    idle: tuple[int, ...] = ()
+    weights: tuple[float, ...] | None = None
+    receivers: int | None = None
+
+
+@dataclass
+class Replies:
+    """What came back: `tensors` by name, one row a client that replied, `[r, ...]`.
+
+    `clients [r]` are their numbers, `slots [r]` their places in the selection, `weights [r]` their sample counts (or what the
+    selection gives instead). Rows are in the order of the slots, whoever answered first.
+    """
+
+    tensors: dict[str, Tensor]
+    clients: Tensor
+    slots: Tensor
+    weights: Tensor
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+
+class Algorithm:
+    """A federated method. Subclasses are dataclasses whose fields are the hyper-parameters.
+
+    The server half runs in one place and keeps everything it must remember in `self.state`, named tensors, which is what a
+    checkpoint holds. The client half (`train`, `personalise`) runs where the data is and never touches `self.state`.
+    """
+
+    state: dict[str, Tensor]
+    plan: Plan
+    wraps: ClassVar[tuple[str, ...]] = ()  # names of the fields that hold inner methods
+    variadic: ClassVar[bool] = False  # positional arguments are (method, last round) pairs of the first field
+
+    # --- the server half ---
+
+    def setup(self, plan: Plan) -> None:
+        """Take the plan and make the initial state."""
+        self.plan = plan
+        self.state = {"model": plan.initial.clone()}
+
+    def select(self, round: Round) -> Selection:
+        """Who takes part: `participants` clients, uniformly without replacement. A pure function of the round, so that a
+        selection can be known ahead."""
+        return Selection(uniform(round))
+
+    def send(self, round: Round) -> Message:
+        """What the selected clients are sent."""
+        return {"model": self.state["model"].unsqueeze(0)}
+
+    def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
+        """Name and shape of each tensor in one client's reply; any other reply is refused."""
+        return {"model": (self.plan.layout.size,)}
+
+    def receive(self, round: Round, replies: Replies) -> None:
+        """Take the replies into the state; by default the mean of the models, weighted by samples."""
+        self.state["model"] = weighted_mean(replies["model"], replies.weights)
+
+    def finish(self, round: Round) -> None:
+        """The round is over, whether or not anybody replied (without any reply, `receive` is not called)."""
+        for method in self.inner():
+            method.finish(round)
+
+    def model(self) -> Tensor:
+        """The global model `[P]` to deploy and to evaluate."""
+        return self.state["model"]
+
+    def diagnose(self) -> dict[str, float]:
+        """Figures about the server's state worth recording beside the accuracy."""
+        return {}
+
+    # --- the client half ---
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        """Local work of the cohort's k clients on messages with one row each, `[k, ...]`; the reply has one row each too."""
+        return {"model": cohort.fit(inbox["model"]).model}
+
+    def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
+        """The model each client would deploy, `[k, P]`; by default what it received."""
+        return inbox["model"]
+
+    # --- what wrappers and checkpoints need ---
+
+    @property
+    def layout(self) -> Layout:
+        return self.plan.layout
+
+    def inner(self) -> list[Algorithm]:
+        """The methods that this one wraps."""
+        found: list[Algorithm] = []
+        for name in self.wraps:
+            value = getattr(self, name)
+            found += (
+                [item[0] if isinstance(item, tuple) else item for item in value] if isinstance(value, list) else [value]
+            )
+        return found
+
+    def full_state(self) -> dict[str, Tensor]:
+        """The state of this method and of those it wraps, by path."""
+        full = dict(self.state)
+        for k, method in enumerate(self.inner()):
+            full |= {f"inner{k}.{name}": tensor for name, tensor in method.full_state().items()}
+        return full
+
+    def restore(self, full: Mapping[str, Tensor]) -> None:
+        """Take back what `full_state` returned, after `setup`."""
+        self.state = {name: tensor for name, tensor in full.items() if "." not in name}
+        for k, method in enumerate(self.inner()):
+            prefix = f"inner{k}."
+            method.restore({n.removeprefix(prefix): t for n, t in full.items() if n.startswith(prefix)})
+
+
+def uniform(round: Round) -> tuple[int, ...]:
+    """`participants` of the clients, uniformly without replacement, in random order; the cost does not grow with the idle.
+
+    Robert Floyd's sampling, then a shuffle.
+    """
+    generator = round.stream("select")
+    chosen: list[int] = []
+    seen: set[int] = set()
+    for last in range(round.clients - round.participants, round.clients):
+        candidate = int(torch.randint(last + 1, (), generator=generator))
+        candidate = last if candidate in seen else candidate
+        seen.add(candidate)
+        chosen.append(candidate)
+    order = torch.randperm(len(chosen), generator=generator).tolist()
+    return tuple(chosen[k] for k in order)
+
+
+# A method is a dataclass that extends `Algorithm` and registers itself: @algorithms.register("fedavg").
+algorithms: Registry[type[Algorithm]] = Registry("algorithm", "fedloom.algorithms")
+
+
+def build(expression: str | Call | Algorithm) -> Algorithm:
+    """The method of an expression such as `fedmr(unit=segment, fraction=0.5)` or `stages(fedavg:100, fedmr)`.
+
+    Raises `UnknownName` or `InvalidValue` in one line for whatever does not fit.
+    """
+    if isinstance(expression, Algorithm):
+        return expression
+    call = parse(expression) if isinstance(expression, str) else expression
+    if call.until is not None:
+        raise InvalidValue(f"{call}: a last round (:{call.until}) belongs inside stages(...)")
+    entry = algorithms[call.name]
+    if entry.make.variadic:
+        positional: tuple[Any, ...] = ([_stage(value) for value in call.positional],)
+    else:
+        positional = tuple(_argument(value) for value in call.positional)
+    return entry.make(**checked(entry, entry.options(positional, {n: _argument(v) for n, v in call.named.items()})))
+
+
+def _stage(value: Any) -> tuple[Algorithm, Any]:
+    if not isinstance(value, Call):
+        raise InvalidValue(f"{show(value)} is not a method with its last round, such as fedavg:100")
+    return build(replace(value, until=None)), value.until
+
+
+def _argument(value: Any) -> Any:
+    if isinstance(value, Call) and (value.name in algorithms or value.positional or value.named):
+        return build(value)
+    return plain(value)
+
+
+def describe(algorithm: Algorithm) -> str:
+    """The expression that builds this method again: its name and the fields that differ from their defaults."""
+    entry = next((entry for entry in algorithms if entry.make is type(algorithm)), None)
+    if entry is None:
+        return type(algorithm).__name__.lower()
+    values = {f.name: getattr(algorithm, f.name) for f in fields(cast(Any, algorithm)) if f.init}
+    shown = [
+        (name, _show(value))
+        for name, value in values.items()
+        if entry.parameters[name].default is inspect.Parameter.empty or entry.parameters[name].default != value
+    ]
+    if entry.make.variadic:
+        return f"{entry.name}({', '.join(_show(item) for item in next(iter(values.values())))})"
+    inside = ", ".join(text if name in algorithm.wraps else f"{name}={text}" for name, text in shown)
+    return f"{entry.name}({inside})" if inside else entry.name
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, Algorithm):
+        return describe(value)
+    if isinstance(value, tuple) and value and isinstance(value[0], Algorithm):
+        return describe(value[0]) + ("" if value[1] is None else f":{value[1]}")
+    return show(value)

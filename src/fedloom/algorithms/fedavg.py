@@ -1,0 +1,24 @@
+"""FedAvg: average the clients' models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedloom.algorithm import Algorithm, Replies, algorithms
+from fedloom.population import weighted_mean
+from fedloom.round import Round
+
+
+@algorithms.register("fedavg")
+@dataclass
+class FedAvg(Algorithm):
+    """Federated averaging: w <- sum_i p_i w_i over the clients of the round.
+
+    p_i = n_i / sum_j n_j with n_i the client's training samples; `weighted=false` takes p_i = 1/K.
+    Source: McMahan et al. 2017, algorithm 1.
+    """
+
+    weighted: bool = True
+
+    def receive(self, round: Round, replies: Replies) -> None:
+        self.state["model"] = weighted_mean(replies["model"], replies.weights if self.weighted else None)

@@ -1,0 +1,201 @@
+"""A model is a vector: any module to a row of floats and back without loss, and which slices of it form a layer.
+
+A row holds the trainable parameters first, `[0:T]`, then frozen parameters and floating-point buffers such as batch-norm
+statistics, `[T:P]`. Buffers of integers and truth values cannot be averaged; they are kept apart as a row of int64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from fedloom.errors import InvalidValue
+
+Unit = tuple[slice, ...]
+"""The slices of a row that move together."""
+
+UnitKind = Literal["layer", "tensor", "segment"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one tensor of a module lies in a row."""
+
+    name: str  # as in `named_parameters` and `named_buffers`
+    layer: str  # the module that owns it
+    shape: torch.Size
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+class Layout:
+    """Maps modules of one architecture to rows and back.
+
+    Attributes: `size` = P and `trainable` = T, in numbers; `slots`, one per floating-point tensor in the order of the row;
+    `integer_slots`, one per other buffer, with offsets into the row of integers; `dtype`, float32, or float64 when the module
+    has a tensor of it (half precision fits into float32 without loss; complex numbers are stored as pairs).
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        parameters = dict(module.named_parameters())
+        buffers = dict(module.named_buffers())
+        trained = {name: p for name, p in parameters.items() if p.requires_grad and _is_continuous(p)}
+        carried = {
+            name: t for name, t in {**parameters, **buffers}.items() if name not in trained and _is_continuous(t)
+        }
+        discrete = {name: t for name, t in {**parameters, **buffers}.items() if not _is_continuous(t)}
+        if not trained:
+            raise InvalidValue(f"{type(module).__name__} has no trainable parameter")
+        self.slots = tuple(_consecutive({**trained, **carried}))
+        self.integer_slots = tuple(_consecutive(discrete))
+        self.trainable = sum(slot.stop - slot.start for slot in self.slots if slot.name in trained)
+        self.size = self.slots[-1].stop
+        self.integers = self.integer_slots[-1].stop if self.integer_slots else 0
+        wide = any(t.dtype in (torch.float64, torch.complex128) for t in (*trained.values(), *carried.values()))
+        self.dtype = torch.float64 if wide else torch.float32
+        self.layers = _layer_order(module, {slot.layer for slot in self.slots})
+
+    def flatten(self, module: nn.Module) -> Tensor:
+        """The module's floating-point tensors as a new row `[P]`, on the device of its first parameter."""
+        tensors = _tensors(module)
+        first = tensors[self.slots[0].name]
+        row = torch.empty(self.size, dtype=self.dtype, device=first.device)
+        for slot in self.slots:
+            row[slot.slice].copy_(_as_real(tensors[slot.name].detach()).reshape(-1))
+        return row
+
+    def flatten_integers(self, module: nn.Module) -> Tensor:
+        """The module's integer and boolean buffers as a new int64 row."""
+        tensors = _tensors(module)
+        row = torch.empty(self.integers, dtype=torch.int64, device=tensors[self.slots[0].name].device)
+        for slot in self.integer_slots:
+            row[slot.slice].copy_(tensors[slot.name].reshape(-1))
+        return row
+
+    @torch.no_grad()
+    def load(self, module: nn.Module, row: Tensor, integers: Tensor | None = None) -> None:
+        """Copy a row (and a row of integers) into the module. Raises `InvalidValue` when the length does not fit."""
+        if row.shape != (self.size,):
+            raise InvalidValue(f"a row of this model has {self.size} numbers, not shape {list(row.shape)}")
+        tensors = _tensors(module)
+        for slot in self.slots:
+            target = _as_real(tensors[slot.name])
+            target.copy_(row[slot.slice].view(target.shape))
+        if integers is not None:
+            self.load_integers(module, integers)
+
+    @torch.no_grad()
+    def load_integers(self, module: nn.Module, integers: Tensor) -> None:
+        """Copy a row of integers into the module's integer and boolean buffers."""
+        tensors = _tensors(module)
+        for slot in self.integer_slots:
+            tensors[slot.name].copy_(integers[slot.slice].view(slot.shape))
+
+    def tensors(self, row: Tensor) -> dict[str, Tensor]:
+        """Views into a row `[P]`, by name, in each tensor's own shape and type: what `torch.func.functional_call` takes."""
+        found = {}
+        for slot in self.slots:
+            part = row[slot.slice]
+            if slot.dtype.is_complex:
+                part = torch.view_as_complex(part.reshape(*slot.shape, 2))
+            found[slot.name] = part.view(slot.shape).to(slot.dtype)
+        return found
+
+    def bind(self, module: nn.Module, row: Tensor) -> None:
+        """Make every floating-point tensor of the module a view of `row [P]`, so that training moves the row itself.
+
+        Raises `InvalidValue` when the module mixes number types, since a view cannot convert.
+        """
+        tensors = _tensors(module)
+        for slot in self.slots:
+            if slot.dtype != self.dtype:
+                raise InvalidValue(
+                    f"tensor {slot.name!r} is {slot.dtype}, the model's rows are {self.dtype}: use one type"
+                )
+            tensors[slot.name].data = row[slot.slice].view(slot.shape)
+
+    def bind_gradient(self, module: nn.Module, gradient: Tensor) -> None:
+        """Make the gradient of every trainable parameter a view of `gradient [T]`; autograd then adds into it in place."""
+        tensors = _tensors(module)
+        for slot in self.slots:
+            if slot.start < self.trainable:
+                tensors[slot.name].grad = gradient[slot.slice].view(slot.shape)
+
+    def units(self, kind: UnitKind = "layer", fraction: float = 1.0) -> list[Unit]:
+        """The slices that move together: each layer's tensors, each single tensor, or segments of layers.
+
+        With N layers and `fraction` x, layer j (from 1) belongs to segment ceil(j / (x N)) (FedMR KDD'24, section 5).
+        """
+        if kind == "tensor":
+            return [(slot.slice,) for slot in self.slots]
+        if kind == "layer":
+            return [self.slices(lambda slot, layer=layer: slot.layer == layer) for layer in self.layers]  # type: ignore[misc]
+        if kind != "segment":
+            raise InvalidValue(f"unit {kind!r} is not one of 'layer', 'tensor', 'segment'")
+        if not 0 < fraction <= 1:
+            raise InvalidValue(f"fraction {fraction} is not in (0, 1]")
+        count = len(self.layers)
+        # The subtrahend keeps a quotient that is whole in decimal notation whole in binary: 3 / (0.1 * 30) is 1, not 1.0000001.
+        segment = {layer: math.ceil(j / (fraction * count) - 1e-9) for j, layer in enumerate(self.layers, start=1)}
+        return [
+            self.slices(lambda slot, number=number: segment[slot.layer] == number)  # type: ignore[misc]
+            for number in sorted(set(segment.values()))
+        ]
+
+    def slices(self, wanted: Callable[[Slot], bool]) -> Unit:
+        """The slices of all wanted slots, neighbours merged."""
+        merged: list[slice] = []
+        for slot in self.slots:
+            if not wanted(slot):
+                continue
+            if merged and merged[-1].stop == slot.start:
+                merged[-1] = slice(merged[-1].start, slot.stop)
+            else:
+                merged.append(slot.slice)
+        return tuple(merged)
+
+    def under(self, *modules: str) -> Unit:
+        """The slices of every tensor owned by the named modules or by modules inside them. Raises `InvalidValue` when a name
+        owns nothing."""
+        for name in modules:
+            if not any(_is_inside(slot.layer, name) for slot in self.slots):
+                raise InvalidValue(f"no module {name!r} with parameters (there are: {', '.join(self.layers)})")
+        return self.slices(lambda slot: any(_is_inside(slot.layer, name) for name in modules))
+
+
+def _is_inside(layer: str, module: str) -> bool:
+    return layer == module or layer.startswith(f"{module}.") or module == ""
+
+
+def _is_continuous(tensor: Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _consecutive(tensors: dict[str, Tensor]) -> Iterator[Slot]:
+    start = 0
+    for name, tensor in tensors.items():
+        stop = start + tensor.numel() * (2 if tensor.dtype.is_complex else 1)
+        yield Slot(name, name.rpartition(".")[0], tensor.shape, tensor.dtype, start, stop)
+        start = stop
+
+
+def _layer_order(module: nn.Module, owners: set[str]) -> tuple[str, ...]:
+    return tuple(name for name, _ in module.named_modules() if name in owners)

@@ -1,0 +1,59 @@
+"""A population is a matrix: the field's methods as plain maths on the rows of `[K, P]`, one row a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedloom.layout import Unit
+
+
+def weighted_mean(rows: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Sum_k p_k rows[k] with p = weights / sum(weights), or the plain mean; `[K, P]` and `[K]` to `[P]`."""
+    if weights is None:
+        return rows.mean(0)
+    share: Tensor = weights.to(rows) / weights.sum()
+    mean: Tensor = share @ rows
+    return mean
+
+
+def recombine(rows: Tensor, units: Sequence[Unit], generator: torch.Generator) -> Tensor:
+    """FedMR's model recombination (arXiv 2208.07677, section 4): every unit of `[K, P]` is permuted over the models.
+
+    For each unit an independent uniform permutation pi of {1..K} is drawn, and result[k, unit] = rows[pi(k), unit]. A pure
+    permutation: no float is touched, each unit of each model is used exactly once. Slices outside all units stay in place.
+    """
+    result = rows.clone()
+    for unit in units:
+        source = torch.randperm(len(rows), generator=generator).to(rows.device)
+        for part in unit:
+            torch.index_select(rows[:, part], 0, source, out=result[:, part])
+    return result
+
+
+def cosine_similarity(rows: Tensor) -> Tensor:
+    """cos(rows[i], rows[j]), `[K, P]` to `[K, K]`; a zero row has similarity 0 to every other row and to itself."""
+    normed = rows / rows.norm(dim=1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
+    return (normed @ normed.T).clamp_(-1, 1)
+
+
+def mean_cosine_similarity(rows: Tensor) -> Tensor:
+    """Mean of cos(rows[i], rows[j]) over all pairs i < j: how alike the models of a pool are (FedMR, figure 5). One model
+    alone counts as 1."""
+    count = len(rows)
+    if count == 1:
+        return torch.ones((), dtype=rows.dtype, device=rows.device)
+    above = torch.triu_indices(count, count, offset=1, device=rows.device)
+    return cosine_similarity(rows)[above[0], above[1]].mean()
+
+
+def squared_distances(rows: Tensor) -> Tensor:
+    """||rows[i] - rows[j]||^2, `[K, P]` to `[K, K]`, each difference taken before squaring, so that near models come out
+    exact where the expanded form would cancel."""
+    count = len(rows)
+    result = torch.zeros(count, count, dtype=rows.dtype, device=rows.device)
+    for i in range(count - 1):
+        result[i, i + 1 :] = (rows[i + 1 :] - rows[i]).square_().sum(1)
+    return result + result.T

@@ -1,0 +1,173 @@
+"""A module that trains on rows: its parameters are views of one flat buffer, its gradients of another."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from fedloom.layout import Layout, Unit
+from fedloom.models.structure import head_name
+
+
+class Batch(NamedTuple):
+    """One step's samples of one client (`inputs [b, ...]`, `labels [b]`), or of k clients with a leading client axis."""
+
+    inputs: Tensor
+    labels: Tensor
+    step: int = 0  # which step of this call, from 0
+
+
+class Net(Protocol):
+    """One client's model as an objective sees it."""
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Logits `[b, classes]`."""
+
+    def both(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """The features that enter the classifier and the logits, from one forward pass."""
+
+    def head(self, features: Tensor) -> Tensor:
+        """The classifier alone."""
+
+    def at(self, row: Tensor) -> Net:
+        """The same architecture with the weights of `row [P]`, in evaluation mode and without gradients to its weights."""
+
+
+Objective = Callable[[Net, Batch, Mapping[str, Tensor]], Tensor]
+"""One client's loss: its net, its batch, what the method gave for it (a row of each `[k, ...]` tensor) -> a scalar."""
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Mean loss of logits `[b, classes]` against labels `[b]`."""
+
+
+def cross_entropy(net: Net, batch: Batch, given: Mapping[str, Tensor]) -> Tensor:
+    """The data loss: mean cross entropy of the batch."""
+    return F.cross_entropy(net(batch.inputs), batch.labels)
+
+
+class BoundNet:
+    """`Net` over a module: its own forward, with the input of the classifier caught on the way."""
+
+    def __init__(self, module: nn.Module, layout: Layout, frozen: nn.Module) -> None:
+        self.module, self.layout, self.frozen = module, layout, frozen
+        self.classifier: nn.Module = module.get_submodule(head_name(module))
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.module(inputs)
+        return logits
+
+    def both(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return _features_and_logits(self.classifier, lambda: self.module(inputs))
+
+    def head(self, features: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(features)
+        return logits
+
+    def at(self, row: Tensor) -> Net:
+        return FrozenNet(self.frozen, self.layout, row)
+
+
+class FrozenNet:
+    """`Net` of a module in evaluation mode with the weights of a row; works on one row and under `vmap` alike."""
+
+    def __init__(self, module: nn.Module, layout: Layout, row: Tensor) -> None:
+        self.module, self.layout = module, layout
+        self.tensors = layout.tensors(row.detach())
+        self.classifier_name = head_name(module)
+        self.classifier = module.get_submodule(self.classifier_name)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = functional_call(self.module, self.tensors, (inputs,))
+        return logits
+
+    def both(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return _features_and_logits(self.classifier, lambda: self(inputs))
+
+    def head(self, features: Tensor) -> Tensor:
+        prefix = f"{self.classifier_name}."
+        own = {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
+        logits: Tensor = functional_call(self.classifier, own, (features,))
+        return logits
+
+    def at(self, row: Tensor) -> Net:
+        return FrozenNet(self.module, self.layout, row)
+
+
+def _features_and_logits(classifier: nn.Module, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    caught: list[Tensor] = []
+
+    def catch(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+        caught.append(arguments[0])
+
+    handle = classifier.register_forward_pre_hook(catch)
+    try:
+        logits = forward()
+    finally:
+        handle.remove()
+    return caught[0], logits
+
+
+class Replica:
+    """One copy of the task's module, reused for every client that trains in this process, one at a time.
+
+    `weights [1, P]` given to `gradient` is trained in place: parameters and statistics of the module are views of it. So
+    loading a client's model costs one copy of its row, and one optimiser tensor covers every parameter.
+    """
+
+    def __init__(self, module: nn.Module, layout: Layout) -> None:
+        self.layout = layout
+        self.module = copy.deepcopy(module).train()
+        self.frozen = copy.deepcopy(module).eval().requires_grad_(False)
+        self.net = BoundNet(self.module, layout, self.frozen)
+        self.needs_pairs = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
+        self._row: Tensor | None = None
+        self._gradient = torch.zeros(1, layout.trainable, dtype=layout.dtype, device=next(module.parameters()).device)
+        layout.bind_gradient(self.module, self._gradient[0])
+
+    def bind(self, rows: Tensor) -> None:
+        """Make the module a view of `rows [1, P]` (free when it already is)."""
+        row = rows[0]
+        if self._row is None or self._row.data_ptr() != row.data_ptr():
+            self.layout.bind(self.module, row)
+        self._row = row
+
+    def gradient(
+        self, rows: Tensor, batch: Batch, objective: Objective, given: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Loss `[1]` and its gradient `[1, T]` at `rows [1, P]`; the gradient is a buffer that the next call overwrites.
+        Statistics in `rows[:, T:]` move as training mode moves them."""
+        self.bind(rows)
+        self._gradient.zero_()
+        one = Batch(batch.inputs[0], batch.labels[0], batch.step)
+        loss = objective(self.net, one, {name: value[0] for name, value in given.items()})
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach().unsqueeze(0), self._gradient
+
+    def train_only(self, units: Unit | None) -> None:
+        """Let gradients reach only the parameters inside `units` (None: all), so that backward goes no deeper."""
+        parameters = dict(self.module.named_parameters())
+        for slot in self.layout.slots:
+            if slot.start < self.layout.trainable:
+                inside = units is None or any(u.start <= slot.start and slot.stop <= u.stop for u in units)
+                parameters[slot.name].requires_grad_(inside)
+
+    @torch.no_grad()
+    def logits(self, rows: Tensor, inputs: Tensor) -> Tensor:
+        """`[1, b, classes]` in evaluation mode for `inputs [1, b, ...]` or shared `[b, ...]` given as `[1, b, ...]`."""
+        self.layout.bind(self.frozen, rows[0])
+        logits: Tensor = self.frozen(inputs[0])
+        return logits.unsqueeze(0)
+
+    def load_integers(self, integers: Tensor) -> None:
+        """Restore the integer buffers from `[1, Z]`."""
+        self.layout.load_integers(self.module, integers[0])
+
+    def integers(self) -> Tensor:
+        """The integer buffers, `[1, Z]`."""
+        return self.layout.flatten_integers(self.module).unsqueeze(0)

@@ -1,0 +1,42 @@
+"""One round as both halves of a method see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from fedloom.randomness import stream
+
+
+@dataclass(frozen=True)
+class Round:
+    """Round `number` (from 1) of `rounds`, with `participants` of `clients` taking part.
+
+    `learning_rate` is this round's; `initial_learning_rate` that of round 1. `selected` lists the clients that train and
+    upload, in the order of their slots; it is empty until the selection has been made.
+    """
+
+    number: int
+    rounds: int
+    seed: int
+    clients: int
+    participants: int
+    learning_rate: float
+    initial_learning_rate: float
+    decay: float = 1.0
+    selected: tuple[int, ...] = ()
+
+    def stream(self, purpose: str, client: int = -1) -> torch.Generator:
+        """The random stream (seed, this round, client, purpose), at its beginning."""
+        return stream(self.seed, purpose, round=self.number, client=client)
+
+    def at(self, number: int) -> Round:
+        """Another round of the same run, before its selection: what is drawn there can be known ahead."""
+        rate = self.initial_learning_rate * self.decay ** (number - 1)
+        return replace(self, number=number, learning_rate=rate, selected=())
+
+    @property
+    def previous_learning_rate(self) -> float:
+        """Learning rate of the round before (in round 1, this round's)."""
+        return self.at(self.number - 1).learning_rate if self.number > 1 else self.learning_rate

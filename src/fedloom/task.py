@@ -1,0 +1,151 @@
+"""A task: the data, how clients share it, the model they train and how they train it. Methods are compared on one task."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedloom.data.dataset import Dataset, Samples, datasets
+from fedloom.data.partition import Partition, partitions, split_train_test
+from fedloom.errors import InvalidValue
+from fedloom.expression import Call, checked, parse, plain
+from fedloom.layout import Layout
+from fedloom.models.build import make_model
+from fedloom.registry import Entry
+from fedloom.training import Training
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be learned, whatever the method.
+
+    `train` holds every client's samples, `partition` says whose they are; `test` is the global test set. With `local_test`,
+    each client also holds test samples of its own (also in `train`), distributed as its training samples are.
+    """
+
+    dataset: Dataset
+    train: Samples
+    test: Samples
+    partition: Partition
+    model: nn.Module
+    training: Training = field(default_factory=Training)
+    local_test: Partition | None = None
+
+    def __post_init__(self) -> None:
+        empty = int((self.partition.sizes == 0).sum())
+        if empty:
+            raise InvalidValue(
+                f"{empty} of {self.clients} clients have no sample: use fewer clients or a larger minimum"
+            )
+
+    @property
+    def clients(self) -> int:
+        """How many clients there are."""
+        return len(self.partition)
+
+    @cached_property
+    def layout(self) -> Layout:
+        return Layout(self.model)
+
+    @cached_property
+    def initial(self) -> Tensor:
+        """The initial model as a row `[P]`."""
+        return self.layout.flatten(self.model)
+
+    @cached_property
+    def initial_integers(self) -> Tensor:
+        """The initial model's integer buffers."""
+        return self.layout.flatten_integers(self.model)
+
+    def sizes(self, clients: Tensor) -> Tensor:
+        """Training samples of the given clients, `[k]` int64; costs nothing for the others."""
+        index = clients.numpy()
+        offsets = self.partition.offsets
+        return torch.from_numpy(offsets[index + 1] - offsets[index])
+
+    def samples(self, client: int) -> Samples:
+        """The training samples of one client."""
+        return self.train[torch.from_numpy(self.partition[client]).to(self.train.labels.device)]
+
+    def module(self, row: Tensor) -> nn.Module:
+        """A new module with the weights of `row`."""
+        module = copy.deepcopy(self.model)
+        self.layout.load(module, row)
+        return module
+
+    def to(self, device: torch.device | str) -> Task:
+        """The same task with data and model on `device`."""
+        target = torch.device(device)
+        return Task(
+            self.dataset, self.train.to(target), self.test.to(target), self.partition,
+            copy.deepcopy(self.model).to(target), self.training, self.local_test,
+        )  # fmt: skip
+
+
+def _call(text: str | Call) -> Call:
+    return parse(text) if isinstance(text, str) else text
+
+
+def _options(entry: Entry[Any], call: Call) -> dict[str, Any]:
+    named = {name: plain(value) for name, value in call.named.items()}
+    return checked(entry, entry.options(tuple(plain(value) for value in call.positional), named))
+
+
+def make_dataset(expression: str | Call) -> Dataset:
+    """The data set of an expression such as `digits` or `synthetic(1, 1)`."""
+    call = _call(expression)
+    entry = datasets[call.name]
+    return entry.make(**_options(entry, call))
+
+
+def make_partition(expression: str | Call, samples: Samples, clients: int, seed: int) -> Partition:
+    """The partition of an expression such as `dirichlet(0.1)` over the samples."""
+    call = _call(expression)
+    entry = partitions[call.name]
+    groups = None if samples.groups is None else samples.groups.cpu().numpy()
+    return entry.make(samples.labels.cpu().numpy(), clients, seed, groups, **_options(entry, call))
+
+
+def make_task(
+    data: str | Dataset = "digits",
+    *,
+    clients: int = 20,
+    partition: str | Partition = "dirichlet(0.5)",
+    model: str | nn.Module = "mlp",
+    training: Training | Mapping[str, Any] | None = None,
+    local_test: float | None = None,
+    merge: bool = False,
+    seed: int = 0,
+) -> Task:
+    """Make a task from names or from things of your own.
+
+    `merge` joins the training and test part of the data before it is shared out, as FedALA does; it needs `local_test`,
+    the share of each client's samples that it keeps for testing (FedALA: 0.25), and the global test set is then the union
+    of the clients' own. `seed` draws the partition and the initial weights, and nothing else.
+
+    Raises `InvalidValue` or `UnknownName` in one line for anything that does not fit.
+    """
+    dataset = make_dataset(data) if isinstance(data, str) else data
+    if merge and local_test is None:
+        raise InvalidValue("merge=true leaves no test data: give local_test, such as 0.25")
+    pool = dataset.train.concatenate(dataset.test) if merge else dataset.train
+    shared = partition if isinstance(partition, Partition) else make_partition(partition, pool, clients, seed)
+    kept: Partition | None = None
+    if local_test is not None:
+        shared, kept = split_train_test(shared, seed, local_test)
+    test = pool[torch.from_numpy(np.sort(kept.indices))] if merge and kept is not None else dataset.test
+    if isinstance(model, str):
+        call = parse(model) if ":" not in model else Call(model)
+        named = {name: plain(value) for name, value in call.named.items()}
+        module = make_model(call.name, dataset.spec, seed, named)
+    else:
+        module = copy.deepcopy(model)
+    settings = training if isinstance(training, Training) else Training(**(training or {}))
+    return Task(dataset, pool, test, shared, module, settings, kept)

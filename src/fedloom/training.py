@@ -1,0 +1,96 @@
+"""How a client trains: the settings of its local SGD, and the order of its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.checks import require_at_least, require_one_of, require_positive, require_share
+from fedloom.errors import InvalidValue
+
+# Optimisers that treat every number alike, so that one flat tensor gives what separate tensors would.
+ELEMENTWISE_OPTIMISERS = (
+    "sgd", "adam", "adamw", "adamax", "nadam", "radam", "adagrad", "adadelta", "rmsprop", "rprop", "asgd",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Training:
+    """Settings of local training (FedAvg, algorithm 1).
+
+    In round t the learning rate is `learning_rate * decay**(t - 1)`. The optimiser starts fresh in each round, so no momentum
+    survives one. Per step: g = gradient (with a method's correction), clipped to norm `clip`, plus `weight_decay * w`;
+    v = momentum * v + g; w = w - learning rate * v. (Clipping comes before weight decay, as in torch and the reference codes.)
+    """
+
+    learning_rate: float = 0.01
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    decay: float = 1.0  # of the learning rate, per round
+    epochs: int = 1
+    steps: int | None = None  # local steps instead of epochs
+    batch_size: int | None = 50  # None: all samples of the client in one batch
+    drop_last: bool = False  # leave out the last batch of an epoch when it is short
+    clip: float | None = None
+    optimiser: str = "sgd"
+    optimiser_options: dict[str, Any] = field(default_factory=dict)  # further arguments of the torch optimiser
+    augmentation: str = "none"  # or "flip_crop": flip with p = 0.5, and with p = 0.5 a random crop with padding 4
+
+    def __post_init__(self) -> None:
+        require_positive("learning_rate", self.learning_rate)
+        require_at_least("momentum", self.momentum, 0)
+        require_at_least("weight_decay", self.weight_decay, 0)
+        require_share("decay", self.decay)
+        require_at_least("epochs", self.epochs, 1)
+        if self.steps is not None:
+            require_at_least("steps", self.steps, 1)
+        if self.batch_size is not None:
+            require_at_least("batch_size", self.batch_size, 1)
+        if self.clip is not None:
+            require_positive("clip", self.clip)
+        require_one_of("optimiser", self.optimiser, ELEMENTWISE_OPTIMISERS)
+        require_one_of("augmentation", self.augmentation, ("none", "flip_crop"))
+        if self.optimiser == "sgd" and self.optimiser_options.keys() - {"nesterov", "dampening"}:
+            raise InvalidValue(
+                f"optimiser_options of sgd are nesterov and dampening, not {sorted(self.optimiser_options)}"
+            )
+
+    def rate(self, round: int) -> float:
+        """Learning rate of a round (from 1)."""
+        return self.learning_rate * self.decay ** (round - 1)
+
+
+def batch_order(
+    samples: int,
+    generator: torch.Generator | None,
+    *,
+    batch_size: int | None,
+    epochs: int = 1,
+    steps: int | None = None,
+    drop_last: bool = False,
+    smallest: int = 1,
+) -> Iterator[Tensor]:
+    """Positions of each batch's samples, shuffled anew for every epoch from `generator` (None: in their own order).
+
+    With `steps`, epochs follow one another until that many batches were given; otherwise `epochs` of them. Batches smaller
+    than `smallest` are skipped (batch norm cannot normalise a single sample). A client with fewer samples than one batch
+    keeps its only batch even with `drop_last`, so that it trains at all.
+    """
+    size = samples if batch_size is None else min(batch_size, samples)
+    if samples < max(smallest, 1):
+        return
+    given = 0
+    for _ in range(epochs if steps is None else steps):
+        order = torch.arange(samples) if generator is None else torch.randperm(samples, generator=generator)
+        for start in range(0, samples, size):
+            batch = order[start : start + size]
+            if len(batch) < smallest or (drop_last and len(batch) < size):
+                continue
+            yield batch
+            given += 1
+            if given == steps:
+                return
