@@ -1,23 +1,33 @@
-"""A partition: which samples each client holds."""
+"""A partition: which samples each client holds, in training and in its own test part."""
 
 from __future__ import annotations
 
+import os
+import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from fedloom.errors import InvalidValue
+from fedloom.errors import DataError, InvalidValue
+from fedloom.randomness import stream_seed
 from fedloom.registry import Registry
 
 Indices = npt.NDArray[np.int64]
+
+# All that reading an archive of arrays raises when its bytes are not what they should be (RuntimeError: a zip version or
+# compression that does not exist; MemoryError: an array that claims to be larger than the memory).
+_DAMAGE = (ValueError, KeyError, EOFError, OSError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True)
 class Partition:
     """Client i holds the samples `indices[offsets[i]:offsets[i + 1]]`. One array for all clients: a million of them cost
-    a million numbers, and reading one client touches no other."""
+    a million numbers, and reading one client touches no other. The order within a client carries no meaning; what the
+    registered partitions and `split_train_test` return is in random order, so any leading part is a fair sample."""
 
     indices: Indices
     offsets: Indices
@@ -38,6 +48,13 @@ class Partition:
             raise InvalidValue(f"sizes add up to {offsets[-1]}, not to the {len(taken)} indices")
         return cls(taken, offsets)
 
+    @classmethod
+    def from_owners(cls, samples: Indices, owners: Indices, clients: int) -> Partition:
+        """Sample `samples[j]` goes to client `owners[j]`, or to none where that is -1; the order of `samples` is kept."""
+        sizes = np.bincount(owners + 1, minlength=clients + 1)
+        order = np.argsort(owners, kind="stable")
+        return cls.from_sizes(samples[order[sizes[0] :]], sizes[1:])
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
@@ -54,6 +71,86 @@ class Partition:
         owner = np.repeat(np.arange(len(self)), self.sizes)
         counts = np.bincount(owner * classes + labels[self.indices], minlength=len(self) * classes)
         return counts.reshape(len(self), classes).astype(np.int64)
+
+    def save(self, path: str | Path) -> None:
+        """Write to `path` as an npz archive of two plain arrays, `indices` and `offsets`; all of it or nothing."""
+        target = Path(path)
+        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+        try:
+            with partial.open("wb") as file:
+                np.savez(file, indices=self.indices, offsets=self.offsets)
+            partial.replace(target)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise DataError(f"cannot write the partition to {target}: {error.strerror or error}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Partition:
+        """Read what `save` wrote. Nothing in the file is run: an archive with Python objects inside is refused.
+
+        Raises `DataError` when the file is missing, damaged or does not hold a partition.
+        """
+        try:
+            archive = zipfile.ZipFile(path)
+        except FileNotFoundError as error:
+            raise DataError(f"there is no partition file {path}") from error
+        except _DAMAGE as error:
+            raise DataError(f"{path} is not a partition file (an npz archive written by Partition.save)") from error
+        with archive:
+            arrays = [_member(archive, path, name) for name in ("indices", "offsets")]
+        indices, offsets = arrays
+        if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(indices) or (np.diff(offsets) < 0).any():
+            raise DataError(f"{path}: offsets must rise from 0 to {len(indices)}, the number of indices")
+        return cls(indices, offsets)
+
+
+def _member(archive: zipfile.ZipFile, path: str | Path, name: str) -> Indices:
+    """One array of whole numbers out of an npz archive."""
+    try:
+        with archive.open(f"{name}.npy") as file:
+            array = np.lib.format.read_array(file, allow_pickle=False)
+    except _DAMAGE as error:
+        reason = "is missing" if isinstance(error, KeyError) else "is damaged or not a plain array"
+        raise DataError(f"{path}: its array {name!r} {reason}") from error
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise DataError(f"{path}: {name} must be one row of whole numbers, not {array.dtype} {list(array.shape)}")
+    return np.asarray(array, dtype=np.int64)
+
+
+def split_train_test(partition: Partition, seed: int, fraction: float = 0.25) -> tuple[Partition, Partition]:
+    """Each client's samples at random into (train, test), so that a client is tested on its own distribution.
+
+    Of a client's n samples floor((1 - fraction) n) train, but at least one, and at most n - 1 where n >= 2; the others
+    test. Which ones depends on `seed` and on the client's own samples alone: a client, whatever its number and beside
+    whomever, splits alike, so one site can repeat its own split. Raises `InvalidValue` unless 0 < fraction < 1.
+    Source: FedALA (Zhang et al., AAAI 2023), experimental setup: 75 % / 25 %.
+    """
+    if not 0 < fraction < 1:
+        raise InvalidValue(f"fraction (the share that tests) must lie between 0 and 1, not {fraction}")
+    sizes = partition.sizes
+    owners = np.repeat(np.arange(len(partition)), sizes)
+    shuffled = partition.indices[np.lexsort((_sample_keys(partition.indices, seed), owners))]
+    # The small addition keeps a product such as (1 - 0.9) * 10 = 0.9999999999999998 from losing a sample.
+    kept = np.floor((1 - fraction) * sizes + 1e-9).astype(np.int64)
+    kept = np.clip(kept, np.minimum(sizes, 1), np.maximum(sizes - 1, np.minimum(sizes, 1)))
+    rank = np.arange(len(shuffled)) - np.repeat(partition.offsets[:-1], sizes)
+    training = rank < np.repeat(kept, sizes)
+    return Partition.from_sizes(shuffled[training], kept), Partition.from_sizes(shuffled[~training], sizes - kept)
+
+
+def _sample_keys(samples: Indices, seed: int) -> npt.NDArray[np.uint64]:
+    """A random 64-bit key for each sample: the output number `samples[j]` of a SplitMix64 generator.
+
+    A generator that is addressed by position gives every client its own stream without a million generators.
+    Source: Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014, Fig. 14 (mix64variant13).
+    """
+    state = samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(stream_seed(seed, "train/test split"))
+    state ^= state >> np.uint64(30)
+    state *= np.uint64(0xBF58476D1CE4E5B9)
+    state ^= state >> np.uint64(27)
+    state *= np.uint64(0x94D049BB133111EB)
+    state ^= state >> np.uint64(31)
+    return state
 
 
 # A partition is a pure function (labels, clients, seed, groups, *, parameters) -> Partition:

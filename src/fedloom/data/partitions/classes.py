@@ -1,0 +1,59 @@
+"""What the partitions share: their checks, and cutting every class into parts."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from fedloom.data.partition import Indices, Partition
+from fedloom.errors import InvalidValue
+
+
+def require_clients(clients: int, samples: int, *, each: int = 1) -> None:
+    """Raise `InvalidValue` unless there is a client, and samples enough for `each` of them."""
+    if clients < 1:
+        raise InvalidValue(f"clients must be at least 1, not {clients}")
+    if clients * each > samples:
+        raise InvalidValue(
+            f"{clients} clients with at least {each} of the samples each need {clients * each}, "
+            f"but there are {samples}: at most {samples // each} clients"
+        )
+
+
+def require_concentration(alpha: float) -> None:
+    """Raise `InvalidValue` unless alpha is a concentration that double precision can draw with."""
+    if not 1e-9 <= alpha <= 1e9:
+        raise InvalidValue(f"alpha must be greater than 0 (from 1e-9 to 1e9), not {alpha}")
+
+
+def equal_sizes(samples: int, parts: int) -> Indices:
+    """`samples` over `parts`, `[parts]`: they differ by at most one, the first ones are larger."""
+    sizes = np.full(parts, samples // parts, dtype=np.int64)
+    sizes[: samples % parts] += 1
+    return sizes
+
+
+def class_sizes(labels: Indices) -> Indices:
+    """Samples of each class that occurs, in the order of the labels, `[classes]`."""
+    return np.unique(labels, return_counts=True)[1].astype(np.int64)
+
+
+def shuffled_by_class(labels: Indices, rng: np.random.Generator) -> Indices:
+    """All samples, one class after the other and shuffled within each, `[n]`."""
+    order = rng.permutation(len(labels))
+    return order[np.argsort(labels[order], kind="stable")]
+
+
+def deal(samples: Indices, owners: Indices, clients: int, rng: np.random.Generator) -> Partition:
+    """Sample `samples[j]` to client `owners[j]` (-1: to none), each client's in random order."""
+    mixed = rng.permutation(len(samples))
+    return Partition.from_owners(samples[mixed], owners[mixed], clients)
+
+
+def cut_classes(labels: Indices, counts: npt.NDArray[np.int64], rng: np.random.Generator) -> Partition:
+    """Client i gets `counts[i, c]` random samples of class c (`[clients, classes that occur]`); what is left, nobody."""
+    clients, classes = counts.shape
+    left = class_sizes(labels) - counts.sum(axis=0)
+    numbers = np.concatenate([np.arange(clients), [-1]])
+    owners = np.repeat(np.tile(numbers, classes), np.vstack([counts, left]).T.ravel())
+    return deal(shuffled_by_class(labels, rng), owners, clients, rng)

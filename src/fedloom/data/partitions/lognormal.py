@@ -1,0 +1,50 @@
+"""Unbalanced clients: sizes that follow a log-normal distribution, labels alike."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from fedloom.checks import require_between
+from fedloom.data.partition import Indices, Partition, partitions
+from fedloom.data.partitions.classes import require_clients
+from fedloom.randomness import numpy_stream
+
+
+@partitions.register("lognormal")
+def lognormal(labels: Indices, clients: int, seed: int, groups: Indices | None, *, sigma: float = 0.3) -> Partition:
+    """Unbalanced sizes, labels alike: n_i in proportion to LogNormal(ln(n / N), sigma); larger sigma, less balance.
+
+    The draws are scaled to add up to n and rounded; every client has at least one sample.
+    Raises `InvalidValue` unless 0 <= sigma <= 100, for fewer than one client or more clients than samples.
+    Source: FedUmf appendix (unbalanced, 0.3), after FedDC (Gao et al., CVPR 2022), experimental setup.
+    """
+    require_between("sigma", sigma, 0, 100)
+    require_clients(clients, len(labels))
+    rng = numpy_stream(seed, "partition")
+    # exp(ln(n / N) + sigma z) scaled to a given sum: the factor n / N cancels, and so does any other, such as the
+    # largest draw, which keeps the exponential within double precision.
+    exponents = sigma * rng.standard_normal(clients)
+    sizes = apportion(np.exp(exponents - exponents.max()), len(labels))
+    return Partition.from_sizes(rng.permutation(len(labels)), sizes)
+
+
+def apportion(weights: npt.NDArray[np.float64], total: int) -> Indices:
+    """`total` in whole numbers in proportion to `weights >= 0` (not all 0), each at least 1, `[len(weights)]`.
+
+    Those whose share is below 1 get 1 and the others share what remains, until none is below; fractions are then
+    rounded down and the largest of them take up the rest.
+    """
+    shares = np.ones(len(weights))
+    free = np.ones(len(weights), dtype=bool)
+    while free.any():
+        shares[free] = weights[free] / weights[free].sum() * (total - (~free).sum())
+        short = free & (shares < 1)
+        if not short.any():
+            break
+        shares[short] = 1
+        free &= ~short
+    sizes = np.floor(shares).astype(np.int64)
+    by_fraction = np.argsort(sizes - shares, kind="stable")
+    sizes[by_fraction[: total - int(sizes.sum())]] += 1
+    return sizes
