@@ -1,0 +1,93 @@
+"""Label skew at equal sizes: every client has a Dirichlet prior over the classes."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from fedloom.data.partition import Indices, Partition, partitions
+from fedloom.data.partitions.classes import (
+    class_sizes,
+    deal,
+    equal_sizes,
+    require_clients,
+    require_concentration,
+    shuffled_by_class,
+)
+from fedloom.randomness import numpy_stream
+
+_CELLS = 4_000_000  # steps x classes that are looked at together: 32 MB
+
+
+@partitions.register("class_prior")
+def class_prior(labels: Indices, clients: int, seed: int, groups: Indices | None, *, alpha: float = 0.6) -> Partition:
+    """Label skew at equal sizes: client i draws its classes from its own prior Dir(alpha) over them.
+
+    Sizes differ by at most one. Sample by sample: a random client that is not yet full draws a class from its prior,
+    renormalised over the classes that are not used up, and takes the next unused sample of it. (A client whose prior
+    is zero in double precision on all that is left draws among those uniformly.)
+    Raises `InvalidValue` for alpha <= 0, fewer than one client or more clients than samples.
+    Source: FedUmf appendix (non-IID, 0.6), after FedDC (Gao et al., CVPR 2022), experimental setup.
+    """
+    require_concentration(alpha)
+    require_clients(clients, len(labels))
+    rng = numpy_stream(seed, "partition")
+    sizes = class_sizes(labels)
+    priors = rng.dirichlet(np.full(len(sizes), alpha), size=clients)
+    turns = draw_turns(equal_sizes(len(labels), clients), rng)
+    drawn = draw_classes(priors, turns, rng.random(len(turns)), sizes)
+    owners = turns[np.argsort(drawn, kind="stable")]  # the takers of class 0 in their order, then those of class 1 ...
+    return deal(shuffled_by_class(labels, rng), owners, clients, rng)
+
+
+def draw_turns(room: Indices, rng: np.random.Generator) -> Indices:
+    """Whose turn it is, step by step, `[sum(room)]`: always a random client among those with fewer than `room[i]` turns.
+
+    Drawn by rejection, many steps at once: random clients, those left out that are full by then.
+    """
+    room = room.copy()
+    blocks = []
+    while (left := int(room.sum())) > 0:
+        waiting = np.flatnonzero(room)
+        picks = waiting[rng.integers(len(waiting), size=left)]
+        block = picks[_occurrence(picks) < room[picks]]
+        room -= np.bincount(block, minlength=len(room))
+        blocks.append(block)
+    return np.concatenate(blocks)
+
+
+def draw_classes(
+    priors: npt.NDArray[np.float64], turns: Indices, uniforms: npt.NDArray[np.float64], sizes: Indices
+) -> Indices:
+    """The class that each step takes, `[steps]`: step t inverts the distribution of client `turns[t]` at `uniforms[t]`.
+
+    `priors [clients, classes]` hold over the classes of which fewer than `sizes[c]` samples are taken. Many steps are
+    looked at together, up to the first that takes the last sample of some class: there the distributions change.
+    """
+    left = sizes.copy()
+    weights = np.maximum(priors, 1e-200)  # so that what is left of a prior has a sum to divide by
+    drawn = np.empty(len(turns), dtype=np.int64)
+    chunk = max(1, _CELLS // len(sizes))
+    start = 0
+    while start < len(turns):
+        steps = slice(start, start + chunk)
+        cumulative = np.cumsum(weights[turns[steps]] * (left > 0), axis=1)
+        levels = uniforms[steps, None] * cumulative[:, -1:]
+        # A level that rounds up to the whole sum belongs to the last class that has samples.
+        classes = np.minimum((cumulative <= levels).sum(axis=1), np.flatnonzero(left)[-1])
+        last = np.flatnonzero(_occurrence(classes) == left[classes] - 1)
+        done = int(last[0]) + 1 if len(last) else len(classes)
+        drawn[start : start + done] = classes[:done]
+        left -= np.bincount(classes[:done], minlength=len(left))
+        start += done
+    return drawn
+
+
+def _occurrence(values: Indices) -> Indices:
+    """How many of the same value come before each, `[n]`."""
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    first = np.searchsorted(ordered, ordered, side="left")
+    rank = np.empty(len(values), dtype=np.int64)
+    rank[order] = np.arange(len(values)) - first
+    return rank
