@@ -13,7 +13,7 @@ from fedloom.randomness import stream
 
 
 def hold_out(samples: Samples, fraction: float, seed: int, *, within: Tensor | None = None) -> tuple[Samples, Samples]:
-    """`samples` as (training, test): at random, floor((1 - fraction) n) of every n stay for training.
+    """`samples` as (training, test): at random, max(1, floor((1 - fraction) n)) of every n stay for training.
 
     `within [n]` names a group of each sample, and the rule holds in every group: the labels give a stratified split,
     users a split of every user. Both parts keep the order of `samples`. Raises `InvalidValue` unless
@@ -27,7 +27,7 @@ def hold_out(samples: Samples, fraction: float, seed: int, *, within: Tensor | N
     order = shuffled[groups[shuffled].argsort(stable=True)]
     sizes = torch.bincount(groups)
     # The small addition keeps a product such as 0.29 * 100 = 28.999999999999996 from losing a sample.
-    kept = torch.tensor([math.floor((1 - fraction) * size + 1e-9) for size in sizes.tolist()], dtype=torch.long)
+    kept = torch.tensor([max(1, math.floor((1 - fraction) * size + 1e-9)) for size in sizes.tolist()], dtype=torch.long)
     rank = torch.arange(total) - (sizes.cumsum(0) - sizes)[groups[order]]
     training = torch.empty(total, dtype=torch.bool)
     training[order] = rank < kept[groups[order]]

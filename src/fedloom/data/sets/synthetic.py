@@ -7,8 +7,9 @@ import numpy.typing as npt
 import torch
 
 from fedloom.data.dataset import Dataset, Samples, datasets
+from fedloom.data.sets.choices import check_choice
 from fedloom.data.sets.holdout import hold_out
-from fedloom.errors import InvalidValue, suggestion
+from fedloom.errors import InvalidValue
 from fedloom.randomness import numpy_stream
 
 Floats = npt.NDArray[np.float64]
@@ -63,15 +64,14 @@ def synthetic_feddc(
     """Synthetic(alpha, beta) of FedDC: users with `samples` each, where 0 means that all users share that part.
 
     As `synthetic`, but alpha = 0 gives every user one model W, b ~ N(0, 1), and beta = 0 gives every user the mean
-    input 0. The papers' settings are (0, 0), (1, 0) and (0, 1). `test="held_out"` holds out `test_fraction` of each user;
+    input 0. The papers' settings are (0, 0), (1, 0) and (0, 1). `test="held_out"` holds out `test_fraction` of each;
     `test="train"` tests on all the data trained on, as the authors' code does. Groups are the users.
     Source: Gao et al., FedDC, section 4.1; FedUmf, appendix, Figure A5.
     """
     _check(alpha, beta, users, dimension, classes)
     if samples < 2:
         raise InvalidValue(f"samples must be at least 2 for each user, not {samples}")
-    if test not in _TESTS:
-        raise InvalidValue(f"test must be one of {', '.join(_TESTS)}, not {test!r}{suggestion(test, _TESTS)}")
+    check_choice("test", test, _TESTS)
     sizes = np.full(users, samples, dtype=np.int64)
     drawn = _sample(sizes, alpha, beta, alpha > 0, beta > 0, dimension, classes, seed)
     if test == "train":

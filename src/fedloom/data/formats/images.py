@@ -1,0 +1,121 @@
+"""JPEG, PNG and other pictures, decoded on several threads into one tensor of bytes."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from fedloom.data.dataset import Samples
+from fedloom.errors import DataError
+
+Pixels = npt.NDArray[np.uint8]
+_MODES = {1: "L", 3: "RGB"}
+_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm"})
+_CHUNK = 500  # pictures a task: long enough that handing out tasks costs nothing
+
+
+def decode_images(
+    count: int,
+    content: Callable[[int], bytes | None],
+    name: Callable[[int], str],
+    channels: int,
+    size: tuple[int, int] | None = None,
+) -> Tensor:
+    """`count` pictures, `content(i)` the bytes of the i-th, as uint8 `[count, channels, height, width]`.
+
+    `size` (height, width) resizes them (bilinear); without it all must have the size of the first. Raises `DataError`
+    with `name(i)` for a picture that is unreadable or of another size.
+    """
+    if not count:
+        return torch.empty((0, channels, *(size or (0, 0))), dtype=torch.uint8)
+    first = _decode(content(0), name(0), channels, size)
+    pixels = np.empty((count, *first.shape), dtype=np.uint8)
+
+    def decode_chunk(start: int) -> None:
+        for row in range(start, min(start + _CHUNK, count)):
+            image = _decode(content(row), name(row), channels, size)
+            if image.shape != first.shape:
+                height, width = image.shape[1:]
+                raise DataError(f"{name(row)}: {height} x {width} pixels, but {name(0)} has {_extent(first)}")
+            pixels[row] = image
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        for task in [pool.submit(decode_chunk, start) for start in range(0, count, _CHUNK)]:
+            try:
+                task.result()
+            except DataError:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    return torch.from_numpy(pixels)
+
+
+def _extent(image: Pixels) -> str:
+    return f"{image.shape[1]} x {image.shape[2]}"
+
+
+def _decode(content: bytes | None, name: str, channels: int, size: tuple[int, int] | None) -> Pixels:
+    if content is None:
+        raise DataError(f"{name}: no picture")
+    try:
+        with Image.open(io.BytesIO(content)) as picture:
+            shown = picture if picture.mode == _MODES[channels] else picture.convert(_MODES[channels])
+            if size is not None and shown.size != (size[1], size[0]):
+                shown = shown.resize((size[1], size[0]), Image.Resampling.BILINEAR)
+            pixels = np.asarray(shown)
+    except UnidentifiedImageError as error:
+        raise DataError(f"{name}: not a picture in a known format") from error
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise DataError(f"{name}: unreadable picture ({error})") from error
+    return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
+
+
+def read_files(paths: Sequence[Path], channels: int, size: tuple[int, int] | None = None) -> Tensor:
+    """The picture files `paths` as uint8 `[n, channels, height, width]`; raises as `decode_images`."""
+
+    def content(row: int) -> bytes:
+        try:
+            return paths[row].read_bytes()
+        except OSError as error:
+            raise DataError(f"{paths[row]}: cannot be read ({error.strerror or error})") from error
+
+    return decode_images(len(paths), content, lambda row: str(paths[row]), channels, size)
+
+
+def class_folders(root: Path) -> list[str]:
+    """Names of the folders in `root`, sorted: the classes of an image folder."""
+    return sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+
+
+def pictures(folder: Path) -> list[Path]:
+    """The picture files in `folder`, sorted."""
+    return sorted(entry for entry in folder.iterdir() if entry.suffix.lower() in _SUFFIXES)
+
+
+def read_image_folder(
+    root: Path, classes: Sequence[str], channels: int, size: tuple[int, int] | None = None
+) -> Samples:
+    """The samples of `root/<class>/<picture>`, labelled by the position of their folder's name in `classes`.
+
+    Raises `DataError` for a folder that is no class, no pictures at all, or as `decode_images`.
+    """
+    known = {name: label for label, name in enumerate(classes)}
+    paths: list[Path] = []
+    labels: list[int] = []
+    for name in class_folders(root):
+        if name not in known:
+            raise DataError(f"{root / name}: no such class among the training images ({', '.join(classes)})")
+        found = pictures(root / name)
+        paths += found
+        labels += [known[name]] * len(found)
+    if not paths:
+        raise DataError(f"{root}: no pictures in its class folders (wanted {root}/<class>/<picture>)")
+    return Samples(read_files(paths, channels, size), torch.tensor(labels, dtype=torch.long))

@@ -1,0 +1,77 @@
+"""Parquet tables as the Hugging Face hub stores data sets: a column of pictures or text, a column of labels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from torch import Tensor
+
+from fedloom.data.dataset import Samples
+from fedloom.data.formats.images import decode_images
+from fedloom.data.formats.labels import class_labels
+from fedloom.errors import DataError
+
+IMAGE_COLUMNS = ("image", "img")
+
+
+def read_tables(paths: Sequence[Path]) -> Any:
+    """The parquet files `paths` as one Arrow table; raises `DataError` for a damaged file or differing columns."""
+    tables = []
+    for path in paths:
+        try:
+            tables.append(pq.read_table(path))
+        except (OSError, pa.ArrowInvalid) as error:
+            raise DataError(f"{path}: damaged parquet file ({_line(error)})") from error
+    try:
+        return pa.concat_tables(tables)
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{paths[0]}: other columns than its sister files ({_line(error)})") from error
+
+
+def image_samples(table: Any, label: str, classes: int, channels: int, source: str, size: int | None = None) -> Samples:
+    """The pictures (struct column `image` or `img` of bytes and path) and labels of `table`.
+
+    Raises `DataError`, naming `source` and the row, for a missing column, a bad label or an unreadable picture.
+    """
+    labels = class_labels(column(table, (label,), source).to_numpy(), classes, source)
+    return Samples(decode_column(table, channels, source, size), labels)
+
+
+def decode_column(table: Any, channels: int, source: str, size: int | None = None) -> Tensor:
+    """The column of pictures as uint8 `[n, channels, height, width]`; raises as `image_samples`."""
+    found = column(table, IMAGE_COLUMNS, source)
+    kind = found.type
+    if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+        found = pa.chunked_array([chunk.field("bytes") for chunk in found.chunks], type=kind.field("bytes").type)
+    elif not pa.types.is_binary(kind) and not pa.types.is_large_binary(kind):
+        raise DataError(f"{source}: pictures must be stored as bytes, not as {kind}")
+    # One contiguous array: indexing a chunked one searches its chunks for every picture.
+    whole = found.combine_chunks() if found.num_chunks else pa.array([], type=found.type)
+    return decode_images(
+        len(whole),
+        lambda row: whole[row].as_py(),
+        lambda row: f"{source}: row {row}",
+        channels,
+        None if size is None else (size, size),
+    )
+
+
+def column(table: Any, names: Sequence[str], source: str) -> Any:
+    """The first column of `table` called one of `names`; raises `DataError` if there is none or it has holes."""
+    for name in names:
+        if name in table.column_names:
+            found = table.column(name)
+            if found.null_count:
+                row = int(np.flatnonzero(found.is_null().to_numpy())[0])
+                raise DataError(f"{source}: nothing in column {name!r} of row {row}")
+            return found
+    raise DataError(f"{source}: no column {' or '.join(map(repr, names))} (it has: {', '.join(table.column_names)})")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

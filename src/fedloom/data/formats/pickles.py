@@ -1,0 +1,107 @@
+"""Pickled dictionaries of byte arrays, read without running anything that the file names."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedloom.errors import DataError
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class _Dtype:
+    """Stands for `numpy.dtype` while unpickling: records the name of the element type."""
+
+    def __init__(self, name: str | bytes, *_: object) -> None:
+        self.name = name.decode("latin1") if isinstance(name, bytes) else name
+
+    def __setstate__(self, state: object) -> None:
+        """Byte order and alignment say nothing about single bytes."""
+
+
+class _Array:
+    """Stands for `numpy.ndarray` while unpickling: takes shape, type and bytes, and checks them."""
+
+    def __init__(self) -> None:
+        self.values: Bytes | None = None
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _version, shape, dtype, fortran, raw = state
+        self.fill(raw, dtype, shape, "F" if fortran else "C")
+
+    def fill(self, raw: bytes | bytearray, dtype: _Dtype, shape: tuple[int, ...], order: str) -> None:
+        if not isinstance(dtype, _Dtype) or dtype.name.strip("|<>=") != "u1":
+            raise pickle.UnpicklingError("an array that is not of unsigned bytes")
+        flat = np.frombuffer(raw, dtype=np.uint8)
+        self.values = flat.reshape(shape, order="F" if order == "F" else "C")
+
+
+def _reconstruct(kind: type[_Array], *_: object) -> _Array:
+    if kind is not _Array:
+        raise pickle.UnpicklingError("an array of another class")
+    return _Array()
+
+
+def _from_buffer(raw: bytes, dtype: _Dtype, shape: tuple[int, ...], order: str) -> _Array:
+    array = _Array()
+    array.fill(raw, dtype, shape, order)
+    return array
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    # Python 3 writes bytes in the old protocols as latin1 text to encode.
+    if encoding not in ("latin1", b"latin1"):
+        raise pickle.UnpicklingError(f"text in encoding {encoding!r}")
+    return text.encode("latin1")
+
+
+# What a file may name, and the harmless thing that it gets instead.
+_ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
+    ("numpy", "ndarray"): _Array,
+    ("numpy", "dtype"): _Dtype,
+    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy.core.numeric", "_frombuffer"): _from_buffer,
+    ("numpy._core.numeric", "_frombuffer"): _from_buffer,
+    ("_codecs", "encode"): _encode,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        allowed = _ALLOWED.get((module, name))
+        if allowed is None:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is not allowed")
+        return allowed
+
+
+def read_pickled_arrays(path: Path) -> dict[str, Any]:
+    """The dictionary pickled in `path`: text keys; values lists, numbers, text, bytes, or uint8 arrays.
+
+    No global that the file names is ever imported: arrays are rebuilt by stand-ins, everything else is refused. Raises
+    `DataError` for a file that cannot be read, is damaged, is not such a dictionary, or names anything else.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+    try:
+        found = _Unpickler(io.BytesIO(content), encoding="bytes").load()
+    # A damaged pickle fails in as many ways as there are opcodes; every one means the same to the user.
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"{path}: refused or damaged pickle ({reason})") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path}: a pickled {type(found).__name__}, not a dictionary of arrays")
+    return {_text(key): value.values if isinstance(value, _Array) else value for key, value in found.items()}
+
+
+def _text(key: object) -> str:
+    return key.decode("latin1") if isinstance(key, bytes) else str(key)

@@ -1,0 +1,60 @@
+"""How bytes of pictures are centred and scaled: by the set's own figures, by one half, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedloom.data.dataset import Dataset
+from fedloom.data.sets.choices import check_choice
+from fedloom.data.sets.origin import Parts
+
+Scale = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel, pixels in [0, 1]
+_CHOICES = ("standard", "half", "none")
+_CHUNK = 8192
+
+
+def check_normalise(choice: str) -> None:
+    """Raise `InvalidValue` unless `choice` is standard, half or none. Called before a file is opened."""
+    check_choice("normalise", choice, _CHOICES)
+
+
+def image_dataset(
+    name: str,
+    parts: Parts,
+    classes: int,
+    normalise: str,
+    standard: Scale | None = None,
+    class_names: Sequence[str] | None = None,
+) -> Dataset:
+    """The data set of `parts`. `normalise="standard"` takes the figures `standard`, or without them those of the training
+    images; "half" takes mean and deviation 0.5, that is [0, 1] to [-1, 1]; "none" leaves [0, 1]."""
+    check_normalise(normalise)
+    train, test = parts
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    # `Dataset.prepare` scales bytes alone, so other inputs have nothing to normalise.
+    if train.inputs.dtype == torch.uint8 and normalise != "none":
+        half = ((0.5,) * train.inputs.shape[1],) * 2
+        mean, std = half if normalise == "half" else standard or channel_scale(train.inputs)
+    names = None if class_names is None else tuple(class_names)
+    return Dataset(name, train, test, classes, mean=mean, std=std, class_names=names)
+
+
+def channel_scale(images: Tensor) -> Scale:
+    """Mean and standard deviation of each channel of uint8 `images [n, C, ...]`, over 255. A channel that never varies
+    gets deviation 1."""
+    channels = images.shape[1]
+    counts = torch.zeros((channels, 256), dtype=torch.float64)
+    for start in range(0, len(images), _CHUNK):  # in chunks: counting takes eight bytes a pixel
+        chunk = images[start : start + _CHUNK]
+        for channel in range(channels):
+            counts[channel] += torch.bincount(chunk[:, channel].flatten(), minlength=256)
+    values = torch.arange(256, dtype=torch.float64) / 255
+    share = counts / counts.sum(1, keepdim=True).clamp_min(1)
+    mean = share @ values
+    deviation = ((share @ values.square()) - mean.square()).clamp_min(0).sqrt()
+    deviation[deviation < 1e-9] = 1.0
+    return tuple(mean.tolist()), tuple(deviation.tolist())
