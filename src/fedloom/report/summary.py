@@ -1,0 +1,216 @@
+"""The numbers of finished runs: accuracies, rounds and bytes to a target, means and standard deviations over seeds.
+
+Pure functions on what a run wrote down; the terminal's table, the report and the files (CSV, Markdown) all come from here,
+so they cannot disagree. Accuracies are shares in [0, 1] everywhere; only text for people turns them into per cent.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedloom.checks import require_at_least, require_share
+
+LAST = 10
+"""Evaluations that `mean_of_last` averages unless told otherwise."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What one run (a method with one seed) leaves for tables and figures.
+
+    `records` and `timings` are the lines of `metrics.jsonl` and `timings.jsonl`, in the order of the rounds.
+    `label_counts` holds the training samples of each client and class, `[clients][classes]` (may be empty when unknown);
+    `configuration` is what was run and `environment` the versions and the machine it ran on. Two keys of the configuration
+    mean something to the report: `command`, the line that repeats the run, and nothing else is required.
+    """
+
+    algorithm: str
+    seed: int
+    records: list[dict[str, Any]]
+    timings: list[dict[str, Any]] = field(default_factory=list)
+    label_counts: list[list[int]] = field(default_factory=list)
+    class_names: list[str] | None = None
+    configuration: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and sample standard deviation (n - 1 in the denominator; 0 for one value) over `count` seeds."""
+
+    mean: float
+    std: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread | None:
+        """The spread of `values`; None when there are none."""
+        if not values:
+            return None
+        return cls(statistics.fmean(values), _deviation(values), len(values))
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How fast a target accuracy was reached: spreads over the seeds that reached it, None when no seed did.
+
+    `reached` of `seeds` runs got there; the others are in no mean, so always show the two numbers when they differ.
+    """
+
+    target: float
+    rounds: Spread | None
+    bytes: Spread | None
+    seconds: Spread | None
+    reached: int
+    seeds: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method's line of a comparison; every spread is over its seeds and None where nothing was measured."""
+
+    algorithm: str
+    seeds: int
+    rounds: int
+    final: Spread | None
+    best: Spread | None
+    last: Spread | None
+    reaches: tuple[Reach, ...]
+    bytes_down: Spread | None
+    bytes_up: Spread | None
+    seconds: Spread | None
+    faults: int
+
+
+def summarise(runs: Sequence[RunSummary], targets: Sequence[float] = (), last: int = LAST) -> list[Row]:
+    """One `Row` a method, in the order in which the methods first appear in `runs`.
+
+    `targets` are test accuracies in (0, 1]; `last` is the number of evaluations in the mean of the last ones. Raises
+    `InvalidValue` for a target that is not such a share (a per cent, for instance) or `last` below 1.
+    """
+    for target in targets:
+        require_share("target accuracy", target)
+    require_at_least("last", last, 1)
+    return [_row(name, group, targets, last) for name, group in by_algorithm(runs).items()]
+
+
+def by_algorithm(runs: Sequence[RunSummary]) -> dict[str, list[RunSummary]]:
+    """The runs of each method, methods in order of first appearance."""
+    groups: dict[str, list[RunSummary]] = {}
+    for run in runs:
+        groups.setdefault(run.algorithm, []).append(run)
+    return groups
+
+
+def accuracies(run: RunSummary) -> list[float]:
+    """Test accuracy of every round that was evaluated, in order."""
+    return [float(record["accuracy"]) for record in run.records if record.get("accuracy") is not None]
+
+
+def final(run: RunSummary) -> float | None:
+    """Accuracy of the last evaluation; None when there is none."""
+    values = accuracies(run)
+    return values[-1] if values else None
+
+
+def best(run: RunSummary) -> float | None:
+    """Best accuracy of any evaluation. It is chosen on the test set, so it flatters a curve that jumps."""
+    return max(accuracies(run), default=None)
+
+
+def mean_of_last(run: RunSummary, count: int = LAST) -> float | None:
+    """Mean accuracy of the last `count` evaluations (of all, when there are fewer)."""
+    values = accuracies(run)[-count:]
+    return statistics.fmean(values) if values else None
+
+
+def rounds_to(run: RunSummary, target: float) -> int | None:
+    """First round, counted from 1, whose test accuracy is at least `target`, without smoothing; None if never."""
+    for record in run.records:
+        accuracy = record.get("accuracy")
+        if accuracy is not None and accuracy >= target:
+            return int(record["round"])
+    return None
+
+
+def bytes_to(run: RunSummary, target: float) -> int | None:
+    """Bytes down and up until the round that first reaches `target` is over; None if never."""
+    reached = rounds_to(run, target)
+    return None if reached is None else int(_total(run.records, ("bytes_down", "bytes_up"), reached))
+
+
+def seconds_to(run: RunSummary, target: float) -> float | None:
+    """Seconds until the round that first reaches `target` is over; None if never or when no times were kept."""
+    reached = rounds_to(run, target)
+    return None if reached is None or not run.timings else _total(run.timings, ("seconds",), reached)
+
+
+def bytes_down(run: RunSummary) -> int:
+    """Bytes sent to clients in the whole run."""
+    return int(_total(run.records, ("bytes_down",)))
+
+
+def bytes_up(run: RunSummary) -> int:
+    """Bytes received from clients in the whole run."""
+    return int(_total(run.records, ("bytes_up",)))
+
+
+def seconds(run: RunSummary) -> float | None:
+    """Seconds of the whole run, evaluation included; None when no times were kept."""
+    return _total(run.timings, ("seconds",)) if run.timings else None
+
+
+def faults(run: RunSummary) -> list[tuple[int, int, str]]:
+    """Everybody who did not answer or was refused: (round, client, reason)."""
+    return [
+        (int(record["round"]), int(fault["client"]), str(fault["reason"]))
+        for record in run.records
+        for fault in record.get("faults", ())
+    ]
+
+
+def _total(lines: Sequence[dict[str, Any]], names: Sequence[str], until: int | None = None) -> float:
+    """Sum of the named figures over the rounds up to `until`."""
+    chosen = (line for line in lines if until is None or line["round"] <= until)
+    return sum(float(line.get(name, 0)) for line in chosen for name in names)
+
+
+def _deviation(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    # a diverged loss or an infinite figure has no deviation
+    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
+
+
+def _row(name: str, runs: Sequence[RunSummary], targets: Sequence[float], last: int) -> Row:
+    def spread(measure: Callable[[RunSummary], float | None]) -> Spread | None:
+        found = (measure(run) for run in runs)
+        return Spread.of([float(value) for value in found if value is not None])
+
+    def reach(target: float) -> Reach:
+        return Reach(
+            target,
+            spread(lambda run: rounds_to(run, target)),
+            spread(lambda run: bytes_to(run, target)),
+            spread(lambda run: seconds_to(run, target)),
+            sum(rounds_to(run, target) is not None for run in runs),
+            len(runs),
+        )
+
+    return Row(
+        name,
+        len(runs),
+        max((len(run.records) for run in runs), default=0),
+        spread(final),
+        spread(best),
+        spread(lambda run: mean_of_last(run, last)),
+        tuple(reach(target) for target in targets),
+        spread(bytes_down),
+        spread(bytes_up),
+        spread(seconds),
+        sum(len(faults(run)) for run in runs),
+    )
