@@ -20,13 +20,17 @@ from fedloom.layout import Layout, Unit
 from fedloom.replica import Batch, Objective, Replica, cross_entropy
 from fedloom.round import Round
 from fedloom.store import Memory
-from fedloom.training import Training, batch_order
+from fedloom.training import Training, epoch_orders
 
 Given = Mapping[str, Tensor]
 """What a method hands to its hooks: named tensors with one row a client, `[k, ...]`."""
 
 Correction = Callable[[Tensor, Tensor, Given], Tensor]
 """(weights `[k, T]`, gradient `[k, T]`, given) -> the gradient to use; it may change the gradient in place."""
+
+
+AHEAD = 1 << 23
+"""How many input values are gathered ahead of the steps that use them (32 MiB as floats): one copy instead of one a step."""
 
 
 class Trained(NamedTuple):
@@ -116,13 +120,11 @@ class Cohort:
         """
         settings = self.training
         samples = self._samples[0]
-        generator = self.round.stream(purpose, self.clients[0])
-        size = settings.batch_size if batch_size is None else batch_size
         own_length = epochs is not None or steps is not None
-        order = batch_order(
+        orders = epoch_orders(
             len(samples),
-            generator if shuffle else None,
-            batch_size=size,
+            self.round.stream(purpose, self.clients[0]) if shuffle else None,
+            batch_size=settings.batch_size if batch_size is None else batch_size,
             epochs=epochs or settings.epochs,
             steps=steps if own_length else settings.steps,
             drop_last=settings.drop_last if drop_last is None else drop_last,
@@ -130,16 +132,28 @@ class Cohort:
         )
         augmented = settings.augmentation == "flip_crop"
         noise = self.round.stream(f"{purpose}/augmentation", self.clients[0]) if augmented else None
-        if self._prepared is None and not augmented:
+        values = max(1, samples.inputs[0].numel())
+        if self._prepared is None and noise is None and len(samples) * values <= AHEAD:
             self._prepared = self._dataset.prepare(samples.inputs)
-        for step, index in enumerate(order):
-            index = index.to(samples.labels.device)
-            if noise is not None:
-                inputs = self._dataset.prepare(flip_crop(samples.inputs[index], noise))
-            else:
-                assert self._prepared is not None
-                inputs = self._prepared[index]
-            yield Batch(inputs.unsqueeze(0), samples.labels[index].unsqueeze(0), step)
+        step = 0
+        for order, sizes in orders:
+            at_once = max(1, AHEAD // (values * sizes[0]))
+            for first in range(0, len(sizes), at_once):
+                chosen = sizes[first : first + at_once]
+                index = order[sum(sizes[:first]) : sum(sizes[:first]) + sum(chosen)].to(samples.labels.device)
+                inputs = self._gather(index, noise).unsqueeze(0).split(chosen, 1)
+                labels = samples.labels[index].unsqueeze(0).split(chosen, 1)
+                for one, two in zip(inputs, labels, strict=True):
+                    yield Batch(one, two, step)
+                    step += 1
+
+    def _gather(self, index: Tensor, noise: torch.Generator | None) -> Tensor:
+        """The inputs of some of the client's samples, ready for the model."""
+        if noise is not None:
+            return self._dataset.prepare(flip_crop(self._samples[0].inputs[index], noise))
+        if self._prepared is not None:
+            return self._prepared[index]
+        return self._dataset.prepare(self._samples[0].inputs[index])
 
     def gradient(
         self, rows: Tensor, batch: Batch, objective: Objective = cross_entropy, given: Given | None = None
@@ -169,21 +183,30 @@ class Cohort:
         weights = start.clone()
         settings = self.training if learning_rate is None else replace(self.training, learning_rate=learning_rate)
         rate = self.round.learning_rate if learning_rate is None else learning_rate
-        trainable = weights[:, : self.layout.trainable]
-        update = make_update(settings, rate, trainable, only)
         held = given or {}
         losses: list[Tensor] = []
         self.replica.train_only(only)
         try:
-            for batch in self.batches(purpose=purpose, epochs=epochs, steps=steps):
-                loss, gradient = self.gradient(weights, batch, objective, held)
-                losses.append(loss)
-                with torch.no_grad():
-                    if correction is not None:
-                        gradient = correction(trainable, gradient, held)
-                    if settings.clip is not None:
-                        gradient = clipped(gradient, settings.clip)
-                    update(gradient)
+            batches = self.batches(purpose=purpose, epochs=epochs, steps=steps)
+            if settings.optimiser == "sgd" and settings.clip is None and correction is None:
+                # Nothing looks at the whole gradient: each tensor is updated from where autograd left its gradient.
+                apply = sgd(settings, rate, self.replica.tensors(weights))
+                for batch in batches:
+                    loss, gradients = self.replica.tensor_gradients(weights, batch, objective, held)
+                    losses.append(loss)
+                    apply(gradients)
+            else:
+                trainable = weights[:, : self.layout.trainable]
+                update = make_update(settings, rate, trainable, only)
+                for batch in batches:
+                    loss, gradient = self.gradient(weights, batch, objective, held)
+                    losses.append(loss)
+                    with torch.no_grad():
+                        if correction is not None:
+                            gradient = correction(trainable, gradient, held)
+                        if settings.clip is not None:
+                            gradient = clipped(gradient, settings.clip)
+                        update(gradient)
         finally:
             self.replica.train_only(None)
         count = torch.full((len(self.clients),), len(losses))
@@ -212,40 +235,44 @@ def clipped(gradient: Tensor, limit: float) -> Tensor:
 def make_update(settings: Training, rate: float, weights: Tensor, only: Unit | None) -> Callable[[Tensor], None]:
     """A fresh optimiser over `weights [k, T]` as a function that applies one gradient `[k, T]` in place.
 
-    SGD is written out, on each slice of `only`; any other optimiser of torch gets one flat tensor a slice.
+    It moves each slice of `only`; the optimisers of torch get one flat tensor a slice.
     """
     parts = [slice(None)] if only is None else [part for part in only if part.stop <= weights.shape[1]]
+    pieces = [weights[:, part] for part in parts]
     if settings.optimiser == "sgd":
-        return _sgd(settings, rate, [weights[:, part] for part in parts], parts)
-    tensors = [torch.nn.Parameter(weights[:, part], requires_grad=True) for part in parts]
+        apply = sgd(settings, rate, pieces)
+        return lambda gradient: apply([gradient[:, part] for part in parts])
+    tensors = [torch.nn.Parameter(piece) for piece in pieces]
     optimiser = _torch_optimiser(settings, rate, tensors)
 
-    def apply(gradient: Tensor) -> None:
+    def step(gradient: Tensor) -> None:
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.grad = gradient[:, part]
         optimiser.step()
 
-    return apply
+    return step
 
 
-def _sgd(settings: Training, rate: float, weights: list[Tensor], parts: list[slice]) -> Callable[[Tensor], None]:
+def sgd(settings: Training, rate: float, weights: list[Tensor]) -> Callable[[Sequence[Tensor]], None]:
+    """A fresh SGD over `weights` as a function that applies one gradient for each in place (it may overwrite them)."""
+    momentum = settings.momentum
     nesterov = bool(settings.optimiser_options.get("nesterov", False))
     dampening = float(settings.optimiser_options.get("dampening", 0.0))
     velocity: list[Tensor] = []
 
-    def apply(gradient: Tensor) -> None:
-        first = not velocity
-        for k, (w, part) in enumerate(zip(weights, parts, strict=True)):
-            step = gradient[:, part]
-            if settings.weight_decay:
-                step = step.add_(w, alpha=settings.weight_decay)
-            if settings.momentum:
-                if first:
-                    velocity.append(step.clone())
-                else:
-                    velocity[k].mul_(settings.momentum).add_(step, alpha=1 - dampening)
-                step = step.add(velocity[k], alpha=settings.momentum) if nesterov else velocity[k]
-            w.add_(step, alpha=-rate)
+    @torch.no_grad()
+    def apply(gradients: Sequence[Tensor]) -> None:
+        step = list(gradients)
+        if settings.weight_decay:
+            torch._foreach_add_(step, weights, alpha=settings.weight_decay)
+        if momentum:
+            if velocity:
+                torch._foreach_mul_(velocity, momentum)
+                torch._foreach_add_(velocity, step, alpha=1 - dampening)
+            else:
+                velocity.extend(gradient.clone() for gradient in step)
+            step = list(torch._foreach_add(step, velocity, alpha=momentum)) if nesterov else velocity
+        torch._foreach_add_(weights, step, alpha=-rate)
 
     return apply
 

@@ -124,13 +124,6 @@ class Layout:
                 )
             tensors[slot.name].data = row[slot.slice].view(slot.shape)
 
-    def bind_gradient(self, module: nn.Module, gradient: Tensor) -> None:
-        """Make the gradient of every trainable parameter a view of `gradient [T]`; autograd then adds into it in place."""
-        tensors = _tensors(module)
-        for slot in self.slots:
-            if slot.start < self.trainable:
-                tensors[slot.name].grad = gradient[slot.slice].view(slot.shape)
-
     def units(self, kind: UnitKind = "layer", fraction: float = 1.0) -> list[Unit]:
         """The slices that move together: each layer's tensors, each single tensor, or segments of layers.
 

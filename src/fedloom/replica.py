@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -128,7 +128,9 @@ class Replica:
         self.needs_pairs = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
         self._row: Tensor | None = None
         self._gradient = torch.zeros(1, layout.trainable, dtype=layout.dtype, device=next(module.parameters()).device)
-        layout.bind_gradient(self.module, self._gradient[0])
+        self._parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self._slots = layout.slots[: len(self._parameters)]
+        self._trained = list(self._parameters)
 
     def bind(self, rows: Tensor) -> None:
         """Make the module a view of `rows [1, P]` (free when it already is)."""
@@ -142,20 +144,37 @@ class Replica:
     ) -> tuple[Tensor, Tensor]:
         """Loss `[1]` and its gradient `[1, T]` at `rows [1, P]`; the gradient is a buffer that the next call overwrites.
         Statistics in `rows[:, T:]` move as training mode moves them."""
+        loss, gradients = self.tensor_gradients(rows, batch, objective, given)
+        row = self._gradient[0]
+        if len(gradients) == len(self._slots):
+            # One pass. Letting autograd add into views of the buffer would clear, read and write it once more.
+            torch.cat([gradient.reshape(-1) for gradient in gradients], out=row)
+        else:
+            row.zero_()
+            trained = [slot for slot, p in zip(self._slots, self._parameters, strict=True) if p.requires_grad]
+            for slot, gradient in zip(trained, gradients, strict=True):
+                row[slot.slice].copy_(gradient.reshape(-1))
+        return loss, self._gradient
+
+    def tensors(self, rows: Tensor) -> list[Tensor]:
+        """The parameters that train, as views of `rows`; `tensor_gradients` gives one gradient for each."""
         self.bind(rows)
-        self._gradient.zero_()
+        return list(self._trained)
+
+    def tensor_gradients(
+        self, rows: Tensor, batch: Batch, objective: Objective, given: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Loss `[1]` and the gradient of every tensor of `tensors(rows)`, zero for one that the loss does not use."""
+        self.bind(rows)
         one = Batch(batch.inputs[0], batch.labels[0], batch.step)
         loss = objective(self.net, one, {name: value[0] for name, value in given.items()})
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach().unsqueeze(0), self._gradient
+        return loss.detach().unsqueeze(0), torch.autograd.grad(loss, self._trained, materialize_grads=True)
 
     def train_only(self, units: Unit | None) -> None:
         """Let gradients reach only the parameters inside `units` (None: all), so that backward goes no deeper."""
-        parameters = dict(self.module.named_parameters())
-        for slot in self.layout.slots:
-            if slot.start < self.layout.trainable:
-                inside = units is None or any(u.start <= slot.start and slot.stop <= u.stop for u in units)
-                parameters[slot.name].requires_grad_(inside)
+        for parameter, slot in zip(self._parameters, self._slots, strict=True):
+            parameter.requires_grad_(units is None or any(u.start <= slot.start and slot.stop <= u.stop for u in units))
+        self._trained = [p for p in self._parameters if p.requires_grad]
 
     @torch.no_grad()
     def logits(self, rows: Tensor, inputs: Tensor) -> Tensor:

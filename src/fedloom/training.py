@@ -64,6 +64,38 @@ class Training:
         return self.learning_rate * self.decay ** (round - 1)
 
 
+def epoch_orders(
+    samples: int,
+    generator: torch.Generator | None,
+    *,
+    batch_size: int | None,
+    epochs: int = 1,
+    steps: int | None = None,
+    drop_last: bool = False,
+    smallest: int = 1,
+) -> Iterator[tuple[Tensor, list[int]]]:
+    """For each epoch the order of the samples, shuffled anew from `generator` (None: as they lie), and the batches' sizes.
+
+    With `steps`, epochs follow one another until that many batches were given; otherwise `epochs` of them. Batches smaller
+    than `smallest` are skipped (batch norm cannot normalise a single sample). A client with fewer samples than one batch
+    keeps its only batch even with `drop_last`, so that it trains at all.
+    """
+    size = samples if batch_size is None else min(batch_size, samples)
+    if samples < max(smallest, 1):
+        return
+    sizes = [size] * (samples // size)
+    rest = samples - sum(sizes)
+    if rest >= max(smallest, 1) and not drop_last:
+        sizes.append(rest)
+    sizes = [one for one in sizes if one >= smallest]
+    remaining = epochs * len(sizes) if steps is None else steps
+    while remaining > 0 and sizes:
+        order = torch.arange(samples) if generator is None else torch.randperm(samples, generator=generator)
+        given = sizes[:remaining]
+        yield order[: sum(given)], given
+        remaining -= len(given)
+
+
 def batch_order(
     samples: int,
     generator: torch.Generator | None,
@@ -74,23 +106,8 @@ def batch_order(
     drop_last: bool = False,
     smallest: int = 1,
 ) -> Iterator[Tensor]:
-    """Positions of each batch's samples, shuffled anew for every epoch from `generator` (None: in their own order).
-
-    With `steps`, epochs follow one another until that many batches were given; otherwise `epochs` of them. Batches smaller
-    than `smallest` are skipped (batch norm cannot normalise a single sample). A client with fewer samples than one batch
-    keeps its only batch even with `drop_last`, so that it trains at all.
-    """
-    size = samples if batch_size is None else min(batch_size, samples)
-    if samples < max(smallest, 1):
-        return
-    given = 0
-    for _ in range(epochs if steps is None else steps):
-        order = torch.arange(samples) if generator is None else torch.randperm(samples, generator=generator)
-        for start in range(0, samples, size):
-            batch = order[start : start + size]
-            if len(batch) < smallest or (drop_last and len(batch) < size):
-                continue
-            yield batch
-            given += 1
-            if given == steps:
-                return
+    """Positions of each batch's samples, batch after batch; see `epoch_orders`."""
+    for order, sizes in epoch_orders(
+        samples, generator, batch_size=batch_size, epochs=epochs, steps=steps, drop_last=drop_last, smallest=smallest
+    ):
+        yield from order.split(sizes)
