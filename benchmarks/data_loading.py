@@ -113,7 +113,8 @@ def write_binary(folder: Path) -> None:
 
 def batch_share() -> dict[str, float]:
     """Milliseconds to gather and prepare a batch of CIFAR-shaped bytes, of a whole SGD step on FedALA's CNN, and the
-    share of the first in the second (medians; the step's time contains the batch's)."""
+    share of the first in the second (medians on one
+    thread; the step's time contains the batch's)."""
     draw = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (50_000, 3, 32, 32), dtype=torch.uint8, generator=draw)
     samples = Samples(pixels, torch.randint(0, 10, (50_000,), generator=draw))
@@ -125,6 +126,7 @@ def batch_share() -> dict[str, float]:
     )
     optimiser = torch.optim.SGD(model.parameters(), lr=0.01)
 
+    torch.set_num_threads(1)  # threads that wait for each other on a busy machine would hide the work itself
     times: list[tuple[float, float]] = []
     for step in range(_STEPS):
         began = time.perf_counter()

@@ -46,7 +46,7 @@ def read_leaf_images(path: Path, classes: int) -> list[Writer]:
     def convert(found: dict[str, Any]) -> dict[str, Any]:
         # Called as each user's object closes: its numbers become arrays before the next user is parsed, so a file of
         # millions of Python floats never stands in memory at once.
-        if "x" in found and "y" in found:
+        if isinstance(found.get("x"), list) and isinstance(found.get("y"), list):
             return {"x": _pixels(found["x"], path), "y": class_labels(found["y"] or np.empty(0, int), classes, path)}
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,13 +55,11 @@ def arrays(
     for key in ("inputs", "labels", *(("test_inputs", "test_labels") if any("test_" in key for key in found) else ())):
         if key not in found:
             raise DataError(f"{path}: no array {key!r} (it has: {', '.join(sorted(found)) or 'none'})")
-    train = own_samples((found["inputs"], found["labels"], found.get("groups")), layout, f"{path}")
-    test = None
+    triples = [(found["inputs"], found["labels"], found.get("groups"))]
     if "test_inputs" in found:
-        test = own_samples(
-            (found["test_inputs"], found["test_labels"], found.get("test_groups")), layout, f"{path}, test"
-        )
-    return own_dataset("arrays", train, test, classes, normalise, test_fraction, seed, path)
+        triples.append((found["test_inputs"], found["test_labels"], found.get("test_groups")))
+    train, *rest = own_samples(triples, layout, path)
+    return own_dataset("arrays", train, rest[0] if rest else None, classes, normalise, test_fraction, seed, path)
 
 
 @datasets.register("images")
@@ -134,8 +133,7 @@ def python(
     if isinstance(given, Dataset):
         return given
     pair = isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, tuple) for part in given)
-    found = [_triple(part, source) for part in (given if pair else (given,))]
-    train, *rest = [own_samples(part, layout, source) for part in found]
+    train, *rest = own_samples([_triple(part, source) for part in (given if pair else (given,))], layout, source)
     return own_dataset("python", train, rest[0] if rest else None, classes, normalise, test_fraction, seed, source)
 
 
@@ -144,14 +142,15 @@ def _read_arrays(path: Path) -> dict[str, Any]:
     try:
         if path.is_dir():
             return {file.stem: np.load(file, allow_pickle=False) for file in sorted(path.glob("*.npy"))}
-        found = np.load(path, allow_pickle=False)
-        if not isinstance(found, NpzFile):
-            raise DataError(f"{path}: a single array; wanted an npz file or a folder of npy files")
-        with found as arrays_:
-            return {key: arrays_[key] for key in arrays_.files}
+        with path.open("rb") as file:  # NumPy leaves a file of its own open when the archive is damaged
+            found = np.load(file, allow_pickle=False)
+            if not isinstance(found, NpzFile):
+                raise DataError(f"{path}: a single array; wanted an npz file or a folder of npy files")
+            with found as stored:
+                return {key: stored[key] for key in stored.files}
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file") from error
-    except (OSError, ValueError, EOFError, BadZipFile) as error:
+    except (OSError, ValueError, EOFError, BadZipFile, zlib.error) as error:
         raise DataError(f"{path}: damaged or not an npz or npy file ({' '.join(str(error).split())})") from error
 
 

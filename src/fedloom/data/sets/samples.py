@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,14 +20,28 @@ _LAYOUTS = ("channels_first", "channels_last")
 _MOST_CLASSES = 1_000_000  # a label beyond this is a mistake, such as an id in place of a class
 
 
-def own_samples(arrays: tuple[Any, Any, Any], layout: str, source: str) -> Samples:
-    """Samples of (inputs, labels, client ids or None), NumPy or torch, copied and checked.
+def own_samples(parts: Sequence[tuple[Any, Any, Any]], layout: str, source: str) -> list[Samples]:
+    """Samples of each part, (inputs, labels, client ids or None), NumPy or torch, copied and checked.
 
     uint8 inputs become pictures `[n, channels, h, w]` from `[n, h, w]` or, with `layout="channels_last"`, from
-    `[n, h, w, channels]`; floats float32; other integers int64 tokens. Client ids become 0, 1, ... in sorted order.
-    Raises `DataError` naming `source`.
+    `[n, h, w, channels]`; floats float32; other integers int64 tokens. Client ids, of any type that sorts, become 0, 1,
+    ... in sorted order, the same in every part. Raises `DataError` naming `source`.
     """
     check_choice("layout", layout, _LAYOUTS)
+    found = [_checked(part, layout, source) for part in parts]
+    ids = [groups for _, _, groups in found if groups is not None]
+    if not ids:
+        return [Samples(inputs, labels) for inputs, labels, _ in found]
+    if len({groups.dtype.kind for groups in ids}) > 1:
+        raise DataError(f"{source}: client ids of different types ({', '.join(str(groups.dtype) for groups in ids)})")
+    known = np.unique(np.concatenate(ids))
+    return [
+        Samples(inputs, labels, None if groups is None else torch.from_numpy(np.searchsorted(known, groups)))
+        for inputs, labels, groups in found
+    ]
+
+
+def _checked(arrays: tuple[Any, Any, Any], layout: str, source: str) -> tuple[Tensor, Tensor, Any]:
     inputs, labels, groups = (None if array is None else _numpy(array, source) for array in arrays)
     if inputs is None or labels is None:
         raise DataError(f"{source}: inputs and labels are both needed")
@@ -34,12 +49,9 @@ def own_samples(arrays: tuple[Any, Any, Any], layout: str, source: str) -> Sampl
     same_length(len(converted), len(labels), source)
     if not len(labels):
         raise DataError(f"{source}: no samples")
-    found = class_labels(labels, _MOST_CLASSES, source)
-    if groups is None:
-        return Samples(converted, found)
-    if groups.shape != labels.shape:
+    if groups is not None and groups.shape != labels.shape:
         raise DataError(f"{source}: {len(labels)} labels but client ids of shape {list(groups.shape)}")
-    return Samples(converted, found, torch.from_numpy(np.unique(groups, return_inverse=True)[1].astype(np.int64)))
+    return converted, class_labels(labels, _MOST_CLASSES, source), groups
 
 
 def own_dataset(

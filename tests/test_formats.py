@@ -1,0 +1,434 @@
+"""Readers of single files: what they read, and what they say of damaged ones."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import pickle
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from fedloom.data.formats.cache import cached, file_stamp
+from fedloom.data.formats.cifar import read_binary_batches, read_python_batches
+from fedloom.data.formats.idx import read_idx
+from fedloom.data.formats.images import read_files, read_image_folder
+from fedloom.data.formats.labels import class_labels
+from fedloom.data.formats.leaf import read_leaf_images
+from fedloom.data.formats.parquet import image_samples, read_tables
+from fedloom.data.formats.pickles import read_pickled_arrays
+from fedloom.data.formats.text import encode, read_csv, tokens, vocabulary
+from fedloom.errors import DataError
+
+
+def refused(path: Path | str, text: str) -> pytest.RaisesExc[DataError]:
+    """Expect a `DataError` of one line that names `path` and says `text`."""
+    return pytest.raises(DataError, match=rf"\A[^\n]*{re.escape(str(path))}[^\n]*{re.escape(text)}[^\n]*\Z")
+
+
+def idx_bytes(array: np.ndarray) -> bytes:
+    header = bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
+    return header + array.tobytes()
+
+
+def python2_pickle(entries: dict[str, object]) -> bytes:
+    """A dictionary as Python 2's pickle, protocol 2, writes it: byte strings, and arrays by `_reconstruct`."""
+
+    def string(value: bytes) -> bytes:
+        return b"T" + len(value).to_bytes(4, "little") + value
+
+    def write(value: object) -> bytes:
+        if isinstance(value, str):
+            return string(value.encode())
+        if isinstance(value, int):
+            return b"J" + value.to_bytes(4, "little", signed=True)
+        if isinstance(value, list):
+            return b"](" + b"".join(write(item) for item in value) + b"e"
+        assert isinstance(value, np.ndarray)
+        make = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R"
+        kind = b"cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R(K\x03U\x01|NNN" + write(-1) + write(-1) + b"K\x00tb"
+        shape = write(value.shape[0]) + write(value.shape[1]) + b"\x86"
+        return make + b"(K\x01" + shape + kind + b"\x89" + string(value.tobytes()) + b"tb"
+
+    return b"\x80\x02}(" + b"".join(write(key) + write(value) for key, value in entries.items()) + b"u."
+
+
+def picture(pixels: np.ndarray, form: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, form)
+    return buffer.getvalue()
+
+
+def random_pixels(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+# --- idx ---
+
+
+@settings(deadline=None, max_examples=20)
+@given(shape=st.lists(st.integers(0, 5), min_size=1, max_size=4), packed=st.booleans())
+def test_idx_gives_back_what_was_written(
+    shape: list[int], packed: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    array = random_pixels(*shape)
+    path = tmp_path_factory.mktemp("idx") / "file"
+    path.write_bytes(gzip.compress(idx_bytes(array)) if packed else idx_bytes(array))
+    assert torch.equal(read_idx(path), torch.from_numpy(array))
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (gzip.compress(idx_bytes(random_pixels(9, 9)))[:-12], "damaged gzip"),
+        (b"\x1f\x8b\x08nonsense", "damaged gzip"),
+        (b"PK\x03\x04 and more", "not an idx file"),
+        (b"", "not an idx file"),
+        (bytes([0, 0, 13, 1, 0, 0, 0, 0]), "element type 0x0d"),
+        (bytes([0, 0, 8, 3, 0, 0]), "header of 3 dimensions"),
+        (idx_bytes(random_pixels(9, 9))[:-1], "92 bytes, but an idx file of shape [9, 9] has 93"),
+        (idx_bytes(random_pixels(9, 9)) + b"x", "94 bytes"),
+    ],
+)
+def test_damaged_idx_files_are_named(content: bytes, text: str, tmp_path: Path) -> None:
+    (tmp_path / "digits").write_bytes(content)
+    with refused(tmp_path / "digits", text):
+        read_idx(tmp_path / "digits")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with refused(tmp_path / "absent", "cannot be read"):
+        read_idx(tmp_path / "absent")
+
+
+# --- CIFAR ---
+
+
+@pytest.mark.parametrize("form", ["python 2", 2, 4, 5])
+def test_python_batches_of_every_age(form: str | int, tmp_path: Path) -> None:
+    pixels, labels = random_pixels(7, 3072), [3, 0, 9, 1, 1, 2, 8]
+    batch: dict[str, object] = {
+        "batch_label": "one of one",
+        "labels": labels,
+        "data": pixels,
+        "filenames": ["a.png"] * 7,
+    }
+    content = python2_pickle(batch) if form == "python 2" else pickle.dumps(batch, protocol=int(form))
+    (tmp_path / "data_batch_1").write_bytes(content)
+    found = read_python_batches([tmp_path / "data_batch_1"] * 2, "labels", 10)
+    assert found.labels.tolist() == labels * 2
+    assert torch.equal(found.inputs[:7], torch.from_numpy(pixels.reshape(7, 3, 32, 32)))
+    assert torch.equal(found.inputs[7:], found.inputs[:7])
+
+
+def test_arrays_in_column_order_are_read_in_theirs(tmp_path: Path) -> None:
+    pixels = np.asfortranarray(random_pixels(5, 3072))
+    (tmp_path / "batch").write_bytes(pickle.dumps({"data": pixels, "labels": [0] * 5}, protocol=2))
+    found = read_python_batches([tmp_path / "batch"], "labels", 10)
+    assert np.array_equal(found.inputs.numpy().reshape(5, 3072), pixels)
+
+
+class _Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4, 5])
+def test_a_malicious_pickle_is_refused_and_nothing_runs(protocol: int, tmp_path: Path) -> None:
+    pwned = tmp_path / "pwned"
+    (tmp_path / "batch").write_bytes(pickle.dumps({"data": _Bomb(pwned), "labels": [1]}, protocol=protocol))
+    with refused(tmp_path / "batch", "system, which is not allowed"):
+        read_pickled_arrays(tmp_path / "batch")
+    assert not pwned.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"cbuiltins\neval\n(S'1'\ntR.", "builtins.eval, which is not allowed"),
+        (b"cnumpy\nload\n(S'x'\ntR.", "numpy.load, which is not allowed"),
+        (b"cnumpy.core.multiarray\n_reconstruct\n(cbuiltins\nlist\nK\x00tR.", "builtins.list"),
+        (pickle.dumps({"data": np.zeros((2, 3072), dtype=object)}, protocol=2), "not of unsigned bytes"),
+        (pickle.dumps({"data": np.zeros((2, 3072))}, protocol=2), "not of unsigned bytes"),
+        (pickle.dumps({"data": b"x"})[:-4], "damaged"),
+        (b"", "damaged"),
+        (pickle.dumps([1, 2]), "a pickled list"),
+    ],
+)
+def test_other_pickles_are_refused(content: bytes, text: str, tmp_path: Path) -> None:
+    (tmp_path / "batch").write_bytes(content)
+    with refused(tmp_path / "batch", text):
+        read_pickled_arrays(tmp_path / "batch")
+
+
+@pytest.mark.parametrize(
+    ("batch", "text"),
+    [
+        ({"labels": [1]}, "no 'data'"),
+        ({"data": random_pixels(1, 3072)}, "no 'labels'"),
+        ({"data": random_pixels(1, 3071), "labels": [1]}, "not [1, 3071]"),
+        ({"data": random_pixels(2, 3072), "labels": [1]}, "2 inputs but 1 labels"),
+        ({"data": random_pixels(1, 3072), "labels": [10]}, "label 10 in row 0 is outside 0..9"),
+        ({"data": random_pixels(1, 3072), "labels": ["x"]}, "integers"),
+    ],
+)
+def test_wrong_python_batches_are_named(batch: dict[str, object], text: str, tmp_path: Path) -> None:
+    (tmp_path / "batch").write_bytes(pickle.dumps(batch))
+    with refused(tmp_path / "batch", text):
+        read_python_batches([tmp_path / "batch"], "labels", 10)
+
+
+@pytest.mark.parametrize(("label_bytes", "label_at"), [(1, 0), (2, 0), (2, 1)])
+def test_binary_batches(label_bytes: int, label_at: int, tmp_path: Path) -> None:
+    records = random_pixels(6, label_bytes + 3072)
+    records[:, :label_bytes] %= 20
+    records.tofile(tmp_path / "batch.bin")
+    found = read_binary_batches([tmp_path / "batch.bin"], label_bytes, label_at, 20)
+    assert found.labels.tolist() == records[:, label_at].tolist()
+    assert np.array_equal(found.inputs.numpy().reshape(6, -1), records[:, label_bytes:])
+
+
+def test_damaged_binary_batches_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "batch.bin"
+    path.write_bytes(bytes(3073 * 2 - 5))
+    with refused(path, "6141 bytes is not a whole number of records of 3073"):
+        read_binary_batches([path], 1, 0, 10)
+    path.write_bytes(b"\x0b" + bytes(3072))
+    with refused(path, "label 11 in row 0"):
+        read_binary_batches([path], 1, 0, 10)
+
+
+# --- pictures and tables ---
+
+
+def test_pictures_decode_to_their_pixels(tmp_path: Path) -> None:
+    pixels = random_pixels(3, 8, 6, 3)
+    paths = [tmp_path / f"{number}.png" for number in range(3)]
+    for path, image in zip(paths, pixels, strict=True):
+        path.write_bytes(picture(image))
+    assert np.array_equal(read_files(paths, 3).numpy(), pixels.transpose(0, 3, 1, 2))
+    assert read_files(paths, 1).shape == (3, 1, 8, 6)
+    assert read_files(paths, 3, (4, 5)).shape == (3, 3, 4, 5)
+
+
+def test_many_pictures_keep_their_order(tmp_path: Path) -> None:
+    values = np.arange(1203) % 251
+    contents = [picture(np.full((2, 2), value, dtype=np.uint8)) for value in range(251)]
+    table = pa.table({"image": [{"bytes": contents[value], "path": None} for value in values], "label": values % 10})
+    found = image_samples(table, "label", 10, 1, "table")
+    assert np.array_equal(found.inputs[:, 0, 1, 1].numpy(), values)
+    assert np.array_equal(found.labels.numpy(), values % 10)
+
+
+def test_unreadable_pictures_are_named(tmp_path: Path) -> None:
+    good = picture(random_pixels(8, 8, 3), "JPEG")
+    (tmp_path / "a.jpg").write_bytes(good)
+    bad = tmp_path / "b.jpg"
+    for content, text in ((good[: len(good) // 2], "unreadable picture"), (b"text", "not a picture in a known format")):
+        bad.write_bytes(content)
+        with refused(bad, text):
+            read_files([tmp_path / "a.jpg", bad], 3)
+    bad.write_bytes(picture(random_pixels(8, 9, 3), "JPEG"))
+    with refused(bad, "8 x 9 pixels, but"):
+        read_files([tmp_path / "a.jpg", bad], 3)
+    with refused(tmp_path / "c.jpg", "cannot be read"):
+        read_files([tmp_path / "a.jpg", tmp_path / "c.jpg"], 3)
+
+
+def test_image_folder_names_strange_and_empty_folders(tmp_path: Path) -> None:
+    (tmp_path / "cat").mkdir()
+    with refused(tmp_path, "no pictures"):
+        read_image_folder(tmp_path, ["cat"], 3)
+    (tmp_path / "dog").mkdir()
+    with refused(tmp_path / "dog", "no such class"):
+        read_image_folder(tmp_path, ["cat"], 3)
+
+
+def test_parquet_of_pictures(tmp_path: Path) -> None:
+    pixels = random_pixels(4, 5, 5, 3)
+    rows = [{"bytes": picture(image), "path": f"{at}.png"} for at, image in enumerate(pixels)]
+    pq.write_table(pa.table({"img": rows, "label": [0, 1, 2, 1]}), tmp_path / "a.parquet", row_group_size=2)
+    paths = [tmp_path / "a.parquet"] * 2
+    found = image_samples(read_tables(paths), "label", 3, 3, "here")
+    assert np.array_equal(found.inputs.numpy(), np.concatenate([pixels, pixels]).transpose(0, 3, 1, 2))
+    plain = pa.table({"image": [row["bytes"] for row in rows], "label": [0, 1, 2, 1]})
+    assert torch.equal(image_samples(plain, "label", 3, 3, "here").inputs, found.inputs[:4])
+
+
+def test_damaged_tables_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"PAR1 nothing PAR1")
+    with refused(path, "damaged parquet"):
+        read_tables([path])
+    good = {"bytes": picture(random_pixels(5, 5, 3)), "path": ""}
+    cases: list[tuple[dict[str, object], str]] = [
+        ({"image": [good], "target": [0]}, "no column 'label' (it has: image, target)"),
+        ({"picture": [good], "label": [0]}, "no column 'image' or 'img'"),
+        ({"image": [good], "label": [3]}, "label 3 in row 0 is outside 0..2"),
+        ({"image": [good, good], "label": [0, None]}, "nothing in column 'label' of row 1"),
+        ({"image": [good, {"bytes": b"x", "path": ""}], "label": [0, 0]}, "row 1: not a picture"),
+        ({"image": [good, {"bytes": None, "path": "x"}], "label": [0, 0]}, "row 1: no picture"),
+        ({"image": ["text"], "label": [0]}, "pictures must be stored as bytes"),
+    ]
+    for columns, text in cases:
+        with refused("source", text):
+            image_samples(pa.table(columns), "label", 3, 3, "source")
+
+
+# --- LEAF ---
+
+
+def leaf_json(writers: dict[str, tuple[np.ndarray, list[int]]]) -> str:
+    return json.dumps(
+        {
+            "users": list(writers),
+            "num_samples": [len(labels) for _, labels in writers.values()],
+            "user_data": {
+                name: {"x": (pixels.reshape(-1, 784) / 255).tolist(), "y": labels}
+                for name, (pixels, labels) in writers.items()
+            },
+        }
+    )
+
+
+def test_leaf_gives_back_every_byte(tmp_path: Path) -> None:
+    every = np.resize(np.arange(256, dtype=np.uint8), (2, 28, 28))
+    (tmp_path / "all_data_0.json").write_text(
+        leaf_json({"f1": (every, [0, 61]), "f0": (random_pixels(1, 28, 28), [5])})
+    )
+    first, second = read_leaf_images(tmp_path / "all_data_0.json", 62)
+    assert (first.name, second.name) == ("f1", "f0")
+    assert np.array_equal(first.images.numpy()[:, 0], every)
+    assert first.labels.tolist() == [0, 61]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"users": [', "damaged json"),
+        ("[1]", "no LEAF file"),
+        ('{"users": ["a"], "user_data": {}}', "user 'a' has no x and y"),
+        ('{"users": ["a"], "user_data": {"a": {"x": [[0.5, 0.5]], "y": [1]}}}', "lists of 784 numbers"),
+        (json.dumps({"users": ["a"], "user_data": {"a": {"x": [[0.0] * 784], "y": [62]}}}), "label 62 in row 0"),
+        (json.dumps({"users": ["a"], "user_data": {"a": {"x": [[2.0] * 784], "y": [6]}}}), "pixels must lie in 0..1"),
+        (json.dumps({"users": ["a"], "user_data": {"a": {"x": [[0.0] * 784], "y": [6, 7]}}}), "1 inputs but 2 labels"),
+    ],
+)
+def test_damaged_leaf_files_are_named(text: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "data.json").write_text(text)
+    with refused(tmp_path / "data.json", reason):
+        read_leaf_images(tmp_path / "data.json", 62)
+
+
+# --- text ---
+
+
+def naive_basic_english(line: str) -> list[str]:
+    line = line.lower()
+    for mark, instead in (("'", " ' "), ('"', ""), (".", " . "), ("<br />", " "), (",", " , "), ("(", " ( ")):
+        line = line.replace(mark, instead)
+    for mark, instead in ((")", " ) "), ("!", " ! "), ("?", " ? "), (";", " "), (":", " ")):
+        line = line.replace(mark, instead)
+    return line.split()
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.text(alphabet="aB'\".,()!?;:<>br/ \t-é4", max_size=40) | st.text(max_size=30))
+def test_tokens_follow_the_basic_english_rules(line: str) -> None:
+    assert tokens(line) == naive_basic_english(line)
+
+
+def test_vocabulary_ranks_by_count_then_alphabet() -> None:
+    texts = [["b", "a", "c"], ["b", "a"], ["d"]]
+    assert vocabulary(texts) == {"a": 2, "b": 3, "c": 4, "d": 5}
+    assert vocabulary(texts, most=4) == {"a": 2, "b": 3}
+    counted = Counter(token for text in texts for token in text)
+    assert set(vocabulary(texts)) == set(counted)
+    assert encode([["a", "zebra"], ["c", "b", "a", "a"], []], vocabulary(texts), 3).tolist() == [
+        [2, 1, 0],
+        [4, 3, 2],
+        [0, 0, 0],
+    ]
+
+
+def test_csv_reads_quoted_commas_and_names_bad_rows(tmp_path: Path) -> None:
+    path = tmp_path / "train.csv"
+    path.write_text('"3","A, ""quoted"" title","line one\nline two"\n"4","b","c"\n')
+    assert read_csv(path, 3) == [["3", 'A, "quoted" title', "line one\nline two"], ["4", "b", "c"]]
+    for text, reason in (
+        ('"1","a","b"\n"2","c"\n', "line 2 has 2 cells, not 3"),
+        ('"1","a","b"\n"2","c","unfinished', "damaged csv after line 1"),
+        ("", "no rows"),
+    ):
+        path.write_text(text)
+        with refused(path, reason):
+            read_csv(path, 3)
+    path.write_bytes(b'"1","\xff\xfe","b"\n')
+    with refused(path, "damaged csv"):
+        read_csv(path, 3)
+
+
+def test_labels_must_be_integers_of_the_classes() -> None:
+    assert class_labels([0, 2], 3, "here").dtype == torch.int64
+    for values, reason in (
+        ([0, 3], "label 3 in row 1"),
+        ([-1], "label -1"),
+        ([0.5], "float64"),
+        ([[1], [1, 2]], "list of"),
+    ):
+        with refused("here", reason):
+            class_labels(values, 3, "here")
+
+
+# --- cache ---
+
+
+def test_cache_makes_once_and_again_after_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "cache"))
+    calls: list[int] = []
+
+    def make() -> dict[str, torch.Tensor]:
+        calls.append(1)
+        return {"x": torch.arange(6).view(2, 3).t()}
+
+    first, again, other = cached("set", "a", make), cached("set", "a", make), cached("set", "b", make)
+    assert torch.equal(first["x"], again["x"])
+    assert torch.equal(first["x"], other["x"])
+    assert len(calls) == 2
+    for file in (tmp_path / "cache").iterdir():
+        file.write_bytes(b"torn")
+    assert torch.equal(cached("set", "a", make)["x"], first["x"])
+    assert len(calls) == 3
+    assert all(file.suffix == ".safetensors" for file in (tmp_path / "cache").iterdir())
+
+
+def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "file" / "cache"))
+    assert cached("set", "a", lambda: {"x": torch.ones(1)})["x"].item() == 1
+
+
+def test_the_stamp_follows_size_and_time(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("one")
+    before = file_stamp([path])
+    assert file_stamp([path]) == before
+    os.utime(path, ns=(1, 1))
+    touched = file_stamp([path])
+    path.write_text("longer")
+    os.utime(path, ns=(1, 1))
+    assert len({before, touched, file_stamp([path])}) == 3
