@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedloom.cohort import Cohort
 from fedloom.errors import InvalidValue
 from fedloom.expression import Call, checked, parse, plain, show
-from fedloom.layout import Layout
+from fedloom.layout import Layout, Unit
 from fedloom.population import weighted_mean
 from fedloom.registry import Registry
 from fedloom.round import Round
@@ -22,11 +22,22 @@ Message = dict[str, Tensor]
 """Named tensors; each has one row for all receivers, `[1, ...]`, or one row each, `[k, ...]`."""
 
 
+def downloaded(inbox: Message) -> Tensor:
+    """The model that the server sent, `[k, ...]`: the centre of a proximal term, the origin of a displacement.
+
+    Local work starts from `inbox["model"]`. The two are the same unless a wrapper has changed the start (`ala` blends the
+    download with the client's old model, `umf` adds a stored update) and handed the download on under this name. A method
+    that compares its weights with "the global model" asks for it here, and so stays right under every wrapper.
+    """
+    return inbox.get("downloaded", inbox["model"])
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a method is told before the first round.
 
-    `initial [P]` is the model to start from; `sizes` gives the training samples of clients (`[k]` numbers to `[k]`).
+    `initial [P]` is the model to start from; `sizes` gives the training samples of clients (`[k]` numbers to `[k]`);
+    `module` is the architecture, whose own weights mean nothing.
     """
 
     layout: Layout
@@ -37,6 +48,7 @@ class Plan:
     seed: int
     classes: int
     sizes: Callable[[Tensor], Tensor]
+    module: nn.Module
 
     def starting_from(self, model: Tensor) -> Plan:
         """The same plan with another initial model."""
@@ -88,6 +100,7 @@ class Algorithm:
     state: dict[str, Tensor]
     plan: Plan
     wraps: ClassVar[tuple[str, ...]] = ()  # names of the fields that hold inner methods
+    single_download: ClassVar[bool] = True  # a client is sent one model, so that a wrapper can change where it starts
     variadic: ClassVar[bool] = False  # positional arguments are (method, last round) pairs of the first field
 
     # --- the server half ---
@@ -130,12 +143,25 @@ class Algorithm:
     # --- the client half ---
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        """Local work of the cohort's k clients on messages with one row each, `[k, ...]`; the reply has one row each too."""
+        """Local work of the cohort's k clients on messages with one row each, `[k, ...]`; the reply has one row each too.
+
+        Training starts from `inbox["model"]` and ends in `reply["model"]`; what the server sent is `downloaded(inbox)`.
+        """
         return {"model": cohort.fit(inbox["model"]).model}
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
-        """The model each client would deploy, `[k, P]`; by default what it received."""
+        """The model each client would deploy, `[k, P]`; by default what it received. Memory and streams stay as they are."""
         return inbox["model"]
+
+    def travels(self, cohort: Cohort) -> Unit:
+        """The slices of a row that travel as "model"; by default all of it. A wrapper's are those of its inner method."""
+        inner = self.inner()
+        return inner[0].travels(cohort) if len(inner) == 1 else (slice(0, cohort.layout.size),)
+
+    def complete(self, cohort: Cohort, model: Tensor) -> Tensor:
+        """Whole models `[k, P]` of rows that travel: what a client keeps to itself is filled in from its memory."""
+        inner = self.inner()
+        return inner[0].complete(cohort, model) if len(inner) == 1 else model
 
     # --- what wrappers and checkpoints need ---
 

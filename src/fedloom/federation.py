@@ -85,7 +85,7 @@ class Federation:
         algorithm.setup(
             Plan(
                 task.layout, task.initial, task.clients, participants, schedule.rounds, schedule.seed,
-                task.dataset.classes, task.sizes,
+                task.dataset.classes, task.sizes, task.model,
             )
         )  # fmt: skip
         self.checkpoints = None if directory is None else Checkpoints(directory, identity)

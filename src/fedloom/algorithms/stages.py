@@ -12,6 +12,7 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, Selection, algorithms
 from fedloom.cohort import Cohort
 from fedloom.errors import InvalidValue
+from fedloom.layout import Unit
 from fedloom.round import Round
 
 
@@ -87,3 +88,9 @@ class Stages(Algorithm):
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
         return self.leading(cohort.round.number).personalise(cohort, inbox)
+
+    def travels(self, cohort: Cohort) -> Unit:
+        return self.leading(cohort.round.number).travels(cohort)
+
+    def complete(self, cohort: Cohort, model: Tensor) -> Tensor:
+        return self.leading(cohort.round.number).complete(cohort, model)
