@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fedloom.errors import CheckpointError
+from fedloom.errors import CheckpointError, DamagedCheckpoint
 
-FORMAT = "1"
+FORMAT = "2"
 KEPT = 2  # the newest, and the one before in case the newest turns out to be damaged
+_UNFINISHED = ".writing"
 
 
 @dataclass(frozen=True)
@@ -53,23 +54,38 @@ class Checkpoints:
         for old in self.paths()[KEPT:]:
             old.unlink(missing_ok=True)
 
-    def latest(self) -> Checkpoint | None:
-        """The newest checkpoint that can be read; what had to be passed over is said in `notices`.
+    def latest(self, recorded: int) -> Checkpoint | None:
+        """The newest checkpoint that can be read and whose rounds are all among the `recorded` ones that have figures.
 
-        Raises `CheckpointError` when a checkpoint belongs to a run of another configuration.
+        What had to be passed over, and where the run goes on instead, is said in `notices`. Raises `CheckpointError` when a
+        checkpoint belongs to another run.
         """
+        passed: list[str] = []
+        found: Checkpoint | None = None
         for path in self.paths():
             try:
-                tensors, metadata = read_tensors(path)
-            except CheckpointError as error:
-                self.notices.append(f"{error}; falling back to the one before")
+                candidate = self._read(path)
+            except DamagedCheckpoint as error:
+                passed.append(str(error))
                 continue
-            if metadata.get("format") != FORMAT:
-                raise CheckpointError(f"{path} has format {metadata.get('format')!r}, this version reads {FORMAT!r}")
-            if metadata.get("run") != self.run:
-                raise CheckpointError(f"{path} belongs to a run of another configuration: choose another directory")
-            return Checkpoint(int(metadata["round"]), _below("server/", tensors), _below("clients/", tensors))
-        return None
+            if candidate.round <= recorded:
+                found = candidate
+                break
+            passed.append(f"{path} is of round {candidate.round}, but only {recorded} rounds have figures")
+        instead = "starting again from round 1" if found is None else f"going on after round {found.round}"
+        self.notices += [f"{reason}: {instead}" for reason in passed]
+        return found
+
+    def _read(self, path: Path) -> Checkpoint:
+        tensors, metadata = read_tensors(path)
+        found = metadata.get("format"), metadata.get("run"), metadata.get("round", "")
+        if found[0] != FORMAT:
+            raise CheckpointError(f"{path} has format {found[0]!r}, this version reads {FORMAT!r}")
+        if found[1] != self.run:
+            raise CheckpointError(
+                f"{path} is of another run (method, settings, data or initial model): use another folder"
+            )
+        return Checkpoint(int(found[2]), _below("server/", tensors), _below("clients/", tensors))
 
 
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -77,26 +93,51 @@ def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """A safetensors file, complete or not there at all."""
-    temporary = path.with_name(f".{path.name}.writing")
-    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, temporary, dict(metadata))
+    """A safetensors file, complete or not there at all. The same tensors and metadata give the same bytes.
+
+    All metadata goes under one key, as JSON: safetensors writes several keys in an order that changes from run to run.
+    """
+    temporary = _temporary(path)
+    owned: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        plain = tensor.detach().cpu().contiguous()
+        storage = plain.untyped_storage()
+        # Tensors that share memory (tied weights, views of one buffer) are refused by safetensors.
+        if storage.data_ptr() in storages or storage.nbytes() != plain.numel() * plain.element_size():
+            plain = plain.clone()
+        storages.add(plain.untyped_storage().data_ptr())
+        owned[name] = plain
+    save_file(owned, temporary, {"fedloom": json.dumps(dict(metadata), sort_keys=True)})
     _move(temporary, path)
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and metadata of a safetensors file. Raises `CheckpointError` for a file that is missing or damaged."""
+    """Tensors and metadata of a file that `write_tensors` wrote. Raises `DamagedCheckpoint` when it is missing or damaged."""
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error})") from None
+            metadata = json.loads((file.metadata() or {}).get("fedloom", "{}"))
+            return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise DamagedCheckpoint(f"{path} cannot be read ({reason})") from None
 
 
 def write_text(path: Path, text: str) -> None:
     """A text file, complete or not there at all."""
-    temporary = path.with_name(f".{path.name}.writing")
-    temporary.write_text(text)
+    temporary = _temporary(path)
+    temporary.write_text(text, encoding="utf-8")
     _move(temporary, path)
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Remove what a kill in the middle of a write left behind."""
+    for path in directory.glob(f".*{_UNFINISHED}"):
+        path.unlink(missing_ok=True)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}{_UNFINISHED}")
 
 
 def _move(temporary: Path, path: Path) -> None:
@@ -111,28 +152,36 @@ class RoundLog:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def resume(self, finished: int) -> list[dict[str, Any]]:
-        """The lines up to round `finished`; later ones, and a broken last one, are taken off the file.
-
-        Raises `CheckpointError` when lines are missing that a finished round must have written.
-        """
-        kept = []
-        for line in self.path.read_text().splitlines() if self.path.exists() else []:
+    def read(self) -> list[dict[str, Any]]:
+        """The lines that can be read, in the order of their rounds."""
+        records: list[dict[str, Any]] = []
+        for line in self.path.read_bytes().splitlines() if self.path.exists() else []:
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:
-                break
-            if record["round"] > finished:
-                break
-            kept.append(record)
-        if [record["round"] for record in kept] != list(range(1, finished + 1)):
-            raise CheckpointError(
-                f"{self.path} lacks rounds before {finished}: remove the run directory to start again"
-            )
+            except ValueError:
+                continue
+            number = record.get("round") if isinstance(record, dict) else None
+            if isinstance(number, int) and number > (records[-1]["round"] if records else 0):
+                records.append(record)
+        return records
+
+    def resume(self, finished: int) -> list[dict[str, Any]]:
+        """The lines up to round `finished`; later and broken ones are taken off the file."""
+        kept = [record for record in self.read() if record["round"] <= finished]
         write_text(self.path, "".join(f"{json.dumps(record)}\n" for record in kept))
         return kept
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one line and hand it to the system at once."""
-        with self.path.open("a") as file:
+        with self.path.open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(record)}\n")
+
+    def sync(self) -> None:
+        """Wait until every line is on the disk: a checkpoint must not outlive the figures of its rounds."""
+        with self.path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def without_gap(records: Sequence[Mapping[str, Any]]) -> int:
+    """How many rounds from the first on have a record each."""
+    return next((k for k, record in enumerate(records) if record["round"] != k + 1), len(records))

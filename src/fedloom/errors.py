@@ -5,6 +5,7 @@ FedloomError                the user can act on it; the command line prints it a
 ├── UnknownName             a name that nothing is registered under (also a KeyError)
 ├── DataError               a file of data that is missing, damaged or in another format
 ├── CheckpointError         a run directory or checkpoint that cannot be continued
+│   └── DamagedCheckpoint   a file of tensors that is missing, cut short or not one at all
 ├── MissingExtra            an optional dependency that is not installed
 ├── RefusedReply            a client's reply that has a wrong name, shape, type or a value that is not finite
 └── Diverged                every client's reply was refused as not finite: the run cannot go on
@@ -45,6 +46,10 @@ class DataError(FedloomError):
 
 class CheckpointError(FedloomError):
     """A run directory or checkpoint that cannot be continued."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A file of tensors that is missing, cut short or not one at all."""
 
 
 class MissingExtra(FedloomError, ImportError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -12,11 +13,11 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, Selection
-from fedloom.checkpoint import Checkpoint, Checkpoints, RoundLog
+from fedloom.checkpoint import Checkpoint, Checkpoints, RoundLog, without_gap
 from fedloom.checks import require_at_least, require_between, require_share
 from fedloom.engines.base import Engine, Fault, Order, Reply
 from fedloom.engines.local import INTEGERS
-from fedloom.errors import Diverged, InvalidValue
+from fedloom.errors import CheckpointError, Diverged, InvalidValue
 from fedloom.evaluation import Evaluator
 from fedloom.round import Round
 from fedloom.task import Task
@@ -69,6 +70,7 @@ class Federation:
         self.integers = task.initial_integers.clone()
         self.history: list[Record] = []
         self.timings: list[Record] = []
+        self._midway = False  # a round has begun and not ended: the state belongs to no round
         # floor, but 0.3 * 10 must give 3 although the product is 2.9999999999999996 in binary
         participants = max(1, int(schedule.participation * task.clients + 1e-9))
         training = task.training
@@ -104,8 +106,14 @@ class Federation:
     def run(self, on_round: Callable[[Record, Record], None] | None = None) -> None:
         """Run the remaining rounds; `on_round` is called after each with its figures and its times.
 
-        An interruption (Ctrl-C) or an error leaves a checkpoint of the last finished round behind.
+        An interruption (Ctrl-C) or an error between two rounds leaves a checkpoint of the last finished round behind. One
+        in the middle of a round leaves the checkpoint before it: some clients have trained already, so the state is that
+        of no round. Raises `CheckpointError` when that has happened to this federation.
         """
+        if self._midway:
+            raise CheckpointError(
+                f"round {self.finished + 1} was interrupted: make the federation again to go on from its last checkpoint"
+            )
         saved = self.finished
         try:
             while self.finished < self.schedule.rounds:
@@ -116,11 +124,12 @@ class Federation:
                     self.save()
                     saved = self.finished
         finally:
-            if saved < self.finished:
+            if saved < self.finished and not self._midway:
                 self.save()
 
     def step(self) -> tuple[Record, Record]:
         """One round. Nothing of the federation changes before every reply is in."""
+        self._midway = True
         began = time.perf_counter()
         round = self._first.at(self.finished + 1)
         selection = self.algorithm.select(round)
@@ -157,23 +166,28 @@ class Federation:
             "server_seconds": received - trained,
             "evaluate_seconds": ended - received,
         }
+        record = {name: _finite(value) for name, value in record.items()}
         self._record(record, timing)
+        self._midway = False
         return record, timing
 
     def _orders(self, round: Round, selection: Selection, message: Message) -> tuple[list[Order], list[Fault]]:
         """The work of everybody who is there, and who is absent."""
         orders, absent = [], []
         for slot, client in enumerate(selection.clients):
-            inbox = {name: rows[slot : slot + 1] if len(rows) > 1 else rows for name, rows in message.items()}
+            inbox = {name: _row(rows, slot) for name, rows in message.items()}
             order = Order(client, slot, inbox)
             chance = self.schedule.dropout and float(torch.rand((), generator=round.stream("dropout", client)))
             if chance < self.schedule.dropout:
                 absent.append(Fault(order, "dropped out"))
             else:
                 orders.append(order)
-        if selection.idle and any(len(rows) > 1 for rows in message.values()):
-            raise InvalidValue("clients that do not upload can only train on one message for all")
-        orders += [Order(client, None, message) for client in selection.idle]
+        if selection.idle:
+            last = len(selection.clients)
+            if any(len(rows) not in (1, last + 1) for rows in message.values()):
+                raise InvalidValue("the message has no row for the clients that train without uploading")
+            shared = {name: _row(rows, last) for name, rows in message.items()}
+            orders += [Order(client, None, shared) for client in selection.idle]
         return orders, absent
 
     def _collect(
@@ -218,19 +232,31 @@ class Federation:
     def save(self) -> None:
         """Write a checkpoint now."""
         if self.checkpoints is not None:
+            for log in self._logs or ():
+                log.sync()
             server = {**self.algorithm.full_state(), "integers": self.integers}
             self.checkpoints.save(Checkpoint(self.finished, server, self.engine.memory()))
 
     def _resume(self) -> None:
         if self.checkpoints is None or self._logs is None:
             return
-        found = self.checkpoints.latest()
+        found = self.checkpoints.latest(without_gap(self._logs[0].read()))
         self.history, self.timings = (log.resume(0 if found is None else found.round) for log in self._logs)
         if found is not None:
             server = dict(found.server)
             self.integers = server.pop("integers")
             self.algorithm.restore(server)
             self.engine.restore_memory(found.clients)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no word for infinite or undefined figures."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _row(rows: Tensor, place: int) -> Tensor:
+    """What the receiver at `place` is sent of `[k, ...]`, with its leading axis; one row is for all."""
+    return rows[place : place + 1] if len(rows) > 1 else rows
 
 
 def _row_bytes(rows: Tensor) -> int:
