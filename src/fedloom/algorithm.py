@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, cast
 
@@ -19,7 +19,8 @@ from fedloom.registry import Registry
 from fedloom.round import Round
 
 Message = dict[str, Tensor]
-"""Named tensors; each has one row for all receivers, `[1, ...]`, or one row each, `[k, ...]`."""
+"""Named tensors; each has one row for all receivers, `[1, ...]`, or one row each, `[k, ...]`. Where k > 1, clients that train
+without uploading are sent a row k + 1."""
 
 
 def downloaded(inbox: Message) -> Tensor:
@@ -53,6 +54,13 @@ class Plan:
     def starting_from(self, model: Tensor) -> Plan:
         """The same plan with another initial model."""
         return replace(self, initial=model.clone())
+
+    def opening(self) -> Round:
+        """Round 1 as if clients 0 to K - 1 were selected: for asking a method what it would send or whom it would choose
+        (the learning rate is not known here)."""
+        rate = float("nan")
+        selected = tuple(range(self.participants))
+        return Round(1, self.rounds, self.seed, self.clients, self.participants, rate, rate, selected=selected)
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,9 @@ class Algorithm:
     """A federated method. Subclasses are dataclasses whose fields are the hyper-parameters.
 
     The server half runs in one place and keeps everything it must remember in `self.state`, named tensors, which is what a
-    checkpoint holds. The client half (`train`, `personalise`) runs where the data is and never touches `self.state`.
+    checkpoint holds. It replaces tensors there and never edits one in place, so that the state before a round can be kept at
+    no cost until the round has succeeded. The client half (`train`, `personalise`) runs where the data is and never touches
+    `self.state`.
     """
 
     state: dict[str, Tensor]
@@ -174,10 +184,20 @@ class Algorithm:
         found: list[Algorithm] = []
         for name in self.wraps:
             value = getattr(self, name)
-            found += (
-                [item[0] if isinstance(item, tuple) else item for item in value] if isinstance(value, list) else [value]
-            )
+            held = value if isinstance(value, list) else [] if value is None else [value]
+            found += [item[0] if isinstance(item, tuple) else item for item in held]
         return found
+
+    def nested(self) -> Iterator[Algorithm]:
+        """This method and all that it wraps, however deep."""
+        yield self
+        for method in self.inner():
+            yield from method.nested()
+
+    @property
+    def foreseeable(self) -> bool:
+        """Whether `select` gives the next round's selection before this round's replies are in."""
+        return all(method.foreseeable for method in self.inner())
 
     def full_state(self) -> dict[str, Tensor]:
         """The state of this method and of those it wraps, by path."""
@@ -192,6 +212,44 @@ class Algorithm:
         for k, method in enumerate(self.inner()):
             prefix = f"inner{k}."
             method.restore({n.removeprefix(prefix): t for n, t in full.items() if n.startswith(prefix)})
+
+
+@dataclass
+class Wrapper(Algorithm):
+    """Changes one thing about `method` and leaves everything else to it: subclasses override just that."""
+
+    method: Algorithm
+
+    wraps: ClassVar[tuple[str, ...]] = ("method",)
+
+    def setup(self, plan: Plan) -> None:
+        self.plan = plan
+        self.state = {}
+        self.method.setup(plan)
+
+    def select(self, round: Round) -> Selection:
+        return self.method.select(round)
+
+    def send(self, round: Round) -> Message:
+        return self.method.send(round)
+
+    def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
+        return self.method.expects(round)
+
+    def receive(self, round: Round, replies: Replies) -> None:
+        self.method.receive(round, replies)
+
+    def model(self) -> Tensor:
+        return self.method.model()
+
+    def diagnose(self) -> dict[str, float]:
+        return self.method.diagnose()
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        return self.method.train(cohort, inbox)
+
+    def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
+        return self.method.personalise(cohort, inbox)
 
 
 def uniform(round: Round) -> tuple[int, ...]:
@@ -226,11 +284,11 @@ def build(expression: str | Call | Algorithm) -> Algorithm:
     if call.until is not None:
         raise InvalidValue(f"{call}: a last round (:{call.until}) belongs inside stages(...)")
     entry = algorithms[call.name]
+    positional: tuple[Any, ...] = call.positional
     if entry.make.variadic:
-        positional: tuple[Any, ...] = ([_stage(value) for value in call.positional],)
-    else:
-        positional = tuple(_argument(value) for value in call.positional)
-    return entry.make(**checked(entry, entry.options(positional, {n: _argument(v) for n, v in call.named.items()})))
+        positional = ([_stage(value) for value in call.positional],)
+    options = entry.options(positional, dict(call.named))
+    return entry.make(**checked(entry, {n: _argument(v, n in entry.make.wraps) for n, v in options.items()}))
 
 
 def _stage(value: Any) -> tuple[Algorithm, Any]:
@@ -239,10 +297,10 @@ def _stage(value: Any) -> tuple[Algorithm, Any]:
     return build(replace(value, until=None)), value.until
 
 
-def _argument(value: Any) -> Any:
-    if isinstance(value, Call) and (value.name in algorithms or value.positional or value.named):
+def _argument(value: Any, is_method: bool) -> Any:
+    if isinstance(value, Call) and (is_method or value.name in algorithms or value.positional or value.named):
         return build(value)
-    return plain(value)
+    return value if is_method and isinstance(value, list) else plain(value)
 
 
 def describe(algorithm: Algorithm) -> str:
@@ -256,9 +314,12 @@ def describe(algorithm: Algorithm) -> str:
         for name, value in values.items()
         if entry.parameters[name].default is inspect.Parameter.empty or entry.parameters[name].default != value
     ]
-    if entry.make.variadic:
-        return f"{entry.name}({', '.join(_show(item) for item in next(iter(values.values())))})"
-    inside = ", ".join(text if name in algorithm.wraps else f"{name}={text}" for name, text in shown)
+    texts = [_show(item) for item in values[algorithm.wraps[0]]] if entry.make.variadic else []
+    for name, text in shown:
+        needed = entry.parameters[name].default is inspect.Parameter.empty
+        if not (needed and entry.make.variadic):
+            texts.append(text if needed and name in algorithm.wraps else f"{name}={text}")
+    inside = ", ".join(texts)
     return f"{entry.name}({inside})" if inside else entry.name
 
 
