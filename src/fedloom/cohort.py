@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedloom.data.augmentation import flip_crop
@@ -28,6 +28,13 @@ Given = Mapping[str, Tensor]
 Correction = Callable[[Tensor, Tensor, Given], Tensor]
 """(weights `[k, T]`, gradient `[k, T]`, given) -> the gradient to use; it may change the gradient in place."""
 
+
+Slope = Callable[[Tensor, Batch, Given], tuple[Tensor, Tensor]]
+"""(weights `[k, P]`, batch, given) -> loss `[k]` and the gradient `[k, T]` to use, from `Cohort.gradient` wherever the method
+wants it taken."""
+
+Step = Callable[[dict[str, Tensor], Batch], Tensor]
+"""(state, batch) -> loss `[k]`; it changes the tensors of the state, `[k, ...]`, in place."""
 
 AHEAD = 1 << 23
 """How many input values are gathered ahead of the steps that use them (32 MiB as floats): one copy instead of one a step."""
@@ -77,9 +84,13 @@ class Cohort:
         """One random stream a client, at its beginning."""
         return [self.round.stream(purpose, client) for client in self.clients]
 
-    def subset(self, choose: Callable[[Samples, torch.Generator], Samples], purpose: str) -> Cohort:
-        """The same clients with part of their data, chosen by each client from its own stream."""
-        streams = self.stream(purpose)
+    def subset(
+        self, choose: Callable[[Samples, torch.Generator], Samples], purpose: str, *, lasting: bool = False
+    ) -> Cohort:
+        """The same clients with part of their data, chosen by each client from its own stream: of this round, or, where the
+        choice is `lasting`, one that is the same in every round."""
+        round = replace(self.round, number=0) if lasting else self.round
+        streams = [round.stream(purpose, client) for client in self.clients]
         chosen = [choose(samples, generator) for samples, generator in zip(self._samples, streams, strict=True)]
         part = Cohort(
             self.clients,
@@ -102,6 +113,16 @@ class Cohort:
     @property
     def classes(self) -> int:
         return self._dataset.classes
+
+    @property
+    def module(self) -> nn.Module:
+        """The architecture; its own weights mean nothing."""
+        return self.replica.module
+
+    @property
+    def initial(self) -> Tensor:
+        """The model that the task starts from, `[1, P]`: what a client has of the parts that it was never sent."""
+        return self.replica.initial.unsqueeze(0)
 
     def batches(
         self,
@@ -167,18 +188,21 @@ class Cohort:
         start: Tensor,
         *,
         objective: Objective = cross_entropy,
+        slope: Slope | None = None,
         correction: Correction | None = None,
         given: Given | None = None,
         only: Unit | None = None,
         purpose: str = "batches",
         epochs: int | None = None,
         steps: int | None = None,
+        batch_size: int | None = None,
+        drop_last: bool | None = None,
         learning_rate: float | None = None,
     ) -> Trained:
         """Local SGD from `start [k, P]`, which is left as it is (spec: LocalSGD; FedAvg, algorithm 1).
 
-        Each step takes one batch, the gradient of `objective`, then `correction`, clipping, weight decay and momentum as
-        `training` says. With `only`, just those slices of the parameters move.
+        Each step takes one batch, the gradient of `objective` (or what `slope` gives in its place), then `correction`,
+        clipping, weight decay and momentum as `training` says. With `only`, just those slices of the parameters move.
         """
         weights = start.clone()
         settings = self.training if learning_rate is None else replace(self.training, learning_rate=learning_rate)
@@ -187,8 +211,10 @@ class Cohort:
         losses: list[Tensor] = []
         self.replica.train_only(only)
         try:
-            batches = self.batches(purpose=purpose, epochs=epochs, steps=steps)
-            if settings.optimiser == "sgd" and settings.clip is None and correction is None:
+            batches = self.batches(
+                purpose=purpose, epochs=epochs, steps=steps, batch_size=batch_size, drop_last=drop_last
+            )
+            if settings.optimiser == "sgd" and settings.clip is None and correction is None and slope is None:
                 # Nothing looks at the whole gradient: each tensor is updated from where autograd left its gradient.
                 apply = sgd(settings, rate, self.replica.tensors(weights))
                 for batch in batches:
@@ -199,7 +225,10 @@ class Cohort:
                 trainable = weights[:, : self.layout.trainable]
                 update = make_update(settings, rate, trainable, only)
                 for batch in batches:
-                    loss, gradient = self.gradient(weights, batch, objective, held)
+                    if slope is None:
+                        loss, gradient = self.gradient(weights, batch, objective, held)
+                    else:
+                        loss, gradient = slope(weights, batch, held)
                     losses.append(loss)
                     with torch.no_grad():
                         if correction is not None:
@@ -213,6 +242,32 @@ class Cohort:
         mean = torch.stack(losses).mean(0) if losses else torch.full_like(count, torch.nan, dtype=weights.dtype)
         self.metrics["training_loss"] = mean
         return Trained(weights, count, mean)
+
+    def each_batch(
+        self,
+        step: Step,
+        state: dict[str, Tensor],
+        *,
+        only: Unit | None = None,
+        purpose: str = "batches",
+        epochs: int | None = None,
+        shuffle: bool = True,
+        drop_last: bool | None = None,
+    ) -> Tensor:
+        """Run `step` on every batch and return the mean of its losses `[k]`: for methods whose inner loop is not `fit`'s.
+
+        Whatever belongs to a client goes into `state`, since a step is given only the clients that have its batch. With
+        `only`, gradients are taken for those slices alone, and zero elsewhere.
+        """
+        self.replica.train_only(only)
+        try:
+            batches = self.batches(purpose=purpose, epochs=epochs, shuffle=shuffle, drop_last=drop_last)
+            losses = [step(state, batch) for batch in batches]
+        finally:
+            self.replica.train_only(None)
+        if not losses:
+            return torch.full((len(self.clients),), torch.nan, dtype=self.layout.dtype)
+        return torch.stack(losses).mean(0)
 
     def loss(self, rows: Tensor, *, samples: Sequence[Samples] | None = None, batch_size: int = 1024) -> Tensor:
         """Mean cross entropy `[k]` of each row on its client's samples (or on those given), in evaluation mode."""

@@ -122,6 +122,7 @@ class Replica:
 
     def __init__(self, module: nn.Module, layout: Layout) -> None:
         self.layout = layout
+        self.initial = layout.flatten(module)
         self.module = copy.deepcopy(module).train()
         self.frozen = copy.deepcopy(module).eval().requires_grad_(False)
         self.net = BoundNet(self.module, layout, self.frozen)
