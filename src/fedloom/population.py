@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -25,12 +26,39 @@ def recombine(rows: Tensor, units: Sequence[Unit], generator: torch.Generator) -
     For each unit an independent uniform permutation pi of {1..K} is drawn, and result[k, unit] = rows[pi(k), unit]. A pure
     permutation: no float is touched, each unit of each model is used exactly once. Slices outside all units stay in place.
     """
-    result = rows.clone()
+    return recombine_(rows.clone(), units, generator)
+
+
+def recombine_(rows: Tensor, units: Sequence[Unit], generator: torch.Generator) -> Tensor:
+    """`recombine` in place: the same numbers with one spare slice of memory, at about the cost of copying the rows once."""
+    count = len(rows)
     for unit in units:
-        source = torch.randperm(len(rows), generator=generator).to(rows.device)
+        source = torch.randperm(count, generator=generator)
+        cycles = _cycles(source.tolist())
         for part in unit:
-            torch.index_select(rows[:, part], 0, source, out=result[:, part])
-    return result
+            if rows.is_cuda:  # one launch for all rows instead of one each
+                rows[:, part] = rows[:, part].index_select(0, source.to(rows.device))
+                continue
+            for cycle in cycles:
+                spare = rows[cycle[0], part].clone()
+                for target, origin in pairwise(cycle):
+                    rows[target, part] = rows[origin, part]
+                rows[cycle[-1], part] = spare
+    return rows
+
+
+def _cycles(source: list[int]) -> list[list[int]]:
+    """The cycles of a permutation, each as [k, source[k], source[source[k]], ...]; those of length 1 are left out."""
+    cycles, seen = [], [False] * len(source)
+    for start in range(len(source)):
+        cycle, k = [], start
+        while not seen[k]:
+            seen[k] = True
+            cycle.append(k)
+            k = source[k]
+        if len(cycle) > 1:
+            cycles.append(cycle)
+    return cycles
 
 
 def cosine_similarity(rows: Tensor) -> Tensor:
