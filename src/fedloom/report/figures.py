@@ -1,0 +1,293 @@
+"""The figures of runs, as Plotly figures: to show in a notebook, to save, and for the report's page.
+
+A method keeps its colour and its line style in every figure made from the same runs; every trace carries its method as
+`legendgroup`. Names that come from users are escaped, since Plotly reads tags in text.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from fedloom.errors import InvalidValue
+from fedloom.report.curves import Curve, curve
+from fedloom.report.summary import RunSummary, Spread, best, by_algorithm, bytes_down, bytes_up, final, seconds
+from fedloom.report.tables import byte_text, time_text
+
+# After Okabe and Ito (2008): told apart by people with any common colour blindness, on white and on near black alike.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d4f", "#8a8f98")
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+ACCENT = COLOURS[0]
+
+POINTS = 400
+"""Points of a curve that are drawn; more than a screen is wide shows nothing more."""
+
+FEW = 8
+"""Up to so many methods share one box when the mouse rests on a figure of curves."""
+
+MEASURES = {
+    "accuracy": "Test accuracy",
+    "loss": "Test loss",
+    "training_loss": "Training loss",
+    "pool_cosine": "Mean cosine similarity",
+}
+_X_TITLES = {"round": "Round", "bytes": "Bytes sent, down and up", "seconds": "Seconds"}
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a method is drawn in every figure."""
+
+    colour: str
+    dash: str
+
+
+def styles(runs: Sequence[RunSummary]) -> dict[str, Style]:
+    """A style for each method, in order of first appearance; beyond the colours there are, line styles differ."""
+    return {
+        name: Style(COLOURS[k % len(COLOURS)], DASHES[k // len(COLOURS) % len(DASHES)])
+        for k, name in enumerate(by_algorithm(runs))
+    }
+
+
+def learning_curves(
+    runs: Sequence[RunSummary], measure: str = "accuracy", x: str = "round", points: int = POINTS
+) -> go.Figure:
+    """A measure of the records over rounds, bytes or seconds: mean over seeds, with a band of ± one standard deviation.
+
+    `measure` is `accuracy`, `loss`, `training_loss`, `pool_cosine` or any other figure of the records. A curve of more than
+    `points` points shows the lowest and the highest of every stretch. Methods that did not record it are left out; so is
+    all that lacks what `x` needs. Raises `InvalidValue` for an unknown `x`.
+    """
+    figure = go.Figure()
+    form = ".1%" if measure == "accuracy" else ".4~g"
+    for name, style in styles(runs).items():
+        found = curve(by_algorithm(runs)[name], measure, x)
+        if found is None:
+            continue
+        drawn = found.thinned(points)
+        if drawn.seeds > 1:
+            figure.add_trace(_band(name, style, drawn))
+        figure.add_trace(_line(name, style, drawn, form))
+    title = MEASURES.get(measure, html.escape(measure.replace("_", " ").capitalize()))
+    figure.update_layout(
+        _layout(380),
+        xaxis={"title": _X_TITLES[x], "rangemode": "tozero", **_x_form(x)},
+        yaxis={"title": title, "tickformat": ".0%" if measure == "accuracy" else "", "hoverformat": form},
+        hovermode="x unified" if len(styles(runs)) <= FEW and x == "round" else "closest",
+    )
+    return figure
+
+
+def accuracy_by_seed(runs: Sequence[RunSummary], measure: str = "final") -> go.Figure:
+    """Each seed's `final` or `best` test accuracy as a dot, the mean over seeds as a bar across; one line a method."""
+    if measure not in ("final", "best"):
+        raise InvalidValue(f"measure {measure!r} is not allowed (allowed: final, best)")
+    of = final if measure == "final" else best
+    figure = go.Figure()
+    for name, group in by_algorithm(runs).items():
+        found = {run.seed: value for run in group if (value := of(run)) is not None}
+        if not found:
+            continue
+        colour = styles(runs)[name].colour
+        label = wrapped(name)
+        common: dict[str, Any] = {"legendgroup": name, "name": html.escape(name), "showlegend": False}
+        figure.add_scatter(
+            x=[sum(found.values()) / len(found)],
+            y=[label],
+            mode="markers",
+            marker={"symbol": "line-ns", "size": 22, "line": {"width": 3, "color": colour}},
+            hovertemplate="mean %{x:.2%}<extra>%{fullData.name}</extra>",
+            **common,
+        )
+        figure.add_scatter(
+            x=list(found.values()),
+            y=[label] * len(found),
+            customdata=list(found),
+            mode="markers",
+            marker={"size": 10, "color": colour, "opacity": 0.55},
+            hovertemplate="seed %{customdata}: %{x:.2%}<extra>%{fullData.name}</extra>",
+            **common,
+        )
+    figure.update_layout(
+        _layout(_bar_height(runs)),
+        xaxis={"title": f"{measure.capitalize()} test accuracy", "tickformat": ".0%"},
+        yaxis={"autorange": "reversed", "automargin": True, "type": "category"},
+    )
+    return figure
+
+
+def label_distribution(
+    label_counts: Sequence[Sequence[int]], class_names: Sequence[str] | None = None, limit: int = 60
+) -> go.Figure:
+    """Who holds what: a bubble for each client (across) and class (up), its area proportional to the samples.
+
+    `label_counts` is `[clients][classes]`. Of more than `limit` clients, `limit` evenly spaced ones are drawn. Raises
+    `InvalidValue` when the names are not as many as the classes or the rows are not equally long.
+    """
+    classes = len(label_counts[0]) if label_counts else 0
+    if any(len(row) != classes for row in label_counts):
+        raise InvalidValue("label counts need the same number of classes for every client")
+    if class_names is not None and len(class_names) != classes:
+        raise InvalidValue(f"there are {classes} classes, but {len(class_names)} class names")
+    names = [html.escape(name) for name in class_names or map(str, range(classes))]
+    counts = np.array(label_counts, dtype=np.int64).reshape(len(label_counts), classes)
+    shown = shown_clients(len(counts), limit)
+    client, label = counts[shown].nonzero()
+    samples = counts[shown][client, label]
+    largest = 26 if len(shown) <= 30 else 18
+    figure = go.Figure(
+        go.Scatter(
+            x=[str(shown[k]) for k in client],
+            y=[names[k] for k in label],
+            customdata=samples,
+            mode="markers",
+            marker={
+                "size": samples,
+                "sizemode": "area",
+                "sizeref": 2 * float(samples.max(initial=1)) / largest**2,
+                "sizemin": 1,
+                "color": ACCENT,
+                "opacity": 0.7,
+                "line": {"width": 0},
+            },
+            hovertemplate="client %{x}, class %{y}<br>%{customdata} samples<extra></extra>",
+        )
+    )
+    # One trace leaves out what is empty; the order of the axes must not depend on what is there.
+    figure.update_layout(
+        _layout(min(720, max(240, 110 + 26 * classes))),
+        xaxis={"title": "Client", "type": "category", "categoryarray": [str(k) for k in shown], "showgrid": False},
+        yaxis={"title": "Class", "type": "category", "categoryarray": names, "automargin": True},
+    )
+    figure.update_xaxes(range=[-0.7, len(shown) - 0.3], automargin=True)
+    figure.update_yaxes(range=[-0.7, classes - 0.3])
+    return figure
+
+
+def shown_clients(clients: int, limit: int = 60) -> list[int]:
+    """Up to `limit` of the client numbers, evenly spaced, the first and the last among them."""
+    return sorted({int(k) for k in np.linspace(0, clients - 1, min(clients, limit)).round()}) if clients else []
+
+
+def byte_bars(runs: Sequence[RunSummary]) -> go.Figure:
+    """Bytes of a whole run, mean over seeds: full colour down to the clients, pale up from them."""
+    figure = go.Figure()
+    for name, group in by_algorithm(runs).items():
+        for direction, of, opacity in (("down", bytes_down, 0.95), ("up", bytes_up, 0.5)):
+            total = sum(of(run) for run in group) / len(group)
+            figure.add_bar(
+                y=[wrapped(name)],
+                x=[total],
+                orientation="h",
+                marker={"color": styles(runs)[name].colour, "opacity": opacity},
+                customdata=[byte_text(total)],
+                hovertemplate=f"{direction} %{{customdata}}<extra>%{{fullData.name}}</extra>",
+                name=html.escape(name),
+                legendgroup=name,
+                showlegend=False,
+            )
+    _as_bars(figure, runs, "Bytes of a run", _x_form("bytes"))
+    return figure
+
+
+def second_bars(runs: Sequence[RunSummary]) -> go.Figure:
+    """Seconds of a whole run, mean over seeds with ± one standard deviation. Methods without kept times are left out."""
+    figure = go.Figure()
+    for name, group in by_algorithm(runs).items():
+        spread = Spread.of([value for run in group if (value := seconds(run)) is not None])
+        if spread is None:
+            continue
+        figure.add_bar(
+            y=[wrapped(name)],
+            x=[spread.mean],
+            orientation="h",
+            marker={"color": styles(runs)[name].colour, "opacity": 0.95},
+            error_x={"type": "data", "array": [spread.std], "visible": spread.count > 1, "color": "#808080"},
+            customdata=[time_text(spread.mean)],
+            hovertemplate="%{customdata}<extra>%{fullData.name}</extra>",
+            name=html.escape(name),
+            legendgroup=name,
+            showlegend=False,
+        )
+    _as_bars(figure, runs, "Seconds of a run", {})
+    return figure
+
+
+def wrapped(name: str, width: int = 20) -> str:
+    """A name as escaped lines of about `width` characters, broken behind commas and brackets first."""
+    lines = textwrap.wrap(re.sub(r"([,(])(?=\S)", r"\1 ", name), width, break_long_words=True) or [""]
+    return "<br>".join(html.escape(re.sub(r"\( ", "(", line)) for line in lines)
+
+
+def _line(name: str, style: Style, drawn: Curve, form: str) -> go.Scatter:
+    deviation = f" ± %{{customdata:{form}}}" if drawn.seeds > 1 else ""
+    return go.Scatter(
+        x=drawn.x,
+        y=drawn.mean.astype(np.float32),
+        customdata=drawn.std.astype(np.float32),
+        mode="lines+markers" if len(drawn.x) <= 2 else "lines",
+        line={"color": style.colour, "width": 2, "dash": style.dash},
+        hovertemplate=f"%{{y:{form}}}{deviation}",
+        name=html.escape(name),
+        legendgroup=name,
+    )
+
+
+def _band(name: str, style: Style, drawn: Curve) -> go.Scatter:
+    return go.Scatter(
+        x=np.concatenate([drawn.x, drawn.x[::-1]]),
+        y=np.concatenate([drawn.mean + drawn.std, (drawn.mean - drawn.std)[::-1]]).astype(np.float32),
+        mode="lines",
+        line={"width": 0},
+        fill="toself",
+        fillcolor=_pale(style.colour, 0.16),
+        hoverinfo="skip",
+        showlegend=False,
+        name=html.escape(name),
+        legendgroup=name,
+    )
+
+
+def _as_bars(figure: go.Figure, runs: Sequence[RunSummary], title: str, form: dict[str, Any]) -> None:
+    figure.update_layout(
+        _layout(_bar_height(runs)),
+        barmode="stack",
+        bargap=0.35,
+        xaxis={"title": title, "rangemode": "tozero", **form},
+        yaxis={"autorange": "reversed", "automargin": True, "type": "category", "showgrid": False},
+    )
+
+
+def _bar_height(runs: Sequence[RunSummary]) -> int:
+    return 90 + sum(24 + 15 * wrapped(name).count("<br>") for name in by_algorithm(runs)) + 20
+
+
+def _x_form(x: str) -> dict[str, Any]:
+    return {"tickformat": "~s", "ticksuffix": "B", "hoverformat": ".3s"} if x == "bytes" else {}
+
+
+def _pale(colour: str, opacity: float) -> str:
+    red, green, blue = (int(colour[k : k + 2], 16) for k in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{opacity})"
+
+
+def _layout(height: int) -> dict[str, Any]:
+    """What all figures share; ground and text are left see-through enough for light and dark pages."""
+    axis = {"gridcolor": "rgba(128,128,128,0.22)", "zeroline": False, "title": {"standoff": 10}}
+    return {
+        "template": {"layout": {"xaxis": {**axis, "automargin": True}, "yaxis": {**axis, "automargin": True}}},
+        "height": height,
+        "margin": {"l": 8, "r": 12, "t": 12, "b": 8},
+        "font": {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 13},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+    }

@@ -1,0 +1,168 @@
+"""The comparison as a table: cells with the text people read and the number to sort by; as Markdown and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fedloom.report.summary import Reach, Row, Spread
+
+NEVER = "*"
+"""Stands where a target was never reached."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is shown, and what to sort by (None sorts last); `partial` when some seeds are missing from the value."""
+
+    text: str
+    value: float | str | None
+    partial: bool = False
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column's title and whether the `largest`, the `smallest` or no (`""`) value is the best."""
+
+    title: str
+    best: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns and, in the order of the methods, one line of cells each."""
+
+    columns: tuple[Column, ...]
+    lines: tuple[tuple[Cell, ...], ...]
+
+    def best(self, column: int) -> set[int]:
+        """The lines with the best value of a column: none unless there are two different values to compare. A value that
+        leaves out the seeds that failed is not compared."""
+        values = {k: line[column].value for k, line in enumerate(self.lines) if not line[column].partial}
+        numbers = {k: float(value) for k, value in values.items() if isinstance(value, int | float)}
+        wanted = self.columns[column].best
+        if not wanted or len(set(numbers.values())) < 2:
+            return set()
+        best = max(numbers.values()) if wanted == "largest" else min(numbers.values())
+        return {k for k, value in numbers.items() if value == best}
+
+
+def comparison(rows: Sequence[Row]) -> Table:
+    """Rows of `summarise` as a table for people: per cent, bytes in decimal units, seconds; mean ± std over seeds.
+
+    The rounds to a target carry their speed-up over the first method, `1.8×`, where every seed of both reached it, and
+    how many seeds did where not all.
+    """
+    targets = rows[0].reaches if rows else ()
+    columns = (
+        Column("Method"),
+        Column("Seeds"),
+        Column("Rounds"),
+        Column("Final accuracy, %", "largest"),
+        Column("Best accuracy, %", "largest"),
+        Column("Mean of last, %", "largest"),
+        *(Column(f"Rounds to {percent(reach.target)} %", "smallest") for reach in targets),
+        *(Column(f"Bytes to {percent(reach.target)} %", "smallest") for reach in targets),
+        Column("Bytes down"),
+        Column("Bytes up"),
+        Column("Time"),
+        Column("Faults"),
+    )
+    return Table(columns, tuple(_line(row, rows[0]) for row in rows))
+
+
+def to_markdown(rows: Sequence[Row]) -> str:
+    """The comparison as a Markdown table."""
+    table = comparison(rows)
+    lines = [[column.title for column in table.columns], ["---"] + ["---:"] * (len(table.columns) - 1)]
+    lines += [[cell.text.replace("|", "\\|").replace("\n", " ") for cell in line] for line in table.lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def to_csv(rows: Sequence[Row]) -> str:
+    """The comparison as CSV with plain numbers: accuracies as shares, bytes, seconds; empty where there is no value."""
+    named: list[dict[str, float | str]] = []
+    for row in rows:
+        line: dict[str, float | str] = {"algorithm": row.algorithm, "seeds": row.seeds, "rounds": row.rounds}
+        spreads = {"final": row.final, "best": row.best, "mean_of_last": row.last}
+        for reach in row.reaches:
+            name = f"{reach.target:g}"
+            line[f"reached_{name}"] = reach.reached
+            spreads |= {f"rounds_to_{name}": reach.rounds, f"bytes_to_{name}": reach.bytes}
+            spreads |= {f"seconds_to_{name}": reach.seconds}
+        spreads |= {"bytes_down": row.bytes_down, "bytes_up": row.bytes_up, "seconds": row.seconds}
+        for name, spread in spreads.items():
+            line[name] = "" if spread is None else spread.mean
+            line[f"{name}_std"] = "" if spread is None else spread.std
+        line["faults"] = row.faults
+        named.append(line)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(named[0]) if named else ["algorithm"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(named)
+    return text.getvalue()
+
+
+def percent(share: float) -> str:
+    """A share as per cent without superfluous zeros: 0.875 is `87.5`."""
+    return f"{round(100 * share, 6):g}"
+
+
+def byte_text(count: float) -> str:
+    """Bytes with a decimal unit (1 kB = 1,000 bytes) and three digits: `1.23 GB`."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 99.95 else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.0f} PB"
+
+
+def time_text(seconds: float) -> str:
+    """Seconds as people say them: `0.42 s`, `38 s`, `4 min 05 s`, `2 h 07 min`."""
+    if seconds < 59.5:
+        return f"{seconds:.2g} s" if seconds < 9.5 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60:,} h {minutes % 60:02d} min"
+
+
+def _line(row: Row, first: Row) -> tuple[Cell, ...]:
+    return (
+        Cell(row.algorithm, row.algorithm),
+        Cell(str(row.seeds), row.seeds),
+        Cell(str(row.rounds), row.rounds),
+        *(_share(spread) for spread in (row.final, row.best, row.last)),
+        *(_rounds(reach, base) for reach, base in zip(row.reaches, first.reaches, strict=True)),
+        *(_bytes(reach.bytes, NEVER, reach.reached < reach.seeds) for reach in row.reaches),
+        _bytes(row.bytes_down),
+        _bytes(row.bytes_up),
+        Cell("–", None) if row.seconds is None else Cell(time_text(row.seconds.mean), row.seconds.mean),
+        Cell(str(row.faults), row.faults),
+    )
+
+
+def _share(spread: Spread | None) -> Cell:
+    if spread is None:
+        return Cell("–", None)
+    deviation = f" ± {100 * spread.std:.2f}" if spread.count > 1 else ""
+    return Cell(f"{100 * spread.mean:.2f}{deviation}", spread.mean)
+
+
+def _rounds(reach: Reach, first: Reach) -> Cell:
+    if reach.rounds is None:
+        return Cell(NEVER, None)
+    text = (
+        f"{reach.rounds.mean:.0f}" if reach.rounds.count == 1 else f"{reach.rounds.mean:.1f} ± {reach.rounds.std:.1f}"
+    )
+    if reach.reached < reach.seeds:
+        text += f" ({reach.reached} of {reach.seeds} seeds)"
+    elif reach is not first and first.rounds is not None and first.reached == first.seeds:
+        text += f" ({first.rounds.mean / reach.rounds.mean:.1f}×)"
+    return Cell(text, reach.rounds.mean, partial=reach.reached < reach.seeds)
+
+
+def _bytes(spread: Spread | None, missing: str = "–", partial: bool = False) -> Cell:
+    return Cell(missing, None) if spread is None else Cell(byte_text(spread.mean), spread.mean, partial)
