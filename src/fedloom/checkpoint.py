@@ -13,15 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fedloom.errors import CheckpointError, DamagedCheckpoint
+from fedloom.files import read_tensors, write_tensors, write_text
 
 FORMAT = "2"
 KEPT = 2  # the newest, and the one before in case the newest turns out to be damaged
-_UNFINISHED = ".writing"
 
 
 @dataclass(frozen=True)
@@ -90,60 +88,6 @@ class Checkpoints:
 
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """A safetensors file, complete or not there at all. The same tensors and metadata give the same bytes.
-
-    All metadata goes under one key, as JSON: safetensors writes several keys in an order that changes from run to run.
-    """
-    temporary = _temporary(path)
-    owned: dict[str, Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in tensors.items():
-        plain = tensor.detach().cpu().contiguous()
-        storage = plain.untyped_storage()
-        # Tensors that share memory (tied weights, views of one buffer) are refused by safetensors.
-        if storage.data_ptr() in storages or storage.nbytes() != plain.numel() * plain.element_size():
-            plain = plain.clone()
-        storages.add(plain.untyped_storage().data_ptr())
-        owned[name] = plain
-    save_file(owned, temporary, {"fedloom": json.dumps(dict(metadata), sort_keys=True)})
-    _move(temporary, path)
-
-
-def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and metadata of a file that `write_tensors` wrote. Raises `DamagedCheckpoint` when it is missing or damaged."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = json.loads((file.metadata() or {}).get("fedloom", "{}"))
-            return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise DamagedCheckpoint(f"{path} cannot be read ({reason})") from None
-
-
-def write_text(path: Path, text: str) -> None:
-    """A text file, complete or not there at all."""
-    temporary = _temporary(path)
-    temporary.write_text(text, encoding="utf-8")
-    _move(temporary, path)
-
-
-def remove_unfinished(directory: Path) -> None:
-    """Remove what a kill in the middle of a write left behind."""
-    for path in directory.glob(f".*{_UNFINISHED}"):
-        path.unlink(missing_ok=True)
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}{_UNFINISHED}")
-
-
-def _move(temporary: Path, path: Path) -> None:
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 class RoundLog:
