@@ -23,6 +23,16 @@ Message = dict[str, Tensor]
 without uploading are sent a row k + 1."""
 
 
+def downloaded(inbox: Message) -> Tensor:
+    """The model that the server sent, `[k, ...]`: the centre of a proximal term, the origin of a displacement.
+
+    Local work starts from `inbox["model"]`. The two are the same unless a wrapper has changed the start (`ala` blends the
+    download with the client's old model, `umf` adds a stored update) and handed the download on under this name. A method
+    that compares its weights with "the global model" asks for it here, and so stays right under every wrapper.
+    """
+    return inbox.get("downloaded", inbox["model"])
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a method is told before the first round.
@@ -145,7 +155,7 @@ class Algorithm:
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         """Local work of the cohort's k clients on messages with one row each, `[k, ...]`; the reply has one row each too.
 
-        Training starts from `inbox["model"]` and ends in `reply["model"]`; what the server sent is `received(inbox)`.
+        Training starts from `inbox["model"]` and ends in `reply["model"]`; what the server sent is `downloaded(inbox)`.
         """
         return {"model": cohort.fit(inbox["model"]).model}
 
