@@ -146,6 +146,12 @@ class Algorithm:
         """The global model `[P]` to deploy and to evaluate."""
         return self.state["model"]
 
+    def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
+        """What these clients would be sent to make the model that they use (`personalise`), before `round` has begun: by default
+        the global model. Rows for all or one each, as in `send`; numbers from `plan.clients` on are clients that never train.
+        """
+        return {"model": self.model().unsqueeze(0)}
+
     def diagnose(self) -> dict[str, float]:
         """Figures about the server's state worth recording beside the accuracy."""
         return {}
@@ -241,6 +247,9 @@ class Wrapper(Algorithm):
 
     def model(self) -> Tensor:
         return self.method.model()
+
+    def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
+        return self.method.deploy(round, clients)
 
     def diagnose(self) -> dict[str, float]:
         return self.method.diagnose()
