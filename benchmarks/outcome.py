@@ -1,0 +1,31 @@
+"""How every benchmark tells its outcome: a table for people and, last, one JSON line."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+
+def tell(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print `rows` (the same keys in each) as a table, then everything with versions and machine as one JSON line."""
+    table = Table(title=title)
+    for name in rows[0]:
+        table.add_column(name.replace("_", " "), justify="right" if isinstance(rows[0][name], (int, float)) else "left")
+    for row in rows:
+        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console().print(table)
+    machine = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else platform.processor() or platform.machine(),
+    }
+    print(json.dumps({"benchmark": title, "machine": machine, "rows": list(rows)}))
