@@ -1,0 +1,178 @@
+"""Layout: any module to a row and back without loss."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fedloom.errors import InvalidValue
+from fedloom.layout import Layout
+
+
+class Odd(nn.Module):
+    """Everything a module may hold: ties, frozen parameters, half, double and complex numbers, integers, truth values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 5)
+        self.decoder = nn.Linear(5, 7)
+        self.decoder.weight = self.embedding.weight
+        self.norm = nn.BatchNorm1d(5)
+        self.frozen = nn.Linear(5, 5)
+        self.frozen.requires_grad_(False)
+        self.half = nn.Linear(5, 3, dtype=torch.float16)
+        self.brain = nn.Linear(5, 3, dtype=torch.bfloat16)
+        self.scalar = nn.Parameter(torch.tensor(0.3))
+        self.register_buffer("wave", torch.randn(2, 3, dtype=torch.complex64))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("count", torch.tensor(2**40 + 1))
+        self.register_buffer("bytes", torch.arange(5, dtype=torch.uint8))
+        self.register_buffer("scratch", torch.randn(4), persistent=False)
+        self.register_buffer("empty", torch.zeros(0))
+
+
+def everything(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def randomise(module: nn.Module, generator: torch.Generator) -> None:
+    for tensor in everything(module).values():
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.data = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
+        else:
+            tensor.copy_(torch.randint(0, 2, tensor.shape, generator=generator))
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_every_kind_of_tensor_comes_back_bit_for_bit(wide: bool) -> None:
+    source = Odd()
+    if wide:
+        source.double_layer = nn.Linear(3, 2, dtype=torch.float64)
+    layout = Layout(source)
+    generator = torch.Generator().manual_seed(1)
+    randomise(source, generator)
+    source.count.fill_(2**40 + 1)  # more than a float could hold
+    target = copy.deepcopy(source)
+    randomise(target, generator)
+    layout.load(target, layout.flatten(source), layout.flatten_integers(source))
+    for name, tensor in everything(source).items():
+        assert torch.equal(tensor, everything(target)[name]), name
+        assert tensor.dtype == everything(target)[name].dtype
+    assert target.decoder.weight is target.embedding.weight
+    assert layout.dtype == (torch.float64 if wide else torch.float32)
+
+
+def test_trainable_parameters_come_first_and_ties_count_once() -> None:
+    module = Odd()
+    layout = Layout(module)
+    trainable = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    assert layout.trainable == trainable
+    row = layout.flatten(module)
+    assert torch.equal(
+        row[:35], torch.cat([module.scalar.detach().reshape(1), module.embedding.weight.detach().reshape(-1)])[:35]
+    )
+    assert [slot.name for slot in layout.slots if slot.stop <= layout.trainable] == [
+        name for name, p in module.named_parameters() if p.requires_grad
+    ]
+    assert sum(slot.name.endswith("weight") and "decoder" in slot.name for slot in layout.slots) == 0
+
+
+def test_tensors_gives_what_functional_call_takes() -> None:
+    module = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3 * 16, 2)).eval()
+    layout = Layout(module)
+    other = copy.deepcopy(module)
+    randomise(other, torch.Generator().manual_seed(0))
+    other[1].running_var.abs_()
+    inputs = torch.randn(4, 1, 6, 6)
+    called = torch.func.functional_call(module, layout.tensors(layout.flatten(other)), (inputs,))
+    assert torch.equal(called, other(inputs))
+
+
+def test_bound_module_trains_the_row_itself() -> None:
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    layout = Layout(module)
+    row = layout.flatten(module)
+    layout.bind(module, row)
+    before = row.clone()
+    module(torch.randn(5, 3)).sum().backward()
+    with torch.no_grad():
+        module[0].weight.add_(1)
+    assert torch.equal(row[:12], before[:12] + 1)
+    statistics = layout.slices(lambda slot: "running" in slot.name)
+    assert not torch.equal(row[statistics[0]], before[statistics[0]])
+
+
+def test_binding_mixed_number_types_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float16))
+    layout = Layout(module)
+    with pytest.raises(InvalidValue, match=r"'1\.weight' is torch\.float16"):
+        layout.bind(module, layout.flatten(module))
+
+
+def test_a_row_of_another_length_is_refused() -> None:
+    module = nn.Linear(2, 2)
+    with pytest.raises(InvalidValue, match="has 6 numbers"):
+        Layout(module).load(module, torch.zeros(7))
+
+
+def test_a_module_without_trainable_parameters_is_refused() -> None:
+    with pytest.raises(InvalidValue, match="Flatten has no trainable parameter"):
+        Layout(nn.Flatten())
+
+
+def test_a_layer_keeps_its_weight_bias_and_statistics_together() -> None:
+    module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2, 2))
+    layout = Layout(module)
+    assert layout.layers == ("0", "1", "3")
+    names = []
+    for unit in layout.units("layer"):
+        inside = {slot.name for slot in layout.slots for part in unit if part.start <= slot.start < part.stop}
+        names.append(inside)
+    assert names == [
+        {"0.weight", "0.bias"},
+        {"1.weight", "1.bias", "1.running_mean", "1.running_var"},
+        {"3.weight", "3.bias"},
+    ]
+    assert layout.under("1") == layout.units("layer")[1]
+    with pytest.raises(InvalidValue, match="no module 'head'"):
+        layout.under("head")
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 40), st.integers(1, 100))
+def test_segments_follow_the_formula(layers: int, percent: int) -> None:
+    """Layer j (from 1) belongs to segment ceil(j / (x N)); computed here in whole numbers."""
+    module = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(layers)))
+    units = Layout(module).units("segment", percent / 100)
+    expected: dict[int, list[int]] = {}
+    for j in range(1, layers + 1):
+        expected.setdefault(-(-100 * j // (percent * layers)), []).append(j - 1)
+    found = [[k for part in unit for k in range(part.start, part.stop)] for unit in units]
+    assert found == [expected[s] for s in sorted(expected)]
+    assert len(units) <= math.ceil(100 / percent)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.sampled_from(["layer", "tensor", "segment"]), st.floats(0.05, 1.0), st.integers(0, 5))
+def test_units_cover_every_number_once(kind: str, fraction: float, depth: int) -> None:
+    blocks: list[nn.Module] = []
+    for _ in range(depth):
+        blocks += [nn.Linear(3, 3), nn.BatchNorm1d(3), nn.ReLU()]
+    layout = Layout(nn.Sequential(*blocks, nn.Linear(3, 2)))
+    hits = torch.zeros(layout.size, dtype=torch.int64)
+    for unit in layout.units(kind, fraction):  # type: ignore[arg-type]
+        for part in unit:
+            hits[part] += 1
+    assert bool((hits == 1).all())
+
+
+@pytest.mark.parametrize("fraction", [0.0, -0.1, 1.01])
+def test_a_fraction_outside_its_range_is_refused(fraction: float) -> None:
+    with pytest.raises(InvalidValue, match=r"not in \(0, 1\]"):
+        Layout(nn.Linear(1, 1)).units("segment", fraction)
