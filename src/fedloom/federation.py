@@ -103,6 +103,11 @@ class Federation:
         """Rounds finished so far."""
         return len(self.history)
 
+    @property
+    def notices(self) -> list[str]:
+        """What there is to say about the checkpoints found at the start, a line each."""
+        return [] if self.checkpoints is None else self.checkpoints.notices
+
     def run(self, on_round: Callable[[Record, Record], None] | None = None) -> None:
         """Run the remaining rounds; `on_round` is called after each with its figures and its times.
 
