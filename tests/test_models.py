@@ -52,6 +52,7 @@ CASES = [
     Case("logistic", MNIST, 7_850, 2),
     Case("mlp", DIGITS, 55_210, 6),
     Case("mlp", DIGITS, 64 * 30 + 30 + 30 * 10 + 10, 4, {"hidden": [30]}),
+    Case("projected", DIGITS, 53_200 + (200 + 256) * 200 + 456 + 2_570, 10),
     Case("mcmahan_2nn", MNIST, 199_210, 6),
     Case("feddc_fcn", MNIST, 199_210, 6),
     Case("feddc_fcn", MNIST, 89_610, 6, {"hidden": 100}),

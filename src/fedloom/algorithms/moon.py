@@ -1,0 +1,64 @@
+"""MOON: contrast the features of the model in training with those of the received and of the previous local model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedloom.algorithm import Algorithm, Message, algorithms, downloaded
+from fedloom.checks import require_at_least, require_positive
+from fedloom.cohort import Cohort
+from fedloom.replica import Batch, Net
+
+
+@algorithms.register("moon")
+@dataclass
+class Moon(Algorithm):
+    """Model-contrastive learning: pull features towards the received model's, away from the client's previous model's.
+
+    With z, z_glob, z_prev the features of the trained, the received and the client's previous model (the last two frozen, in
+    evaluation mode) and sim the cosine, clients minimise
+    L_i + mu mean_x -log(e^{sim(z, z_glob)/T} / (e^{sim(z, z_glob)/T} + e^{sim(z, z_prev)/T})), T = `temperature`.
+    The term is off until a client has a previous model. Models are averaged by samples; mu = 0 is FedAvg.
+    Features are what enters the classifier: a model with MOON's projection head below its classifier, such as
+    `projected(model=cnn4)`, is contrasted on the projection. Source: Li et al. 2021, algorithm 1.
+    """
+
+    mu: float = 1.0
+    temperature: float = 0.5
+
+    def __post_init__(self) -> None:
+        require_at_least("mu", self.mu, 0)
+        require_positive("temperature", self.temperature)
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        start, sent = inbox["model"], downloaded(inbox)
+        known = cohort.memory.knows("moon_model")
+        if self.mu and bool(known.any()):
+            given = {
+                "received": sent,
+                "previous": cohort.memory.get("moon_model", sent),
+                "known": known.to(sent),
+            }
+            model = cohort.fit(start, objective=self._objective, given=given).model
+        else:
+            model = cohort.fit(start).model
+        cohort.memory["moon_model"] = model
+        return {"model": model}
+
+    def _objective(self, net: Net, batch: Batch, given: Mapping[str, Tensor]) -> Tensor:
+        features, logits = net.both(batch.inputs)
+        with torch.no_grad():
+            towards, _ = net.at(given["received"]).both(batch.inputs)
+            away, _ = net.at(given["previous"]).both(batch.inputs)
+        near, far = _cosine(features, towards), _cosine(features, away)
+        contrast = F.softplus((far - near) / self.temperature).mean()
+        return F.cross_entropy(logits, batch.labels) + self.mu * given["known"] * contrast
+
+
+def _cosine(a: Tensor, b: Tensor) -> Tensor:
+    return F.cosine_similarity(a.flatten(1), b.flatten(1), dim=1)

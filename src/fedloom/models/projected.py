@@ -1,0 +1,42 @@
+"""Any model with a projection head below its classifier, as MOON builds its own."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fedloom.data import DataSpec
+from fedloom.errors import InvalidValue
+from fedloom.models import models
+from fedloom.models.checks import positive
+from fedloom.models.structure import head_name
+
+
+class Projected(nn.Module):
+    """`[n, ...] -> [n, classes]`: the features of `body`, projected by two linear layers with a ReLU between, then `head`."""
+
+    def __init__(self, body: nn.Module, features: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.body = body
+        self.projection = nn.Sequential(nn.Linear(features, features), nn.ReLU(), nn.Linear(features, width))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.projection(self.body(x)))
+        return logits
+
+
+@models.register("projected")
+def projected(spec: DataSpec, *, model: str = "mlp", width: int = 256) -> nn.Module:
+    """Another model with MOON's projection head: features d -> d -> `width` -> classes in place of its classifier.
+
+    `model` is the name of a registered model, with its default options. Source: Li et al. 2021 (MOON), section 3.2.
+    Raises `UnknownName` for a model that is not registered and `InvalidValue` for one whose classifier is no linear layer.
+    """
+    size = positive("projected", "width", width)
+    body = models[model].make(spec)
+    name = head_name(body)
+    classifier = body.get_submodule(name)
+    if not name or not isinstance(classifier, nn.Linear):
+        raise InvalidValue(f"projected needs a model with a linear classifier above its features, not {model}")
+    body.set_submodule(name, nn.Identity())
+    return Projected(body, classifier.in_features, size, spec.classes)
