@@ -1,0 +1,113 @@
+"""SCAFFOLD: correct each client's drift by control variates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms, downloaded
+from fedloom.checks import require_one_of, require_positive
+from fedloom.cohort import Cohort, Given, Trained
+from fedloom.local_run import (
+    mean_gradient,
+    mean_size,
+    momentum_gain,
+    relative_sizes,
+    remember,
+    require_sgd,
+)
+from fedloom.replica import Batch
+from fedloom.round import Round
+
+
+@algorithms.register("scaffold")
+@dataclass
+class Scaffold(Algorithm):
+    """SCAFFOLD: local steps follow g - c_i + c, with control variates c_i of the client and c of the server.
+
+    After tau steps from w_t to w_i: option 2 takes c_i+ = c_i - c + (w_t - w_i) / (tau eta), option 1 the gradient of the
+    client's whole loss at w_t. Server, uniform over the round: w <- w_t + eta_g mean_i (w_i - w_t),
+    c <- c + (1/N) sum_i (c_i+ - c_i). Variates are over the trainable parameters; statistics are averaged.
+
+    `server_learning_rate` is eta_g. `momentum_aware` takes eta / (1 - momentum) for eta, since with momentum each step
+    carries that much further; false is the paper's letter. `size_scaled` weighs clients by a_i = n_i / mean n as FedDC's
+    code does: clients see c / a_i, the server adds a_i (c_i+ - c_i) / N. `divisor="base"` takes the first round's eta.
+    Source: Karimireddy et al. 2020, algorithm 1.
+    """
+
+    option: Literal[1, 2] = 2
+    server_learning_rate: float = 1.0
+    momentum_aware: bool = True
+    size_scaled: bool = False
+    divisor: Literal["current", "base"] = "current"
+
+    def __post_init__(self) -> None:
+        require_one_of("option", str(self.option), ("1", "2"))
+        require_positive("server_learning_rate", self.server_learning_rate)
+        require_one_of("divisor", self.divisor, ("current", "base"))
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        self.state["variate"] = torch.zeros_like(plan.initial[: plan.layout.trainable])
+        if self.size_scaled:
+            self.state["mean_size"] = mean_size(plan)
+
+    def send(self, round: Round) -> Message:
+        return {name: tensor.unsqueeze(0) for name, tensor in self.state.items()}
+
+    def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
+        return {"model": (self.layout.size,), "variate": (self.layout.trainable,)}
+
+    def receive(self, round: Round, replies: Replies) -> None:
+        trainable = slice(self.layout.trainable)
+        current, mean = self.state["model"], replies["model"].mean(0)
+        mean[trainable] = torch.lerp(current[trainable], mean[trainable], self.server_learning_rate)
+        self.state["model"] = mean
+        self.state["variate"] = self.state["variate"] + replies["variate"].sum(0) / self.plan.clients
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        start = inbox["model"]
+        own = cohort.memory.get("scaffold_variate", torch.zeros_like(inbox["variate"]))
+        size = relative_sizes(cohort, inbox) if "mean_size" in inbox else torch.ones_like(own[:, :1])
+        general = inbox["variate"] / size
+        trained = cohort.fit(start, correction=_offset, given={"offset": general - own})
+        if self.option == 1:
+            new = full_gradient(cohort, downloaded(inbox))
+        else:
+            new = self._followed(cohort, start, trained).add_(own).sub_(general)
+        new = torch.where((trained.steps > 0).to(new.device).unsqueeze(1), new, own)
+        remember(cohort, "scaffold_variate", new, own)
+        return {"model": trained.model, "variate": (new - own).mul_(size)}
+
+    def _followed(self, cohort: Cohort, start: Tensor, trained: Trained) -> Tensor:
+        """The mean corrected gradient of the local steps, `[k, T]`."""
+        require_sgd("scaffold with option 2", cohort.training)
+        count, round = cohort.layout.trainable, cohort.round
+        rate = round.learning_rate if self.divisor == "current" else round.initial_learning_rate
+        gain = momentum_gain(cohort.training) if self.momentum_aware else 1.0
+        return mean_gradient(start[:, :count], trained.model[:, :count], trained.steps, rate * gain)
+
+
+def _offset(weights: Tensor, gradient: Tensor, given: Given) -> Tensor:
+    return gradient.add_(given["offset"])
+
+
+def full_gradient(cohort: Cohort, rows: Tensor) -> Tensor:
+    """The gradient `[k, T]` of each client's mean loss over all of its samples at `rows [k, P]`, batch after batch in training
+    mode; the statistics that move are thrown away."""
+
+    def accumulate(state: dict[str, Tensor], batch: Batch) -> Tensor:
+        samples = batch.labels.shape[1]
+        loss, gradient = cohort.gradient(state["rows"], batch)
+        state["total"].add_(gradient, alpha=samples)
+        state["samples"].add_(samples)
+        return loss
+
+    total = torch.zeros_like(rows[:, : cohort.layout.trainable])
+    state = {"rows": rows.clone(), "total": total, "samples": torch.zeros_like(total[:, :1])}
+    cohort.each_batch(accumulate, state, epochs=1, shuffle=False, drop_last=False)
+    return state["total"] / state["samples"].clamp_min(1)
