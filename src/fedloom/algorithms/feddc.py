@@ -1,0 +1,72 @@
+"""FedDC: decouple each client's drift from the model and correct it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import Message, Plan, Replies, algorithms, downloaded
+from fedloom.algorithms.feddyn import Drifting
+from fedloom.checks import require_one_of
+from fedloom.cohort import Cohort, Given
+from fedloom.local_run import mean_gradient, relative_sizes, remember, require_sgd
+from fedloom.round import Round
+
+
+@algorithms.register("feddc")
+@dataclass
+class FedDC(Drifting):
+    """FedDC: clients minimise L_i(w) + (alpha_i/2) ||w - (w_t - h_i)||^2 + <w, g/a_i - g_i>, with drift h_i and update g_i.
+
+    a_i = n_i / mean_j n_j, alpha_i = alpha / a_i. After tau steps from w_t to w_i, with d_i = w_i - w_t:
+    h_i <- h_i + d_i; u_i = g_i - g/a_i - d_i / (tau eta); upload w_i and a_i (u_i - g_i); g_i <- u_i.
+    Server: g <- g + (1/N) sum_i a_i (u_i - g_i); w <- mean_i w_i + (1/N) sum over all clients of h_i, uniform over the round;
+    statistics are averaged. `divisor="base"` takes the first round's eta, as the authors' code does.
+    Source: Gao et al. 2022, algorithm 1, in the form of the authors' code.
+    """
+
+    divisor: Literal["current", "base"] = "current"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_one_of("divisor", self.divisor, ("current", "base"))
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        self.state["update"] = torch.zeros_like(self.state["drift"])
+
+    def send(self, round: Round) -> Message:
+        return {**super().send(round), "update": self.state["update"].unsqueeze(0)}
+
+    def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
+        return {"model": (self.layout.size,), "update": (self.layout.trainable,)}
+
+    def receive(self, round: Round, replies: Replies) -> None:
+        super().receive(round, replies)
+        self.state["update"] = self.state["update"] + replies["update"].sum(0) / self.plan.clients
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        require_sgd("feddc", cohort.training)
+        count, round = cohort.layout.trainable, cohort.round
+        sent, start = downloaded(inbox)[:, :count], inbox["model"]
+        drift = cohort.memory.get("feddc_drift", torch.zeros_like(sent))
+        own = cohort.memory.get("feddc_update", torch.zeros_like(sent))
+        size = relative_sizes(cohort, inbox)
+        offset = inbox["update"] / size - own
+        given = {"strength": self.alpha / size, "centre": sent - drift, "offset": offset}
+        trained = cohort.fit(start, correction=_decoupled, given=given)
+        moved = trained.model[:, :count]
+        rate = round.learning_rate if self.divisor == "current" else round.initial_learning_rate
+        new = mean_gradient(start[:, :count], moved, trained.steps, rate).sub_(offset)
+        new = torch.where((trained.steps > 0).to(new.device).unsqueeze(1), new, own)
+        remember(cohort, "feddc_drift", drift + moved - sent, drift)
+        remember(cohort, "feddc_update", new, own)
+        return {"model": trained.model, "update": (new - own).mul_(size)}
+
+
+def _decoupled(weights: Tensor, gradient: Tensor, given: Given) -> Tensor:
+    return gradient.addcmul_(weights - given["centre"], given["strength"]).add_(given["offset"])

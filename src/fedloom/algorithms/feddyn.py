@@ -1,0 +1,88 @@
+"""FedDyn: a dynamic regulariser that makes the clients' optima agree with the server's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms, downloaded
+from fedloom.checks import require_at_least, require_one_of
+from fedloom.cohort import Cohort, Given
+from fedloom.local_run import mean_size, relative_sizes, remember
+from fedloom.round import Round
+
+Evaluated = Literal["cloud", "selected", "all"]
+
+
+@dataclass
+class Drifting(Algorithm):
+    """The server half that FedDyn and FedDC share: the mean of the uploads plus the mean drift of all N clients.
+
+    `drift [T]` is (1/N) sum over all clients of their h_i, kept up to date from the uploads alone. `evaluate` says which
+    model counts as the global one: `cloud` is sent, w_bar + drift; `selected` is w_bar; `all` the mean of every client's
+    last upload (the server then holds N models).
+    """
+
+    alpha: float = 0.01
+    evaluate: Evaluated = "cloud"
+
+    def __post_init__(self) -> None:
+        require_at_least("alpha", self.alpha, 0)
+        require_one_of("evaluate", self.evaluate, ("cloud", "selected", "all"))
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        self.state["drift"] = torch.zeros_like(plan.initial[: plan.layout.trainable])
+        self.state["mean_size"] = mean_size(plan)
+        if self.evaluate == "selected":
+            self.state["selected"] = plan.initial.clone()
+        if self.evaluate == "all":
+            self.state["uploads"] = plan.initial.repeat(plan.clients, 1)
+
+    def send(self, round: Round) -> Message:
+        return {name: self.state[name].unsqueeze(0) for name in ("model", "mean_size")}
+
+    def receive(self, round: Round, replies: Replies) -> None:
+        trainable = slice(self.layout.trainable)
+        moved = (replies["model"][:, trainable] - self.state["model"][trainable]).sum(0)
+        self.state["drift"] = self.state["drift"] + moved / self.plan.clients
+        mean = replies["model"].mean(0)
+        cloud = mean.clone()
+        cloud[trainable] += self.state["drift"]
+        self.state["model"] = cloud
+        if self.evaluate == "selected":
+            self.state["selected"] = mean
+        if self.evaluate == "all":
+            self.state["uploads"] = self.state["uploads"].index_copy(0, replies.clients, replies["model"])
+
+    def model(self) -> Tensor:
+        if self.evaluate == "all":
+            return self.state["uploads"].mean(0)
+        return self.state["selected" if self.evaluate == "selected" else "model"]
+
+
+@algorithms.register("feddyn")
+@dataclass
+class FedDyn(Drifting):
+    """FedDyn: clients minimise L_i(w) + (alpha_i/2) ||w - w_t||^2 + alpha_i <w, h_i>, and remember h_i <- h_i + w_i - w_t.
+
+    alpha_i = alpha mean_j n_j / n_i. Server: w <- mean_i w_i + (1/N) sum over all clients of h_i, uniform over the round;
+    statistics are averaged. FedDyn usually needs a gradient clip. Source: Acar et al. 2021, algorithm 1, in the form of
+    FedDC's code.
+    """
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        count = cohort.layout.trainable
+        sent = downloaded(inbox)[:, :count]
+        history = cohort.memory.get("feddyn_history", torch.zeros_like(sent))
+        given = {"strength": self.alpha / relative_sizes(cohort, inbox), "centre": sent - history}
+        model = cohort.fit(inbox["model"], correction=_pull, given=given).model
+        remember(cohort, "feddyn_history", history + model[:, :count] - sent, history)
+        return {"model": model}
+
+
+def _pull(weights: Tensor, gradient: Tensor, given: Given) -> Tensor:
+    return gradient.addcmul_(weights - given["centre"], given["strength"])
