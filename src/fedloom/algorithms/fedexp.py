@@ -1,0 +1,58 @@
+"""FedExP: extrapolate the averaged update as far as the clients' disagreement allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm, Plan, Replies, algorithms
+from fedloom.checks import require_positive
+from fedloom.population import weighted_mean
+from fedloom.round import Round
+
+
+@algorithms.register("fedexp")
+@dataclass
+class FedExP(Algorithm):
+    """FedAvg with an adaptive server step: w <- w_t + eta_g sum_i p_i D_i, with D_i = w_i - w_t and p_i by samples.
+
+    eta_g = max(1, sum_i p_i ||D_i||^2 / (2 (||sum_i p_i D_i||^2 + epsilon_t))), over the trainable parameters; statistics are
+    averaged and never extrapolated. epsilon_t = epsilon (eta_t / eta_1)^2 shrinks with the local learning rate;
+    `epsilon_by_clients` multiplies it by K, as the authors' code does. The global model is the mean of the server's last two
+    iterates (after round 1 the first alone). Source: Jhunjhunwala et al. 2023, algorithm 1 and section 5.
+    """
+
+    epsilon: float = 1e-3
+    epsilon_by_clients: bool = False
+
+    def __post_init__(self) -> None:
+        require_positive("epsilon", self.epsilon)
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        self.state["evaluated"] = plan.initial.clone()
+        self.state["step"] = torch.ones(1, dtype=plan.initial.dtype, device=plan.initial.device)
+
+    def receive(self, round: Round, replies: Replies) -> None:
+        trainable = slice(self.layout.trainable)
+        previous = self.state["model"]
+        following = weighted_mean(replies["model"], replies.weights)
+        lengths = (replies["model"][:, trainable] - previous[trainable]).square().sum(1)
+        mean = following[trainable] - previous[trainable]
+        share = replies.weights.to(lengths) / replies.weights.sum()
+        epsilon = self.epsilon * (round.learning_rate / round.initial_learning_rate) ** 2
+        if self.epsilon_by_clients:
+            epsilon *= len(replies)
+        step = (share @ lengths / (2 * (mean.square().sum() + epsilon))).clamp_min(1)
+        following[trainable] = previous[trainable] + step * mean
+        self.state["model"] = following
+        self.state["evaluated"] = following.clone() if round.number == 1 else (previous + following) / 2
+        self.state["step"] = step.reshape(1)
+
+    def model(self) -> Tensor:
+        return self.state["evaluated"]
+
+    def diagnose(self) -> dict[str, float]:
+        return {"server_step": float(self.state["step"])}

@@ -1,0 +1,47 @@
+"""FedMut: send every client another mutation of the global model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms
+from fedloom.checks import require_at_least, require_between
+from fedloom.population import mutate
+from fedloom.round import Round
+
+
+@algorithms.register("fedmut")
+@dataclass
+class FedMut(Algorithm):
+    """Mutated models: slot k is sent w_t + radius s_k (w_t - w_{t-1}), with signs s_k drawn for each tensor in pairs.
+
+    w_t is the uniform mean of the uploads. Each pair of slots draws +1 and -1 + r, where r = beta (1 - min(t0 / rounds, 1))
+    and t0 counts the rounds before the one that made w_t; with K odd the last slot is sent w_t. So at r = 0 the mutations
+    average to w_t. Only trainable parameters mutate; statistics are averaged. radius = 0 is FedAvg with equal weights.
+    `mutation_rounds` is the number of rounds over which r falls to 0. Source: Hu et al. 2024 (FedMut), algorithm 1.
+    """
+
+    radius: float = 4.0
+    beta: float = 0.3
+    mutation_rounds: int = 50
+
+    def __post_init__(self) -> None:
+        require_at_least("radius", self.radius, 0)
+        require_between("beta", self.beta, 0, 1)
+        require_at_least("mutation_rounds", self.mutation_rounds, 1)
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        self.state["previous"] = plan.initial.clone()
+
+    def send(self, round: Round) -> Message:
+        # The mutations follow from the two last means and the round's stream: K of them need not be remembered.
+        layout = self.layout
+        tensors = [slot.slice for slot in layout.slots if slot.stop <= layout.trainable]
+        skew = self.beta * (1 - min(max(round.number - 2, 0) / self.mutation_rounds, 1))
+        direction = self.radius * (self.state["model"] - self.state["previous"])
+        count = len(round.selected)
+        return {"model": mutate(self.state["model"], direction, count, tensors, skew, round.stream("mutate"))}
+
+    def receive(self, round: Round, replies: Replies) -> None:
+        self.state = {"model": replies["model"].mean(0), "previous": self.state["model"]}

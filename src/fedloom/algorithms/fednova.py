@@ -1,0 +1,44 @@
+"""FedNova: average what clients did per step, so that those with more steps do not pull the objective their way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fedloom.algorithm import Algorithm, Message, Replies, algorithms
+from fedloom.cohort import Cohort
+from fedloom.local_run import accumulated_weights, require_sgd
+from fedloom.population import weighted_mean
+from fedloom.round import Round
+
+
+@algorithms.register("fednova")
+@dataclass
+class FedNova(Algorithm):
+    """Normalised averaging: w <- w_t + tau_eff sum_i p_i (w_i - w_t) / ||a_i||_1, with tau_eff = sum_i p_i ||a_i||_1.
+
+    ||a_i||_1 is how much a client's local gradients weigh in its displacement: its number of steps, or with momentum m,
+    (tau - m (1 - m^tau) / (1 - m)) / (1 - m); it is uploaded beside the model. p_i by samples; statistics are averaged by
+    samples. Clients of equal steps give FedAvg. Source: Wang et al. 2020, equations 6 and 7 with the tau_eff of section 4.
+    """
+
+    def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
+        return {"model": (self.layout.size,), "local_weight": (1,)}
+
+    def receive(self, round: Round, replies: Replies) -> None:
+        trainable = slice(self.layout.trainable)
+        current = self.state["model"][trainable]
+        local = replies["local_weight"]
+        share = (replies.weights.to(local) / replies.weights.sum()).unsqueeze(1)
+        effective = (share * local).sum()
+        # A client without a step has local weight 0 and moved nowhere; any divisor serves.
+        coefficients = effective * share / local.where(local > 0, 1)
+        following = weighted_mean(replies["model"], replies.weights)
+        following[trainable] = current + (coefficients * (replies["model"][:, trainable] - current)).sum(0)
+        self.state["model"] = following
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        require_sgd("fednova", cohort.training)
+        trained = cohort.fit(inbox["model"])
+        weight = accumulated_weights(cohort.training, trained.steps).to(trained.model)
+        return {"model": trained.model, "local_weight": weight.unsqueeze(1)}

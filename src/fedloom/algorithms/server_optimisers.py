@@ -1,0 +1,114 @@
+"""FedAvgM, FedAdam, FedYogi: the averaged update as a gradient for an optimiser on the server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm, Plan, Replies, algorithms
+from fedloom.checks import require_between, require_positive
+from fedloom.errors import InvalidValue
+from fedloom.population import weighted_mean
+from fedloom.round import Round
+
+
+@dataclass
+class ServerOptimiser(Algorithm):
+    """w <- w_t + step(D_t) with D_t = sum_i p_i (w_i - w_t) over the trainable parameters; statistics are averaged.
+
+    p_i by samples; `weighted=false` takes 1/K. Subclasses say what `step` is.
+    """
+
+    weighted: bool = True
+
+    def receive(self, round: Round, replies: Replies) -> None:
+        trainable = slice(self.layout.trainable)
+        current = self.state["model"][trainable]
+        following = weighted_mean(replies["model"], replies.weights if self.weighted else None)
+        following[trainable] = current + self.step(following[trainable] - current)
+        self.state["model"] = following
+
+    def step(self, update: Tensor) -> Tensor:
+        """How the server moves, `[T]`, for the clients' mean update `[T]`."""
+        raise NotImplementedError
+
+
+def _require_fraction(name: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise InvalidValue(f"{name} must be in [0, 1), not {value}")
+
+
+@algorithms.register("fedavgm")
+@dataclass
+class FedAvgM(ServerOptimiser):
+    """FedAvg with momentum on the server: v <- momentum v + D_t, w <- w_t + learning_rate v.
+
+    D_t is the mean update of the clients. momentum 0 and learning_rate 1 are FedAvg. Source: Hsu et al. 2019, section 4.3.
+    """
+
+    learning_rate: float = 1.0
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        require_positive("learning_rate", self.learning_rate)
+        _require_fraction("momentum", self.momentum)
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        self.state["velocity"] = torch.zeros_like(plan.initial[: plan.layout.trainable])
+
+    def step(self, update: Tensor) -> Tensor:
+        self.state["velocity"] = self.momentum * self.state["velocity"] + update
+        return self.learning_rate * self.state["velocity"]
+
+
+@algorithms.register("fedadam")
+@dataclass
+class FedAdam(ServerOptimiser):
+    """FedAvg with Adam on the server: m <- b1 m + (1 - b1) D, v <- b2 v + (1 - b2) D^2, w <- w_t + eta m / (sqrt(v) + tau).
+
+    D is the mean update of the clients, b1, b2 are `beta1`, `beta2`, eta is `learning_rate`, and tau, the least scale of a
+    step, is `adaptivity`; v starts at tau^2 and nothing is bias-corrected. Source: Reddi et al. 2021, algorithm 2.
+    """
+
+    learning_rate: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.99
+    adaptivity: float = 1e-3
+
+    def __post_init__(self) -> None:
+        require_positive("learning_rate", self.learning_rate)
+        _require_fraction("beta1", self.beta1)
+        require_between("beta2", self.beta2, 0, 1)
+        require_positive("adaptivity", self.adaptivity)
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        trainable = plan.initial[: plan.layout.trainable]
+        self.state["first_moment"] = torch.zeros_like(trainable)
+        self.state["second_moment"] = torch.full_like(trainable, self.adaptivity**2)
+
+    def step(self, update: Tensor) -> Tensor:
+        first = self.beta1 * self.state["first_moment"] + (1 - self.beta1) * update
+        second = self.second_moment(self.state["second_moment"], update.square())
+        self.state |= {"first_moment": first, "second_moment": second}
+        return self.learning_rate * first / (second.sqrt() + self.adaptivity)
+
+    def second_moment(self, before: Tensor, square: Tensor) -> Tensor:
+        """v after an update with the given squares."""
+        return self.beta2 * before + (1 - self.beta2) * square
+
+
+@algorithms.register("fedyogi")
+@dataclass
+class FedYogi(FedAdam):
+    """FedAvg with Yogi on the server: FedAdam, with v <- v - (1 - b2) D^2 sign(v - D^2).
+
+    v thus moves by no more than the new squares, however large it is. Parameters as in FedAdam.
+    Source: Reddi et al. 2021, algorithm 2.
+    """
+
+    def second_moment(self, before: Tensor, square: Tensor) -> Tensor:
+        return before - (1 - self.beta2) * square * torch.sign(before - square)
