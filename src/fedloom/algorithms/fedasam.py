@@ -1,0 +1,135 @@
+"""FedASAM and FedSAM: local steps that look for flat minima, and optionally an average of the server's late models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms
+from fedloom.checks import require_at_least, require_positive, require_share
+from fedloom.cohort import Cohort
+from fedloom.layout import Layout
+from fedloom.replica import Batch
+from fedloom.round import Round
+
+
+@dataclass
+class SharpnessAware(Algorithm):
+    """FedAvg whose clients step with the gradient at w + e(w): the worst point near w, to first order, on the same batch.
+
+    Subclasses say what e(w) is, of size `rho`. Batch-norm statistics move in both passes; with `statistics_once` only in the
+    second. Models are averaged by samples.
+
+    `swa` evaluates the mean of the server's models at the end of every cycle of `swa_cycle` rounds, counted from round
+    `swa_start` * rounds on (before the first cycle ends, the server's model). With `swa_learning_rate` the clients' rate
+    falls (or rises) over each cycle in equal steps from the round's to that rate.
+    """
+
+    rho: float = 0.1
+    statistics_once: bool = False
+    swa: bool = False
+    swa_start: float = 0.75
+    swa_cycle: int = 1
+    swa_learning_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        require_at_least("rho", self.rho, 0)
+        require_share("swa_start", self.swa_start)
+        require_at_least("swa_cycle", self.swa_cycle, 1)
+        if self.swa_learning_rate is not None:
+            require_positive("swa_learning_rate", self.swa_learning_rate)
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        if self.swa:
+            self.state["swa_model"] = plan.initial.clone()
+            self.state["swa_count"] = torch.zeros(1, dtype=torch.int64)
+
+    def receive(self, round: Round, replies: Replies) -> None:
+        super().receive(round, replies)
+        if self.swa and self._place_in_cycle(round) == self.swa_cycle:
+            count = int(self.state["swa_count"])
+            mean = (count * self.state["swa_model"] + self.state["model"]) / (count + 1)
+            self.state |= {"swa_model": mean, "swa_count": torch.full((1,), count + 1)}
+
+    def model(self) -> Tensor:
+        averaged = self.swa and int(self.state["swa_count"]) > 0
+        return self.state["swa_model" if averaged else "model"]
+
+    def _place_in_cycle(self, round: Round) -> int:
+        """From 1 to `swa_cycle`; 0 before the first cycle."""
+        first = max(1, math.ceil(self.swa_start * round.rounds - 1e-9))
+        return 0 if round.number < first else (round.number - first) % self.swa_cycle + 1
+
+    def _learning_rate(self, round: Round) -> float | None:
+        """The rate of a round that is in a cycle with a rate of its own."""
+        place = self._place_in_cycle(round)
+        if not self.swa or self.swa_learning_rate is None or place == 0:
+            return None
+        return round.learning_rate + (self.swa_learning_rate - round.learning_rate) * place / self.swa_cycle
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        layout = cohort.layout
+
+        def slope(rows: Tensor, batch: Batch, given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+            weights, statistics = rows[:, : layout.trainable], rows[:, layout.trainable :]
+            before = (weights.clone(), statistics.clone())
+            loss, gradient = cohort.gradient(rows, batch)
+            weights.add_(self.ascent(layout, weights, gradient))
+            if self.statistics_once:
+                statistics.copy_(before[1])
+            _, gradient = cohort.gradient(rows, batch)
+            weights.copy_(before[0])
+            return loss, gradient
+
+        rate = self._learning_rate(cohort.round)
+        return {"model": cohort.fit(inbox["model"], slope=slope, learning_rate=rate).model}
+
+    def ascent(self, layout: Layout, weights: Tensor, gradient: Tensor) -> Tensor:
+        """e(w) `[k, T]` for the weights and gradients of k clients."""
+        raise NotImplementedError
+
+
+@algorithms.register("fedsam")
+@dataclass
+class FedSAM(SharpnessAware):
+    """FedAvg with sharpness-aware local steps: the gradient is taken at w + rho g / ||g||, g the batch's gradient at w.
+
+    Each step costs two passes. `statistics_once` and the `swa` options as in FedASAM.
+    Source: Caldarola et al. 2022; Foret et al. 2021.
+    """
+
+    def ascent(self, layout: Layout, weights: Tensor, gradient: Tensor) -> Tensor:
+        ascent: Tensor = gradient * (self.rho / (gradient.norm(dim=1, keepdim=True) + 1e-16))
+        return ascent
+
+
+@algorithms.register("fedasam")
+@dataclass
+class FedASAM(SharpnessAware):
+    """FedAvg with adaptive sharpness-aware local steps: the gradient is taken at w + rho T^2 g / ||T g||.
+
+    T(w) = |w| + `eta` for tensors with "weight" in their name (those of batch norm too), 1 for the others; so with eta = 0 a
+    weight of zero is not perturbed. Each step costs two passes. Batch-norm statistics move in both; with `statistics_once`
+    only in the second. `swa` evaluates the mean of the server's models at the end of every cycle of `swa_cycle` rounds, from
+    round `swa_start` * rounds on; `swa_learning_rate` is where the clients' rate arrives at the end of each cycle.
+    Source: Caldarola et al. 2022 (their ASAM: rho 0.7, eta 0.2); FedMR compares with rho 0.1, eta 0, no averaging.
+    """
+
+    eta: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least("eta", self.eta, 0)
+
+    def ascent(self, layout: Layout, weights: Tensor, gradient: Tensor) -> Tensor:
+        scale = torch.ones_like(weights)
+        for part in layout.slices(lambda slot: slot.stop <= layout.trainable and "weight" in slot.name):
+            scale[:, part] = weights[:, part].abs() + self.eta
+        scaled = scale * gradient
+        ascent: Tensor = scale * scaled * (self.rho / (scaled.norm(dim=1, keepdim=True) + 1e-16))
+        return ascent
