@@ -7,8 +7,7 @@ one, never half of one. Loading runs no code.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from fedloom.errors import CheckpointError, DamagedCheckpoint
-from fedloom.files import read_tensors, write_tensors, write_text
+from fedloom.files import flush, read_tensors, write_tensors, write_text
 
 FORMAT = "2"
 KEPT = 2  # the newest, and the one before in case the newest turns out to be damaged
@@ -44,16 +43,20 @@ class Checkpoints:
         return sorted(self.directory.glob("checkpoint-*.safetensors"), reverse=True)
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint, then remove those older than the one before it."""
+        """Write a checkpoint, then remove those older than the one before it, and newer ones that were passed over."""
         tensors = {f"server/{name}": t for name, t in checkpoint.server.items()}
         tensors |= {f"clients/{name}": t for name, t in checkpoint.clients.items()}
         metadata = {"format": FORMAT, "round": str(checkpoint.round), "run": self.run}
-        write_tensors(self.directory / f"checkpoint-{checkpoint.round:07d}.safetensors", tensors, metadata)
-        for old in self.paths()[KEPT:]:
-            old.unlink(missing_ok=True)
+        path = self.directory / f"checkpoint-{checkpoint.round:07d}.safetensors"
+        write_tensors(path, tensors, metadata)
+        paths = self.paths()
+        at = paths.index(path)
+        for needless in [*paths[:at], *paths[at + KEPT :]]:
+            needless.unlink(missing_ok=True)
 
-    def latest(self, recorded: int) -> Checkpoint | None:
-        """The newest checkpoint that can be read and whose rounds are all among the `recorded` ones that have figures.
+    def latest(self, recorded: int, adopt: Callable[[Checkpoint], None]) -> Checkpoint | None:
+        """The newest checkpoint that can be read, that `adopt` takes, and whose rounds are all among the `recorded` ones that
+        have figures. `adopt` raises `DamagedCheckpoint` where something beside the file, which it needs, is missing.
 
         What had to be passed over, and where the run goes on instead, is said in `notices`. Raises `CheckpointError` when a
         checkpoint belongs to another run.
@@ -63,13 +66,16 @@ class Checkpoints:
         for path in self.paths():
             try:
                 candidate = self._read(path)
+                if candidate.round > recorded:
+                    raise DamagedCheckpoint(
+                        f"{path} is of round {candidate.round}, but only {recorded} rounds have figures"
+                    )
+                adopt(candidate)
             except DamagedCheckpoint as error:
                 passed.append(str(error))
                 continue
-            if candidate.round <= recorded:
-                found = candidate
-                break
-            passed.append(f"{path} is of round {candidate.round}, but only {recorded} rounds have figures")
+            found = candidate
+            break
         instead = "starting again from round 1" if found is None else f"going on after round {found.round}"
         self.notices += [f"{reason}: {instead}" for reason in passed]
         return found
@@ -112,7 +118,8 @@ class RoundLog:
     def resume(self, finished: int) -> list[dict[str, Any]]:
         """The lines up to round `finished`; later and broken ones are taken off the file."""
         kept = [record for record in self.read() if record["round"] <= finished]
-        write_text(self.path, "".join(f"{json.dumps(record)}\n" for record in kept))
+        if self.path.exists():
+            write_text(self.path, "".join(f"{json.dumps(record)}\n" for record in kept))
         return kept
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -122,8 +129,8 @@ class RoundLog:
 
     def sync(self) -> None:
         """Wait until every line is on the disk: a checkpoint must not outlive the figures of its rounds."""
-        with self.path.open("rb") as file:
-            os.fsync(file.fileno())
+        if self.path.exists():
+            flush(self.path)
 
 
 def without_gap(records: Sequence[Mapping[str, Any]]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,46 +14,24 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, Selection
 from fedloom.checkpoint import Checkpoint, Checkpoints, RoundLog, without_gap
-from fedloom.checks import require_at_least, require_between, require_share
-from fedloom.engines.base import Engine, Fault, Order, Reply
-from fedloom.engines.local import INTEGERS
+from fedloom.engines.base import INTEGERS, Engine, Fault, Order, Reply, row_for
 from fedloom.errors import CheckpointError, Diverged, InvalidValue
-from fedloom.evaluation import Evaluator
+from fedloom.evaluation import Evaluation, Record, newcomers_last
+from fedloom.files import remove_unfinished
 from fedloom.round import Round
+from fedloom.schedule import Schedule as Schedule
 from fedloom.task import Task
-
-Record = dict[str, Any]
-"""The figures of one round, ready for JSON."""
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How long a federation runs and how often it looks at itself.
-
-    `participation` is the share of clients in a round, K = max(1, floor(participation * clients)); `dropout` the chance that
-    a selected client does not answer (for studying it; drawn from its own stream).
-    """
-
-    rounds: int = 100
-    participation: float = 0.1
-    seed: int = 0
-    evaluate_every: int = 1
-    checkpoint_every: int = 10
-    dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        require_at_least("rounds", self.rounds, 1)
-        require_share("participation", self.participation)
-        require_at_least("evaluate_every", self.evaluate_every, 1)
-        require_at_least("checkpoint_every", self.checkpoint_every, 1)
-        require_between("dropout", self.dropout, 0, 1)
 
 
 class Federation:
     """One method on one task in one engine, round after round.
 
-    With a `directory`, figures are appended to `metrics.jsonl` (the same in every repetition) and `timings.jsonl`, and
-    checkpoints are kept there; a federation made again with the same arguments continues from the newest one.
+    With a `directory`, figures are appended to `metrics.jsonl` and, client by client, to `clients.jsonl` (the same in every
+    repetition), times to `timings.jsonl`; checkpoints are kept there, and under `clients` what the clients remember where that
+    is much. A federation made again with the same arguments continues from the newest checkpoint.
+
+    Clients have the task's numbers in all figures. Where some never train (`Schedule.new_clients`), `self.task` has these
+    last, and methods and engine count by that order.
     """
 
     def __init__(
@@ -65,20 +43,23 @@ class Federation:
         directory: Path | None = None,
         identity: str = "",
     ) -> None:
-        self.algorithm, self.task, self.engine, self.schedule = algorithm, task, engine, schedule
-        self.evaluator = Evaluator(task.model, task.layout, task.dataset)
+        self.algorithm, self.engine, self.schedule = algorithm, engine, schedule
+        newcomers = schedule.newcomers(task.clients)
+        self.task, self.numbers = newcomers_last(task, newcomers, schedule.seed)
+        trainers = task.clients - newcomers
+        self.evaluation = Evaluation(self.task, engine, schedule, trainers, self.numbers)
         self.integers = task.initial_integers.clone()
         self.history: list[Record] = []
         self.timings: list[Record] = []
+        self.client_history: list[Record] = []
         self._midway = False  # a round has begun and not ended: the state belongs to no round
-        # floor, but 0.3 * 10 must give 3 although the product is 2.9999999999999996 in binary
-        participants = max(1, int(schedule.participation * task.clients + 1e-9))
+        participants = schedule.participants(trainers)
         training = task.training
         self._first = Round(
             1,
             schedule.rounds,
             schedule.seed,
-            task.clients,
+            trainers,
             participants,
             training.rate(1),
             training.rate(1),
@@ -86,16 +67,14 @@ class Federation:
         )
         algorithm.setup(
             Plan(
-                task.layout, task.initial, task.clients, participants, schedule.rounds, schedule.seed,
-                task.dataset.classes, task.sizes, task.model,
+                task.layout, task.initial, trainers, participants, schedule.rounds, schedule.seed,
+                task.dataset.classes, self.task.sizes, task.model,
             )
         )  # fmt: skip
+        engine.begin(self.task, None if directory is None else directory / "clients")
         self.checkpoints = None if directory is None else Checkpoints(directory, identity)
-        self._logs = (
-            None
-            if directory is None
-            else (RoundLog(directory / "metrics.jsonl"), RoundLog(directory / "timings.jsonl"))
-        )
+        names = ("metrics.jsonl", "timings.jsonl", "clients.jsonl")
+        self._logs = [] if directory is None else [RoundLog(directory / name) for name in names]
         self._resume()
 
     @property
@@ -111,9 +90,9 @@ class Federation:
     def run(self, on_round: Callable[[Record, Record], None] | None = None) -> None:
         """Run the remaining rounds; `on_round` is called after each with its figures and its times.
 
-        An interruption (Ctrl-C) or an error between two rounds leaves a checkpoint of the last finished round behind. One
-        in the middle of a round leaves the checkpoint before it: some clients have trained already, so the state is that
-        of no round. Raises `CheckpointError` when that has happened to this federation.
+        An interruption (Ctrl-C) or an error between two rounds or while clients train leaves a checkpoint of the last finished
+        round behind. One that cannot be undone, since the server or much of the clients' memory has changed already, leaves
+        the checkpoint before it. Raises `CheckpointError` when that has happened to this federation.
         """
         if self._midway:
             raise CheckpointError(
@@ -137,16 +116,22 @@ class Federation:
         self._midway = True
         began = time.perf_counter()
         round = self._first.at(self.finished + 1)
-        selection = self.algorithm.select(round)
-        round = replace(round, selected=selection.clients)
-        message = dict(self.algorithm.send(round))
-        if self.task.layout.integers:
-            message[INTEGERS] = self.integers.unsqueeze(0)
-        orders, absent = self._orders(round, selection, message)
-        replies, faults, received_bytes = self._collect(
-            round, selection, self.engine.train(self.algorithm, round, orders)
-        )
+        try:
+            selection = self.algorithm.select(round)
+            round = replace(round, selected=selection.clients)
+            message = dict(self.algorithm.send(round))
+            if self.task.layout.integers:
+                message[INTEGERS] = self.integers.unsqueeze(0)
+            orders, absent = self._orders(round, selection, message)
+            replies, faults, received_bytes = self._collect(
+                round, selection, self.engine.train(self.algorithm, round, orders)
+            )
+        except BaseException:
+            self._midway = not self.engine.rollback()
+            raise
         trained = time.perf_counter()
+        if INTEGERS in replies.tensors:
+            self.integers = replies.tensors.pop(INTEGERS).amax(0)
         if len(replies):
             self.algorithm.receive(round, replies)
         self.algorithm.finish(round)
@@ -154,15 +139,14 @@ class Federation:
         receivers = selection.receivers or len(selection.clients) + len(selection.idle)
         record: Record = {
             "round": round.number,
-            "clients": list(selection.clients),
+            "clients": [self.numbers[client] for client in selection.clients],
             "bytes_down": sum(_row_bytes(rows) for rows in message.values()) * receivers,
             "bytes_up": received_bytes,
-            "faults": [{"client": f.order.client, "reason": f.reason} for f in [*absent, *faults]],
+            "faults": [{"client": self.numbers[f.order.client], "reason": f.reason} for f in [*absent, *faults]],
             **{name: float(values.mean()) for name, values in replies.metrics.items() if len(values)},
         }
-        if round.number % self.schedule.evaluate_every == 0 or round.number == self.schedule.rounds:
-            score = self.evaluator.score(self.algorithm.model(), self.task.test, self.integers)
-            record |= {"accuracy": score.accuracy, "loss": score.loss, **self.algorithm.diagnose()}
+        figures, clients = self.evaluation.measure(self.algorithm, round, self.integers)
+        record |= figures
         ended = time.perf_counter()
         timing: Record = {
             "round": round.number,
@@ -172,7 +156,8 @@ class Federation:
             "evaluate_seconds": ended - received,
         }
         record = {name: _finite(value) for name, value in record.items()}
-        self._record(record, timing)
+        self._record(record, timing, clients)
+        self.engine.commit()
         self._midway = False
         return record, timing
 
@@ -180,7 +165,7 @@ class Federation:
         """The work of everybody who is there, and who is absent."""
         orders, absent = [], []
         for slot, client in enumerate(selection.clients):
-            inbox = {name: _row(rows, slot) for name, rows in message.items()}
+            inbox = {name: row_for(rows, slot) for name, rows in message.items()}
             order = Order(client, slot, inbox)
             chance = self.schedule.dropout and float(torch.rand((), generator=round.stream("dropout", client)))
             if chance < self.schedule.dropout:
@@ -191,7 +176,7 @@ class Federation:
             last = len(selection.clients)
             if any(len(rows) not in (1, last + 1) for rows in message.values()):
                 raise InvalidValue("the message has no row for the clients that train without uploading")
-            shared = {name: _row(rows, last) for name, rows in message.items()}
+            shared = {name: row_for(rows, last) for name, rows in message.items()}
             orders += [Order(client, None, shared) for client in selection.idle]
         return orders, absent
 
@@ -220,48 +205,46 @@ class Federation:
         clients = torch.tensor([reply.order.client for reply in arrived], dtype=torch.int64)
         whole = len(arrived) == len(selection.clients)
         tensors = {name: matrix if whole else matrix[slots] for name, matrix in matrices.items()}
-        if INTEGERS in tensors and len(arrived):
-            self.integers = tensors.pop(INTEGERS).amax(0)
         weights = self.task.sizes(clients) if selection.weights is None else torch.tensor(selection.weights)[slots]
         names = {name for reply in arrived for name in reply.metrics}
         metrics = {n: torch.tensor([r.metrics[n] for r in arrived if n in r.metrics]) for n in sorted(names)}
         return Replies(tensors, clients, slots, weights, metrics), faults, size
 
-    def _record(self, record: Record, timing: Record) -> None:
-        self.history.append(record)
-        self.timings.append(timing)
-        if self._logs is not None:
-            for log, line in zip(self._logs, (record, timing), strict=True):
-                log.append(line)
+    def _record(self, record: Record, timing: Record, clients: Record | None) -> None:
+        lines = ((self.history, record), (self.timings, timing), (self.client_history, clients))
+        for place, (history, line) in enumerate(lines):
+            if line is not None:
+                history.append(line)
+                if self._logs:
+                    self._logs[place].append(line)
 
     def save(self) -> None:
-        """Write a checkpoint now."""
+        """Write a checkpoint now. Figures and the clients' memory reach the disk before the checkpoint that counts on them, and
+        what only older checkpoints needed goes after it."""
         if self.checkpoints is not None:
-            for log in self._logs or ():
+            for log in self._logs:
                 log.sync()
             server = {**self.algorithm.full_state(), "integers": self.integers}
             self.checkpoints.save(Checkpoint(self.finished, server, self.engine.memory()))
+            self.engine.release_memory()
 
     def _resume(self) -> None:
-        if self.checkpoints is None or self._logs is None:
+        if self.checkpoints is None:
             return
-        found = self.checkpoints.latest(without_gap(self._logs[0].read()))
-        self.history, self.timings = (log.resume(0 if found is None else found.round) for log in self._logs)
+        remove_unfinished(self.checkpoints.directory)
+        recorded = without_gap(self._logs[0].read())
+        found = self.checkpoints.latest(recorded, lambda checkpoint: self.engine.restore_memory(checkpoint.clients))
+        finished = 0 if found is None else found.round
+        self.history, self.timings, self.client_history = (log.resume(finished) for log in self._logs)
         if found is not None:
             server = dict(found.server)
             self.integers = server.pop("integers")
             self.algorithm.restore(server)
-            self.engine.restore_memory(found.clients)
 
 
 def _finite(value: Any) -> Any:
     """JSON has no word for infinite or undefined figures."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _row(rows: Tensor, place: int) -> Tensor:
-    """What the receiver at `place` is sent of `[k, ...]`, with its leading axis; one row is for all."""
-    return rows[place : place + 1] if len(rows) > 1 else rows
 
 
 def _row_bytes(rows: Tensor) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -12,6 +13,11 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm, Message
 from fedloom.errors import RefusedReply
 from fedloom.round import Round
+from fedloom.scoring import Tally
+from fedloom.task import Task
+
+INTEGERS = "integers"
+"""Name under which a model's integer buffers travel beside the method's own tensors, when the model has any."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +54,38 @@ class Engine(Protocol):
     def train(self, algorithm: Algorithm, round: Round, orders: Sequence[Order]) -> Iterator[Reply | Fault]:
         """Let every client of `orders` train."""
 
+    def evaluate(self, algorithm: Algorithm, round: Round, orders: Sequence[Order]) -> Iterator[Tally]:
+        """Let every client of `orders` make the model it would use, and score that on the client's own test data.
+
+        `round` is one that has not begun. Nothing of it lasts: clients remember nothing, random streams and statistics stay as
+        they are. The models do not leave the engine. Tallies of one client or several come in any order.
+        """
+
+    def begin(self, task: Task, directory: Path | None) -> None:
+        """A federation on `task` begins: no client remembers anything, and what memory cannot hold goes to `directory`."""
+
+    def commit(self) -> None:
+        """Every client of the round has trained: what they wrote to their memory stands."""
+
+    def rollback(self) -> bool:
+        """The round did not come to its end: undo what clients wrote since `commit`. False when that cannot be done."""
+
     def memory(self) -> dict[str, Tensor]:
-        """What the clients remember, for a checkpoint (empty where sites keep it themselves)."""
+        """What the clients remember, for a checkpoint (empty where sites keep it themselves). It may refer to files."""
+
+    def release_memory(self) -> None:
+        """A checkpoint with the last `memory` is on the disk: give up what only those before the previous one needed."""
 
     def restore_memory(self, memory: dict[str, Tensor]) -> None:
-        """Take back what `memory` returned."""
+        """Take back what `memory` returned. Raises `DamagedCheckpoint` when files it refers to are missing."""
 
     def close(self) -> None:
         """Give back what the engine holds."""
+
+
+def row_for(rows: Tensor, place: int) -> Tensor:
+    """What the receiver at `place` is sent of `[k, ...]`, with its leading axis; one row is for all."""
+    return rows[place : place + 1] if len(rows) > 1 else rows
 
 
 def inspect_reply(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
 from fedloom.cohort import Cohort
-from fedloom.engines.base import Fault, Order, Reply, inspect_reply
-from fedloom.errors import FedloomError, RefusedReply
+from fedloom.engines.base import INTEGERS, Fault, Order, Reply, inspect_reply
+from fedloom.errors import FedloomError, InvalidValue, RefusedReply
 from fedloom.randomness import stream_seed
 from fedloom.replica import Replica
 from fedloom.round import Round
-from fedloom.store import ClientStore, Memory
+from fedloom.scoring import Evaluator, Tally
+from fedloom.store import BUDGET, ClientStore, Memory
 from fedloom.task import Task
-
-INTEGERS = "integers"
-"""Name under which a model's integer buffers travel beside the method's own tensors, when the model has any."""
 
 
 class RowsEngine:
-    """Trains each client's row in place through a module whose parameters are views of it."""
+    """Trains each client's row in place through a module whose parameters are views of it.
 
-    def __init__(self, task: Task) -> None:
+    `memory_budget`: bytes of client memory kept here; the clients not used for longest spill to files beyond it.
+    """
+
+    def __init__(self, task: Task, memory_budget: int = BUDGET) -> None:
         self.task = task
-        self.store = ClientStore()
+        self.store = ClientStore(budget=memory_budget)
         self.replica = Replica(task.model, task.layout)
+        self.evaluator = Evaluator(task.model, task.layout, task.dataset)
+
+    def begin(self, task: Task, directory: Path | None) -> None:
+        self.task = task
+        self.store.begin(directory)
 
     def train(self, algorithm: Algorithm, round: Round, orders: Sequence[Order]) -> Iterator[Reply | Fault]:
         expected = dict(algorithm.expects(round))
@@ -51,10 +59,7 @@ class RowsEngine:
         integers = inbox.pop(INTEGERS, None)
         if integers is not None:
             self.replica.load_integers(integers)
-        # Dropout and other layers that draw in `forward` know only torch's global generator: it is borrowed, seeded by the
-        # client's own stream, and given back as it was.
-        with torch.random.fork_rng(devices=_cuda_devices(self.task.initial)):
-            torch.manual_seed(stream_seed(round.seed, "layers", round=round.number, client=order.client))
+        with self._layers_draw(round, order.client):
             message = algorithm.train(cohort, inbox)
         if integers is not None:
             message[INTEGERS] = self.replica.integers()
@@ -63,6 +68,33 @@ class RowsEngine:
             inspect_reply(tensors, expected)
         cohort.memory.commit()
         return Reply(order, tensors, {name: float(value[0]) for name, value in cohort.metrics.items()})
+
+    def evaluate(self, algorithm: Algorithm, round: Round, orders: Sequence[Order]) -> Iterator[Tally]:
+        own = self.task.local_test
+        if own is None:
+            raise InvalidValue("the clients have no test data of their own: give the task local_test, such as 0.25")
+        for order in orders:
+            row, integers = self.personalise(algorithm, round, order)
+            yield self.evaluator.tally(row, self.task.train, own, [order.client], integers)
+
+    def personalise(self, algorithm: Algorithm, round: Round, order: Order) -> tuple[Tensor, Tensor | None]:
+        """The model `[P]` that one client would use in `round`, and its integer buffers if it has any. Nothing of it lasts:
+        the method works on a copy of the inbox, and what it writes to the client's memory is dropped."""
+        inbox = {name: rows.clone() for name, rows in order.inbox.items()}
+        integers = inbox.pop(INTEGERS, None)
+        if integers is not None:
+            self.replica.load_integers(integers)
+        with self._layers_draw(round, order.client):
+            row = algorithm.personalise(self.cohort(round, order), inbox)[0]
+        return row, None if integers is None else self.replica.integers()[0]
+
+    @contextmanager
+    def _layers_draw(self, round: Round, client: int) -> Iterator[None]:
+        """Dropout and other layers that draw in `forward` know only torch's global generator: it is borrowed, seeded by the
+        client's own stream, and given back as it was."""
+        with torch.random.fork_rng(devices=_cuda_devices(self.task.initial)):
+            torch.manual_seed(stream_seed(round.seed, "layers", round=round.number, client=client))
+            yield
 
     def cohort(self, round: Round, order: Order) -> Cohort:
         """The cohort of one client."""
@@ -77,14 +109,23 @@ class RowsEngine:
             [order.slot is not None],
         )
 
+    def commit(self) -> None:
+        self.store.commit()
+
+    def rollback(self) -> bool:
+        return self.store.rollback()
+
     def memory(self) -> dict[str, Tensor]:
         return self.store.state()
+
+    def release_memory(self) -> None:
+        self.store.release()
 
     def restore_memory(self, memory: dict[str, Tensor]) -> None:
         self.store.restore(memory)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        self.store.close()
 
 
 def _cuda_devices(tensor: Tensor) -> list[int]:
