@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -28,7 +29,7 @@ def units_of(width: int, seed: int) -> list[tuple[slice, ...]]:
     """Random units: each a few disjoint slices; together they cover the row."""
     generator = torch.Generator().manual_seed(seed)
     cuts = sorted({0, width, *torch.randint(0, width + 1, (5,), generator=generator).tolist()})
-    pieces = [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    pieces = [slice(a, b) for a, b in itertools.pairwise(cuts)]
     units: list[list[slice]] = [[], [], []]
     for piece in pieces:
         units[int(torch.randint(3, (), generator=generator))].append(piece)

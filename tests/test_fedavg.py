@@ -1,0 +1,180 @@
+"""FedAvg rounds against a naive second computation: plain loops over state dictionaries, one module and one torch optimiser
+a client."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fedloom.algorithm import Algorithm, build
+from fedloom.data import Dataset, Samples
+from fedloom.engines.local import RowsEngine
+from fedloom.federation import Federation
+from fedloom.randomness import stream
+from fedloom.schedule import Schedule
+from fedloom.task import Task, make_task
+from fedloom.training import batch_order
+
+
+class Small(nn.Module):
+    """A convolution, batch norm (with an integer counter) and a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(F.max_pool2d(F.relu(self.norm(self.conv(inputs))), 2).flatten(1))
+
+
+def small_task(**training: object) -> Task:
+    """Six clients of unequal size, one of them with a last batch of a single sample."""
+    draw = torch.Generator().manual_seed(5)
+    inputs = torch.randn(120, 1, 6, 6, generator=draw)
+    labels = torch.randint(3, (120,), generator=draw)
+    samples = Samples(inputs, labels)
+    torch.manual_seed(3)
+    settings = {"learning_rate": 0.1, "batch_size": 8, "epochs": 2, **training}
+    return make_task(
+        Dataset("noise", samples, samples[:30], 3),
+        clients=6,
+        partition="lognormal(0.6)",
+        model=Small(),
+        training=settings,
+    )
+
+
+def naive_client(module: nn.Module, task: Task, round: int, client: int, seed: int) -> None:
+    """Local SGD as a script would write it, on the same batches."""
+    settings = task.training
+    samples = task.samples(client)
+    optimiser = torch.optim.SGD(
+        module.parameters(),
+        lr=settings.learning_rate * settings.decay ** (round - 1),
+        momentum=settings.momentum,
+        weight_decay=settings.weight_decay,
+        nesterov=settings.optimiser_options.get("nesterov", False),
+    )
+    module.train()
+    generator = stream(seed, "batches", round=round, client=client)
+    order = batch_order(
+        len(samples),
+        generator,
+        batch_size=settings.batch_size,
+        epochs=settings.epochs,
+        steps=settings.steps,
+        drop_last=settings.drop_last,
+        smallest=2,
+    )
+    for index in order:
+        optimiser.zero_grad()
+        F.cross_entropy(module(samples.inputs[index]), samples.labels[index]).backward()
+        if settings.clip is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), settings.clip)
+        optimiser.step()
+
+
+def naive_fedavg(task: Task, rounds: int, seed: int, select: list[list[int]], weighted: bool) -> nn.Module:
+    server = copy.deepcopy(task.model)
+    for round in range(1, rounds + 1):
+        uploads, sizes = [], []
+        for client in select[round - 1]:
+            module = copy.deepcopy(server)
+            naive_client(module, task, round, client, seed)
+            uploads.append(module.state_dict())
+            sizes.append(len(task.samples(client)) if weighted else 1)
+        averaged = {}
+        for name, value in server.state_dict().items():
+            if value.is_floating_point():
+                averaged[name] = sum(n * u[name] for n, u in zip(sizes, uploads, strict=True)) / sum(sizes)
+            else:
+                averaged[name] = torch.stack([u[name] for u in uploads]).amax(0)
+        server.load_state_dict(averaged)
+    return server
+
+
+def federation(algorithm: Algorithm, task: Task, rounds: int, **schedule: object) -> Federation:
+    options = {"participation": 0.5, "seed": 4, **schedule}
+    return Federation(algorithm, task, RowsEngine(task), Schedule(rounds=rounds, **options))  # type: ignore[arg-type]
+
+
+SETTINGS: list[dict[str, object]] = [
+    {},
+    {"momentum": 0.9, "weight_decay": 1e-2, "decay": 0.9},
+    {"momentum": 0.9, "optimiser_options": {"nesterov": True}},
+    {"steps": 5, "clip": 0.5, "momentum": 0.5},
+    {"drop_last": True, "batch_size": None},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("weighted", [True, False])
+def test_rounds_equal_a_naive_implementation(settings: dict[str, object], weighted: bool) -> None:
+    task = small_task(**settings)
+    run = federation(build(f"fedavg(weighted={str(weighted).lower()})"), task, 3)
+    run.run()
+    select = [record["clients"] for record in run.history]
+    assert all(len(clients) == 3 for clients in select)
+    expected = naive_fedavg(task, 3, 4, select, weighted).state_dict()
+    found = task.module(run.algorithm.model()).state_dict()
+    for name in expected:
+        if expected[name].is_floating_point():
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-5)
+    counters = task.layout.integer_slots
+    assert [int(run.integers[slot.start]) for slot in counters] == [int(expected[slot.name]) for slot in counters]
+
+
+def test_the_path_without_a_flat_gradient_gives_the_same_bits() -> None:
+    """Plain SGD updates tensor by tensor; a correction that changes nothing takes the flat path."""
+    task = small_task(momentum=0.9, weight_decay=1e-2)
+
+    class Corrected(type(build("fedavg"))):  # type: ignore[misc]
+        def train(self, cohort, inbox):  # type: ignore[no-untyped-def]
+            return {"model": cohort.fit(inbox["model"], correction=lambda weights, gradient, given: gradient).model}
+
+    plain, flat = federation(build("fedavg"), task, 2), federation(Corrected(), task, 2)
+    plain.run()
+    flat.run()
+    assert torch.equal(plain.algorithm.model(), flat.algorithm.model())
+
+
+@pytest.mark.parametrize("optimiser", ["adam", "adamw", "rmsprop", "adagrad"])
+def test_any_elementwise_optimiser_equals_torchs_on_separate_tensors(optimiser: str) -> None:
+    task = small_task(optimiser=optimiser, learning_rate=0.01, weight_decay=0.01, optimiser_options={"eps": 1e-6})
+    run = federation(build("fedavg"), task, 1, participation=0.01)
+    run.run()
+    (client,) = run.history[0]["clients"]
+    module = copy.deepcopy(task.model)
+    kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "rmsprop": torch.optim.RMSprop}
+    kind = kinds.get(optimiser, torch.optim.Adagrad)
+    separate = kind(module.parameters(), lr=0.01, weight_decay=0.01, eps=1e-6)
+    samples = task.samples(client)
+    generator = stream(4, "batches", round=1, client=client)
+    for index in batch_order(len(samples), generator, batch_size=8, epochs=2, smallest=2):
+        separate.zero_grad()
+        F.cross_entropy(module(samples.inputs[index]), samples.labels[index]).backward()
+        separate.step()
+    torch.testing.assert_close(run.algorithm.model(), task.layout.flatten(module), rtol=1e-4, atol=1e-6)
+
+
+def test_unequal_clients_weigh_by_their_samples() -> None:
+    """One local step from a common start: weighted FedAvg over all clients is one step on the weighted mean gradient."""
+    task = small_task(batch_size=None, epochs=1)
+    plain = copy.deepcopy(task.model)
+    run = federation(build("fedavg"), task, 1, participation=1.0)
+    run.run()
+    gradient = torch.zeros(task.layout.trainable)
+    for client in range(task.clients):
+        module = copy.deepcopy(plain)
+        samples = task.samples(client)
+        F.cross_entropy(module(samples.inputs), samples.labels).backward()
+        own = torch.cat([p.grad.reshape(-1) for p in module.parameters() if p.grad is not None])
+        gradient += len(samples) / 120 * own
+    expected = task.initial[: task.layout.trainable] - 0.1 * gradient
+    torch.testing.assert_close(run.algorithm.model()[: task.layout.trainable], expected, rtol=1e-5, atol=1e-5)

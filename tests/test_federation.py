@@ -1,0 +1,205 @@
+"""The round: who takes part, what is counted, refused and recorded, and that nothing depends on order or grouping."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fedloom.algorithm import Algorithm, Message, Selection, build
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.cohort import Cohort
+from fedloom.engines.base import Fault, Order, Reply
+from fedloom.engines.local import RowsEngine
+from fedloom.errors import Diverged
+from fedloom.federation import Federation
+from fedloom.round import Round
+from fedloom.schedule import Schedule
+from fedloom.task import make_task
+from test_fedavg import federation, small_task
+
+
+class Shuffled(RowsEngine):
+    """Trains the clients in another order, with another replica for every second one."""
+
+    def train(self, algorithm: Algorithm, round: Round, orders: Sequence[Order]) -> Iterator[Reply | Fault]:
+        other = RowsEngine(self.task)
+        other.store = self.store
+        order = torch.randperm(len(orders), generator=torch.Generator().manual_seed(round.number)).tolist()
+        for k in order:
+            engine = super() if k % 2 else other
+            yield from engine.train(algorithm, round, [orders[k]])
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedmr", "indep", "stages(fedavg:2, fedmr)"])
+def test_results_do_not_depend_on_the_order_or_grouping_of_clients(method: str) -> None:
+    task = small_task(momentum=0.9)
+    one = federation(build(method), task, 4)
+    two = Federation(build(method), task, Shuffled(task), Schedule(rounds=4, participation=0.5, seed=4))
+    one.run()
+    two.run()
+    assert torch.equal(one.algorithm.model(), two.algorithm.model())
+    assert one.history == two.history
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
+    task = small_task()
+    runs = [federation(build("fedmr"), task, 3, seed=seed) for seed in (1, 1, 2)]
+    for run in runs:
+        run.run()
+    assert torch.equal(runs[0].algorithm.model(), runs[1].algorithm.model())
+    assert runs[0].history == runs[1].history
+    assert not torch.equal(runs[0].algorithm.model(), runs[2].algorithm.model())
+
+
+def test_torchs_own_random_state_is_left_alone_and_changes_nothing() -> None:
+    task = replace_model(nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Dropout(0.5), nn.Linear(8, 3)))
+    torch.manual_seed(0)
+    first = federation(build("fedavg"), task, 2)
+    first.run()
+    state = torch.get_rng_state()
+    torch.manual_seed(99)
+    second = federation(build("fedavg"), task, 2)
+    second.run()
+    assert torch.equal(first.algorithm.model(), second.algorithm.model())
+    torch.manual_seed(0)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def replace_model(model: nn.Module):  # type: ignore[no-untyped-def]
+    return replace(small_task(), model=model)
+
+
+def test_bytes_are_those_of_the_messages() -> None:
+    task = replace_model(nn.Sequential(nn.Flatten(), nn.Linear(36, 3)))
+    for method in ("fedavg", "fedmr", "indep"):
+        run = federation(build(method), task, 1)
+        run.run()
+        assert run.history[0]["bytes_down"] == run.history[0]["bytes_up"] == 3 * 4 * (36 * 3 + 3)
+
+
+def test_integer_buffers_are_counted_too() -> None:
+    task = small_task()
+    run = federation(build("fedavg"), task, 1)
+    run.run()
+    assert run.history[0]["bytes_up"] == 3 * (4 * task.layout.size + 8 * task.layout.integers)
+
+
+def test_clients_that_drop_out_send_nothing_and_the_round_goes_on() -> None:
+    task = small_task()
+    run = federation(build("fedavg"), task, 12, dropout=0.4)
+    run.run()
+    absent = sum(len(record["faults"]) for record in run.history)
+    assert 4 < absent < 26  # 36 draws of 0.4
+    row = 4 * task.layout.size + 8 * task.layout.integers
+    for record in run.history:
+        assert record["bytes_up"] == (3 - len(record["faults"])) * row
+        assert {fault["reason"] for fault in record["faults"]} <= {"dropped out"}
+
+
+def test_when_nobody_answers_the_model_stays() -> None:
+    task = small_task()
+    run = federation(build("fedavg"), task, 2, dropout=1.0)
+    run.run()
+    assert torch.equal(run.algorithm.model(), task.initial)
+    assert [len(record["faults"]) for record in run.history] == [3, 3]
+
+
+@dataclass
+class Hostile(FedAvg):
+    """FedAvg in which one client answers with something else."""
+
+    what: str = ""
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        reply = super().train(cohort, inbox)
+        if cohort.clients[0] != 2:
+            return reply
+        model = reply["model"]
+        wrong = {
+            "nan": {"model": torch.full_like(model, torch.nan)},
+            "infinite": {"model": model.index_fill(1, torch.tensor([3]), torch.inf)},
+            "short": {"model": model[:, :-1]},
+            "name": {"weights": model},
+            "more": {"model": model, "extra": model},
+            "complex": {"model": model.to(torch.complex64)},
+        }
+        if self.what == "error":
+            raise RuntimeError("the disk of this client is full")
+        return wrong[self.what]
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("nan", "not finite"),
+        ("infinite", "not finite"),
+        ("short", "has shape"),
+        ("name", "weights"),
+        ("more", "extra"),
+        ("complex", "complex"),
+        ("error", "RuntimeError: the disk of this client is full"),
+    ],
+)
+def test_a_damaged_reply_is_refused_named_and_counted(what: str, reason: str) -> None:
+    task = small_task()
+    hostile = federation(Hostile(what=what), task, 1, participation=1.0)
+    hostile.run()
+    (fault,) = hostile.history[0]["faults"]
+    assert fault["client"] == 2
+    assert reason in fault["reason"]
+
+    class Without(FedAvg):
+        def select(self, round: Round) -> Selection:
+            return Selection(tuple(client for client in super().select(round).clients if client != 2))
+
+    honest = federation(Without(), task, 1, participation=1.0)
+    honest.run()
+    assert torch.equal(hostile.algorithm.model(), honest.algorithm.model())
+
+
+def test_a_mistake_in_a_method_is_not_taken_for_a_lost_client() -> None:
+    class Broken(FedAvg):
+        def train(self, cohort: Cohort, inbox: Message) -> Message:
+            raise ZeroDivisionError("a bug")
+
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        federation(Broken(), small_task(), 1).run()
+
+
+def test_divergence_is_said_and_keeps_the_last_good_model(tmp_path: Path) -> None:
+    task = small_task(learning_rate=1e20, decay=1.0)
+    run = Federation(build("fedavg"), task, RowsEngine(task), Schedule(rounds=9, participation=0.5), tmp_path)
+    with pytest.raises(Diverged, match=r"learning rate 1e\+20"):
+        run.run()
+    again = Federation(build("fedavg"), task, RowsEngine(task), Schedule(rounds=9, participation=0.5), tmp_path)
+    assert again.finished == run.finished
+    assert bool(torch.isfinite(again.algorithm.model()).all())
+
+
+def test_figures_and_times_are_written_a_line_a_round(tmp_path: Path) -> None:
+    task = small_task()
+    schedule = Schedule(rounds=3, participation=0.5, evaluate_every=2)
+    run = Federation(build("fedavg"), task, RowsEngine(task), schedule, tmp_path)
+    run.run()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == json.loads(json.dumps(run.history))
+    assert [line["round"] for line in lines] == [1, 2, 3]
+    assert ["accuracy" in line for line in lines] == [False, True, True]
+    assert all("second" not in name for line in lines for name in line)
+    times = [json.loads(line) for line in (tmp_path / "timings.jsonl").read_text().splitlines()]
+    assert all(0 < t["train_seconds"] <= t["seconds"] for t in times)
+
+
+def test_learning_reaches_a_useful_model() -> None:
+    task = make_task(
+        "digits", clients=10, partition="iid", model="logistic", training={"learning_rate": 0.5, "batch_size": 10}
+    )
+    run = Federation(build("fedavg"), task, RowsEngine(task), Schedule(rounds=15, participation=0.5))
+    run.run()
+    assert run.history[-1]["accuracy"] > 0.9
