@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message, Plan, Replies, Selection, algorithms
+from fedloom.algorithm import Algorithm, Message, Plan, Replies, Selection, algorithms, downloaded
+from fedloom.checks import require_at_least, require_between, require_one_of
 from fedloom.cohort import Cohort
+from fedloom.data.dataset import Samples
 from fedloom.errors import InvalidValue
 from fedloom.layout import Unit
+from fedloom.population import weighted_mean
 from fedloom.round import Round
+
+HELD_OUT = 0.1
+"""Share of its samples that a client keeps back while a stage waits for its end."""
 
 
 @algorithms.register("stages")
@@ -23,14 +29,25 @@ class Stages(Algorithm):
 
     A method leads until its last round, which follows its colon; the next one starts from the global model that it leaves.
     Source: FedMR, section 4.3 (two-stage training).
+
+    `stages(fedavg:auto, fedmr)` lets the run choose: a method marked `auto` leads until the held-out loss of the model that it
+    sends stops improving, that is until the mean over the last `patience` rounds is not lower, by the share `improvement`, than
+    the mean over the `patience` rounds before. The loss never sees the test set: while such a method leads, each client
+    keeps back a tenth of its training samples (the same ones in every round), trains on the others, and returns the loss, on
+    those kept back, of the model as it came; the server takes the mean weighted as replies are. Afterwards clients train on all
+    their samples again.
     """
 
-    stages: list[tuple[Algorithm, int | None]]
+    stages: list[tuple[Algorithm, int | str | None]]
+    patience: int = 5
+    improvement: float = 0.01
 
     wraps: ClassVar[tuple[str, ...]] = ("stages",)
     variadic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        require_at_least("patience", self.patience, 1)
+        require_between("improvement", self.improvement, 0, 1)
         lasts = [last for _, last in self.stages]
         if not lasts:
             raise InvalidValue("stages needs at least one method, such as stages(fedavg:100, fedmr)")
@@ -38,59 +55,170 @@ class Stages(Algorithm):
             raise InvalidValue(
                 "stages: every method but the last needs its last round, such as stages(fedavg:100, fedmr)"
             )
-        known = [0, *(last for last in lasts if last is not None)]
+        for last in lasts:
+            if isinstance(last, str):
+                require_one_of("stages: last round", last, ("auto",))
+        if lasts[-1] == "auto":
+            raise InvalidValue("stages: the last method leads to the end of the run, so it takes no :auto")
+        known = [0, *(last for last in lasts if isinstance(last, int))]
         if known != sorted(set(known)):
             raise InvalidValue(f"stages: last rounds must grow from 1 on, not {', '.join(map(str, known[1:]))}")
 
+    @property
+    def automatic(self) -> bool:
+        """Whether the run chooses when some method ends."""
+        return any(last == "auto" for _, last in self.stages)
+
+    @property
+    def foreseeable(self) -> bool:
+        return not self.automatic and super().foreseeable
+
+    def place(self, number: int) -> int:
+        """Which method leads round `number`, on the server: of the round in progress or the next one where the run chooses."""
+        return int(self.state["leading"]) if self.automatic else self._by_number(number)
+
     def leading(self, number: int) -> Algorithm:
         """The method that leads round `number`; the last one also after its own last round."""
-        for method, last in self.stages:
-            if last is None or number <= last:
-                return method
-        return self.stages[-1][0]
+        return self.stages[self.place(number)][0]
+
+    def _by_number(self, number: int) -> int:
+        for place, (_, last) in enumerate(self.stages):
+            if last is None or (isinstance(last, int) and number <= last):
+                return place
+        return len(self.stages) - 1
+
+    def _waiting(self) -> bool:
+        """Whether the round in progress is led by a method that ends by itself."""
+        return self.automatic and self.stages[int(self.state["leading"])][1] == "auto"
+
+    # --- the server half ---
 
     def setup(self, plan: Plan) -> None:
         self.plan = plan
         self.state = {"finished": torch.zeros(1, dtype=torch.int64)}
         for method in self.inner():
             method.setup(plan)
+        if not self.automatic:
+            return
+        self.state |= {"leading": torch.zeros(1, dtype=torch.int64), "losses": self._no_losses()}
+        for method in self.inner():
+            if method.expects(plan.opening()).get("model") != (plan.layout.size,):
+                raise InvalidValue(
+                    "stages: a method that keeps part of the model on its clients cannot be staged by :auto"
+                )
+
+    def _no_losses(self) -> Tensor:
+        return torch.full((2 * self.patience,), torch.nan, dtype=torch.float64)
 
     def select(self, round: Round) -> Selection:
         return self.leading(round.number).select(round)
 
     def send(self, round: Round) -> Message:
-        return self.leading(round.number).send(round)
+        return self._with_stage(self.leading(round.number).send(round))
+
+    def _with_stage(self, message: Message) -> Message:
+        return message | {"stage": self.state["leading"].unsqueeze(0)} if self.automatic else message
 
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
-        return self.leading(round.number).expects(round)
+        expected = dict(self.leading(round.number).expects(round))
+        return expected | {"held_out_loss": ()} if self._waiting() else expected
 
     def receive(self, round: Round, replies: Replies) -> None:
+        if self._waiting():
+            loss = weighted_mean(replies["held_out_loss"].double(), replies.weights)
+            self.state["losses"] = torch.cat([self.state["losses"][1:], loss.reshape(1).cpu()])
+            rest = {name: tensor for name, tensor in replies.tensors.items() if name != "held_out_loss"}
+            replies = replace(replies, tensors=rest)
         self.leading(round.number).receive(round, replies)
 
     def finish(self, round: Round) -> None:
-        leading, following = self.leading(round.number), self.leading(round.number + 1)
-        leading.finish(round)
-        if following is not leading:
-            following.setup(self.plan.starting_from(leading.model()))
-        self.state["finished"].fill_(round.number)
+        before = self.place(round.number)
+        method = self.stages[before][0]
+        method.finish(round)
+        after = self._next_place(before, round.number) if self.automatic else self._by_number(round.number + 1)
+        if after != before:
+            self.stages[after][0].setup(self.plan.starting_from(method.model()))
+        self.state["finished"] = torch.tensor([round.number])
+        if self.automatic and after != before:
+            self.state |= {"leading": torch.tensor([after]), "losses": self._no_losses()}
+
+    def _next_place(self, place: int, number: int) -> int:
+        last = self.stages[place][1]
+        over = (
+            has_stopped_improving(self.state["losses"], self.improvement) if last == "auto" else _is_past(last, number)
+        )
+        if not over or place + 1 == len(self.stages):
+            return place
+        place += 1
+        while place + 1 < len(self.stages) and _is_past(self.stages[place][1], number):
+            place += 1  # its last round went by while the method before waited
+        return place
 
     def model(self) -> Tensor:
         return self._present().model()
 
+    def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
+        return self._with_stage(self.leading(round.number).deploy(round, clients))
+
     def diagnose(self) -> dict[str, float]:
-        return self._present().diagnose()
+        figures = self._present().diagnose()
+        if self.automatic:
+            figures["stage"] = float(self.state["leading"])
+        return figures
 
     def _present(self) -> Algorithm:
         return self.leading(int(self.state["finished"]) + 1)
 
+    # --- the client half ---
+
+    def _told(self, cohort: Cohort, inbox: Message) -> int:
+        """Which method leads, on the client."""
+        return int(inbox["stage"].max()) if self.automatic else self._by_number(cohort.round.number)
+
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        return self.leading(cohort.round.number).train(cohort, inbox)
+        method, last = self.stages[self._told(cohort, inbox)]
+        rest = {name: rows for name, rows in inbox.items() if name != "stage"}
+        if last != "auto":
+            return method.train(cohort, rest)
+        loss = cohort.subset(held_out, "held_out", lasting=True).loss(downloaded(inbox))
+        return method.train(cohort.subset(not_held_out, "held_out", lasting=True), rest) | {"held_out_loss": loss}
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
-        return self.leading(cohort.round.number).personalise(cohort, inbox)
+        rest = {name: rows for name, rows in inbox.items() if name != "stage"}
+        return self.stages[self._told(cohort, inbox)][0].personalise(cohort, rest)
 
     def travels(self, cohort: Cohort) -> Unit:
-        return self.leading(cohort.round.number).travels(cohort)
+        if self.automatic:
+            return (slice(0, cohort.layout.size),)
+        return self.stages[self._by_number(cohort.round.number)][0].travels(cohort)
 
     def complete(self, cohort: Cohort, model: Tensor) -> Tensor:
-        return self.leading(cohort.round.number).complete(cohort, model)
+        return model if self.automatic else self.stages[self._by_number(cohort.round.number)][0].complete(cohort, model)
+
+
+def has_stopped_improving(losses: Tensor, improvement: float) -> bool:
+    """Whether the mean of the newer half of `losses [2 n]` fails to be lower than that of the older half by the share
+    `improvement`; False while some are missing (nan)."""
+    older, newer = losses.chunk(2)
+    return bool(newer.mean() >= (1 - improvement) * older.mean())
+
+
+def _is_past(last: int | str | None, number: int) -> bool:
+    return isinstance(last, int) and number >= last
+
+
+def _split(samples: Samples, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    order = torch.randperm(len(samples), generator=generator).to(samples.labels.device)
+    kept = max(1, round(HELD_OUT * len(samples)))
+    return order[:kept], order[kept:]
+
+
+def held_out(samples: Samples, generator: torch.Generator) -> Samples:
+    """The samples that a client keeps back: a tenth, one at least."""
+    return samples[_split(samples, generator)[0]]
+
+
+def not_held_out(samples: Samples, generator: torch.Generator) -> Samples:
+    """The other samples; a client with a single one trains on it all the same."""
+    rest = _split(samples, generator)[1]
+    return samples[rest] if len(rest) else samples

@@ -1,0 +1,230 @@
+"""CluSamp: draw clients from clusters of like ones, so that every round represents the federation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from scipy.cluster.hierarchy import ward
+from scipy.spatial.distance import pdist
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm, Plan, Replies, Selection, Wrapper, algorithms, describe, uniform
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.checks import require_one_of
+from fedloom.errors import InvalidValue
+from fedloom.round import Round
+
+TOGETHER = 1 << 23
+"""How many numbers of remembered displacements are compared at a time (64 MiB in double precision)."""
+
+Distribution = dict[int, int]
+"""One cluster: the mass of each of its clients. Client i has n_i m in all, a full cluster sum_j n_j: exact whole numbers."""
+
+
+@algorithms.register("clustered")
+@dataclass
+class Clustered(Wrapper):
+    """CluSamp's selection for any method: each of the m participants is drawn from a cluster of its own.
+
+    Cluster k is a distribution W_k over clients with sum_i W_k[i] = 1 and sum_k W_k[i] = m n_i / sum_j n_j. Each draw weighs
+    1/m, so that averages are unbiased; a client drawn c times trains once and weighs c/m. `weight="size"` weighs a draw by the
+    client's samples (the form in FedMR's code, biased). Methods that average uniformly ignore weights. Where a method has a
+    model for each participant (FedMR, Indep, FedMut), the m clients must differ: a draw that is taken already is repeated in
+    its cluster without those taken, or uniformly among the others when the cluster has none left, and weights are equal.
+
+    `by="size"` fills cluster after cluster with the clients in falling order of samples (algorithm 1). `by="similarity"` groups
+    clients by their last displacements G_i (trained - sent, trainable parameters; 0 before the first): Ward linkage on the
+    rows of their distances, cut where a group would exceed a cluster; the m largest groups open the clusters, the other
+    clients fill them in random order (algorithm 2). `distance` is `cosine` (the angle; 0 beside a zero vector), `l1` or `l2`
+    (squared). The server holds G_i of the clients seen, and the N x N distances. Source: Fraboni et al. 2021.
+    """
+
+    by: Literal["similarity", "size"] = "similarity"
+    distance: Literal["cosine", "l1", "l2"] = "cosine"
+    weight: Literal["uniform", "size"] = "uniform"
+
+    def __post_init__(self) -> None:
+        require_one_of("by", self.by, ("similarity", "size"))
+        require_one_of("distance", self.distance, ("cosine", "l1", "l2"))
+        require_one_of("weight", self.weight, ("uniform", "size"))
+
+    @property
+    def foreseeable(self) -> bool:
+        return self.by == "size" and super().foreseeable
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        opening = plan.opening()
+        for method in self.method.nested():
+            if method.select(opening) != Selection(uniform(opening)):
+                hint = ": put clustered inside it" if method.inner() else ""
+                raise InvalidValue(f"clustered: {describe(method)} chooses its clients itself{hint}")
+        self.sizes: list[int] = plan.sizes(torch.arange(plan.clients)).tolist()
+        if self.by == "similarity":
+            whole = (plan.layout.size,)
+            for method in self.method.nested():
+                if method.expects(opening).get("model") != whole or "model" not in method.send(opening):
+                    raise InvalidValue(
+                        f"clustered: clients of {describe(method)} do not exchange whole models: use by=size"
+                    )
+            self.state["distance"] = torch.zeros(plan.clients, plan.clients, dtype=torch.float64)
+        else:
+            self._clusters = clusters_by_size(self.sizes, plan.participants)
+
+    def select(self, round: Round) -> Selection:
+        generator = round.stream("select")
+        capacity = sum(self.sizes)
+        clusters = self.clusters(round)
+        if self._one_model_each(round):
+            return Selection(_draw_distinct(clusters, capacity, round.clients, generator))
+        drawn = [_draw(cluster, int(torch.randint(capacity, (), generator=generator))) for cluster in clusters]
+        clients = tuple(dict.fromkeys(drawn))
+        each = {client: self.sizes[client] if self.weight == "size" else 1 / len(drawn) for client in clients}
+        return Selection(clients, weights=tuple(float(drawn.count(client) * each[client]) for client in clients))
+
+    def clusters(self, round: Round) -> list[Distribution]:
+        """The m distributions of a round."""
+        if self.by == "size":
+            return self._clusters
+        groups = similar_groups(self.state["distance"].numpy(), self.sizes, self.plan.participants)
+        order = torch.randperm(round.clients, generator=round.stream("clusters")).tolist()
+        return clusters_of_groups(groups, order, self.sizes, self.plan.participants)
+
+    def _one_model_each(self, round: Round) -> bool:
+        asked = replace(round, selected=tuple(range(round.participants)))
+        return any(len(rows) > 1 for rows in self.method.send(asked).values())
+
+    def receive(self, round: Round, replies: Replies) -> None:
+        if self.by == "similarity":
+            sent = self.method.send(round)["model"]
+            before = sent[replies.slots.to(sent.device)] if len(sent) > 1 else sent
+            trainable = slice(self.layout.trainable)
+            moved = replies["model"][:, trainable] - before[:, trainable]
+            clients = replies.clients.tolist()
+            self.state |= {f"displacement{client}": moved[k].clone() for k, client in enumerate(clients)}
+            self.state["distance"] = self._updated_distances(clients)
+        self.method.receive(round, replies)
+
+    def _updated_distances(self, clients: list[int]) -> Tensor:
+        """The N x N distances after new displacements of `clients`; those of clients not seen are 0."""
+        result = self.state["distance"].clone()
+        new = torch.stack([self.state[f"displacement{client}"] for client in clients]).double()
+        rows = displacement_distances(new, torch.zeros_like(new[:1]), self.distance).repeat(1, self.plan.clients)
+        seen = [other for other in range(self.plan.clients) if f"displacement{other}" in self.state]
+        together = max(1, TOGETHER // new.shape[1])
+        for first in range(0, len(seen), together):
+            others = seen[first : first + together]
+            stack = torch.stack([self.state[f"displacement{other}"] for other in others]).double()
+            rows[:, others] = displacement_distances(new, stack, self.distance)
+        for client, row in zip(clients, rows.cpu(), strict=True):
+            row[client] = 0
+            result[client] = result[:, client] = row
+        return result
+
+
+@algorithms.register("clusamp")
+@dataclass
+class CluSamp(Clustered):
+    """CluSamp: FedAvg whose participants are drawn from clusters of clients with similar updates.
+
+    `clustered(fedavg)` with the papers' choices: clusters by the angle between the clients' last displacements, each draw
+    weighing 1/m. The parameters are those of `clustered`. Source: Fraboni et al. 2021; FedMR, section 5.
+    """
+
+    method: Algorithm = field(init=False, default_factory=FedAvg)
+
+
+def displacement_distances(a: Tensor, b: Tensor, distance: str) -> Tensor:
+    """Between the rows of `a [k, T]` and `b [c, T]`, `[k, c]`: the angle (0 where either row is zero), the sum of absolute
+    differences, or of their squares."""
+    if distance == "l1":
+        return torch.cdist(a, b, p=1)
+    if distance == "l2":
+        return torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist").square()
+    lengths = a.norm(dim=1).unsqueeze(1) * b.norm(dim=1)
+    cosine = (a @ b.T) / torch.where(lengths == 0, 1, lengths)
+    return torch.where(lengths == 0, 0, cosine.clamp(-1, 1).arccos())
+
+
+def clusters_by_size(sizes: list[int], count: int) -> list[Distribution]:
+    """Algorithm 1: clients in falling order of samples fill one cluster after the other; what does not fit spills over."""
+    clusters: list[Distribution] = [{} for _ in range(count)]
+    order = sorted(range(len(sizes)), key=lambda client: (-sizes[client], client))
+    _pour(((client, sizes[client] * count) for client in order), clusters, sum(sizes))
+    return clusters
+
+
+def similar_groups(distance: np.ndarray, sizes: list[int], count: int) -> list[list[int]]:
+    """Groups of clients of at most one cluster's mass: the largest subtrees of the Ward linkage that fit (a client that alone
+    exceeds it is a group). `distance [N, N]`: its rows are the observations, as in the reference code."""
+    if len(sizes) == 1:
+        return [[0]]
+    capacity = sum(sizes)
+    members = [[client] for client in range(len(sizes))]
+    whole: list[int] = []  # subtrees that no larger one takes up
+    fits = [size * count <= capacity for size in sizes]
+    for left, right in ward(pdist(distance))[:, :2].astype(int):
+        merged = members[left] + members[right]
+        fits.append(fits[left] and fits[right] and sum(sizes[client] for client in merged) * count <= capacity)
+        if not fits[-1]:
+            # A client too heavy to fit stays a group of its own.
+            whole += [part for part in (left, right) if fits[part] or part < len(sizes)]
+        members.append(merged)
+    if fits[-1]:
+        whole.append(len(members) - 1)
+    return [sorted(members[part]) for part in whole]
+
+
+def clusters_of_groups(groups: list[list[int]], order: list[int], sizes: list[int], count: int) -> list[Distribution]:
+    """Algorithm 2: the `count` heaviest groups open the clusters, the other clients fill them in the given order."""
+    capacity = sum(sizes)
+    heaviest = sorted(groups, key=lambda group: (-sum(sizes[client] for client in group), group))[:count]
+    clusters: list[Distribution] = [{} for _ in range(count)]
+    left = {client: size * count for client, size in enumerate(sizes)}
+    for cluster, group in zip(clusters, heaviest, strict=False):
+        for client in group:
+            cluster[client] = min(left[client], capacity)  # a client heavier than a cluster overflows into others
+            left[client] -= cluster[client]
+    _pour(((client, left[client]) for client in order), clusters, capacity)
+    return clusters
+
+
+def _pour(masses: Iterable[tuple[int, int]], clusters: list[Distribution], capacity: int) -> None:
+    """Fill the clusters in order, each to `capacity`, with the clients' masses in order; a client may be split."""
+    room = [capacity - sum(cluster.values()) for cluster in clusters]
+    k = 0
+    for client, mass in masses:
+        while mass:
+            while not room[k]:
+                k += 1
+            part = min(mass, room[k])
+            clusters[k][client] = clusters[k].get(client, 0) + part
+            room[k] -= part
+            mass -= part
+
+
+def _draw(cluster: Distribution, point: int) -> int:
+    """The client in whose share of the cluster's mass `point` lies."""
+    for client, mass in cluster.items():
+        if point < mass:
+            return client
+        point -= mass
+    raise AssertionError("the point lies beyond the cluster's mass")
+
+
+def _draw_distinct(
+    clusters: list[Distribution], capacity: int, clients: int, generator: torch.Generator
+) -> tuple[int, ...]:
+    """One client from each cluster, all different, in a random order of slots."""
+    taken: dict[int, None] = {}
+    for cluster in clusters:
+        free = {client: mass for client, mass in cluster.items() if client not in taken}
+        if not free:
+            free = {client: 1 for client in range(clients) if client not in taken}
+        taken[_draw(free, int(torch.randint(sum(free.values()), (), generator=generator)))] = None
+    drawn = list(taken)
+    return tuple(drawn[k] for k in torch.randperm(len(drawn), generator=generator).tolist())
