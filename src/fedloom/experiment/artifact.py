@@ -1,0 +1,64 @@
+"""The final model as a file: the tensors of the module's `state_dict` by name, and what it takes to build the module again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fedloom.data.dataset import DataSpec
+from fedloom.errors import CheckpointError, FedloomError
+from fedloom.expression import parse, plain
+from fedloom.files import read_tensors, write_tensors
+from fedloom.models.build import make_model
+
+
+def save_model(path: Path, module: nn.Module, expression: str, spec: DataSpec, about: Mapping[str, str]) -> None:
+    """Write the module's parameters and buffers, of every type; the metadata says how to build it: the model's expression,
+    the data it takes, and whatever `about` adds. Same module, same bytes."""
+    tensors = {name: t for name, t in module.state_dict().items() if isinstance(t, Tensor)}
+    needed = {
+        "model": expression,
+        "shape": " ".join(map(str, spec.shape)),
+        "classes": str(spec.classes),
+        "vocabulary": "" if spec.vocabulary is None else str(spec.vocabulary),
+    }
+    write_tensors(path, tensors, {**about, **needed})
+
+
+def load_model(path: str | Path, module: nn.Module | None = None) -> nn.Module:
+    """The model of a finished run, in evaluation mode, read from its `model.safetensors` (or from the run's directory).
+
+    A registered model is built by the name in the file; a model of your own is given as `module`, which stays as it is,
+    since a file never decides what code runs. Raises `CheckpointError` for a file that is missing, damaged, or does not fit.
+    """
+    place = Path(path)
+    place = place / "model.safetensors" if place.is_dir() else place
+    tensors, metadata = read_tensors(place)
+    try:
+        built = _built(metadata) if module is None else copy.deepcopy(module)
+        expected = {name for name, t in built.state_dict().items() if isinstance(t, Tensor)}
+        if expected != tensors.keys():
+            odd = sorted(expected ^ tensors.keys())[0]
+            raise CheckpointError(f"{place} does not fit the model: {odd!r} is only in one of them")
+        with torch.no_grad():
+            for name, tensor in built.state_dict().items():
+                tensor.copy_(tensors[name])
+    except CheckpointError:
+        raise
+    except (FedloomError, RuntimeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{place}: the model cannot be built again: {' '.join(str(error).split())}") from None
+    return built.eval()
+
+
+def _built(metadata: Mapping[str, str]) -> nn.Module:
+    expression = metadata["model"]
+    if ":" in expression:
+        raise CheckpointError(f"its model is your own ({expression}): give load_model(path, module=...)")
+    call = parse(expression)
+    vocabulary = int(metadata["vocabulary"]) if metadata["vocabulary"] else None
+    spec = DataSpec(tuple(map(int, metadata["shape"].split())), int(metadata["classes"]), vocabulary)
+    return make_model(call.name, spec, 0, {name: plain(value) for name, value in call.named.items()})

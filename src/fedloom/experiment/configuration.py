@@ -1,0 +1,281 @@
+"""What a run is told: a TOML file, changed by `key=value` on the command line, and checked before any work begins."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from fedloom.algorithm import build, describe
+from fedloom.checks import require_at_least, require_share
+from fedloom.data.dataset import Dataset, datasets
+from fedloom.data.partition import partitions
+from fedloom.errors import FedloomError, InvalidValue, suggestion
+from fedloom.expression import Call, parse
+from fedloom.models import models
+from fedloom.registry import Registry
+from fedloom.schedule import Schedule
+from fedloom.task import Task, make_task
+from fedloom.training import Training
+
+_STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+# What pydantic's names for types are called in an error.
+_ALLOWED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "a table",
+}
+
+
+class Data(BaseModel):
+    """The table `[data]`: what is learned and how the clients share it (see `make_task`)."""
+
+    model_config = _STRICT
+
+    name: str = "digits"
+    clients: int = 20
+    partition: str = "dirichlet(0.5)"
+    local_test: float | None = None
+    merge: bool = False
+
+
+class Configuration(BaseModel):
+    """A whole experiment. `fedloom run` takes `algorithm` and `seed`, `fedloom compare` takes `algorithms` and `seeds`.
+
+    The keys of `schedule` stand at the top of a file, beside these. Results lie in `directory`, by default `runs/<name>`.
+    `workers` runs go on at a time, each with `threads` threads (by default PyTorch's number, shared out to the workers);
+    neither changes what is computed, beyond the last digits of sums.
+    """
+
+    model_config = _STRICT
+
+    name: str = "experiment"
+    algorithm: str | None = None
+    algorithms: list[str] = []
+    seed: int = 0
+    seeds: list[int] = []
+    schedule: Schedule = Schedule()
+    targets: list[float] = []
+    directory: str | None = None
+    threads: int | None = None
+    workers: int = 1
+    model: str = "mlp"
+    data: Data = Data()
+    training: Training = Training()
+
+    @property
+    def folder(self) -> Path:
+        """Where the runs and comparisons of this experiment lie."""
+        return Path(self.directory) if self.directory is not None else Path("runs") / self.name
+
+    def task(self, seed: int, dataset: Dataset | None = None) -> Task:
+        """The task of one seed; `dataset` saves reading the data again."""
+        return make_task(
+            self.data.name if dataset is None else dataset,
+            clients=self.data.clients,
+            partition=self.data.partition,
+            model=self.model,
+            training=self.training,
+            local_test=self.data.local_test,
+            merge=self.data.merge,
+            seed=seed,
+        )
+
+    def resolved(self, algorithm: str, seed: int) -> dict[str, Any]:
+        """Everything that one run's figures depend on, with defaults filled in; plain values, ready for JSON."""
+        return {
+            "algorithm": describe(build(algorithm)),
+            **schedule_values(dataclasses.replace(self.schedule, seed=seed)),
+            "model": self.model,
+            "data": self.data.model_dump(),
+            "training": dataclasses.asdict(self.training),
+        }
+
+
+def schedule_values(schedule: Schedule) -> dict[str, Any]:
+    """The part of a schedule that figures depend on; how often a checkpoint is written is not."""
+    return {name: value for name, value in dataclasses.asdict(schedule).items() if name != "checkpoint_every"}
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Configuration:
+    """Read and check a configuration file, with `key=value` overrides (`training.learning_rate=0.1`).
+
+    The experiment is called like the file unless the file says otherwise. Raises `InvalidValue` or `UnknownName`, in one
+    line, for anything that is not allowed.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidValue(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
+    except UnicodeDecodeError:
+        raise InvalidValue(f"{path} is not a TOML file: it is not text in UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidValue(f"{path} is not a TOML file: {' '.join(str(error).split())}") from None
+    table.setdefault("name", path.stem)
+    for override in overrides:
+        _override(table, override)
+    return configuration(table)
+
+
+def configuration(table: Mapping[str, Any]) -> Configuration:
+    """The configuration of a table of plain values. Raises as `load` does."""
+    _require_known(table, "", [key.partition(".")[0] for key in _KEYS])
+    for name, known in _SECTIONS.items():
+        section = table.get(name, {})
+        if not isinstance(section, Mapping):
+            raise InvalidValue(f"{name} must be a table with the keys {', '.join(known)}, not {section!r}")
+        _require_known(section, f"{name}.", known)
+    values = {key: value for key, value in table.items() if key not in _SCHEDULE}
+    values["schedule"] = _dataclass(Schedule, {key: table[key] for key in _SCHEDULE if key in table}, "")
+    values["training"] = _dataclass(Training, table.get("training", {}), "training.")
+    values["data"] = _model(Data, table.get("data", {}), "data.")
+    found: Configuration = _model(Configuration, values, "")
+    _check(found)
+    return found
+
+
+_SECTIONS = {"data": list(Data.model_fields), "training": [field.name for field in dataclasses.fields(Training)]}
+
+_SCHEDULE = [field.name for field in dataclasses.fields(Schedule) if field.name != "seed"]
+
+_KEYS = [
+    *(name for name in Configuration.model_fields if name not in ("schedule", *_SECTIONS)),
+    *_SCHEDULE,
+    *(f"{section}.{name}" for section, names in _SECTIONS.items() for name in names),
+]
+"""Every key that a file may hold, with its table."""
+
+
+def _require_known(table: Mapping[str, Any], prefix: str, known: Sequence[str]) -> None:
+    for key in table:
+        if key not in known:
+            near = suggestion(prefix + key, _KEYS) or suggestion(key, _KEYS)
+            there = ", ".join(dict.fromkeys(prefix + name for name in known))
+            raise InvalidValue(f"unknown key '{prefix}{key}':{near} (there are: {there})")
+
+
+def _model(kind: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
+    """An instance of a pydantic model."""
+    hints = get_type_hints(kind)
+    try:
+        return kind.model_validate({key: _none(value, hints[key]) for key, value in values.items()})
+    except ValidationError as error:
+        raise _explained(error, prefix) from None
+
+
+def _dataclass(kind: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
+    """An instance of a plain dataclass, whose own checks speak after those of the types."""
+    hints = get_type_hints(kind)
+    given: dict[str, Any] = {}
+    for key, value in values.items():
+        try:
+            adapter: TypeAdapter[Any] = TypeAdapter(hints[key], config=ConfigDict(strict=True))
+            given[key] = adapter.validate_python(_none(value, hints[key]))
+        except ValidationError as error:
+            raise _explained(error, prefix + key) from None
+    try:
+        return kind(**given)
+    except InvalidValue as error:
+        raise InvalidValue(f"{prefix}{error}") from None
+
+
+def _none(value: Any, hint: Any) -> Any:
+    """TOML has no word for nothing: 'none' stands for it where nothing is allowed."""
+    return None if value == "none" and type(None) in get_args(hint) else value
+
+
+def _explained(error: ValidationError, prefix: str) -> InvalidValue:
+    """The first thing that pydantic found wrong, as one line."""
+    first = error.errors()[0]
+    place = "".join(f"[{part}]" if isinstance(part, int) else str(part) for part in first["loc"])
+    allowed = _ALLOWED.get(
+        first["type"], first["msg"].lower().removeprefix("input should be ").removeprefix("a valid ")
+    )
+    return InvalidValue(f"{prefix}{place} must be {allowed}, not {first['input']!r}")
+
+
+def _override(table: dict[str, Any], text: str) -> None:
+    """Put `key=value` into the table; tables on the way are made."""
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if not equals or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", key):
+        raise InvalidValue(f"{text!r} is not key=value, such as rounds=50 or training.learning_rate=0.1")
+    *tables, last = key.split(".")
+    for depth, name in enumerate(tables, start=1):
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise InvalidValue(f"{key!r} cannot be set: {'.'.join(tables[:depth])!r} is a value, not a table")
+    table[last] = _value(value.strip())
+
+
+def _value(text: str) -> Any:
+    """A value as TOML writes it; what TOML does not know is text, and lists may hold such text too."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        pass
+    if text.startswith("[") and text.endswith("]"):
+        try:
+            items = parse(f"list({text})").positional[0]
+        except InvalidValue:
+            return text
+        return [str(item) if isinstance(item, Call) else item for item in items]
+    return text
+
+
+def _check(found: Configuration) -> None:
+    """What types alone cannot say."""
+    if not re.fullmatch(r"\w[\w. +=-]*", found.name):
+        raise InvalidValue(
+            f"name {found.name!r} must begin with a letter, figure or _ and can name a folder: no slashes"
+        )
+    seeds = found.seeds or [found.seed]
+    for seed in seeds:
+        require_at_least("seed", seed, 0)
+    for target in found.targets:
+        require_share("target accuracy", target)
+    require_at_least("workers", found.workers, 1)
+    if found.threads is not None:
+        require_at_least("threads", found.threads, 1)
+    if len(set(seeds)) < len(seeds):
+        raise InvalidValue(f"seeds must differ from each other, not {seeds}")
+    if found.data.local_test is not None and not 0 < found.data.local_test < 1:
+        raise InvalidValue(f"data.local_test must lie between 0 and 1, not {found.data.local_test}")
+    require_at_least("data.clients", found.data.clients, 0)
+    _check_expressions(found)
+
+
+def _check_expressions(found: Configuration) -> None:
+    """Every method, data set, partition and model is looked up before the first round of any."""
+    if found.algorithm is not None:
+        _named("algorithm", found.algorithm, build)
+    methods = [describe(_named("algorithms", text, build)) for text in found.algorithms]
+    for position, method in enumerate(methods):
+        if method in methods[:position]:
+            raise InvalidValue(f"algorithms lists {method!r} twice")
+    _named("data.name", found.data.name, lambda text: _looked_up(datasets, text))
+    _named("data.partition", found.data.partition, lambda text: _looked_up(partitions, text))
+    if ":" not in found.model:
+        _named("model", found.model, lambda text: _looked_up(models, text))
+
+
+def _named(key: str, text: str, make: Any) -> Any:
+    """`make(text)`, its error prefixed with the key where it does not name one itself."""
+    try:
+        return make(text)
+    except FedloomError as error:
+        raise InvalidValue(f"{key} = {text!r}: {error}") from None
+
+
+def _looked_up(registry: Registry[Any], text: str) -> None:
+    call = parse(text)
+    registry[call.name].options(call.positional, call.named)

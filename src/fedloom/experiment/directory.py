@@ -1,0 +1,164 @@
+"""The directory of one run: whose it is, who is working in it, and what it holds when the run is finished.
+
+configuration.json     everything the figures depend on, defaults filled in
+split.npz              which samples each client holds (`Partition.load` reads it); test-split.npz where clients test too
+task.json              label counts of the clients, class names, sizes
+environment.json       versions and machine of the latest start
+metrics.jsonl          one line a round, the same in every repetition
+timings.jsonl          seconds of each round
+checkpoint-*           the state to go on from
+model.safetensors      the final model, by the names of the module's `state_dict`
+result.json            the figures at the end; written last, so that its presence says that the run is finished
+report.html            figures and tables to look at
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from fedloom.checkpoint import RoundLog
+from fedloom.errors import CheckpointError
+from fedloom.experiment.environment import environment, version_changes
+from fedloom.files import UNFINISHED, remove_unfinished, write_text
+from fedloom.report.summary import RunSummary
+
+_LONGEST = 80  # of a folder's name that is made from an expression
+
+# What a run writes, and so all that starting afresh may remove.
+_FILES = (
+    "configuration.json", "split.npz", "test-split.npz", "task.json", "environment.json", "metrics.jsonl", "timings.jsonl",
+    "clients.jsonl", "clients", "checkpoint-*", "model.safetensors", "result.json", "report.html", f".*{UNFINISHED}",
+)  # fmt: skip
+
+
+class RunDirectory:
+    """One run's directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the directory alone, making it if need be. The system lets go of the lock when the process dies.
+
+        Raises `CheckpointError` when another process holds it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.path / ".lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise CheckpointError(
+                f"{self.path} is in use by another process: wait for it or choose another folder"
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    @property
+    def finished(self) -> bool:
+        """Whether a run came to its end here."""
+        return (self.path / "result.json").exists()
+
+    def begin(self, configuration: Mapping[str, Any], fresh: bool = False) -> list[str]:
+        """Make the directory that of this configuration; what there is to say about going on is returned, line by line.
+
+        With `fresh`, an earlier run's files are removed. Raises `CheckpointError` when the directory holds a run of another
+        configuration; the text names the first key that differs.
+        """
+        if fresh:
+            self.clear()
+        remove_unfinished(self.path)
+        self.require(configuration)
+        write_text(self.path / "configuration.json", to_json(configuration))
+        return [] if self.finished else self._note_environment()
+
+    def _note_environment(self) -> list[str]:
+        present, path = environment(), self.path / "environment.json"
+        before = self._read("environment.json") if path.exists() else present
+        write_text(path, to_json(present))
+        changes = version_changes(before, present)
+        return [f"{self.path} was begun with {changes}: the last digits may differ"] if changes else []
+
+    def require(self, configuration: Mapping[str, Any]) -> None:
+        """Raise `CheckpointError` unless the directory is empty or holds a run of this configuration."""
+        if not (self.path / "configuration.json").exists():
+            return
+        before, now = _flat(self._read("configuration.json")), _flat(configuration)
+        for key in sorted(before.keys() | now.keys()):
+            if before.get(key) != now.get(key):
+                raise CheckpointError(
+                    f"{self.path} holds a run with {key} = {before.get(key)!r}, not {now.get(key)!r}: "
+                    "choose another name or directory, or start again with --fresh"
+                )
+
+    def clear(self) -> None:
+        """Remove what a run wrote, and nothing else."""
+        for pattern in _FILES:
+            for path in self.path.glob(pattern):
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+
+    def summary(self, algorithm: str | None = None) -> RunSummary:
+        """What the run has left so far; `algorithm` is how its method is to be called (by default as in its configuration).
+
+        Raises `CheckpointError` when a file is missing or damaged.
+        """
+        configuration, task = self._read("configuration.json"), self._read("task.json")
+        return RunSummary(
+            algorithm or str(configuration["algorithm"]),
+            int(configuration["seed"]),
+            RoundLog(self.path / "metrics.jsonl").read(),
+            RoundLog(self.path / "timings.jsonl").read(),
+            task["label_counts"],
+            task["class_names"],
+            configuration,
+            self._read("environment.json"),
+        )
+
+    def _read(self, name: str) -> dict[str, Any]:
+        path = self.path / name
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(found, dict):
+                return found
+        except (OSError, ValueError):
+            pass
+        raise CheckpointError(f"{path} is missing or damaged: start again with --fresh")
+
+
+def folder_name(expression: str) -> str:
+    """A method's expression as the name of a folder: `stages(fedavg:20, fedmr)` is `stages-fedavg_20-fedmr`.
+
+    Expressions that are long or nest get a digest at the end, so that different ones stay different.
+    """
+    plain = expression.replace("'", "").replace('"', "")
+    name = re.sub(r"[^\w.=]+", "-", plain.replace(":", "_")).strip("-")
+    if plain.count("(") < 2 and len(name) <= _LONGEST:
+        return name
+    return f"{name[:_LONGEST]}-{hashlib.sha256(expression.encode()).hexdigest()[:8]}"
+
+
+def to_json(value: Any) -> str:
+    """JSON as people read it."""
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {prefix + key: value}
+    return flat

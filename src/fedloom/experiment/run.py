@@ -1,0 +1,263 @@
+"""One run: a method on a task with a seed, in Python (`run`) or from a configuration (`run_configured`)."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedloom.algorithm import Algorithm, build, describe
+from fedloom.engines.local import RowsEngine
+from fedloom.evaluation import Record
+from fedloom.experiment.artifact import save_model
+from fedloom.experiment.configuration import Configuration, schedule_values
+from fedloom.experiment.directory import RunDirectory, folder_name, to_json
+from fedloom.experiment.environment import environment
+from fedloom.experiment.events import Event, RunName, Watch
+from fedloom.federation import Federation
+from fedloom.files import write_text
+from fedloom.report import summary as figures
+from fedloom.report import write_report
+from fedloom.report.summary import RunSummary
+from fedloom.schedule import Schedule
+from fedloom.task import Task
+
+OnRound = Callable[[Record, Record], None]
+"""Called after each round with its figures and its times."""
+
+_SAMPLED = 1000  # inputs that stand for all of them when data are told apart
+
+_logger = logging.getLogger("fedloom")
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run that came to its end."""
+
+    federation: Federation
+    task: Task
+    configuration: dict[str, Any]
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The global model, a module of its own in evaluation mode."""
+        task = self.task
+        module = task.module(self.federation.algorithm.model())
+        task.layout.load_integers(module, self.federation.integers)
+        return module.eval()
+
+    @property
+    def history(self) -> list[Record]:
+        """The figures of each round."""
+        return self.federation.history
+
+    @property
+    def timings(self) -> list[Record]:
+        """The seconds of each round."""
+        return self.federation.timings
+
+    @property
+    def accuracy(self) -> float:
+        """Test accuracy after the last round, a share in [0, 1]."""
+        return figures.accuracies(self.summary)[-1]
+
+    @property
+    def best_accuracy(self) -> float:
+        """Best test accuracy of any round (chosen on the test set, so it flatters)."""
+        return max(figures.accuracies(self.summary))
+
+    def rounds_to(self, target: float) -> int | None:
+        """First round with at least this test accuracy (a share in (0, 1]); None if never."""
+        return figures.rounds_to(self.summary, target)
+
+    @cached_property
+    def summary(self) -> RunSummary:
+        """What tables and reports take."""
+        about = _described_data(self.task)
+        return RunSummary(
+            str(self.configuration["algorithm"]),
+            self.federation.schedule.seed,
+            self.history,
+            self.timings,
+            about["label_counts"],
+            about["class_names"],
+            self.configuration,
+            environment(),
+        )
+
+    def report(self, path: str | Path) -> None:
+        """Write a page of figures and tables that needs no other file."""
+        write_report(Path(path), f"{self.summary.algorithm}, seed {self.summary.seed}", [self.summary])
+
+
+def run(
+    algorithm: Algorithm | str,
+    task: Task,
+    *,
+    rounds: int = 100,
+    participation: float = 0.1,
+    seed: int = 0,
+    directory: str | Path | None = None,
+    evaluate_every: int | None = None,
+    checkpoint_every: int = 10,
+    dropout: float = 0.0,
+    personal_every: int | None = None,
+    personal_clients: int = 1000,
+    new_clients: float = 0.0,
+    on_round: OnRound | None = None,
+) -> Result:
+    """Train `algorithm`, such as `FedMR()` or `"fedmr(unit=segment, fraction=0.5)"`, on the task.
+
+    How long and how often is told as to `Schedule`. With a `directory`, figures, checkpoints and the final model are kept
+    there: the same call goes on where it was interrupted, and only reads what is there when the run is finished. `algorithm`
+    itself stays as it is.
+    Raises `InvalidValue` for a figure out of range, `CheckpointError` for the directory of another run, and `Diverged` when
+    no client's model is finite any more.
+    """
+    method = copy.deepcopy(build(algorithm))
+    schedule = Schedule(
+        rounds,
+        participation,
+        seed,
+        evaluate_every,
+        checkpoint_every,
+        dropout,
+        personal_every,
+        personal_clients,
+        new_clients,
+    )
+    described = _described(method, task, schedule)
+    if directory is None:
+        federation = Federation(method, task, RowsEngine(task), schedule)
+        federation.run(on_round)
+        return Result(federation, task, described)
+    place = RunDirectory(Path(directory))
+    with place.locked():
+        for notice in place.begin(described):
+            _logger.warning(notice)
+        federation = _open(method, task, schedule, place, described)
+        for notice in federation.notices:
+            _logger.warning(notice)
+        federation.run(on_round)
+        result = Result(federation, task, described)
+        _finish(result, place, type(task.model).__name__)
+    return result
+
+
+def run_directory(configuration: Configuration, algorithm: str, seed: int) -> RunDirectory:
+    """Where a configured run lies."""
+    return RunDirectory(configuration.folder / folder_name(describe(build(algorithm))) / f"seed-{seed}")
+
+
+def run_configured(
+    configuration: Configuration,
+    name: RunName,
+    watch: Watch,
+    *,
+    fresh: bool = False,
+    make_task: Callable[[int], Task] | None = None,
+) -> RunSummary:
+    """Run one method with one seed in its directory, or go on with it, or, when it is finished, only read its figures.
+
+    `fresh` starts again whatever is there. `watch` hears of every round; what it raises stops the run after that round.
+    `make_task` gives the task of a seed where the caller keeps tasks. Raises as `run` does.
+    """
+    resolved = configuration.resolved(name.algorithm, name.seed)
+    place = run_directory(configuration, name.algorithm, name.seed)
+    with place.locked():
+        if place.finished and not fresh:
+            place.require(resolved)
+            watch(Event("skipped", name, configuration.schedule.rounds))
+            return place.summary(name.algorithm)
+        task = (make_task or configuration.task)(name.seed)
+        notices = place.begin(resolved, fresh)
+        federation = _open(
+            build(name.algorithm), task, dataclasses.replace(configuration.schedule, seed=name.seed), place, resolved
+        )
+        for notice in [*notices, *federation.notices]:
+            watch(Event("notice", name, text=notice))
+        watch(Event("started", name, federation.finished))
+        federation.run(
+            lambda record, timing: watch(Event("round", name, federation.finished, record, timing["seconds"]))
+        )
+        _finish(Result(federation, task, resolved), place, configuration.model)
+        found = place.summary(name.algorithm)
+    watch(Event("ended", name, configuration.schedule.rounds, federation.history[-1], figures.seconds(found) or 0.0))
+    return found
+
+
+def _open(
+    method: Algorithm, task: Task, schedule: Schedule, place: RunDirectory, described: Mapping[str, Any]
+) -> Federation:
+    """The federation in its directory, after its last checkpoint; what it will need to be read is written first."""
+    identity = _identity(task, described)
+    federation = Federation(method, task, RowsEngine(task), schedule, place.path, identity)
+    task.partition.save(place.path / "split.npz")
+    if task.local_test is not None:
+        task.local_test.save(place.path / "test-split.npz")
+    write_text(place.path / "task.json", json.dumps(_described_data(task)) + "\n")
+    return federation
+
+
+def _finish(result: Result, place: RunDirectory, expression: str) -> None:
+    """Write the model, then the figures at the end, whose file says that the run is finished."""
+    task, summary = result.task, result.summary
+    about = {"algorithm": summary.algorithm, "seed": str(summary.seed), "data": task.dataset.name}
+    save_model(place.path / "model.safetensors", result.model, expression, task.dataset.spec, about)
+    ends = {
+        "rounds": len(summary.records),
+        "accuracy": result.accuracy,
+        "best_accuracy": result.best_accuracy,
+        "bytes_down": figures.bytes_down(summary),
+        "bytes_up": figures.bytes_up(summary),
+        "seconds": figures.seconds(summary),
+    }
+    write_text(place.path / "result.json", to_json(ends))
+
+
+def _described(method: Algorithm, task: Task, schedule: Schedule) -> dict[str, Any]:
+    """What a run in Python depends on, in the words of a configuration, as far as plain values can say it."""
+    return {
+        "algorithm": describe(method),
+        **schedule_values(schedule),
+        "model": type(task.model).__name__,
+        "data": {"name": task.dataset.name, "clients": task.clients},
+        "training": dataclasses.asdict(task.training),
+    }
+
+
+def _described_data(task: Task) -> dict[str, Any]:
+    """What reports say of the clients' data."""
+    names = task.dataset.class_names
+    return {
+        "label_counts": task.partition.histogram(task.train.labels.cpu().numpy(), task.dataset.classes).tolist(),
+        "class_names": None if names is None else list(names),
+        "train_samples": len(task.partition.indices),
+        "test_samples": len(task.test),
+        "parameters": task.layout.trainable,
+    }
+
+
+def _identity(task: Task, described: Mapping[str, Any]) -> str:
+    """A digest of what determines the run: settings, split, labels, initial model and a sample of the inputs."""
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
+    for samples in (task.train, task.test):
+        chosen = torch.linspace(0, max(len(samples) - 1, 0), min(len(samples), _SAMPLED)).long()
+        for tensor in (samples.labels, samples.inputs[chosen.to(samples.inputs.device)]):
+            digest.update(tensor.contiguous().cpu().numpy().tobytes())
+    for split in (task.partition, task.local_test):
+        if split is not None:
+            digest.update(split.indices.tobytes() + split.offsets.tobytes())
+    for row in (task.initial, task.initial_integers):
+        digest.update(row.cpu().numpy().tobytes())
+    return digest.hexdigest()
