@@ -111,6 +111,7 @@ class Algorithm:
     plan: Plan
     wraps: ClassVar[tuple[str, ...]] = ()  # names of the fields that hold inner methods
     single_download: ClassVar[bool] = True  # a client is sent one model, so that a wrapper can change where it starts
+    scores_start: ClassVar[bool] = True  # `personalise` depends on where training would start, not on memory alone
     variadic: ClassVar[bool] = False  # positional arguments are (method, last round) pairs of the first field
 
     # --- the server half ---

@@ -107,6 +107,9 @@ class UploadersMemory(Memory):
         self.seen[name] = rows.detach()
         self.memory.write(name, rows, self.uploads)
 
+    def write(self, name: str, rows: Tensor, clients: Tensor) -> None:
+        self.memory.write(name, rows, clients & self.uploads)
+
 
 def _require_one_start(method: Algorithm, plan: Plan) -> None:
     """Raise `InvalidValue` with the reason unless clients of `method` train from one whole model that they are sent."""
