@@ -24,7 +24,7 @@ from fedloom.report.tables import byte_text, time_text
 # After Okabe and Ito (2008): told apart by people with any common colour blindness, on white and on near black alike.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d4f", "#8a8f98")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
-ACCENT = COLOURS[0]
+BUBBLE = "#2a88c9"
 
 POINTS = 400
 """Points of a curve that are drawn; more than a screen is wide shows nothing more."""
@@ -154,7 +154,7 @@ def label_distribution(
                 "sizemode": "area",
                 "sizeref": 2 * float(samples.max(initial=1)) / largest**2,
                 "sizemin": 1,
-                "color": ACCENT,
+                "color": BUBBLE,
                 "opacity": 0.7,
                 "line": {"width": 0},
             },
@@ -230,9 +230,9 @@ def wrapped(name: str, width: int = 20) -> str:
 def _line(name: str, style: Style, drawn: Curve, form: str) -> go.Scatter:
     deviation = f" ± %{{customdata:{form}}}" if drawn.seeds > 1 else ""
     return go.Scatter(
-        x=drawn.x,
+        x=drawn.x.astype(np.float32),
         y=drawn.mean.astype(np.float32),
-        customdata=drawn.std.astype(np.float32),
+        customdata=drawn.std.astype(np.float32) if drawn.seeds > 1 else None,
         mode="lines+markers" if len(drawn.x) <= 2 else "lines",
         line={"color": style.colour, "width": 2, "dash": style.dash},
         hovertemplate=f"%{{y:{form}}}{deviation}",
@@ -243,7 +243,7 @@ def _line(name: str, style: Style, drawn: Curve, form: str) -> go.Scatter:
 
 def _band(name: str, style: Style, drawn: Curve) -> go.Scatter:
     return go.Scatter(
-        x=np.concatenate([drawn.x, drawn.x[::-1]]),
+        x=np.concatenate([drawn.x, drawn.x[::-1]]).astype(np.float32),
         y=np.concatenate([drawn.mean + drawn.std, (drawn.mean - drawn.std)[::-1]]).astype(np.float32),
         mode="lines",
         line={"width": 0},
@@ -281,7 +281,7 @@ def _pale(colour: str, opacity: float) -> str:
 
 def _layout(height: int) -> dict[str, Any]:
     """What all figures share; ground and text are left see-through enough for light and dark pages."""
-    axis = {"gridcolor": "rgba(128,128,128,0.22)", "zeroline": False, "title": {"standoff": 10}}
+    axis = {"gridcolor": "rgba(128,128,128,0.22)", "zeroline": False, "title": {"standoff": 10, "font": {"size": 13}}}
     return {
         "template": {"layout": {"xaxis": {**axis, "automargin": True}, "yaxis": {**axis, "automargin": True}}},
         "height": height,

@@ -39,10 +39,9 @@ class Slot:
 
     @property
     def html(self) -> str:
-        label = escape(f"{self.title}. {self.caption}")
         return (
             f"<figure><figcaption><b>{escape(self.title)}</b> {escape(self.caption)}</figcaption>"
-            f'<div id="{self.name}" role="img" aria-label="{label}" style="height:{self.height}px"></div></figure>'
+            f'<div id="{self.name}" style="height:{self.height}px"></div></figure>'
         )
 
     @property
@@ -78,9 +77,10 @@ def render(
     body = "".join(
         [
             headline(title, runs, rows),
-            method_chips(runs),
+            method_chips(runs) if len(rows) > 1 else "",
             "<main>",
-            f"<section>{_head('Comparison')}{comparison_table(runs, rows)}{_all(comparison)}</section>",
+            f"<section>{_head('Comparison' if len(rows) > 1 else 'Result')}",
+            f"{comparison_table(runs, rows)}{_all(comparison)}</section>",
             _curve_section(runs, curves),
             f"<section>{_head('Bytes and time')}<div class=pair>{_all(spent)}</div></section>",
             ""
@@ -109,7 +109,7 @@ def _curve_slots(runs: Sequence[RunSummary]) -> list[Slot]:
     captions = {
         "accuracy": f"of the global model.{band}",
         "loss": "of the global model.",
-        "training_loss": "of the clients that took part, at the end of their local training.",
+        "training_loss": "of the clients that took part, mean over their local steps.",
         "pool_cosine": "between the models of the pool.",
     }
     slots = []
@@ -151,7 +151,7 @@ def _cost_slots(runs: Sequence[RunSummary]) -> list[Slot]:
 
 
 def _seed_slot(runs: Sequence[RunSummary]) -> Slot:
-    caption = "A dot a seed, a bar across at their mean: methods whose dots overlap are not told apart by these seeds."
+    caption = "A dot a seed, a bar at their mean."
     return Slot("seeds", "Final accuracy of each seed.", caption, {"": figures.accuracy_by_seed(runs)})
 
 

@@ -14,6 +14,8 @@ from fedloom.report.figures import Style, styles
 from fedloom.report.summary import LAST, Row, RunSummary, Spread, faults
 from fedloom.report.tables import Table, byte_text, comparison, percent, time_text
 
+NO_BREAK = "\u00a0"
+
 FAULT_LINES = 60
 """Kinds of faults that are listed; more are counted."""
 
@@ -40,12 +42,10 @@ def method_chips(runs: Sequence[RunSummary]) -> str:
 
 def comparison_table(runs: Sequence[RunSummary], rows: Sequence[Row]) -> str:
     """The comparison, whose columns sort; the best value of a column is marked."""
-    table = comparison(rows)
-    if not sum(row.faults for row in rows):
-        table = Table(table.columns[:-1], tuple(line[:-1] for line in table.lines))
+    table = _worth_showing(comparison(rows))
     heads = "".join(
         f"<th scope=col aria-sort=none data-first={'ascending' if column.best == 'smallest' or not k else 'descending'}>"
-        f"<button>{escape(column.title)}</button></th>"
+        f"<button>{escape(column.title.replace(' %', NO_BREAK + '%'))}</button></th>"
         for k, column in enumerate(table.columns)
     )
     best = [table.best(k) for k in range(len(table.columns))]
@@ -113,7 +113,8 @@ def fault_table(runs: Sequence[RunSummary]) -> str:
     heads = "".join(f"<th scope=col>{name}</th>" for name in ("Method", "What happened", "Times", "Clients", "Rounds"))
     return (
         "<section><div class=head><h2>Clients that dropped out or were refused</h2></div><div class=scroll>"
-        f"<table class=words><thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>{left}</section>"
+        f"<table class='words faults'><thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+        f"{left}</section>"
     )
 
 
@@ -133,7 +134,9 @@ def _tiles(runs: Sequence[RunSummary], rows: Sequence[Row]) -> list[tuple[str, s
         if reached:
             spread, row = min(reached, key=lambda pair: pair[0].mean)
             rounds = f"{spread.mean:.1f}" if spread.count > 1 else f"{spread.mean:.0f}"
-            tiles.append((f"Fewest rounds to {percent(reach.target)} %", rounds, row.algorithm if several else ""))
+            tiles.append(
+                (f"Fewest rounds to {percent(reach.target)}{NO_BREAK}%", rounds, row.algorithm if several else "")
+            )
     sent = sum(spread.mean * row.seeds for row in rows for spread in (row.bytes_down, row.bytes_up) if spread)
     tiles.append(("Sent in all", byte_text(sent), "down and up"))
     if any(row.seconds for row in rows):
@@ -144,7 +147,7 @@ def _tiles(runs: Sequence[RunSummary], rows: Sequence[Row]) -> list[tuple[str, s
 
 def _accuracy(spread: Spread) -> str:
     deviation = f" ± {100 * spread.std:.1f}" if spread.count > 1 else ""
-    return f"{100 * spread.mean:.1f}{deviation} %"
+    return f"{100 * spread.mean:.1f}{deviation} %".replace(" ", NO_BREAK)
 
 
 def _lead(configuration: Mapping[str, Any]) -> list[str]:
@@ -161,7 +164,7 @@ def _lead(configuration: Mapping[str, Any]) -> list[str]:
         found.append(str(model))
     if (rounds := configuration.get("rounds")) is not None:
         found.append(f"{rounds} rounds")
-    return found
+    return [text.replace(" ", NO_BREAK) for text in found]
 
 
 def _unfinished(runs: Sequence[RunSummary]) -> str:
@@ -180,14 +183,30 @@ def _unfinished(runs: Sequence[RunSummary]) -> str:
     )
 
 
+def _worth_showing(table: Table) -> Table:
+    """The table without the columns that say nothing here: seeds and rounds that all methods share, faults of none."""
+    silent = {
+        k
+        for k, column in enumerate(table.columns)
+        if (column.title in ("Seeds", "Rounds") and len({line[k].text for line in table.lines}) == 1)
+        or (column.title == "Faults" and all(line[k].text == "0" for line in table.lines))
+    }
+    kept = [k for k in range(len(table.columns)) if k not in silent]
+    return Table(
+        tuple(table.columns[k] for k in kept), tuple(tuple(line[k] for k in kept) for line in table.lines)
+    )  # fmt: skip
+
+
 def _reading(rows: Sequence[Row]) -> str:
     """How to read the table."""
     text = f"Accuracy on the test set. Best is the best of any evaluation; the last column of the three averages the last {LAST}."
-    if any(row.seeds > 1 for row in rows):
-        text = f"Mean ± standard deviation over seeds. {text}"
+    seeds = {row.seeds for row in rows}
+    if seeds != {1}:
+        number = f"{min(seeds)}" if len(seeds) == 1 else f"{min(seeds)} to {max(seeds)}"
+        text = f"Mean ± standard deviation over {number} seeds. {text}"
     if rows and rows[0].reaches:
         text += " Rounds and bytes until the first evaluation at or above the target; * never reached"
-        text += f", × times faster than {rows[0].algorithm}." if len(rows) > 1 else "."
+        text += f", 2× is twice as fast as {rows[0].algorithm}." if len(rows) > 1 else "."
     return text
 
 
@@ -200,10 +219,15 @@ def _facts(tables: Sequence[Mapping[str, Any]], without: set[str]) -> str:
             if key not in without and value not in known:
                 known.append(value)
     return "".join(
-        f"<tr><th scope=row>{escape(key)}</th><td>{escape(_listed(known))}</td></tr>"
+        f"<tr><th scope=row>{_breakable(key)}</th><td>{escape(_listed(known))}</td></tr>"
         for key, known in values.items()
         if known
     )
+
+
+def _breakable(key: str) -> str:
+    """A key that may be broken behind its dots and underscores."""
+    return escape(key).replace(".", ".<wbr>").replace("_", "_<wbr>")
 
 
 def _listed(values: Sequence[str]) -> str:

@@ -8,7 +8,7 @@
   const settings = {
     responsive: true,
     displaylogo: false,
-    displayModeBar: touch ? false : "hover",
+    displayModeBar: !touch,
     modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
   };
 
