@@ -1,0 +1,30 @@
+"""FedPer: the top of the model stays with each client."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from fedloom.algorithm import algorithms
+from fedloom.algorithms.sharing import PartlyShared, block_layers
+from fedloom.checks import require_at_least
+
+
+@algorithms.register("fedper")
+@dataclass
+class FedPer(PartlyShared):
+    """FedAvg over the base of the model; the `personal_blocks` highest blocks stay with each client and train with it.
+
+    Base and personal part train together. Blocks are those the model declares, else its layers.
+    Source: Arivazhagan et al. 2019, algorithm 1.
+    """
+
+    personal_blocks: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least("personal_blocks", self.personal_blocks, 1)
+
+    def private(self, module: nn.Module) -> frozenset[str]:
+        return block_layers(module, slice(-self.personal_blocks, None))

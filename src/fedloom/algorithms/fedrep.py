@@ -1,0 +1,47 @@
+"""FedRep: a shared representation under a head of each client's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from fedloom.algorithm import Message, algorithms
+from fedloom.algorithms.sharing import PartlyShared
+from fedloom.checks import require_at_least
+from fedloom.cohort import Cohort
+from fedloom.errors import InvalidValue
+from fedloom.models.structure import head_name
+
+
+@algorithms.register("fedrep")
+@dataclass
+class FedRep(PartlyShared):
+    """FedRep: each round a client trains its own head for `head_epochs`, then the shared base for the local epochs.
+
+    The base is held fixed while the head trains (its statistics move, as in training mode) and the head while the base does.
+    Only the base travels and is averaged; heads start equal and never leave their clients. A client scores the received base
+    under its own head. Source: Collins et al. 2021, algorithm 1; FedALA, appendix G (5 head epochs, 1 of the base).
+    """
+
+    head_epochs: int = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least("head_epochs", self.head_epochs, 0)
+
+    def private(self, module: nn.Module) -> frozenset[str]:
+        head = head_name(module)
+        if not head:
+            raise InvalidValue(
+                f"fedrep needs a base under the classifier, and {type(module).__name__} is a single layer"
+            )
+        owners = (name.rpartition(".")[0] for name, _ in module.named_parameters())
+        return frozenset(owner for owner in owners if owner == head or owner.startswith(f"{head}."))
+
+    def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
+        layout, head = cohort.layout, self.private(cohort.module)
+        if self.head_epochs:
+            own = layout.slices(lambda slot: slot.layer in head)
+            start = cohort.fit(start, only=own, purpose="head", epochs=self.head_epochs).model
+        return cohort.fit(start, only=layout.slices(lambda slot: slot.layer not in head)).model

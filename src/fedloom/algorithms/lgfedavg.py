@@ -1,0 +1,30 @@
+"""LG-FedAvg: local representations below, a shared top."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from fedloom.algorithm import algorithms
+from fedloom.algorithms.sharing import PartlyShared, block_layers
+from fedloom.checks import require_at_least
+
+
+@algorithms.register("lg_fedavg")
+@dataclass
+class LgFedAvg(PartlyShared):
+    """FedAvg over the `global_blocks` highest blocks of the model; each client keeps its own representation below.
+
+    Both parts train together. Blocks are those the model declares, else its layers.
+    Source: Liang et al. 2020 (Think locally, act globally), algorithm 1.
+    """
+
+    global_blocks: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least("global_blocks", self.global_blocks, 1)
+
+    def private(self, module: nn.Module) -> frozenset[str]:
+        return block_layers(module, slice(None, -self.global_blocks))
