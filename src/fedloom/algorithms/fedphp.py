@@ -1,0 +1,92 @@
+"""FedPHP: a personal model inherited from round to round teaches the downloaded one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedloom.algorithm import Message, algorithms
+from fedloom.algorithms.sharing import PartlyShared
+from fedloom.checks import require_between, require_one_of
+from fedloom.cohort import Cohort
+from fedloom.replica import Batch, Net
+
+BANDWIDTHS = (10.0, 15.0, 20.0, 50.0)
+
+
+@algorithms.register("fedphp")
+@dataclass
+class FedPHP(PartlyShared):
+    """FedPHP: local training is drawn towards the features of the client's inherited model h, a moving average of its own.
+
+    Clients minimise (1 - lambda) L_i(w) + lambda MMD^2(features of w, features of h), h frozen in evaluation mode, with
+    MMD^2 = mean [k(x, x) + k(y, y) - 2 k(x, y)] and k = sum over a in {10, 15, 20, 50} of exp(-d^2 / (2 a)). Afterwards
+    h <- (1 - m) w + m h, statistics included, with m = mu t / (participation * rounds), at most mu, and t the client's earlier
+    rounds (`clock=own`), or m = mu t / rounds with t the earlier rounds of all (`clock=round`, PFLlib). So the first h is the
+    first trained model. h is scored (`deployed=history`), or the trained model (`deployed=local`, PFLlib).
+    Reconstructed from the description in FedALA and from PFLlib. Source: Li et al. 2021 (FedPHP); FedALA, appendix G.
+    """
+
+    mu: float = 0.9
+    transfer: float = 0.01
+    clock: Literal["own", "round"] = "own"
+    deployed: Literal["history", "local"] = "history"
+
+    scores_start: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_between("mu", self.mu, 0, 1)
+        require_between("transfer", self.transfer, 0, 1)
+        require_one_of("clock", self.clock, ("own", "round"))
+        require_one_of("deployed", self.deployed, ("history", "local"))
+
+    def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
+        history = cohort.memory.get("history", cohort.initial)
+        if self.transfer:
+            model = cohort.fit(start, objective=self._objective, given={"history": history}).model
+        else:
+            model = cohort.fit(start).model
+        cohort.memory["history"] = torch.lerp(model, history, self._inherited(cohort).to(model).unsqueeze(1))
+        if self.deployed == "local":
+            cohort.memory["personal"] = model
+        return model
+
+    def _inherited(self, cohort: Cohort) -> Tensor:
+        """m, the share of the old h in the new one, `[k]`; counts the participation."""
+        round = cohort.round
+        if self.clock == "round":
+            return torch.full((len(cohort.clients),), self.mu * (round.number - 1) / round.rounds)
+        earlier = cohort.memory.get("participations", torch.zeros(1, dtype=torch.int64))
+        cohort.memory["participations"] = earlier + 1
+        expected = round.rounds * round.participants / round.clients
+        return (self.mu * earlier.double() / expected).clamp(max=self.mu)
+
+    def _objective(self, net: Net, batch: Batch, given: Mapping[str, Tensor]) -> Tensor:
+        features, logits = net.both(batch.inputs)
+        with torch.no_grad():
+            inherited, _ = net.at(given["history"]).both(batch.inputs)
+        distance = squared_mmd(features.flatten(1), inherited.flatten(1))
+        return (1 - self.transfer) * F.cross_entropy(logits, batch.labels) + self.transfer * distance
+
+    def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
+        name = "history" if self.deployed == "history" else "personal"
+        return cohort.memory.get(name, self.complete(cohort, inbox["model"]))
+
+
+def squared_mmd(x: Tensor, y: Tensor) -> Tensor:
+    """Squared maximum mean discrepancy of `x [n, d]` and `y [n, d]` under the sum of Gaussian kernels of `BANDWIDTHS`."""
+    return (_kernel(x, x) + _kernel(y, y) - 2 * _kernel(x, y)).mean()
+
+
+def _kernel(x: Tensor, y: Tensor) -> Tensor:
+    squared = (x.unsqueeze(1) - y.unsqueeze(0)).square().sum(2)
+    total = torch.zeros_like(squared)
+    for bandwidth in BANDWIDTHS:
+        total = total + torch.exp(-squared / (2 * bandwidth))
+    return total

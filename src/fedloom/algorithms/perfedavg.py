@@ -1,0 +1,99 @@
+"""Per-FedAvg: learn a model that one step on a client's own data makes good."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from fedloom.algorithm import Message, algorithms
+from fedloom.algorithms.sharing import PartlyShared
+from fedloom.checks import require_at_least, require_one_of, require_positive
+from fedloom.cohort import Cohort, Given
+from fedloom.replica import Batch
+
+
+@algorithms.register("per_fedavg")
+@dataclass
+class PerFedAvg(PartlyShared):
+    """Per-FedAvg: clients minimise L_i(w - alpha grad L_i(w)), the loss after one step of their own.
+
+    Per step, with batches b1 and b2: w' = w - alpha grad l(w; b1), then a step of size beta along d = grad l(w'; b2)
+    (`variant=first_order`), or along d - alpha (grad l(w + delta d; b3) - grad l(w - delta d; b3)) / (2 delta), which puts the
+    Hessian back without forming it (`variant=hessian_free`). Two (three) batches are drawn at once and an incomplete set is
+    left out; a client with less than one set divides what it has. `alpha` and `beta` are the learning rate where not given;
+    `passes` repeats the local epochs (PFLlib makes 2). A client scores the model after one step of size alpha on one batch.
+    Source: Fallah et al. 2020, algorithm 1 and section 5; FedALA, appendix G.
+    """
+
+    alpha: float | None = None
+    beta: float | None = None
+    variant: Literal["first_order", "hessian_free"] = "first_order"
+    delta: float = 1e-3
+    passes: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.alpha is not None:
+            require_at_least("alpha", self.alpha, 0)
+        if self.beta is not None:
+            require_positive("beta", self.beta)
+        require_one_of("variant", self.variant, ("first_order", "hessian_free"))
+        require_positive("delta", self.delta)
+        require_at_least("passes", self.passes, 1)
+
+    def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
+        alpha = self._alpha(cohort)
+        count = 2 if self.variant == "first_order" else 3
+
+        def slope(weights: Tensor, batch: Batch, given: Given) -> tuple[Tensor, Tensor]:
+            return self._slope(cohort, weights, divided(batch, count, cohort.replica.needs_pairs), alpha)
+
+        settings = cohort.training
+        return cohort.fit(
+            start,
+            slope=slope,
+            epochs=self.passes * settings.epochs,
+            steps=None if settings.steps is None else self.passes * settings.steps,
+            batch_size=None if settings.batch_size is None else count * settings.batch_size,
+            drop_last=True,
+            learning_rate=self.beta,
+        ).model
+
+    def _slope(self, cohort: Cohort, weights: Tensor, parts: list[Batch], alpha: float) -> tuple[Tensor, Tensor]:
+        """Loss after the inner step, `[k]`, and the direction of the outer one, `[k, T]`."""
+        count = cohort.layout.trainable
+        _, gradient = cohort.gradient(weights, parts[0])
+        stepped = weights.clone()
+        stepped[:, :count].sub_(gradient, alpha=alpha)
+        loss, direction = cohort.gradient(stepped, parts[1])
+        weights[:, count:] = stepped[:, count:]  # the statistics that both batches have moved
+        if self.variant == "first_order":
+            return loss, direction
+        direction = direction.clone()
+        change = self._gradient_at(cohort, weights, direction, self.delta, parts[2])
+        change -= self._gradient_at(cohort, weights, direction, -self.delta, parts[2])
+        return loss, direction.sub_(change, alpha=alpha / (2 * self.delta))
+
+    @staticmethod
+    def _gradient_at(cohort: Cohort, weights: Tensor, direction: Tensor, distance: float, batch: Batch) -> Tensor:
+        moved = weights.clone()
+        moved[:, : cohort.layout.trainable].add_(direction, alpha=distance)
+        return cohort.gradient(moved, batch)[1].clone()
+
+    def initialise(self, cohort: Cohort, model: Tensor, inbox: Message) -> Tensor:
+        alpha = self._alpha(cohort)
+        return cohort.fit(model, purpose="adapt", steps=1, learning_rate=alpha).model if alpha else model
+
+    def _alpha(self, cohort: Cohort) -> float:
+        return cohort.round.learning_rate if self.alpha is None else self.alpha
+
+
+def divided(batch: Batch, count: int, needs_pairs: bool) -> list[Batch]:
+    """A batch of `[k, b, ...]` in `count` equal parts, in order; too few samples for that go into every part."""
+    size = batch.labels.shape[1] // count
+    if size < (2 if needs_pairs else 1):
+        return [batch] * count
+    cuts = [slice(part * size, (part + 1) * size) for part in range(count)]
+    return [Batch(batch.inputs[:, cut], batch.labels[:, cut], batch.step) for cut in cuts]

@@ -1,0 +1,93 @@
+"""pFedMe: personal models held to a local model by a Moreau envelope."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from fedloom.algorithm import Message, Replies, algorithms
+from fedloom.algorithms.sharing import PartlyShared
+from fedloom.checks import require_at_least, require_positive
+from fedloom.cohort import Cohort
+from fedloom.errors import InvalidValue
+from fedloom.replica import Batch
+from fedloom.round import Round
+
+
+@algorithms.register("pfedme")
+@dataclass
+class PFedMe(PartlyShared):
+    """pFedMe: a personal model theta near the minimum of l(theta) + (lambda / 2) ||theta - w||^2 for each client.
+
+    Both start from the download. Per batch, `inner_steps` times theta <- theta - personal_rate (grad l(theta; b) +
+    lambda (theta - w)), then w <- w - eta lambda (w - theta), with eta the learning rate of the round. w travels, theta is
+    scored. Server: w <- (1 - beta) w + beta * mean of the clients' w, by samples. `inner_weight_decay` (PFLlib: 0.001) pulls
+    theta towards 0 in the inner steps. Steps are plain: momentum, weight decay and clipping of local training do not apply.
+    w moves towards theta by the share lambda eta: beyond 1 it overshoots, which is warned of, and from 2 on it diverges,
+    which is refused. Source: T Dinh et al. 2020, algorithm 1; FedALA, appendix G.
+    """
+
+    regularisation: float = 15.0
+    personal_rate: float = 0.01
+    inner_steps: int = 5
+    beta: float = 1.0
+    inner_weight_decay: float = 0.0
+
+    scores_start: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least("regularisation", self.regularisation, 0)
+        require_positive("personal_rate", self.personal_rate)
+        require_at_least("inner_steps", self.inner_steps, 1)
+        require_positive("beta", self.beta)
+        require_at_least("inner_weight_decay", self.inner_weight_decay, 0)
+
+    def receive(self, round: Round, replies: Replies) -> None:
+        before = self.state["model"]
+        super().receive(round, replies)
+        if self.beta != 1:
+            self.state["model"] = before.lerp(self.state["model"], self.beta)
+
+    def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
+        share = self._share(cohort.round.learning_rate)
+        count = cohort.layout.trainable
+
+        def step(state: dict[str, Tensor], batch: Batch) -> Tensor:
+            local, personal = state["local"][:, :count], state["personal"][:, :count]
+            for _ in range(self.inner_steps):
+                loss, gradient = cohort.gradient(state["personal"], batch)
+                gradient.add_(personal - local, alpha=self.regularisation)
+                if self.inner_weight_decay:
+                    gradient.add_(personal, alpha=self.inner_weight_decay)
+                personal.sub_(gradient, alpha=self.personal_rate)
+            local.sub_(local - personal, alpha=share)
+            return loss
+
+        state = {"local": start.clone(), "personal": start.clone()}
+        cohort.metrics["training_loss"] = cohort.each_batch(step, state)
+        # Only the personal model has seen data, so the statistics are its.
+        state["local"][:, count:] = state["personal"][:, count:]
+        cohort.memory["personal"] = state["personal"]
+        return state["local"]
+
+    def _share(self, rate: float) -> float:
+        share = self.regularisation * rate
+        if share >= 2:
+            raise InvalidValue(
+                f"pfedme: regularisation {self.regularisation:g} times learning rate {rate:g} is {share:g}: "
+                "from 2 on the local model diverges"
+            )
+        if share > 1:
+            warnings.warn(
+                f"pfedme: regularisation times learning rate is {share:g}: above 1 the local model overshoots the "
+                "personal one in every step",
+                stacklevel=2,
+            )
+        return share
+
+    def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
+        return cohort.memory.get("personal", self.complete(cohort, inbox["model"]))
