@@ -1,0 +1,139 @@
+"""APPLE: each client learns how to mix everybody's core models into its own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import Message, Plan, Replies, algorithms
+from fedloom.algorithms.sharing import PartlyShared, length, put, require_everybody, take
+from fedloom.checks import require_at_least, require_between, require_one_of
+from fedloom.cohort import Cohort
+from fedloom.population import weighted_mean
+from fedloom.replica import Batch
+from fedloom.round import Round
+
+
+@algorithms.register("apple")
+@dataclass
+class Apple(PartlyShared):
+    """APPLE: adaptive personalised cross-silo learning. A client's model is theta_i = sum_j q_ij c_j, from all core models c_j.
+
+    Per batch, with G = grad l(theta_i; b), a client trains its own core, c_i <- c_i - eta q_ii G, and its relation to the
+    others, q_ij <- q_ij - relation_rate (<G, c_j> + l(t) mu (q_ij - q0_j)), then mixes again; it uploads c_i.
+    q0_j = n_j / sum n; l(t) = (cos(pi t / (L T)) + 1) / 2 while t < L T, then 0, with t the rounds before this one.
+    `initial` is where q_i starts: at q0 (`shares`, the authors), at 1 / N (`uniform`, PFLlib), or at the client itself (`own`).
+    `variant=pfllib` multiplies eta by N, replaces <G, c_j> by the mean over tensors of mean(G * c_j) and uploads theta_i.
+    Steps are plain: momentum, weight decay and clipping of local training do not apply. Needs all clients in every round.
+    theta_i is scored; the global model is the mean of the cores by samples. Traffic: 1 + N models.
+    Source: Luo and Wu 2022, algorithm 1; FedALA, appendix G.
+    """
+
+    relation_rate: float = 0.01
+    mu: float = 0.1
+    decline: float = 0.2
+    initial: Literal["shares", "uniform", "own"] = "shares"
+    variant: Literal["paper", "pfllib"] = "paper"
+
+    single_download: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least("relation_rate", self.relation_rate, 0)
+        require_at_least("mu", self.mu, 0)
+        require_between("decline", self.decline, 0, 1)
+        require_one_of("initial", self.initial, ("shares", "uniform", "own"))
+        require_one_of("variant", self.variant, ("paper", "pfllib"))
+
+    # --- the server half ---
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        require_everybody("apple", plan)
+        core = take(plan.initial.unsqueeze(0), self._unit)
+        # A view without memory of its own, until the first cores arrive.
+        self.state = {"initial": plan.initial.clone(), "cores": core.expand(plan.clients, length(self._unit))}
+
+    def send(self, round: Round) -> Message:
+        sizes = self.plan.sizes(torch.arange(self.plan.clients)).to(self.state["cores"])
+        return {"cores": self.state["cores"].unsqueeze(0), "shares": (sizes / sizes.sum()).unsqueeze(0)}
+
+    def receive(self, round: Round, replies: Replies) -> None:
+        cores = self.state["cores"].clone()
+        cores[replies.clients] = replies["model"]
+        self.state["cores"] = cores
+
+    def model(self) -> Tensor:
+        mean = weighted_mean(self.state["cores"], self.plan.sizes(torch.arange(self.plan.clients)))
+        return put(self.state["initial"].unsqueeze(0), self._unit, mean.unsqueeze(0))[0]
+
+    # --- the client half ---
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        cores, shares = inbox["cores"][0], inbox["shares"]  # every client is sent the same cores [N, m]
+        count = cohort.layout.trainable
+        own = torch.tensor(cohort.clients, device=cores.device)
+        relation = cohort.memory.get("relation", self._first_relation(shares, own)).clone()
+        state = {"core": cores[own, :count], "relation": relation, "shares": shares, "own": own.unsqueeze(1)}
+        state["model"] = self.complete(cohort, relation @ cores)
+        step = _Step(self, cohort, cores)
+        cohort.metrics["training_loss"] = cohort.each_batch(step, state)
+        step.mix(state)
+        cohort.memory["relation"], cohort.memory["personal"] = state["relation"], state["model"]
+        uploaded = state["model"].clone()
+        if self.variant == "paper":
+            uploaded[:, :count] = state["core"]
+        return self.upload(cohort, uploaded)
+
+    def _first_relation(self, shares: Tensor, own: Tensor) -> Tensor:
+        if self.initial == "shares":
+            return shares
+        if self.initial == "uniform":
+            return torch.full_like(shares, 1 / shares.shape[1])
+        return torch.eye(shares.shape[1], dtype=shares.dtype, device=shares.device)[own]
+
+    def strictness(self, round: Round) -> float:
+        """l(t), how strongly relations are held to the shares of data."""
+        end, passed = self.decline * round.rounds, round.number - 1
+        return (math.cos(math.pi * passed / end) + 1) / 2 if passed < end else 0.0
+
+    def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
+        return cohort.memory.get("personal", self.complete(cohort, inbox["model"]))
+
+
+class _Step:
+    """One batch of local training; `cores [N, m]` as they were downloaded."""
+
+    def __init__(self, method: Apple, cohort: Cohort, cores: Tensor) -> None:
+        self.method, self.cohort = method, cohort
+        self.count = cohort.layout.trainable
+        self.cores = cores[:, : self.count]
+        self.rate = cohort.round.learning_rate * (len(cores) if method.variant == "pfllib" else 1)
+        self.hold = method.strictness(cohort.round) * method.mu
+
+    def __call__(self, state: dict[str, Tensor], batch: Batch) -> Tensor:
+        loss, gradient = self.cohort.gradient(state["model"], batch)
+        core, relation, own = state["core"], state["relation"], state["own"]
+        slope = self._products(gradient, core, own) + self.hold * (relation - state["shares"])
+        core.addcmul_(relation.gather(1, own), gradient, value=-self.rate)
+        relation.sub_(slope, alpha=self.method.relation_rate)
+        self.mix(state)
+        return loss
+
+    def mix(self, state: dict[str, Tensor]) -> None:
+        """theta_i from the downloaded cores, with the client's own as it is by now."""
+        relation, own = state["relation"], state["own"]
+        others = relation.scatter(1, own, 0.0)
+        state["model"][:, : self.count] = torch.addcmul(others @ self.cores, relation.gather(1, own), state["core"])
+
+    def _products(self, gradient: Tensor, core: Tensor, own: Tensor) -> Tensor:
+        """<G, c_j> for every core, `[k, N]`, or what stands for it in the variant."""
+        if self.method.variant == "paper":
+            return (gradient @ self.cores.T).scatter(1, own, (gradient * core).sum(1, keepdim=True))
+        slots = [slot for slot in self.cohort.layout.slots if slot.stop <= self.count]
+        scaled = torch.cat([gradient[:, slot.slice] / (slot.stop - slot.start) for slot in slots], 1) / len(slots)
+        return (scaled @ self.cores.T).scatter(1, own, (scaled * core).sum(1, keepdim=True))

@@ -1,0 +1,104 @@
+"""FedAMP: the server sends each client a mean of the models like its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import Message, Plan, Replies, algorithms, downloaded
+from fedloom.algorithms.sharing import PartlyShared, length, pull, put, require_everybody, take
+from fedloom.checks import require_at_least, require_one_of, require_positive
+from fedloom.cohort import Cohort, Correction, Given
+from fedloom.population import squared_distances
+from fedloom.round import Round
+
+
+@algorithms.register("fedamp")
+@dataclass
+class FedAMP(PartlyShared):
+    """FedAMP: clients with like models pull each other, through a personalised mean u_i that the server makes for each.
+
+    u_i = sum_j xi_ij w_j with xi_ij = (alpha / sigma) exp(-||w_i - w_j||^2 / sigma) for j != i and xi_ii = 1 - sum of the others;
+    where the others exceed 1 they are scaled down to it (`diagnose` tells how many clients that concerns). A client trains its
+    own w_i, not u_i, on L_i(w) + (lambda / (2 alpha)) ||w - u_i||^2 and uploads it; w_i is what is scored.
+    `norm=plain` takes the norm unsquared, as PFLlib does. Needs all clients in every round.
+    The global model is the mean of the clients' models. Source: Huang et al. 2021, algorithm 1; FedALA, appendix G.
+    """
+
+    alpha: float = 1000.0
+    regularisation: float = 1.0
+    sigma: float = 0.1
+    norm: Literal["squared", "plain"] = "squared"
+
+    scores_start: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive("alpha", self.alpha)
+        require_at_least("regularisation", self.regularisation, 0)
+        require_positive("sigma", self.sigma)
+        require_one_of("norm", self.norm, ("squared", "plain"))
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        require_everybody("fedamp", plan)
+        initial = take(self.state.pop("model").unsqueeze(0), self._unit)
+        # A view without memory of its own, until the first models arrive.
+        self.state = {
+            "initial": plan.initial.clone(),
+            "models": initial.expand(plan.clients, length(self._unit)),
+            "distances": torch.zeros(plan.clients, plan.clients, dtype=torch.float64),
+        }
+
+    def send(self, round: Round) -> Message:
+        clients = torch.tensor(round.selected)
+        return {"model": self._attention()[clients].to(self.state["models"]) @ self.state["models"]}
+
+    def receive(self, round: Round, replies: Replies) -> None:
+        models = self.state["models"].clone()
+        models[replies.clients] = replies["model"]
+        self.state["models"] = models
+        self.state["distances"] = squared_distances(models[:, : self.layout.trainable]).double()
+
+    def model(self) -> Tensor:
+        return put(self.state["initial"].unsqueeze(0), self._unit, self.state["models"].mean(0, keepdim=True))[0]
+
+    def diagnose(self) -> dict[str, float]:
+        return {"fedamp_rescaled": float((self._pulls().sum(1) > 1).double().mean())}
+
+    def _pulls(self) -> Tensor:
+        """xi_ij for j != i as the formula gives it, zero on the diagonal, `[N, N]` float64."""
+        return ((self.alpha / self.sigma) * torch.exp(-self.state["distances"] / self.sigma)).fill_diagonal_(0)
+
+    def _attention(self) -> Tensor:
+        """xi, `[N, N]` float64 with rows that sum to 1."""
+        pulls = self._pulls()
+        pulls = pulls / pulls.sum(1, keepdim=True).clamp_min(1)
+        return pulls + torch.diag(1 - pulls.sum(1))
+
+    def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
+        # A wrapper that has made a start of its own means it; else a client goes on from its own model.
+        own = start if "downloaded" in inbox else cohort.memory.get("personal", start)
+        centre = self.complete(cohort, downloaded(inbox))[:, : cohort.layout.trainable]
+        strength = self.regularisation / self.alpha
+        correction = pull(strength) if self.norm == "squared" else _plain_pull(strength / 2)
+        model = cohort.fit(own, correction=correction, given={"centre": centre}).model
+        cohort.memory["personal"] = model
+        return model
+
+    def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
+        return cohort.memory.get("personal", self.complete(cohort, inbox["model"]))
+
+
+def _plain_pull(strength: float) -> Correction:
+    """The gradient of strength ||w - centre||; zero at the centre, where there is none."""
+
+    def correct(weights: Tensor, gradient: Tensor, given: Given) -> Tensor:
+        away = weights - given["centre"]
+        distance = away.norm(dim=1, keepdim=True).clamp_min(torch.finfo(away.dtype).tiny)
+        return gradient.add_(away / distance, alpha=strength)
+
+    return correct

@@ -1,0 +1,163 @@
+"""FedFomo: each client downloads other clients' models and mixes those that do better on its own data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import Message, Plan, Replies, algorithms
+from fedloom.algorithms.sharing import PartlyShared, length, put, take
+from fedloom.checks import require_at_least, require_between, require_share
+from fedloom.cohort import Cohort
+from fedloom.data.dataset import Samples
+from fedloom.population import weighted_mean
+from fedloom.round import Round
+
+
+@algorithms.register("fedfomo")
+@dataclass
+class FedFomo(PartlyShared):
+    """FedFomo: first-order model optimisation. A client weighs each downloaded model by how much better it does per distance.
+
+    With w_n the M downloaded models and w the client's model after its last mixing, on the client's validation samples
+    o_n = (L(w) - L(w_n)) / (||w_n - w|| + 1e-5). The client starts from sum_n o_n^+ w_n / sum_n o_n^+, or, where no o_n is
+    positive, from its own last model; trains, and uploads. The server keeps everybody's last model and the sums of o_n
+    (1 for a client and itself at first), and sends each client the M models it has valued most; M = `models`, all by default.
+    With chance `exploration` a client is sent M at random. `train_share` of a client's samples are trained on and the rest
+    validated on, the same in every round. In a client's first round there may be nothing to mix: it trains from the common start.
+    The last trained model is scored; the global model is the clients' mean. Traffic: 1 + M models.
+    Source: Zhang et al. 2021 (FedFomo), section 4; FedALA, appendix G.
+    """
+
+    models: int | None = None
+    train_share: float = 0.8
+    exploration: float = 0.0
+
+    single_download: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.models is not None:
+            require_at_least("models", self.models, 1)
+        require_share("train_share", self.train_share)
+        require_between("exploration", self.exploration, 0, 1)
+
+    # --- the server half: S clients have uploaded, and only these have rows ---
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        self.state = {
+            "initial": plan.initial.clone(),
+            "known": torch.zeros(0, dtype=torch.int64),  # [S] clients' numbers
+            "models": plan.initial.new_zeros(0, length(self._unit)),  # [S, m]
+            "relation": torch.zeros(0, 0, dtype=torch.float64),  # [S, S]
+        }
+
+    def send(self, round: Round) -> Message:
+        if not len(self.state["known"]):
+            return {"models": take(self.state["initial"].unsqueeze(0), self._unit).unsqueeze(1)}
+        if self._sent() == len(self.state["known"]):
+            return {"models": self.state["models"].unsqueeze(0)}
+        return {"models": self.state["models"][self._chosen(round)]}
+
+    def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
+        return {"model": take(self.model().unsqueeze(0), self._unit)}
+
+    def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
+        return {"model": (length(self._unit),), "values": (max(1, self._sent()),)}
+
+    def receive(self, round: Round, replies: Replies) -> None:
+        chosen = self._chosen(round) if len(self.state["known"]) else None
+        known, relation = self.state["known"], self.state["relation"]
+        new = replies.clients[~torch.isin(replies.clients, known)]
+        count = len(known) + len(new)
+        grown = torch.eye(count, dtype=relation.dtype)
+        grown[: len(known), : len(known)] = relation
+        self.state["known"] = torch.cat([known, new])
+        models = replies["model"].new_empty(count, replies["model"].shape[1])
+        models[: len(known)] = self.state["models"]
+        rows = torch.tensor([self._place(int(client)) for client in replies.clients])
+        models[rows] = replies["model"]
+        self.state["models"] = models
+        if chosen is not None:
+            grown[rows.unsqueeze(1), chosen[replies.slots]] += replies["values"].to(grown)
+        self.state["relation"] = grown
+
+    def model(self) -> Tensor:
+        if not len(self.state["known"]):
+            return self.state["initial"]
+        mean = weighted_mean(self.state["models"], self.plan.sizes(self.state["known"]))
+        return put(self.state["initial"].unsqueeze(0), self._unit, mean.unsqueeze(0))[0]
+
+    def _sent(self) -> int:
+        """How many models each client is sent."""
+        count = len(self.state["known"])
+        return count if self.models is None else min(self.models, count)
+
+    def _place(self, client: int) -> int | None:
+        found = (self.state["known"] == client).nonzero()
+        return int(found) if len(found) else None
+
+    def _chosen(self, round: Round) -> Tensor:
+        """Which of the S models each selected client is sent, `[K, M]`."""
+        count, sent = len(self.state["known"]), self._sent()
+        rows = []
+        for client in round.selected:
+            place, generator = self._place(client), round.stream("explore", client)
+            if self.exploration and float(torch.rand((), generator=generator)) < self.exploration:
+                order = torch.randperm(count, generator=generator)
+            else:
+                valued = torch.zeros(count) if place is None else self.state["relation"][place]
+                order = valued.argsort(descending=True, stable=True)
+            # All models go out as they lie, so that everybody is sent the same message.
+            rows.append(torch.arange(count) if sent == count else order[:sent])
+        return torch.stack(rows)
+
+    # --- the client half ---
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        own = cohort.memory.get("personal", cohort.initial)
+        reference = cohort.memory.get("mixed", cohort.initial)
+        downloads = [self.complete(cohort, model) for model in inbox["models"].unbind(1)]
+        values = self._values(cohort, reference, downloads)
+        weights = values.clamp_min(0)
+        total = weights.sum(1, keepdim=True)
+        weights = weights / torch.where(total > 0, total, 1)
+        mixed = torch.zeros_like(downloads[0])
+        for weight, model in zip(weights.unbind(1), downloads, strict=True):
+            mixed.addcmul_(weight.unsqueeze(1), model)
+        mixed = torch.where(total > 0, mixed, own)
+        cohort.memory["mixed"] = mixed
+        model = cohort.subset(self._training_part, "fomo", lasting=True).fit(mixed).model
+        cohort.memory["personal"] = model
+        return {**self.upload(cohort, model), "values": values}
+
+    def _values(self, cohort: Cohort, reference: Tensor, downloads: list[Tensor]) -> Tensor:
+        """o_n for each download, `[k, M]`."""
+        validation = cohort.subset(self._validation_part, "fomo", lasting=True)
+        count = cohort.layout.trainable
+        before = validation.loss(reference)
+        gains = [
+            (before - validation.loss(model)) / ((model - reference)[:, :count].norm(dim=1) + 1e-5)
+            for model in downloads
+        ]
+        return torch.stack(gains, 1).to(reference)
+
+    def _training_part(self, samples: Samples, generator: torch.Generator) -> Samples:
+        order = torch.randperm(len(samples), generator=generator)
+        return samples[order[: self._cut(len(samples))]]
+
+    def _validation_part(self, samples: Samples, generator: torch.Generator) -> Samples:
+        order = torch.randperm(len(samples), generator=generator)
+        rest = order[self._cut(len(samples)) :]
+        return samples[rest if len(rest) else order]
+
+    def _cut(self, count: int) -> int:
+        return max(1, int(self.train_share * count + 1e-9))
+
+    def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
+        return cohort.memory.get("personal", self.complete(cohort, inbox["model"]))

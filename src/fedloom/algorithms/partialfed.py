@@ -1,0 +1,132 @@
+"""PartialFed: each client learns which layers to load from the download and which to keep."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import Message, algorithms
+from fedloom.algorithms.sharing import PartlyShared
+from fedloom.checks import require_at_least, require_positive, require_share
+from fedloom.cohort import Cohort
+from fedloom.errors import InvalidValue
+from fedloom.layout import Layout
+from fedloom.replica import Batch
+
+TINY = 1e-20
+
+
+@algorithms.register("partialfed")
+@dataclass
+class PartialFed(PartlyShared):
+    """PartialFed-Adaptive: a learned strategy picks, layer by layer, the downloaded or the client's own weights.
+
+    A client holds its own model and for each layer two logits a. Per batch the working model takes each layer from the source
+    that a hard Gumbel-softmax of a at temperature tau draws. Batches alternate: `model_batches` of them train the weights that
+    were drawn, where they were drawn from; then `strategy_batches` train a alone, at the learning rate, by the straight-through
+    gradient <dl/dw_layer, downloaded - own> through the softmax. tau = temperature * cooling^(round - 1), at least
+    `coldest`. The model of the likelier sources is uploaded, is the client's own in its next round, and is scored (with the
+    download in its part). `bias` is the first logit of "downloaded" (ties are in its favour). Steps are plain: momentum,
+    weight decay and clipping of local training do not apply.
+    Reconstructed from the paper's text. Source: Sun et al. 2021, section 3; FedALA, appendix G.
+    """
+
+    model_batches: int = 8
+    strategy_batches: int = 2
+    temperature: float = 5.0
+    cooling: float = 0.965
+    coldest: float = 0.05
+    bias: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least("model_batches", self.model_batches, 1)
+        require_at_least("strategy_batches", self.strategy_batches, 0)
+        require_positive("temperature", self.temperature)
+        require_share("cooling", self.cooling)
+        require_positive("coldest", self.coldest)
+        if not math.isfinite(self.bias):
+            raise InvalidValue(f"bias must be a finite number, not {self.bias}")
+
+    def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
+        step = _Step(self, cohort)
+        state = {
+            "global": start.clone(),
+            "local": cohort.memory.get("personal", start).clone(),
+            "logits": self._logits(cohort).clone(),
+            "noise": step.noise(),
+        }
+        cohort.metrics["training_loss"] = cohort.each_batch(step, state)
+        model = torch.where(step.spread(_favours_global(state["logits"])), state["global"], state["local"])
+        cohort.memory["strategy"], cohort.memory["personal"] = state["logits"], model
+        return model
+
+    def _logits(self, cohort: Cohort) -> Tensor:
+        first = cohort.initial.new_zeros(1, len(cohort.layout.layers), 2)
+        first[:, :, 0] = self.bias
+        return cohort.memory.get("strategy", first)
+
+    def initialise(self, cohort: Cohort, model: Tensor, inbox: Message) -> Tensor:
+        chosen = _favours_global(self._logits(cohort))[:, layer_of(cohort.layout)]
+        return torch.where(chosen, model, cohort.memory.get("personal", model))
+
+
+class _Step:
+    """One batch of local training, on weights or on the strategy."""
+
+    def __init__(self, method: PartialFed, cohort: Cohort) -> None:
+        self.method, self.cohort = method, cohort
+        self.layer = layer_of(cohort.layout).to(cohort.initial.device)
+        cooled = method.temperature * method.cooling ** (cohort.round.number - 1)
+        self.temperature = max(cooled, method.coldest)
+
+    def noise(self) -> Tensor:
+        """Gumbel noise for every batch of the round, `[k, steps, layers, 2]`, from each client's own stream."""
+        settings, largest = self.cohort.training, int(self.cohort.sizes.max())
+        size = min(settings.batch_size or largest, largest)
+        steps = settings.epochs * math.ceil(largest / size) if settings.steps is None else settings.steps
+        shape = (steps, len(self.cohort.layout.layers), 2)
+        drawn = [torch.rand(shape, generator=generator) for generator in self.cohort.stream("strategy")]
+        uniform = torch.stack(drawn).to(self.cohort.initial)
+        return -torch.log(-torch.log(uniform + TINY) + TINY)
+
+    def spread(self, choice: Tensor) -> Tensor:
+        """A choice per layer, `[k, L]`, for every number of a row, `[k, P]`."""
+        return choice[:, self.layer]
+
+    def __call__(self, state: dict[str, Tensor], batch: Batch) -> Tensor:
+        downloaded, own, logits = state["global"], state["local"], state["logits"]
+        noisy = logits + state["noise"][:, batch.step]
+        chosen = self.spread(_favours_global(noisy))
+        working = torch.where(chosen, downloaded, own)
+        loss, gradient = self.cohort.gradient(working, batch)
+        rate, count = self.cohort.round.learning_rate, self.cohort.layout.trainable
+        pattern = self.method.model_batches + self.method.strategy_batches
+        if batch.step % pattern < self.method.model_batches:
+            working[:, :count].sub_(gradient, alpha=rate)
+            torch.where(chosen, working, downloaded, out=downloaded)
+            torch.where(chosen, own, working, out=own)
+            return loss
+        product = torch.zeros_like(noisy[:, :, 0])
+        product.index_add_(1, self.layer[:count], gradient * (downloaded - own)[:, :count])
+        soft = torch.softmax(noisy / self.temperature, 2)
+        slope = soft[:, :, 0] * soft[:, :, 1] * product / self.temperature
+        logits.sub_(torch.stack([slope, -slope], 2), alpha=rate)
+        return loss
+
+
+def _favours_global(logits: Tensor) -> Tensor:
+    """Where the download is at least as likely as the client's own weights, `[k, L]` bool of `[k, L, 2]`."""
+    return logits[:, :, 0] >= logits[:, :, 1]
+
+
+def layer_of(layout: Layout) -> Tensor:
+    """The number of the layer that each number of a row belongs to, `[P]` int64."""
+    owner = torch.empty(layout.size, dtype=torch.int64)
+    for number, unit in enumerate(layout.units("layer")):
+        for part in unit:
+            owner[part] = number
+    return owner
