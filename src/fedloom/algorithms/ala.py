@@ -1,0 +1,254 @@
+"""ALA: blend the download with the client's own model, weight by weight, instead of overwriting it; FedALA is ALA on FedAvg."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm, Message, Wrapper, algorithms, describe, downloaded
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.sharing import put, take
+from fedloom.algorithms.silobn import SiloBN
+from fedloom.checks import require_at_least, require_between, require_one_of, require_positive
+from fedloom.cohort import Cohort
+from fedloom.data.dataset import Samples
+from fedloom.errors import InvalidValue
+from fedloom.layout import Unit
+from fedloom.models.structure import block_parameters
+from fedloom.replica import Batch
+
+
+class Blend(NamedTuple):
+    """What initialisation comes to: where the inner method starts, in the slices that travel `[k, m]`; the blending weights
+    `[k, n]`; which clients have learned weights `[k]`; and the loss of each epoch of learning, NaN for who was done."""
+
+    start: Tensor
+    weights: Tensor
+    learned: Tensor
+    losses: list[Tensor]
+
+
+@algorithms.register("ala")
+@dataclass
+class Ala(Wrapper):
+    """Adaptive local aggregation: the inner method starts from a learned blend of the download and the client's last model.
+
+    In the `p` highest blocks of what travels, start = old + (download - old) * W, elementwise; the lower ones are the
+    download. A client learns W on `percent` % of its samples, drawn afresh each round, with everything else held fixed: after
+    every batch W <- clip(W - rate * grad l(start) * (download - old), 0, 1). W starts at `initial_weight` and persists. The
+    first time, epochs are repeated until the standard deviation of the last `window` epoch losses falls below `threshold`
+    (more than `window`, at most `max_epochs`); afterwards there are `epochs` of them, or none with `frozen`. A client that has
+    never trained takes the download. Everything else is the inner method's: what it compares with stays the download.
+
+    `sampling`: a `random` subset, or a contiguous `window` at a random place (the authors' code). `epoch_loss`: the `mean`
+    over batches, or the `last` batch's (the code). Before `start_round` ALA is off. `eval_point`: score the blend
+    (`after_init`) or the model that local training left (`after_train`); `evaluation=reuse` scores the blend with the weights
+    as they are, without learning first. What idle clients of `umf` would learn is not kept.
+    `observe`, where set, is called with round, clients and the loss `[k]` of each epoch of learning (figure 3).
+    Refuses methods whose clients download several models. Source: Zhang et al. 2023 (FedALA), algorithm 1, equations 3 to 5.
+    """
+
+    p: int = 1
+    percent: float = 80.0
+    rate: float = 1.0
+    threshold: float = 0.01
+    window: int = 10
+    max_epochs: int = 200
+    epochs: int = 1
+    frozen: bool = False
+    initial_weight: float = 1.0
+    sampling: Literal["random", "window"] = "random"
+    epoch_loss: Literal["mean", "last"] = "mean"
+    start_round: int = 1
+    eval_point: Literal["after_init", "after_train"] = "after_init"
+    evaluation: Literal["learn", "reuse"] = "learn"
+    observe: Callable[[int, tuple[int, ...], list[Tensor]], None] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        require_at_least("p", self.p, 1)
+        require_positive("percent", self.percent)
+        require_between("percent", self.percent, 0, 100)
+        require_at_least("rate", self.rate, 0)
+        require_at_least("threshold", self.threshold, 0)
+        require_at_least("window", self.window, 2)
+        require_at_least("max_epochs", self.max_epochs, 1)
+        require_at_least("epochs", self.epochs, 1)
+        require_between("initial_weight", self.initial_weight, 0, 1)
+        require_one_of("sampling", self.sampling, ("random", "window"))
+        require_one_of("epoch_loss", self.epoch_loss, ("mean", "last"))
+        require_at_least("start_round", self.start_round, 1)
+        require_one_of("eval_point", self.eval_point, ("after_init", "after_train"))
+        require_one_of("evaluation", self.evaluation, ("learn", "reuse"))
+        for method in self.method.nested():
+            if isinstance(method, Ala):
+                raise InvalidValue(f"ala({describe(self.method)}): the start is blended once, not twice")
+            if not method.single_download:
+                raise InvalidValue(
+                    f"ala: clients of {describe(method)} download several models, so there is no one download to blend with"
+                )
+
+    # --- the client half ---
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        blend = self.blend(cohort, inbox["model"])
+        reply = self.method.train(cohort, self._handed(inbox, blend))
+        memory, uploads = cohort.memory, cohort.uploads
+        trained = self.method.complete(cohort, reply["model"])
+        memory.write("ala_model", take(trained, self.top(cohort)), uploads)
+        if blend.losses:
+            memory.write("ala_weights", blend.weights, uploads)
+            memory.write("ala_learned", blend.learned, uploads)
+        if self.eval_point == "after_train":
+            memory.write("ala_trained", trained, uploads)
+        self._report(cohort, blend)
+        return reply
+
+    def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
+        if self.eval_point == "after_train" and bool(cohort.memory.knows("ala_trained").all()):
+            return cohort.memory.get("ala_trained", inbox["model"])
+        if self.method.scores_start:
+            inbox = self._handed(inbox, self.blend(cohort, inbox["model"], learn=self.evaluation == "learn"))
+        model = self.method.personalise(cohort, inbox)
+        return cohort.memory.get("ala_trained", model) if self.eval_point == "after_train" else model
+
+    @staticmethod
+    def _handed(inbox: Message, blend: Blend) -> Message:
+        return {**inbox, "model": blend.start, "downloaded": downloaded(inbox)}
+
+    def top(self, cohort: Cohort) -> Unit:
+        """The slices of a row that are blended: the parameters of the p highest blocks among those that travel.
+
+        Raises `InvalidValue` when there are fewer blocks.
+        """
+        layout, travels = cohort.layout, self.method.travels(cohort)
+        inside = {
+            slot.name
+            for slot in layout.slots
+            if slot.stop <= layout.trainable and any(u.start <= slot.start and slot.stop <= u.stop for u in travels)
+        }
+        groups = [inside.intersection(names) for names in block_parameters(cohort.module)]
+        groups = [names for names in groups if names]
+        if self.p > len(groups):
+            raise InvalidValue(
+                f"ala: p must be at most {len(groups)}, the number of blocks of this model that travel, not {self.p}"
+            )
+        chosen = set().union(*groups[-self.p :])
+        return layout.slices(lambda slot: slot.name in chosen)
+
+    def blend(self, cohort: Cohort, received: Tensor, *, learn: bool = True) -> Blend:
+        """The start that stands for the download `received [k, m]`, its weights learned first where `learn` says so."""
+        memory, top = cohort.memory, self.top(cohort)
+        whole = self.method.complete(cohort, received)
+        download = take(whole, top)
+        weights = memory.get("ala_weights", torch.full_like(download[:1], self.initial_weight))
+        learned = memory.get("ala_learned", torch.zeros(1, dtype=torch.bool))
+        known = memory.knows("ala_model")
+        if cohort.round.number < self.start_round or not bool(known.any()):
+            return Blend(received, weights, learned, [])
+        # Without an old model of its own a client blends the download with itself, whatever the weights.
+        old = memory.get("ala_model", download)
+        update = download - old
+        losses: list[Tensor] = []
+        if learn and self.rate:
+            weights, losses = self._learned(cohort, whole, old, update, weights, known, ~learned.cpu())
+            learned = learned | known.to(learned.device)
+        start = put(whole, top, old + update * weights)
+        return Blend(take(start, self.method.travels(cohort)), weights, learned, losses)
+
+    def _learned(
+        self,
+        cohort: Cohort,
+        whole: Tensor,
+        old: Tensor,
+        update: Tensor,
+        weights: Tensor,
+        known: Tensor,
+        first: Tensor,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The blending weights after learning, and the loss of each epoch. `first [k]`: whose initial stage this is."""
+        top = self.top(cohort)
+        part = cohort.subset(self._choose, "ala")
+
+        def step(state: dict[str, Tensor], batch: Batch) -> Tensor:
+            loss, gradient = part.gradient(state["model"], batch)
+            weights = state["weights"]
+            weights.addcmul_(take(gradient, top), state["update"], value=-self.rate).clamp_(0, 1)
+            _write(state["model"], top, torch.addcmul(state["old"], state["update"], weights))
+            state["last"].copy_(loss)
+            return loss
+
+        weights = weights.expand_as(update).clone()
+        losses: list[Tensor] = []
+        active = known & first if self.frozen else known.clone()
+        while bool(active.any()) and len(losses) < self.max_epochs:
+            state = {
+                "model": put(whole, top, torch.addcmul(old, update, weights)),
+                "weights": weights.clone(),
+                "old": old,
+                "update": update,
+                "last": update.new_zeros(len(update)),
+            }
+            mean = part.each_batch(step, state, only=top, purpose="ala", epochs=1, shuffle=False, drop_last=False)
+            loss = state["last"] if self.epoch_loss == "last" else mean
+            weights = torch.where(active.to(weights.device).unsqueeze(1), state["weights"], weights)
+            losses.append(torch.where(active.to(loss.device), loss, torch.nan))
+            enough = torch.tensor(len(losses) >= self.epochs)
+            active = active & ~torch.where(first, self._converged(losses), enough)
+        return weights, losses
+
+    def _converged(self, losses: list[Tensor]) -> Tensor:
+        """Whose last epoch losses vary no more, `[k]` bool."""
+        if len(losses) <= self.window:
+            return torch.zeros(len(losses[0]), dtype=torch.bool)
+        spread = torch.stack(losses[-self.window :]).double().std(0, correction=0)
+        return (spread < self.threshold).cpu()
+
+    def _choose(self, samples: Samples, generator: torch.Generator) -> Samples:
+        """`percent` % of a client's samples, rounded down, but enough for one step."""
+        count = len(samples)
+        chosen = min(count, max(2, int(self.percent * count / 100 + 1e-9)))
+        if self.sampling == "random":
+            return samples[torch.randperm(count, generator=generator)[:chosen]]
+        first = int(torch.randint(count - chosen + 1, (), generator=generator))
+        return samples[first : first + chosen]
+
+    def _report(self, cohort: Cohort, blend: Blend) -> None:
+        if blend.losses:
+            history = torch.stack(blend.losses)
+            epochs = (~history.isnan()).sum(0)
+            cohort.metrics["ala_epochs"] = epochs
+            cohort.metrics["ala_loss"] = history.gather(0, (epochs - 1).clamp_min(0).unsqueeze(0))[0]
+            if self.observe is not None:
+                self.observe(cohort.round.number, cohort.clients, blend.losses)
+
+
+def _write(rows: Tensor, unit: Unit, values: Tensor) -> None:
+    """Put `values [k, n]` into the slices of the unit, in place."""
+    start = 0
+    for part in unit:
+        rows[:, part] = values[:, start : start + part.stop - part.start]
+        start += part.stop - part.start
+
+
+@algorithms.register("fedala")
+@dataclass
+class FedALA(Ala):
+    """FedALA: FedAvg whose clients start from a learned blend of the global and their own model (`ala(fedavg)`).
+
+    All parameters are those of `ala`; `buffers` says whether batch-norm statistics stay with the clients (`local`, as in the
+    authors' code) or are averaged. Source: Zhang et al. 2023 (FedALA), algorithm 1.
+    """
+
+    method: Algorithm = field(init=False)
+    buffers: Literal["local", "average"] = "local"
+
+    def __post_init__(self) -> None:
+        require_one_of("buffers", self.buffers, ("local", "average"))
+        self.method = SiloBN() if self.buffers == "local" else FedAvg()
+        super().__post_init__()
