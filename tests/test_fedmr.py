@@ -1,0 +1,398 @@
+"""FedMR and Indep against plain loops over state dictionaries, their limiting cases, and what recombination must preserve."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fedloom.algorithm import Plan, Replies, algorithms, build, describe
+from fedloom.algorithms.fedmr import FedMR, Indep, blend_at
+from fedloom.engines.local import RowsEngine
+from fedloom.errors import InvalidValue
+from fedloom.federation import Federation
+from fedloom.layout import Layout
+from fedloom.population import mean_cosine_similarity
+from fedloom.randomness import stream
+from fedloom.schedule import Schedule
+from naive import State, World, assert_same, average, uniform
+
+# --- the second computation: lists of state dictionaries ---
+
+
+def layers_of(state: State, order: list[str]) -> list[list[str]]:
+    """Names of the floating-point tensors of each layer, layers in the order of the module."""
+    names = [name for name in state if state[name].is_floating_point()]
+    return [found for layer in order if (found := [n for n in names if n.rpartition(".")[0] == layer])]
+
+
+def naive_units(world: World, unit: str, fraction: float) -> list[list[str]]:
+    state = world.initial()
+    if unit == "tensor":
+        buffers = [name for name, b in world.module.named_buffers() if b.is_floating_point()]
+        return [[name] for name in world.trained + buffers]
+    layers = layers_of(state, [name for name, _ in world.module.named_modules()])
+    if unit == "layer":
+        return layers
+    share, count = Fraction(str(fraction)), len(layers)
+    segments: dict[int, list[str]] = {}
+    for j, names in enumerate(layers, start=1):
+        segments.setdefault(math.ceil(j / (share * count)), []).extend(names)
+    return [segments[s] for s in sorted(segments)]
+
+
+def naive_recombine(models: list[State], units: list[list[str]], generator: torch.Generator) -> list[State]:
+    result = [{name: tensor.clone() for name, tensor in model.items()} for model in models]
+    for names in units:
+        source = torch.randperm(len(models), generator=generator).tolist()
+        for k, other in enumerate(source):
+            for name in names:
+                result[k][name] = models[other][name].clone()
+    return result
+
+
+Train = Callable[[State, int, int], State]
+
+
+def naive_fedmr(
+    world: World,
+    selected: list[list[int]],
+    units: list[list[str]],
+    *,
+    absent: list[set[int]] | None = None,
+    train: Train | None = None,
+    blend: Callable[[int], float] = lambda number: 0.0,
+) -> list[State]:
+    """The global model after each round."""
+    pool = [world.initial() for _ in selected[0]]
+    models = []
+    for number, clients in enumerate(selected, start=1):
+        missing = absent[number - 1] if absent else set()
+        uploads = []
+        for k, client in enumerate(clients):
+            if client not in missing:
+                run = train(pool[k], number, client) if train else world.train(pool[k], number, client)[0]
+                pool[k] = run
+                uploads.append(run)
+        pool = naive_recombine(pool, units, stream(world.seed, "recombine", round=number))
+        for name, tensor in world.initial().items():
+            if not tensor.is_floating_point():  # counters of batches: their maximum goes to everybody
+                for model in pool:
+                    model[name] = torch.stack([upload[name] for upload in uploads]).amax(0)
+        mean = average(pool, uniform(clients))
+        for model in pool:
+            for name in mean:
+                if mean[name].is_floating_point():
+                    model[name] = model[name] + blend(number) * (mean[name] - model[name])
+        models.append(average(pool, uniform(clients)))
+    return models
+
+
+# --- rounds ---
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("unit", "fraction"), [("layer", 1.0), ("tensor", 1.0), ("segment", 0.4), ("segment", 0.7), ("segment", 1.0)]
+)
+def test_rounds_equal_plain_loops(norm: bool, unit: str, fraction: float) -> None:
+    world = World(norm=norm)
+    run = world.run(FedMR(unit=unit, fraction=fraction))  # type: ignore[arg-type]
+    assert_same(run.models, naive_fedmr(world, run.selected, naive_units(world, unit, fraction)))
+
+
+def test_rounds_of_indep_equal_plain_loops() -> None:
+    world = World(norm=True)
+    run = world.run(Indep())
+    assert_same(run.models, naive_fedmr(world, run.selected, []))
+
+
+def test_recombination_changes_the_run() -> None:
+    world = World()
+    mixed, apart = world.run(FedMR()), world.run(Indep())
+    assert_same(mixed.models[:1], apart.models[:1])  # the first mean is taken before anything mixed was trained
+    assert not torch.allclose(mixed.models[-1]["head.weight"], apart.models[-1]["head.weight"], atol=1e-6)
+
+
+def test_a_client_that_drops_out_leaves_its_slot_as_it_was_sent() -> None:
+    world = World(norm=True, rounds=6)
+    task = world.task()
+    schedule = Schedule(rounds=6, participation=0.5, seed=world.seed, dropout=0.4)
+    method = FedMR()
+    federation = Federation(method, task, RowsEngine(task), schedule)
+    models = []
+    for _ in range(6):
+        federation.step()
+        module = world.at(world.initial())
+        task.layout.load(module, method.model(), federation.integers)
+        models.append(module.state_dict())
+    absent = [{fault["client"] for fault in record["faults"]} for record in federation.history]
+    assert any(absent)
+    assert all(len(missing) < 3 for missing in absent)
+    selected = [record["clients"] for record in federation.history]
+    assert_same(models, naive_fedmr(world, selected, naive_units(world, "layer", 1.0), absent=absent))
+    assert len(method.state["pool"]) == 3
+
+
+def test_one_participant_is_sequential_training() -> None:
+    world = World(participation=0.01, norm=True)
+    run = world.run(FedMR(unit="tensor"))
+    state, expected = world.initial(), []
+    for number, (client,) in enumerate(run.selected, start=1):
+        state = world.train(state, number, client)[0]
+        expected.append(state)
+    assert_same(run.models, expected)
+
+
+def test_a_single_segment_moves_whole_models() -> None:
+    """After one round the pool is that of Indep with its slots permuted."""
+    world = World(rounds=1)
+    whole, apart = FedMR(unit="segment", fraction=1.0), Indep()
+    world.run(whole)
+    world.run(apart)
+    source = torch.randperm(3, generator=stream(world.seed, "recombine", round=1))
+    assert torch.equal(whole.state["pool"], apart.state["pool"][source])
+
+
+def test_two_stages_with_equal_weights_are_fedavg_until_the_switch() -> None:
+    world = World(norm=True)
+    average_all = world.run(build("fedavg(weighted=false)"))
+    staged = world.run(build("stages(fedavg(weighted=false):3, fedmr)"))
+    assert_same(staged.models[:3], average_all.models[:3])
+    longer = world.run(build("stages(fedavg(weighted=false):4, fedmr)"))
+    assert_same(longer.models, average_all.models)
+    # The round after the switch starts from one common model: its mean is still FedAvg's.
+    assert_same(staged.models[3:], average_all.models[3:])
+
+
+def test_the_pool_cosine_is_that_of_the_models() -> None:
+    world = World()
+    method = FedMR()
+    figures = world.run(method).federation.history[-1]
+    expected = mean_cosine_similarity(method.state["pool"][:, : method.layout.trainable])
+    assert figures["pool_cosine"] == pytest.approx(float(expected))
+    assert figures["pool_cosine"] < 1
+
+
+# --- blend ---
+
+
+def test_no_blend_is_fedmr_bit_for_bit() -> None:
+    world = World(norm=True)
+    plain, blended = FedMR(), FedMR(blend=0.0)
+    world.run(plain)
+    world.run(blended)
+    assert torch.equal(plain.state["pool"], blended.state["pool"])
+
+
+def test_full_blend_is_fedavg_with_equal_weights() -> None:
+    world = World(norm=True)
+    assert_same(world.run(FedMR(blend=1.0)).models, world.run(build("fedavg(weighted=false)")).models)
+
+
+@pytest.mark.parametrize("blend", ["0.3", "[[1, 1.0], [3, 0.0]]"])
+def test_blended_rounds_equal_plain_loops(blend: str) -> None:
+    world = World(norm=True)
+    method = build(f"fedmr(blend={blend})")
+    assert describe(build(describe(method))) == describe(method)
+    shares = {1: 1.0, 2: 0.5, 3: 0.0, 4: 0.0} if blend.startswith("[") else dict.fromkeys(range(1, 5), 0.3)
+    run = world.run(method)
+    units = naive_units(world, "layer", 1.0)
+    assert_same(run.models, naive_fedmr(world, run.selected, units, blend=shares.__getitem__))
+
+
+def test_blend_draws_the_models_together_and_keeps_their_mean() -> None:
+    world = World(rounds=1)
+    apart, near = FedMR(), FedMR(blend=0.5)
+    world.run(apart)
+    world.run(near)
+    mean = apart.model()
+    torch.testing.assert_close(near.model(), mean)
+    torch.testing.assert_close(near.state["pool"] - mean, 0.5 * (apart.state["pool"] - mean))
+
+
+@pytest.mark.parametrize(
+    ("number", "share"), [(1, 0.8), (2, 0.8), (6, 0.5), (10, 0.2), (15, 0.1), (20, 0.0), (99, 0.0)]
+)
+def test_a_scheduled_blend_is_linear_between_its_rounds(number: int, share: float) -> None:
+    assert blend_at([(2, 0.8), (10, 0.2), (20, 0.0)], number) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("blend", "message"),
+    [
+        ("1.5", "between 0 and 1, not 1.5"),
+        ("-0.1", "between 0 and 1"),
+        ("[]", "rounds must grow"),
+        ("[[5, 0.1], [5, 0.2]]", "rounds must grow"),
+        ("[[0, 0.1]]", "first round must be at least 1"),
+        ("[[1, 2.0]]", "share must be between 0 and 1"),
+        ("[[1]]", "blend="),
+    ],
+)
+def test_a_blend_that_cannot_be_is_refused(blend: str, message: str) -> None:
+    with pytest.raises(InvalidValue, match=message) as caught:
+        build(f"fedmr(blend={blend})")
+    assert "\n" not in str(caught.value)
+
+
+# --- local objectives ---
+
+
+@pytest.mark.parametrize("name", ["fedmr", "indep"])
+def test_a_local_objective_trains_the_models_of_the_pool(name: str) -> None:
+    world, mu = World(norm=True), 0.3
+    run = world.run(build(f"{name}(local=fedprox(mu={mu}))"))
+
+    def train(start: State, number: int, client: int) -> State:
+        def pull(parameters: dict[str, nn.Parameter]) -> None:
+            for key, parameter in parameters.items():
+                assert parameter.grad is not None
+                parameter.grad += mu * (parameter.detach() - start[key])
+
+        return world.train(start, number, client, adjust=pull)[0]
+
+    units = naive_units(world, "layer", 1.0) if name == "fedmr" else []
+    assert_same(run.models, naive_fedmr(world, run.selected, units, train=train))
+
+
+def test_plain_training_as_the_local_objective_changes_nothing() -> None:
+    world = World()
+    assert_same(world.run(build("fedmr(local=fedavg)")).models, world.run(build("fedmr")).models, 0)
+
+
+def test_a_local_objective_may_remember() -> None:
+    world = World(rounds=6)
+    run = world.run(build("fedmr(local=moon(mu=5))"))
+    client = run.selected[0][0]
+    assert run.memory(client, "moon_model").shape == (run.federation.task.layout.size,)
+    assert not torch.allclose(run.models[-1]["head.weight"], world.run(FedMR()).models[-1]["head.weight"])
+
+
+@pytest.mark.parametrize(
+    ("local", "reason"),
+    [
+        ("scaffold", "exchanges 'variate' beside the model"),
+        ("feddc", "beside the model"),
+        ("fedexp", "on the server alone"),
+        ("fedavgm", "on the server alone"),
+        ("fedmr", "on the server alone"),
+        ("umf(fedavg)", "wraps another method"),
+        ("stages(fedprox:1, fedavg)", "wraps another method"),
+    ],
+)
+def test_methods_whose_client_half_needs_more_are_refused(local: str, reason: str) -> None:
+    assert local.partition("(")[0] in algorithms
+    world = World()
+    with pytest.raises(InvalidValue, match=reason) as caught:
+        world.run(build(f"fedmr(local={local})"))
+    assert local.partition("(")[0] in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_misspelt_local_objective_is_told_the_nearest() -> None:
+    with pytest.raises(KeyError, match="did you mean 'fedprox'"):
+        build("fedmr(local=fedporx)")
+
+
+@pytest.mark.parametrize(
+    "expression", ["fedmr(local=fedprox(mu=0.1), unit=tensor)", "fedmr(unit='segment', fraction=0.5)", "indep", "fedmr"]
+)
+def test_an_expression_describes_what_it_builds(expression: str) -> None:
+    method = build(expression)
+    assert build(describe(method)) == method
+
+
+@pytest.mark.parametrize(("expression", "message"), [("fedmr(unit=layr)", "layer"), ("fedmr(fraction=0)", "fraction")])
+def test_other_values_that_cannot_be_are_refused(expression: str, message: str) -> None:
+    with pytest.raises(InvalidValue, match=message):
+        build(expression)
+
+
+# --- what recombination preserves, on any module ---
+
+
+@st.composite
+def modules(draw: st.DrawFn) -> nn.Module:
+    """Chains of linear layers and batch norms, some without bias or affine part, some nested."""
+    parts: list[nn.Module] = []
+    width = draw(st.integers(1, 4))
+    for _ in range(draw(st.integers(1, 4))):
+        following = draw(st.integers(1, 4))
+        parts.append(nn.Linear(width, following, bias=draw(st.booleans())))
+        if draw(st.booleans()):
+            parts.append(nn.BatchNorm1d(following, affine=draw(st.booleans())))
+        if draw(st.booleans()):
+            parts = [nn.Sequential(*parts)]
+        width = following
+    return nn.Sequential(*parts)
+
+
+def recombined(module: nn.Module, uploads: Tensor, method: FedMR, seed: int) -> Tensor:
+    """One round of the server half on given uploads `[K, P]`."""
+    layout, count = Layout(module), len(uploads)
+    plan = Plan(layout, layout.flatten(module), count, count, 1, seed, 2, lambda clients: clients + 1, module)
+    method.setup(plan)
+    every = torch.arange(count)
+    method.receive(plan.opening(), Replies({"model": uploads.clone()}, every, every, every + 1))
+    return method.state["pool"]
+
+
+cases = given(
+    module=modules(),
+    count=st.integers(1, 6),
+    unit=st.sampled_from(["layer", "tensor", "segment"]),
+    fraction=st.sampled_from([0.1, 0.25, 0.5, 0.7, 1.0]),
+    seed=st.integers(0, 10**6),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@cases
+def test_columns_keep_their_numbers(module: nn.Module, count: int, unit: str, fraction: float, seed: int) -> None:
+    size = Layout(module).size
+    uploads = torch.randint(-1000, 1000, (count, size), generator=torch.Generator().manual_seed(seed)).float()
+    method = FedMR(unit=unit, fraction=fraction)  # type: ignore[arg-type]
+    pool = recombined(module, uploads, method, seed)
+    assert torch.equal(pool.sort(0).values, uploads.sort(0).values)
+    assert torch.equal(pool.sum(0), uploads.sum(0))  # whole numbers: exact
+    anywhere = torch.full((size,), 7.0)
+    assert torch.equal((pool - anywhere).square().double().sum(), (uploads - anywhere).square().double().sum())
+
+
+@settings(deadline=None, max_examples=60)
+@cases
+def test_each_unit_of_each_model_is_used_once(
+    module: nn.Module, count: int, unit: str, fraction: float, seed: int
+) -> None:
+    layout = Layout(module)
+    uploads = torch.arange(count).float().unsqueeze(1).repeat(1, layout.size)  # every number names its model
+    method = FedMR(unit=unit, fraction=fraction)  # type: ignore[arg-type]
+    pool = recombined(module, uploads, method, seed)
+    for parts in layout.units(method.unit, fraction):
+        columns = torch.cat([pool[:, part] for part in parts], dim=1)
+        assert torch.equal(columns, columns[:, :1].expand_as(columns))  # a unit comes from one model
+        assert columns[:, 0].sort().values.tolist() == list(range(count))
+
+
+def test_models_of_the_pool_share_no_memory_with_each_other_or_the_past() -> None:
+    world = World()
+    method = FedMR()
+    federation = world.run(method).federation
+    pool = method.state["pool"]
+    before, kept = pool.clone(), pool
+    pool_rows = [row.data_ptr() for row in pool]
+    assert len(set(pool_rows)) == len(pool)
+    pool[0] += 1
+    assert torch.equal(pool[1:], before[1:])
+    pool[0] -= 1
+    federation.algorithm.state["pool"] = pool
+    round = method.plan.opening()
+    method.receive(round, Replies({"model": pool[:2] + 5}, torch.tensor([0, 1]), torch.tensor([0, 1]), torch.ones(2)))
+    assert torch.allclose(kept, before)  # the state before the round is still there
