@@ -80,7 +80,7 @@ def learning_curves(
     figure.update_layout(
         _layout(380),
         xaxis={"title": _X_TITLES[x], "rangemode": "tozero", **_x_form(x)},
-        yaxis={"title": title, "tickformat": ".0%" if measure == "accuracy" else "", "hoverformat": form},
+        yaxis={"title": title, "tickformat": ".2~%" if measure == "accuracy" else "", "hoverformat": form},
         hovermode="x unified" if len(styles(runs)) <= FEW and x == "round" else "closest",
     )
     return figure
@@ -118,7 +118,7 @@ def accuracy_by_seed(runs: Sequence[RunSummary], measure: str = "final") -> go.F
         )
     figure.update_layout(
         _layout(_bar_height(runs)),
-        xaxis={"title": f"{measure.capitalize()} test accuracy", "tickformat": ".0%"},
+        xaxis={"title": f"{measure.capitalize()} test accuracy", "tickformat": ".2~%"},
         yaxis={"autorange": "reversed", "automargin": True, "type": "category"},
     )
     return figure

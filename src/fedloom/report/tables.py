@@ -39,9 +39,9 @@ class Table:
 
     def best(self, column: int) -> set[int]:
         """The lines with the best value of a column: none unless there are two different values to compare. A value that
-        leaves out the seeds that failed is not compared."""
+        leaves out the seeds that failed is not compared, and values that look the same share the mark."""
         values = {k: line[column].value for k, line in enumerate(self.lines) if not line[column].partial}
-        numbers = {k: float(value) for k, value in values.items() if isinstance(value, int | float)}
+        numbers = {k: float(f"{value:.4g}") for k, value in values.items() if isinstance(value, int | float)}
         wanted = self.columns[column].best
         if not wanted or len(set(numbers.values())) < 2:
             return set()

@@ -1,0 +1,143 @@
+"""The report's page in a real browser: Chromium, headless, at the width of a desk and of a phone, and on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fedloom.report import write_report
+from report_support import CHROMIUM, Browser, made_up_run
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path (Debian's package: chromium)")
+
+METHODS = ("fedavg", "fedmr", "stages(fedavg:10, fedmr)", "<script>window.broken=1</script>")
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    runs = [made_up_run(name, seed) for name in METHODS for seed in (0, 1)]
+    write_report(path, "Four methods", runs, (0.5, 0.8, 0.99))
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("profile")) as running:
+        yield running
+
+
+def visible(browser: Browser, slot: str) -> set[str]:
+    """The methods that a figure shows."""
+    return set(
+        browser.run(f"document.getElementById('{slot}').data.filter(t => t.visible !== false).map(t => t.legendgroup)")
+    )
+
+
+def press(browser: Browser, selector: str) -> None:
+    browser.run(f"document.querySelector({selector!r}).click()")
+
+
+@pytest.mark.parametrize(("width", "phone", "dark"), [(1280, False, False), (1280, False, True), (390, True, False)])
+def test_it_loads_without_a_complaint_or_a_request(
+    browser: Browser, page: Path, width: int, phone: bool, dark: bool
+) -> None:
+    browser.open(page, width, dark=dark, phone=phone)
+    assert browser.errors == []
+    assert [url for url in browser.requests if not url.startswith(("file:", "data:"))] == []
+    assert browser.run("document.querySelectorAll('.js-plotly-plot .main-svg').length") >= 8
+    assert browser.run("document.documentElement.scrollWidth") <= width  # nothing sticks out sideways
+    assert browser.run("window.broken") is None
+    ground = browser.run("getComputedStyle(document.documentElement).backgroundColor")
+    assert (ground == "rgb(18, 21, 26)") is dark
+
+
+def test_every_figure_draws_its_traces(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    lines = "document.querySelectorAll('#curve-accuracy .scatterlayer .js-line').length"
+    assert browser.run(lines) == 2 * len(METHODS)  # a line and a band each
+    assert browser.run("document.querySelectorAll('#labels .points path').length") > 20
+    assert browser.run("document.querySelectorAll('#bytes .bars path').length") == 2 * len(METHODS)
+    names = browser.run("[...document.querySelectorAll('#bytes .ytick text')].map(t => t.textContent).join('|')")
+    assert "<script>" in names  # shown as text
+
+
+def test_columns_sort_both_ways_and_what_is_missing_stays_last(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    column = browser.run(
+        "[...document.querySelectorAll('.compare th')].findIndex(h => h.textContent.startsWith('Final accuracy'))"
+    )
+    cells = f"[...document.querySelectorAll('.compare tbody tr')].map(r => Number(r.cells[{column}].dataset.value))"
+    button = f".compare th:nth-child({column + 1}) button"
+    press(browser, button)
+    values = browser.run(cells)
+    assert values == sorted(values, reverse=True)
+    assert len(set(values)) == len(METHODS)
+    press(browser, button)
+    assert browser.run(cells) == sorted(values)
+    state = f"document.querySelector('.compare th:nth-child({column + 1})').getAttribute('aria-sort')"
+    assert browser.run(state) == "ascending"
+    press(browser, ".compare th:first-child button")
+    names = browser.run("[...document.querySelectorAll('.compare tbody tr')].map(r => r.dataset.method)")
+    assert sorted(names) == sorted(METHODS)
+    assert names[1:] == ["fedavg", "fedmr", "stages(fedavg:10, fedmr)"]
+
+
+def test_a_method_that_is_switched_off_is_off_everywhere(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    slots = ("seeds", "curve-accuracy", "curve-loss", "curve-training_loss", "curve-pool_cosine", "bytes", "seconds")
+    assert all(visible(browser, slot) == set(METHODS) for slot in slots)
+    press(browser, '.chip[data-method="fedmr"]')
+    assert all(visible(browser, slot) == set(METHODS) - {"fedmr"} for slot in slots)
+    assert browser.run("document.querySelectorAll('.compare tr.off').length") == 1
+    assert browser.run("document.querySelector('.chip[data-method=\"fedmr\"]').getAttribute('aria-pressed')") == "false"
+    press(browser, '.choice button[data-value="bytes"]')
+    assert visible(browser, "curve-loss") == set(METHODS) - {"fedmr"}  # also over another axis
+    press(browser, '.chip[data-method="fedmr"]')
+    assert all(visible(browser, slot) == set(METHODS) for slot in slots)
+    browser.run(
+        "document.querySelector('.chip[data-method=\"fedavg\"]').dispatchEvent(new MouseEvent('dblclick', {bubbles: true}))"
+    )
+    assert all(visible(browser, slot) == {"fedavg"} for slot in slots)
+    assert visible(browser, "labels") == {None}
+    assert browser.errors == []
+
+
+def test_curves_can_be_seen_over_bytes_and_seconds(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    title = "document.getElementById('curve-accuracy').layout.xaxis.title.text"
+    last = "Math.max(...document.getElementById('curve-accuracy')._fullData.at(-1).x)"
+    assert (browser.run(title), browser.run(last)) == ("Round", 30)
+    press(browser, '.choice button[data-value="bytes"]')
+    assert browser.run(last) == 30 * 1900
+    press(browser, '.choice button[data-value="seconds"]')
+    assert (browser.run(title), browser.run(last)) == ("Seconds", 15)
+
+
+def test_the_label_distribution_of_another_seed_can_be_chosen(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    drawn = "document.getElementById('labels')._fullData[0].marker.size.join()"
+    before = browser.run(drawn)
+    press(browser, '.choice button[data-choice="labels"]:nth-of-type(2)')
+    assert browser.run(drawn) != before
+
+
+def test_it_prints_in_light_colours_with_all_figures(browser: Browser, page: Path) -> None:
+    browser.open(page, dark=True)
+    printed = browser.pdf()
+    assert printed.startswith(b"%PDF")
+    assert len(printed) > 50_000
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    assert browser.run("getComputedStyle(document.documentElement).backgroundColor") == "rgb(255, 255, 255)"
+    browser.call("Emulation.setEmulatedMedia", media="")
+
+
+def test_twenty_runs_of_a_thousand_rounds_are_drawn_within_two_seconds(browser: Browser, tmp_path: Path) -> None:
+    path = tmp_path / "large.html"
+    write_report(path, "Large", [made_up_run(f"method{k}", 0, 1000, 100, 10) for k in range(20)], (0.5, 0.8))
+    assert path.stat().st_size < 8_000_000
+    # Other work on the machine may hold up one load or another.
+    assert any(browser.open(path) < 2 for _ in range(5))
+    assert browser.errors == []

@@ -1,0 +1,137 @@
+"""The report's page as text: what it says, that nothing in it is a user's markup, and that it asks nothing of a network."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from plotly.offline import get_plotlyjs
+
+from fedloom.errors import InvalidValue
+from fedloom.report import RunSummary, write_report
+from fedloom.report.page import render
+from report_support import made_up_run
+
+EVIL = '"><script>alert(1)</script><img src=x onerror=alert(2)>'
+
+
+class Elements(HTMLParser):
+    """The names of all elements, their attributes, and the text outside scripts and styles."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data: str) -> None:
+        if self.names[-1:] != ["script"] and self.names[-1:] != ["style"]:
+            self.text += f" {data}"
+
+
+def page_of(*runs: RunSummary, title: str = "A comparison") -> str:
+    return render(title, runs, (0.5,), "fedloom compare digits.toml").replace(get_plotlyjs(), "")
+
+
+def test_the_page_says_what_was_run_and_how_to_repeat_it() -> None:
+    text = Elements(page_of(made_up_run("fedavg", 0), made_up_run("fedmr", 0))).text
+    for expected in (
+        "A comparison",
+        "fedloom compare digits.toml",
+        "digits",
+        "x86_64",
+        "fedavg",
+        "fedmr",
+        "dropped out",
+    ):
+        assert expected in text
+
+
+def test_the_embedded_figures_are_json_of_every_kind() -> None:
+    page = page_of(*(made_up_run(name, seed) for name in ("fedavg", "fedmr") for seed in (0, 1)))
+    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    slots = json.loads(found[1])
+    assert set(slots) == {
+        "seeds", "curve-accuracy", "curve-loss", "curve-training_loss", "curve-pool_cosine", "bytes", "seconds", "labels",
+    }  # fmt: skip
+    assert set(slots["curve-accuracy"]["variants"]) == {"round", "bytes", "seconds"}
+    assert {f'<div id="{name}"' in page for name in slots} == {True}
+
+
+def test_text_from_users_never_becomes_markup() -> None:
+    run = made_up_run(EVIL, 0)
+    run.records[0]["faults"] = [{"client": 1, "reason": EVIL}]
+    hostile = replace(
+        run,
+        class_names=[EVIL, "b", "c", "d", "e"],
+        configuration={EVIL: EVIL, "data": {"name": EVIL}, "model": EVIL},
+        environment={EVIL: [EVIL]},
+    )
+    quiet = replace(run, algorithm="fedavg", records=[record | {"faults": []} for record in run.records])
+    page = render(EVIL, [hostile, quiet], (), EVIL).replace(get_plotlyjs(), "")
+    tame = Elements(page_of(made_up_run("fedavg", 0), made_up_run("fedmr", 0)))
+    elements = Elements(page)
+    assert elements.names.count("script") == tame.names.count("script") == 3
+    assert "img" not in elements.names
+    assert not any(name.startswith("on") for name, _ in elements.attributes)
+    assert elements.text.count(EVIL) >= 8
+
+
+def test_nothing_is_loaded_from_anywhere() -> None:
+    elements = Elements(page_of(made_up_run("fedavg", 0)))
+    links = [value or "" for name, value in elements.attributes if name in ("src", "href", "action", "srcset")]
+    assert all(link.startswith("data:") for link in links)
+    policy = [value or "" for name, value in elements.attributes if name == "content"]
+    assert any(value.startswith("default-src 'none'") for value in policy)
+
+
+def test_runs_that_stopped_early_are_named() -> None:
+    short = replace(made_up_run("fedmr", 3, rounds=4), configuration={"rounds": 30})
+    page = page_of(made_up_run("fedavg", 0), short)
+    assert "Not all runs have 30 rounds: fedmr (seed 3: 4)." in page
+    assert "Not all runs" not in page_of(made_up_run("fedavg", 0))
+
+
+def test_values_that_differ_between_runs_are_all_shown() -> None:
+    runs = [
+        replace(made_up_run("fedavg", k), configuration={"training": {"rate": rate}})
+        for k, rate in enumerate((0.1, 0.2))
+    ]
+    assert "0.1; 0.2" in Elements(page_of(*runs)).text
+
+
+def test_targets_and_command_of_the_configuration_stand_in() -> None:
+    run = replace(made_up_run("fedavg", 0), configuration={"targets": [0.25], "command": "fedloom run mine.toml"})
+    page = render("One run", [run])
+    assert "Rounds to 25\u00a0%" in page
+    assert "fedloom run mine.toml" in page
+
+
+def test_a_run_with_hardly_anything_still_has_a_report(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "report.html"
+    write_report(path, "Bare", [RunSummary("fedavg", 0, [{"round": 1, "bytes_down": 1, "bytes_up": 1}])])
+    text = path.read_text(encoding="utf-8")
+    assert "<h1>Bare</h1>" in text
+    assert [p.name for p in path.parent.iterdir()] == ["report.html"]
+    write_report(path, "No round yet", [RunSummary("fedavg", 0, [])])
+    assert "No round yet" in path.read_text(encoding="utf-8")
+
+
+def test_the_same_runs_give_the_same_page() -> None:
+    runs = [made_up_run("fedavg", 0), made_up_run("fedmr", 0)]
+    assert render("Twice", runs) == render("Twice", runs)
+
+
+def test_a_report_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValue, match="at least one run"):
+        write_report(tmp_path / "report.html", "Nothing", [])

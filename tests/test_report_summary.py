@@ -1,0 +1,207 @@
+"""The numbers of runs against plain loops over their records, and the tables that show them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedloom.errors import InvalidValue
+from fedloom.report.summary import (
+    RunSummary,
+    Spread,
+    best,
+    bytes_down,
+    bytes_to,
+    bytes_up,
+    faults,
+    final,
+    mean_of_last,
+    rounds_to,
+    seconds,
+    seconds_to,
+    summarise,
+)
+from fedloom.report.tables import byte_text, comparison, percent, time_text, to_csv, to_markdown
+
+
+def run_of(
+    accuracies: list[float | None], algorithm: str = "fedavg", seed: int = 0, timed: bool = True, cost: int = 10
+) -> RunSummary:
+    """A run with these accuracies (None: not evaluated); round t costs t * cost bytes down, half of it up, t seconds."""
+    records: list[dict[str, Any]] = []
+    for number, accuracy in enumerate(accuracies, start=1):
+        record: dict[str, Any] = {"round": number, "bytes_down": number * cost, "bytes_up": number * cost // 2}
+        records.append(record | ({} if accuracy is None else {"accuracy": accuracy}))
+    timings = [{"round": record["round"], "seconds": float(record["round"])} for record in records]
+    return RunSummary(algorithm, seed, records, timings if timed else [])
+
+
+def test_final_best_and_mean_of_last_count_evaluations_not_rounds() -> None:
+    run = run_of([None, 0.2, None, 0.8, None, 0.5, None])
+    assert final(run) == 0.5
+    assert best(run) == 0.8
+    assert mean_of_last(run, 2) == pytest.approx(0.65)
+    assert mean_of_last(run, 10) == pytest.approx(0.5)
+
+
+def test_a_run_without_evaluations_has_no_accuracy() -> None:
+    run = run_of([None, None])
+    assert (final(run), best(run), mean_of_last(run)) == (None, None, None)
+    assert rounds_to(run, 0.1) is None
+
+
+def test_rounds_to_a_target_are_counted_from_one_and_none_if_never() -> None:
+    run = run_of([0.9, 0.95, 0.4])
+    assert rounds_to(run, 0.9) == 1  # reached is at least the target
+    assert rounds_to(run, 0.91) == 2
+    assert rounds_to(run, 0.96) is None
+    assert bytes_to(run, 0.96) is None
+    assert seconds_to(run, 0.96) is None
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.one_of(st.none(), st.floats(0, 1)), min_size=1, max_size=30),
+    st.floats(0.01, 1),
+)
+def test_targets_equal_a_plain_search(accuracies: list[float | None], target: float) -> None:
+    run = run_of(accuracies)
+    expected = None
+    down = up = spent = 0
+    for k, accuracy in enumerate(accuracies):
+        down, up, spent = down + (k + 1) * 10, up + (k + 1) * 5, spent + k + 1
+        if accuracy is not None and accuracy >= target:
+            expected = k + 1
+            break
+    assert rounds_to(run, target) == expected
+    assert bytes_to(run, target) == (None if expected is None else down + up)
+    assert seconds_to(run, target) == (None if expected is None else spent)
+
+
+def test_totals_and_missing_times() -> None:
+    run = run_of([0.1, 0.2, 0.3])
+    assert (bytes_down(run), bytes_up(run), seconds(run)) == (60, 30, 6.0)
+    untimed = run_of([0.1, 0.2], timed=False)
+    assert seconds(untimed) is None
+    assert seconds_to(untimed, 0.2) is None
+
+
+def test_faults_name_round_client_and_reason() -> None:
+    run = RunSummary("fedavg", 0, [{"round": 1}, {"round": 2, "faults": [{"client": 7, "reason": "dropped out"}]}])
+    assert faults(run) == [(2, 7, "dropped out")]
+
+
+def test_spread_is_the_sample_deviation() -> None:
+    values = [0.5, 0.7, 0.9, 0.6]
+    spread = Spread.of(values)
+    assert spread is not None
+    mean = sum(values) / 4
+    assert spread.mean == pytest.approx(mean)
+    assert spread.std == pytest.approx((sum((v - mean) ** 2 for v in values) / 3) ** 0.5)
+    assert Spread.of([0.5]) == Spread(0.5, 0.0, 1)
+    assert Spread.of([]) is None
+
+
+def test_a_comparison_groups_seeds_by_method_in_order_of_appearance() -> None:
+    runs = [
+        run_of([0.2, 0.9], "b", 0),
+        run_of([0.5, 0.6], "a", 0),
+        run_of([0.9, 0.7], "b", 1),
+        run_of([0.1, 0.8], "a", 1),
+    ]
+    rows = summarise(runs, [0.85], last=2)
+    assert [row.algorithm for row in rows] == ["b", "a"]
+    assert [row.seeds for row in rows] == [2, 2]
+    assert rows[0].final is not None
+    assert rows[0].final.mean == pytest.approx(0.8)
+    assert rows[0].final.std == pytest.approx(statistics.stdev([0.9, 0.7]))
+    assert rows[0].last is not None
+    assert rows[0].last.mean == pytest.approx((0.55 + 0.8) / 2)
+    reach = rows[0].reaches[0]
+    assert reach.rounds == Spread(1.5, pytest.approx(0.5**0.5), 2)
+    assert (reach.reached, reach.seeds) == (2, 2)
+    assert rows[1].reaches[0].rounds is None
+
+
+def test_seeds_that_never_reach_a_target_are_in_no_mean_but_are_counted() -> None:
+    runs = [run_of([0.2, 0.9], seed=0), run_of([0.2, 0.3], seed=1)]
+    reach = summarise(runs, [0.9])[0].reaches[0]
+    assert reach.rounds == Spread(2.0, 0.0, 1)
+    assert (reach.reached, reach.seeds) == (1, 2)
+
+
+@pytest.mark.parametrize("target", [0.0, -0.1, 90.0])
+def test_a_target_that_is_no_share_is_refused(target: float) -> None:
+    with pytest.raises(InvalidValue, match=r"target accuracy must be in \(0, 1\], not"):
+        summarise([run_of([0.5])], [target])
+
+
+def test_the_table_marks_the_best_and_shows_speed_up_and_partial_success() -> None:
+    runs = [
+        *(run_of([0.1, 0.2, 0.3, 0.9], "slow", seed) for seed in (0, 1)),
+        *(run_of([0.1, 0.9, 0.8, 0.8], "quick", seed) for seed in (0, 1)),
+        run_of([0.9, 0.1, 0.1, 0.1], "lucky", 0),
+        run_of([0.1, 0.1, 0.1, 0.1], "lucky", 1),
+        run_of([0.1, 0.1, 0.1, 0.1], "never", 0),
+    ]
+    table = comparison(summarise(runs, [0.9]))
+    titles = [column.title for column in table.columns]
+    reach = titles.index("Rounds to 90 %")
+    assert [line[reach].text for line in table.lines] == ["4.0 ± 0.0", "2.0 ± 0.0 (2.0×)", "1 (1 of 2 seeds)", "*"]
+    assert table.best(reach) == {1}  # one lucky seed is not the fastest method
+    final_column = titles.index("Final accuracy, %")
+    assert table.lines[0][final_column].text == "90.00 ± 0.00"
+    assert table.lines[3][final_column].text == "10.00"
+    assert table.best(final_column) == {0}
+    assert table.best(titles.index("Method")) == set()
+
+
+def test_nothing_is_best_where_all_are_equal() -> None:
+    table = comparison(summarise([run_of([0.5], "a"), run_of([0.5], "b")]))
+    assert all(table.best(k) == set() for k in range(len(table.columns)))
+
+
+def test_csv_holds_plain_numbers_that_read_back() -> None:
+    rows = summarise([run_of([0.1, 0.9], "ala(fedavg, s=80)", 0), run_of([0.1, 0.7], "ala(fedavg, s=80)", 1)], [0.75])
+    read = list(csv.DictReader(io.StringIO(to_csv(rows))))
+    assert len(read) == 1
+    assert read[0]["algorithm"] == "ala(fedavg, s=80)"
+    assert float(read[0]["final"]) == pytest.approx(0.8)
+    assert float(read[0]["final_std"]) == pytest.approx(statistics.stdev([0.9, 0.7]))
+    assert (read[0]["reached_0.75"], float(read[0]["rounds_to_0.75"])) == ("1", 2.0)
+    assert float(read[0]["bytes_down"]) == 30
+
+
+def test_markdown_has_one_line_a_method_and_keeps_bars_out_of_cells() -> None:
+    text = to_markdown(summarise([run_of([0.5], "a|b"), run_of([0.25], "c")]))
+    lines = text.splitlines()
+    assert len(lines) == 4
+    assert lines[2].startswith(r"| a\|b | 1 | 1 | 50.00 |")
+    assert {line.replace(r"\|", "").count("|") for line in lines} == {lines[0].count("|")}
+
+
+def test_units_for_people() -> None:
+    assert [byte_text(n) for n in (0, 999, 1000, 1234, 999_600, 5_432_100, 123_456_789, 2.5e12)] == [
+        "0 B",
+        "999 B",
+        "1 kB",
+        "1.23 kB",
+        "1 MB",
+        "5.43 MB",
+        "123 MB",
+        "2.5 TB",
+    ]
+    assert [time_text(s) for s in (0.42, 38.2, 59.7, 245, 7620)] == [
+        "0.42 s",
+        "38 s",
+        "1 min 00 s",
+        "4 min 05 s",
+        "2 h 07 min",
+    ]
+    assert [percent(s) for s in (0.9, 0.875, 1.0, 0.07)] == ["90", "87.5", "100", "7"]
