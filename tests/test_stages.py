@@ -1,0 +1,277 @@
+"""Methods one after another: at given rounds, and where the run itself finds that one has stopped helping."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fedloom.algorithm import Algorithm, build, describe
+from fedloom.algorithms.stages import Stages, has_stopped_improving
+from fedloom.data.dataset import Dataset, Samples
+from fedloom.engines.local import RowsEngine
+from fedloom.errors import InvalidValue
+from fedloom.federation import Federation
+from fedloom.randomness import stream
+from fedloom.schedule import Schedule
+from fedloom.task import Task
+from fedloom.training import batch_order
+from naive import State, World, assert_same, average, shares, uniform
+
+SLOW = 0.3  # an improvement that this data cannot keep up, so that the switch comes within a few rounds
+
+
+# --- stages of known length ---
+
+
+def test_each_stage_starts_from_the_model_that_the_last_one_left() -> None:
+    world = World(norm=True, rounds=5)
+    run = world.run(build("stages(fedavg:2, fedavg(weighted=false):4, fedavg)"))
+    state, expected = world.initial(), []
+    for number, clients in enumerate(run.selected, start=1):
+        weights = uniform(clients) if number in (3, 4) else shares(world, clients)
+        state = average([world.train(state, number, client)[0] for client in clients], weights)
+        expected.append(state)
+    assert_same(run.models, expected)
+
+
+def test_the_last_method_leads_beyond_its_own_last_round() -> None:
+    world = World()
+    assert_same(world.run(build("stages(fedavg:2)")).models, world.run(build("fedavg")).models, 0)
+
+
+def test_the_model_between_two_stages_is_that_of_the_finished_one() -> None:
+    world = World(rounds=2)
+    staged = world.run(build("stages(fedavg:2, fedmr)"))
+    assert_same(staged.models, world.run(build("fedavg")).models)
+    pool = staged.federation.algorithm.full_state()["inner1.pool"]
+    assert torch.equal(pool, pool[:1].expand_as(pool))
+
+
+def test_memory_of_a_stage_lasts_to_the_next_one_of_its_kind() -> None:
+    """FedProx in between touches no memory of MOON's."""
+    world = World(rounds=4, participation=1.0)
+    run = world.run(build("stages(moon:1, fedprox:2, moon)"))
+    assert run.memory(0, "moon_model").shape == (run.federation.task.layout.size,)
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("stages()", "at least one method"),
+        ("stages(fedavg, fedmr)", "needs its last round"),
+        ("stages(fedavg:0, fedmr)", "must grow from 1 on"),
+        ("stages(fedavg:5, fedmr:5, fedavg)", "must grow from 1 on"),
+        ("stages(fedavg:atuo, fedmr)", "did you mean 'auto'"),
+        ("stages(fedavg:100, fedmr:auto)", "takes no :auto"),
+        ("stages(fedavg:auto, fedmr, patience=0)", "patience must be at least 1, not 0"),
+        ("stages(fedavg:auto, fedmr, improvement=2)", "improvement must be between 0 and 1, not 2"),
+        ("stages(fedavg:auto, fedmr, patiense=3)", "did you mean 'patience'"),
+        ("stages(0.5, fedmr)", "0.5 is not a method"),
+        ("fedavg:100", "belongs inside stages"),
+    ],
+)
+def test_what_cannot_be_staged_is_refused(expression: str, message: str) -> None:
+    with pytest.raises(InvalidValue, match=message) as caught:
+        build(expression)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "stages(fedavg:100, fedmr)",
+        "stages(fedavg:auto, fedmr, patience=3, improvement=0.02)",
+        "stages(fedprox(mu=0.1):auto, fedavg:7, fedmr(unit='segment', fraction=0.5))",
+        "stages(stages(fedavg:2, fedmr):5, fedavg)",
+    ],
+)
+def test_an_expression_describes_what_it_builds(expression: str) -> None:
+    method = build(expression)
+    assert describe(method) == expression
+    assert build(describe(method)) == method
+
+
+# --- stages that end by themselves ---
+
+
+def test_when_a_loss_has_stopped_improving() -> None:
+    nan = float("nan")
+    for losses, expected in [
+        ([1.0, 0.8, 0.6, 0.4], False),
+        ([1.0, 1.0, 1.0, 1.0], True),
+        ([1.0, 1.0, 0.95, 0.95], True),
+        ([1.0, 1.0, 0.85, 0.85], False),
+        ([1.0, 0.5, 0.9, 0.3], False),  # one good round among bad ones does not count
+        ([0.5, 0.4, 0.7, 0.9], True),
+        ([nan, 1.0, 1.0, 1.0], False),
+        ([nan, nan, nan, nan], False),
+    ]:
+        found = has_stopped_improving(torch.tensor(losses, dtype=torch.float64), improvement=0.1)
+        assert found is expected, losses
+
+
+def held_out(world: World, client: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions of the samples that a client keeps back, and of the others."""
+    size = world.sizes[client]
+    order = torch.randperm(size, generator=stream(world.seed, "held_out", client=client))
+    kept = max(1, round(0.1 * size))
+    return order[:kept], order[kept:]
+
+
+def naive_fedavg_that_waits(world: World, selected: list[list[int]]) -> tuple[list[State], list[float]]:
+    """FedAvg on what is not kept back, and the loss of each round's sent model on what is."""
+    state, models, losses = world.initial(), [], []
+    settings = world.training
+    for number, clients in enumerate(selected, start=1):
+        total, weight, uploads = 0.0, 0, []
+        for client in clients:
+            inputs, labels = world.data(client)
+            kept, rest = held_out(world, client)
+            with torch.no_grad():
+                loss = F.cross_entropy(world.at(state).eval()(inputs[kept]), labels[kept])
+            total, weight = total + float(loss) * len(labels), weight + len(labels)
+            module = world.at(state).train()
+            optimiser = torch.optim.SGD(
+                module.parameters(),
+                lr=world.rate(number),
+                momentum=settings.momentum,
+                weight_decay=settings.weight_decay,
+            )
+            order = batch_order(
+                len(rest),
+                stream(world.seed, "batches", round=number, client=client),
+                batch_size=settings.batch_size,
+                epochs=settings.epochs,
+                smallest=2 if world.norm else 1,
+            )
+            for index in order:
+                optimiser.zero_grad()
+                F.cross_entropy(module(inputs[rest][index]), labels[rest][index]).backward()
+                torch.nn.utils.clip_grad_norm_(module.parameters(), settings.clip or 1e9)
+                optimiser.step()
+            uploads.append(copy.deepcopy(module.state_dict()))
+        losses.append(total / weight)
+        state = average(uploads, shares(world, clients))
+        models.append(state)
+    return models, losses
+
+
+def first_round_without_gain(losses: list[float], patience: int, improvement: float) -> int | None:
+    for number in range(2 * patience, len(losses) + 1):
+        newer = sum(losses[number - patience : number]) / patience
+        older = sum(losses[number - 2 * patience : number - patience]) / patience
+        if newer > (1 - improvement) * older:
+            return number
+    return None
+
+
+def federation(
+    task: Task, method: Algorithm, rounds: int, directory: Path | None = None, dropout: float = 0
+) -> Federation:
+    schedule = Schedule(rounds=rounds, participation=0.5, seed=3, evaluate_every=1, dropout=dropout)
+    return Federation(method, task, RowsEngine(task), schedule, directory)
+
+
+def staged_run(task: Task, directory: Path | None = None) -> Federation:
+    method = build(f"stages(fedavg:auto, fedmr, patience=2, improvement={SLOW})")
+    return federation(task, method, 7, directory)
+
+
+def stages_of(run: Federation) -> list[float]:
+    """Which method is up after each round."""
+    return [record["stage"] for record in run.history]
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("patience", [1, 2])
+def test_a_stage_ends_when_the_loss_on_kept_samples_stops_falling(norm: bool, patience: int) -> None:
+    world = World(norm=norm, rounds=8)
+    expression = f"stages(fedavg:auto, fedmr, patience={patience}, improvement={SLOW})"
+    run = world.run(build(expression))
+    models, losses = naive_fedavg_that_waits(world, run.selected)
+    switch = first_round_without_gain(losses, patience, SLOW)
+    assert switch is not None
+    assert 2 * patience <= switch < 8
+    assert_same(run.models[:switch], models[:switch])
+    again = federation(world.task(), build(expression), 8)
+    again.run()
+    assert stages_of(again) == [0.0] * (switch - 1) + [1.0] * (
+        8 - switch + 1
+    )  # after its last round the next method is up
+    # From then on it is FedMR from the model that FedAvg left, on all samples.
+    first = average([world.train(models[switch - 1], switch + 1, c)[0] for c in run.selected[switch]], [1 / 3] * 3)
+    assert_same(run.models[switch : switch + 1], [first])
+
+
+def test_the_test_set_has_no_say() -> None:
+    world = World()
+    task = world.task()
+    other = Samples(torch.randn_like(task.test.inputs) * 100, task.test.labels.flip(0))
+    spoilt = replace(task, test=other, dataset=Dataset("random", task.train, other, world.classes))
+    one, two = staged_run(task), staged_run(spoilt)
+    one.run()
+    two.run()
+    assert stages_of(one) == stages_of(two)
+    assert [record["loss"] for record in one.history] != [record["loss"] for record in two.history]
+    assert torch.equal(one.algorithm.model(), two.algorithm.model())
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4, 5])
+def test_a_run_resumed_while_it_waits_goes_on_as_if_nothing_had_happened(tmp_path: Path, stop: int) -> None:
+    whole = staged_run(World().task())
+    whole.run()
+    halted = staged_run(World().task(), directory=tmp_path)
+    for _ in range(stop):
+        halted.step()
+    halted.save()
+    resumed = staged_run(World().task(), directory=tmp_path)
+    assert resumed.finished == stop
+    resumed.run()
+    expected, found = whole.algorithm.full_state(), resumed.algorithm.full_state()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor) or bool(tensor.isnan().any()), name
+    assert resumed.history == whole.history
+
+
+def test_a_stage_whose_last_round_went_by_is_passed_over() -> None:
+    method = build(f"stages(fedavg:auto, fedprox(mu=100):2, fedmr, patience=1, improvement={SLOW})")
+    run = federation(World().task(), method, 8)
+    run.run()
+    assert stages_of(run)[-1] == 2.0
+    assert 1.0 not in stages_of(run)
+
+
+def test_a_round_without_replies_does_not_count() -> None:
+    method = build("stages(fedavg:auto, fedmr, patience=1)")
+    run = federation(World().task(), method, 4, dropout=1.0)
+    run.run()
+    assert stages_of(run) == [0.0] * 4
+    assert bool(method.state["losses"].isnan().all())
+
+
+def test_clients_with_a_single_sample_take_part() -> None:
+    world = World(sizes=(1, 2, 9), participation=1.0)
+    run = world.run(build("stages(fedavg:auto, fedmr, patience=3)"))
+    assert [record["faults"] for record in run.federation.history] == [[]] * 4
+
+
+def test_only_stages_that_wait_cost_a_message_more() -> None:
+    world = World(rounds=8)
+    plain = world.run(build("fedavg")).federation.history[0]
+    known = world.run(build("stages(fedavg:9, fedmr)")).federation.history[0]
+    waits = world.run(build("stages(fedavg:auto, fedmr)")).federation.history[0]
+    assert (known["bytes_down"], known["bytes_up"]) == (plain["bytes_down"], plain["bytes_up"])
+    assert waits["bytes_down"] == plain["bytes_down"] + 3 * 8  # the number of the stage
+    assert waits["bytes_up"] == plain["bytes_up"] + 3 * 4  # one loss
+
+
+def test_a_part_of_a_model_cannot_wait() -> None:
+    world = World()
+    with pytest.raises(InvalidValue, match="keeps part of the model"):
+        world.run(Stages([(build("fedrep"), "auto"), (build("fedavg"), None)]))
