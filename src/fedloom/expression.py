@@ -147,6 +147,31 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, list) else value
 
 
+# What pydantic's kinds of errors about types are called in one of ours.
+_ALLOWED = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "list_type": "a list",
+    "sequence_str": "a list",
+    "dict_type": "a table",
+    "model_type": "a table",
+}
+
+
+def allowed(error: ValidationError) -> str:
+    """What should have been there, by the first thing that pydantic found wrong: `a whole number`."""
+    first = error.errors()[0]
+    if first["type"] == "is_instance_of":
+        return "a method, such as fedavg" if "Algorithm" in str(first["ctx"]) else "a list"
+    return _ALLOWED.get(first["type"], first["msg"].lower().removeprefix("input should be ").removeprefix("a valid "))
+
+
 def checked(entry: Entry[Any], options: dict[str, Any]) -> dict[str, Any]:
     """`options` converted to the annotated types of the entry's parameters. Raises `InvalidValue` naming the one that has
     another type, or one that has no default and was not given."""
@@ -157,7 +182,7 @@ def checked(entry: Entry[Any], options: dict[str, Any]) -> dict[str, Any]:
             adapter = TypeAdapter(hints.get(name, Any), config=ConfigDict(arbitrary_types_allowed=True))
             result[name] = adapter.validate_python(value)
         except ValidationError as error:
-            raise InvalidValue(f"{entry.name}: {name}={show(value)}: {error.errors()[0]['msg'].lower()}") from None
+            raise InvalidValue(f"{entry.name}: {name} must be {allowed(error)}, not {show(value)}") from None
     missing = [name for name, p in entry.parameters.items() if p.default is p.empty and name not in result]
     if missing:
         raise InvalidValue(f"{entry.name} needs {', '.join(missing)}")

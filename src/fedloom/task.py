@@ -17,6 +17,7 @@ from fedloom.data.partition import Partition, partitions, split_train_test
 from fedloom.errors import InvalidValue
 from fedloom.expression import Call, checked, parse, plain
 from fedloom.layout import Layout
+from fedloom.models import models
 from fedloom.models.build import make_model
 from fedloom.registry import Entry
 from fedloom.training import Training
@@ -94,6 +95,8 @@ def _call(text: str | Call) -> Call:
 
 
 def _options(entry: Entry[Any], call: Call) -> dict[str, Any]:
+    if call.until is not None:
+        raise InvalidValue(f"{call}: nothing may follow here, but :{call.until} does")
     named = {name: plain(value) for name, value in call.named.items()}
     return checked(entry, entry.options(tuple(plain(value) for value in call.positional), named))
 
@@ -111,6 +114,18 @@ def make_partition(expression: str | Call, samples: Samples, clients: int, seed:
     entry = partitions[call.name]
     groups = None if samples.groups is None else samples.groups.cpu().numpy()
     return entry.make(samples.labels.cpu().numpy(), clients, seed, groups, **_options(entry, call))
+
+
+def _make_module(expression: str, dataset: Dataset, seed: int) -> nn.Module:
+    """The model of `mlp(hidden=[100])` or `package.module:callable(width=3)`, with initial weights drawn by the seed."""
+    path, bracket, inside = expression.partition("(")
+    if ":" not in path:
+        call = parse(expression)
+        return make_model(call.name, dataset.spec, seed, _options(models[call.name], call))
+    call = parse(f"model({inside}" if bracket else "model")
+    if call.positional:
+        raise InvalidValue(f"model {expression!r}: arguments need their names, such as width=3")
+    return make_model(path, dataset.spec, seed, {name: plain(value) for name, value in call.named.items()})
 
 
 def make_task(
@@ -141,11 +156,6 @@ def make_task(
     if local_test is not None:
         shared, kept = split_train_test(shared, seed, local_test)
     test = pool[torch.from_numpy(np.sort(kept.indices))] if merge and kept is not None else dataset.test
-    if isinstance(model, str):
-        call = parse(model) if ":" not in model else Call(model)
-        named = {name: plain(value) for name, value in call.named.items()}
-        module = make_model(call.name, dataset.spec, seed, named)
-    else:
-        module = copy.deepcopy(model)
+    module = _make_module(model, dataset, seed) if isinstance(model, str) else copy.deepcopy(model)
     settings = training if isinstance(training, Training) else Training(**(training or {}))
     return Task(dataset, pool, test, shared, module, settings, kept)

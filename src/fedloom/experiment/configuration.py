@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,8 @@ from fedloom.algorithm import build, describe
 from fedloom.checks import require_at_least, require_share
 from fedloom.data.dataset import Dataset, datasets
 from fedloom.data.partition import partitions
-from fedloom.errors import FedloomError, InvalidValue, suggestion
-from fedloom.expression import Call, parse
+from fedloom.errors import FedloomError, InvalidValue
+from fedloom.expression import Call, allowed, parse
 from fedloom.models import models
 from fedloom.registry import Registry
 from fedloom.schedule import Schedule
@@ -24,16 +25,6 @@ from fedloom.task import Task, make_task
 from fedloom.training import Training
 
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, arbitrary_types_allowed=True)
-
-# What pydantic's names for types are called in an error.
-_ALLOWED = {
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "string_type": "text",
-    "bool_type": "true or false",
-    "list_type": "a list",
-    "dict_type": "a table",
-}
 
 
 class Data(BaseModel):
@@ -158,9 +149,14 @@ _KEYS = [
 def _require_known(table: Mapping[str, Any], prefix: str, known: Sequence[str]) -> None:
     for key in table:
         if key not in known:
-            near = suggestion(prefix + key, _KEYS) or suggestion(key, _KEYS)
+            # Nearest in the same table, or else the same word in another.
+            homes = {full.rpartition(".")[2]: full for full in reversed(_KEYS)}
+            close = difflib.get_close_matches(key, known, n=1) or difflib.get_close_matches(key, homes, n=1)
+            near = prefix + close[0] if close and close[0] in known else homes[close[0]] if close else ""
             there = ", ".join(dict.fromkeys(prefix + name for name in known))
-            raise InvalidValue(f"unknown key '{prefix}{key}':{near} (there are: {there})")
+            raise InvalidValue(
+                f"unknown key '{prefix}{key}': " + (f"did you mean '{near}'?" if near else f"there are {there}")
+            )
 
 
 def _model(kind: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
@@ -197,10 +193,7 @@ def _explained(error: ValidationError, prefix: str) -> InvalidValue:
     """The first thing that pydantic found wrong, as one line."""
     first = error.errors()[0]
     place = "".join(f"[{part}]" if isinstance(part, int) else str(part) for part in first["loc"])
-    allowed = _ALLOWED.get(
-        first["type"], first["msg"].lower().removeprefix("input should be ").removeprefix("a valid ")
-    )
-    return InvalidValue(f"{prefix}{place} must be {allowed}, not {first['input']!r}")
+    return InvalidValue(f"{prefix}{place} must be {allowed(error)}, not {first['input']!r}")
 
 
 def _override(table: dict[str, Any], text: str) -> None:
