@@ -22,12 +22,6 @@ def relative_sizes(cohort: Cohort, inbox: Message) -> Tensor:
     return cohort.sizes.to(mean).unsqueeze(1) / mean
 
 
-def remember(cohort: Cohort, name: str, new: Tensor, old: Tensor) -> None:
-    """Keep `new [k, ...]` in memory for the clients that upload and `old` for the idle: the server's sums over all clients
-    know nothing of what an idle one did."""
-    cohort.memory[name] = torch.where(cohort.uploads.to(new.device).unsqueeze(1), new, old)
-
-
 def mean_gradient(before: Tensor, after: Tensor, steps: Tensor, rate: float) -> Tensor:
     """(before - after) / (steps rate), `[k, T]`: what one local step followed on average; zero for a client without steps."""
     return (before - after) / (steps.to(before).clamp_min(1) * rate).unsqueeze(1)

@@ -13,7 +13,7 @@ from fedloom.algorithm import Message, Plan, Replies, algorithms, downloaded
 from fedloom.algorithms.feddyn import Drifting
 from fedloom.checks import require_one_of
 from fedloom.cohort import Cohort, Given
-from fedloom.local_run import mean_gradient, relative_sizes, remember, require_sgd
+from fedloom.local_run import mean_gradient, relative_sizes, require_sgd
 from fedloom.round import Round
 
 
@@ -63,8 +63,8 @@ class FedDC(Drifting):
         rate = round.learning_rate if self.divisor == "current" else round.initial_learning_rate
         new = mean_gradient(start[:, :count], moved, trained.steps, rate).sub_(offset)
         new = torch.where((trained.steps > 0).to(new.device).unsqueeze(1), new, own)
-        remember(cohort, "feddc_drift", drift + moved - sent, drift)
-        remember(cohort, "feddc_update", new, own)
+        cohort.memory.write("feddc_drift", drift + moved - sent, cohort.uploads)
+        cohort.memory.write("feddc_update", new, cohort.uploads)
         return {"model": trained.model, "update": (new - own).mul_(size)}
 
 

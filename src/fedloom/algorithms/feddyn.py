@@ -11,7 +11,7 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms, downloaded
 from fedloom.checks import require_at_least, require_one_of
 from fedloom.cohort import Cohort, Given
-from fedloom.local_run import mean_size, relative_sizes, remember
+from fedloom.local_run import mean_size, relative_sizes
 from fedloom.round import Round
 
 Evaluated = Literal["cloud", "selected", "all"]
@@ -80,7 +80,7 @@ class FedDyn(Drifting):
         history = cohort.memory.get("feddyn_history", torch.zeros_like(sent))
         given = {"strength": self.alpha / relative_sizes(cohort, inbox), "centre": sent - history}
         model = cohort.fit(inbox["model"], correction=_pull, given=given).model
-        remember(cohort, "feddyn_history", history + model[:, :count] - sent, history)
+        cohort.memory.write("feddyn_history", history + model[:, :count] - sent, cohort.uploads)
         return {"model": model}
 
 

@@ -17,7 +17,6 @@ from fedloom.local_run import (
     mean_size,
     momentum_gain,
     relative_sizes,
-    remember,
     require_sgd,
 )
 from fedloom.replica import Batch
@@ -80,7 +79,7 @@ class Scaffold(Algorithm):
         else:
             new = self._followed(cohort, start, trained).add_(own).sub_(general)
         new = torch.where((trained.steps > 0).to(new.device).unsqueeze(1), new, own)
-        remember(cohort, "scaffold_variate", new, own)
+        cohort.memory.write("scaffold_variate", new, cohort.uploads)
         return {"model": trained.model, "variate": (new - own).mul_(size)}
 
     def _followed(self, cohort: Cohort, start: Tensor, trained: Trained) -> Tensor:
