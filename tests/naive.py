@@ -1,0 +1,201 @@
+"""Federated learning once more, the slow way: one client after another on copies of a module, one tensor after another.
+
+Methods are compared with what is written here. It shares with fedloom the order of the batches and the choice of the clients,
+which are random, and no mathematics.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedloom.algorithm import Algorithm
+from fedloom.data.dataset import Dataset, Samples
+from fedloom.data.partition import Partition
+from fedloom.engines.local import RowsEngine
+from fedloom.federation import Federation, Schedule
+from fedloom.randomness import stream
+from fedloom.task import Task
+from fedloom.training import Training, batch_order
+
+State = dict[str, Tensor]
+Batch = tuple[Tensor, Tensor]
+Loss = Callable[[nn.Module, Tensor, Tensor, int], Tensor]
+Adjust = Callable[[dict[str, nn.Parameter]], None]
+
+SIZES = (5, 11, 17, 8, 23, 13, 6)  # with batches of 4, three clients end on a single sample
+
+
+class Net(nn.Module):
+    """Two layers, with batch norm between them or without; `features` gives what enters the classifier."""
+
+    def __init__(self, inputs: int, classes: int, norm: bool) -> None:
+        super().__init__()
+        self.lower = nn.Linear(inputs, 7)
+        self.norm = nn.BatchNorm1d(7) if norm else nn.Identity()
+        self.head = nn.Linear(7, classes)
+
+    def features(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(self.lower(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.features(x))
+        return logits
+
+
+@dataclass
+class World:
+    """Unequal clients with random data in float64, and how they train."""
+
+    norm: bool = False
+    rounds: int = 4
+    participation: float = 0.5
+    seed: int = 3
+    sizes: tuple[int, ...] = SIZES
+    training: Training = field(
+        default_factory=lambda: Training(
+            learning_rate=0.1, momentum=0.5, weight_decay=1e-2, decay=0.9, epochs=2, batch_size=4, clip=1.5
+        )
+    )
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(11)
+        count, classes = sum(self.sizes), 4
+        self.inputs = torch.randn(count, 5, dtype=torch.float64, generator=generator)
+        self.labels = torch.randint(classes, (count,), generator=generator)
+        starts = [sum(self.sizes[:k]) for k in range(len(self.sizes))]
+        self.owned = [list(range(start, start + size)) for start, size in zip(starts, self.sizes, strict=True)]
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            self.module = Net(5, classes, self.norm).double()
+        self.classes = classes
+        self.clients = len(self.sizes)
+
+    def task(self) -> Task:
+        """The same world for fedloom."""
+        samples = Samples(self.inputs, self.labels)
+        data = Dataset("random", samples, samples, self.classes)
+        return Task(data, samples, samples, Partition.of(self.owned), copy.deepcopy(self.module), self.training)
+
+    def run(self, algorithm: Algorithm) -> Run:
+        """fedloom's own run of a method: the global model after each round, and who was selected."""
+        task = self.task()
+        schedule = Schedule(rounds=self.rounds, participation=self.participation, seed=self.seed, evaluate_every=1)
+        engine = RowsEngine(task)
+        federation = Federation(algorithm, task, engine, schedule)
+        models = []
+        for _ in range(self.rounds):
+            federation.step()
+            module = copy.deepcopy(self.module)
+            task.layout.load(module, algorithm.model(), federation.integers)
+            models.append(copy.deepcopy(module.state_dict()))
+        return Run(models, [record["clients"] for record in federation.history], federation, engine)
+
+    def rate(self, number: int) -> float:
+        return self.training.learning_rate * self.training.decay ** (number - 1)
+
+    def initial(self) -> State:
+        return copy.deepcopy(self.module.state_dict())
+
+    def at(self, state: State) -> nn.Module:
+        module = copy.deepcopy(self.module)
+        module.load_state_dict(state)
+        return module
+
+    @property
+    def trained(self) -> list[str]:
+        return [name for name, _ in self.module.named_parameters()]
+
+    def data(self, client: int) -> Batch:
+        return self.inputs[self.owned[client]], self.labels[self.owned[client]]
+
+    def batches(self, number: int, client: int) -> Iterator[Batch]:
+        inputs, labels = self.data(client)
+        t = self.training
+        generator = stream(self.seed, "batches", round=number, client=client)
+        for index in batch_order(
+            len(labels), generator, batch_size=t.batch_size, epochs=t.epochs, smallest=2 if self.norm else 1
+        ):
+            yield inputs[index], labels[index]
+
+    def train(
+        self, start: State, number: int, client: int, *, loss: Loss | None = None, adjust: Adjust | None = None
+    ) -> tuple[State, int]:
+        """One client's round with torch's own SGD: the state it ends in and the steps it made."""
+        module, t = self.at(start).train(), self.training
+        optimiser = torch.optim.SGD(
+            module.parameters(), lr=self.rate(number), momentum=t.momentum, weight_decay=t.weight_decay
+        )
+        steps = 0
+        for x, y in self.batches(number, client):
+            optimiser.zero_grad()
+            total = F.cross_entropy(module(x), y) if loss is None else loss(module, x, y, steps)
+            total.backward()
+            if adjust is not None:
+                adjust(dict(module.named_parameters()))
+            if t.clip is not None:
+                nn.utils.clip_grad_norm_(module.parameters(), t.clip)
+            optimiser.step()
+            steps += 1
+        return copy.deepcopy(module.state_dict()), steps
+
+
+@dataclass
+class Run:
+    """What fedloom did."""
+
+    models: list[State]
+    selected: list[list[int]]
+    federation: Federation
+    engine: RowsEngine
+
+    def memory(self, client: int, name: str) -> Tensor:
+        """What a client remembers as a flat vector."""
+        return self.engine.store.read(client)[name]
+
+
+def shares(world: World, clients: Sequence[int]) -> list[float]:
+    """p_i by samples."""
+    total = sum(world.sizes[i] for i in clients)
+    return [world.sizes[i] / total for i in clients]
+
+
+def uniform(clients: Sequence[int]) -> list[float]:
+    return [1 / len(clients)] * len(clients)
+
+
+def average(states: Sequence[State], weights: Sequence[float]) -> State:
+    """Tensor by tensor; integer buffers take their maximum."""
+    result = {}
+    for name, first in states[0].items():
+        if first.is_floating_point():
+            result[name] = sum((w * s[name] for w, s in zip(weights, states, strict=True)), torch.zeros_like(first))
+        else:
+            result[name] = torch.stack([s[name] for s in states]).amax(0)
+    return result
+
+
+def zeros(world: World) -> State:
+    """A zero for each trainable tensor."""
+    return {name: torch.zeros_like(p) for name, p in world.module.named_parameters()}
+
+
+def flat(world: World, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Trainable tensors as one vector."""
+    return torch.cat([tensors[name].reshape(-1) for name in world.trained])
+
+
+def assert_same(found: Sequence[State], expected: Sequence[State], tolerance: float = 1e-9) -> None:
+    """Every tensor of every round agrees."""
+    assert len(found) == len(expected)
+    for number, (one, two) in enumerate(zip(found, expected, strict=True), start=1):
+        assert one.keys() == two.keys()
+        for name in one:
+            torch.testing.assert_close(
+                one[name], two[name], rtol=tolerance, atol=tolerance, msg=lambda m, k=(number, name): f"{k}: {m}"
+            )
