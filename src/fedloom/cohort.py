@@ -272,7 +272,7 @@ class Cohort:
     def loss(self, rows: Tensor, *, samples: Sequence[Samples] | None = None, batch_size: int = 1024) -> Tensor:
         """Mean cross entropy `[k]` of each row on its client's samples (or on those given), in evaluation mode."""
         held = self._samples[0] if samples is None else samples[0]
-        total = torch.zeros((), device=rows.device)
+        total = torch.zeros((), dtype=rows.dtype, device=rows.device)
         for first in range(0, len(held), batch_size):
             part = held[first : first + batch_size]
             logits = self.replica.logits(rows, self._dataset.prepare(part.inputs).unsqueeze(0))[0]

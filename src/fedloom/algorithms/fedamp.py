@@ -94,11 +94,12 @@ class FedAMP(PartlyShared):
 
 
 def _plain_pull(strength: float) -> Correction:
-    """The gradient of strength ||w - centre||; zero at the centre, where there is none."""
+    """The gradient of strength ||w - centre||; zero at the centre, where there is none, and as near to it as rounding goes."""
 
     def correct(weights: Tensor, gradient: Tensor, given: Given) -> Tensor:
         away = weights - given["centre"]
-        distance = away.norm(dim=1, keepdim=True).clamp_min(torch.finfo(away.dtype).tiny)
-        return gradient.add_(away / distance, alpha=strength)
+        distance = away.norm(dim=1, keepdim=True)
+        rounding = 10 * torch.finfo(away.dtype).eps * weights.norm(dim=1, keepdim=True)
+        return gradient.add_(torch.where(distance > rounding, away / distance, 0), alpha=strength)
 
     return correct
