@@ -83,7 +83,8 @@ class Clustered(Wrapper):
             return Selection(_draw_distinct(clusters, capacity, round.clients, generator))
         drawn = [_draw(cluster, int(torch.randint(capacity, (), generator=generator))) for cluster in clusters]
         clients = tuple(dict.fromkeys(drawn))
-        each = {client: self.sizes[client] if self.weight == "size" else 1 / len(drawn) for client in clients}
+        # Averages divide by the sum of the weights: a client drawn c times weighs c, which is c/m exactly.
+        each = {client: self.sizes[client] if self.weight == "size" else 1 for client in clients}
         return Selection(clients, weights=tuple(float(drawn.count(client) * each[client]) for client in clients))
 
     def clusters(self, round: Round) -> list[Distribution]:

@@ -1,0 +1,403 @@
+"""FedUmf against plain loops in which every client trains in every round, and what a simulation may leave out."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedloom.algorithm import Algorithm, Message, algorithms, build, describe
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.umf import Umf, UploadersMemory
+from fedloom.cohort import Cohort
+from fedloom.engines.local import RowsEngine
+from fedloom.errors import InvalidValue
+from fedloom.federation import Federation
+from fedloom.layout import Unit
+from fedloom.schedule import Schedule
+from fedloom.store import ClientStore, Memory
+from fedloom.training import Training
+from naive import State, World, assert_same, average, flat, shares, uniform, zeros
+
+# --- the second computation ---
+
+
+def naive_umf(
+    world: World, selected: list[list[int]], alpha: float, *, weighted: bool, mu: float = 0.0, pool: bool = False
+) -> list[State]:
+    """FedUmf over FedAvg (uniform or by samples), over FedProx (mu), or over Indep (pool): every client trains always."""
+    state = world.initial()
+    slots = [world.initial() for _ in selected[0]] if pool else []
+    stored: dict[int, State] = {}
+    before: list[int] = []
+    models = []
+    for number, clients in enumerate(selected, start=1):
+        ratio = world.rate(number) / world.rate(number - 1) if number > 1 else 1.0
+        uploads: dict[int, State] = {}
+        for client in range(world.clients):
+            chosen = client in clients
+            sent = slots[clients.index(client)] if pool and chosen else state
+            start = copy.deepcopy(sent)
+            if chosen and client not in before and client in stored:
+                for name in world.trained:
+                    start[name] = start[name] + alpha * ratio * stored[client][name]
+
+            def pull(parameters: dict[str, nn.Parameter], centre: State = sent) -> None:
+                for name, parameter in parameters.items():
+                    assert parameter.grad is not None
+                    parameter.grad += mu * (parameter.detach() - centre[name])
+
+            trained = world.train(start, number, client, adjust=pull)[0]
+            stored[client] = {name: trained[name] - start[name] for name in world.trained}
+            if chosen:
+                uploads[client] = trained
+        replies = [uploads[client] for client in clients]
+        if pool:
+            slots = replies
+            counters = average(replies, uniform(clients))
+            for slot in slots:
+                slot.update({name: t for name, t in counters.items() if not t.is_floating_point()})
+        state = average(replies, shares(world, clients) if weighted else uniform(clients))
+        before = clients
+        models.append(state)
+    return models
+
+
+# --- rounds ---
+
+# Without epochs that differ between clients nothing here would notice a wrong learning-rate ratio: the world decays by 0.9.
+LONG = 6
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("alpha", [1.0, 0.4])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_rounds_equal_plain_loops(norm: bool, alpha: float, weighted: bool) -> None:
+    world = World(norm=norm, rounds=LONG)
+    run = world.run(Umf(FedAvg(weighted=weighted), alpha=alpha))
+    assert_same(run.models, naive_umf(world, run.selected, alpha, weighted=weighted))
+    assert_differ(run.models[-1], world.run(FedAvg(weighted=weighted)).models[-1])
+
+
+def assert_differ(one: State, two: State) -> None:
+    assert not torch.allclose(one["head.weight"], two["head.weight"], atol=1e-4)
+
+
+def test_a_proximal_term_keeps_the_sent_model_for_its_centre() -> None:
+    world = World(rounds=LONG)
+    run = world.run(build("umf(fedprox(mu=0.5))"))
+    assert_same(run.models, naive_umf(world, run.selected, 1.0, weighted=True, mu=0.5))
+
+
+def test_where_every_client_has_a_model_of_its_own_the_idle_train_the_global_one() -> None:
+    world = World(norm=True, rounds=LONG)
+    run = world.run(build("umf(indep)"))
+    assert_same(run.models, naive_umf(world, run.selected, 1.0, weighted=False, pool=True))
+
+
+def test_drifts_of_feddc_include_the_fused_part_and_its_gradients_do_not() -> None:
+    """umf(feddc): the local objective is centred on the sent model, start and slot are FedUmf's."""
+    world, alpha = World(rounds=LONG, participation=0.45), 0.05
+    run = world.run(build(f"umf(feddc(alpha={alpha}))"))
+    assert_same(run.models, naive_umf_feddc(world, run.selected, alpha), 1e-8)
+    seen = {client for clients in run.selected for client in clients}
+    for client in range(world.clients):  # the idle leave their drift alone
+        assert ("feddc_drift" in run.engine.store.read(client)) == (client in seen)
+
+
+def naive_umf_feddc(world: World, selected: list[list[int]], alpha: float) -> list[State]:
+    count = world.clients
+    cloud, general, drift_mean = world.initial(), zeros(world), zeros(world)
+    drift = {client: zeros(world) for client in range(count)}
+    own = {client: zeros(world) for client in range(count)}
+    stored: dict[int, State] = {}
+    before: list[int] = []
+    models = []
+    for number, clients in enumerate(selected, start=1):
+        ratio = world.rate(number) / world.rate(number - 1) if number > 1 else 1.0
+        uploads, changes = [], []
+        for client in [*clients, *(other for other in range(count) if other not in clients)]:
+            scale = world.sizes[client] / (sum(world.sizes) / count)
+            start = copy.deepcopy(cloud)
+            if client in clients and client not in before and client in stored:
+                for name in world.trained:
+                    start[name] = start[name] + ratio * stored[client][name]
+            centre = {name: cloud[name] - drift[client][name] for name in world.trained}
+            shift = {name: general[name] / scale - own[client][name] for name in world.trained}
+
+            def correct(
+                parameters: dict[str, nn.Parameter],
+                strength: float = alpha / scale,
+                centre: State = centre,
+                shift: State = shift,
+            ) -> None:
+                for name, parameter in parameters.items():
+                    assert parameter.grad is not None
+                    parameter.grad += strength * (parameter.detach() - centre[name]) + shift[name]
+
+            trained, steps = world.train(start, number, client, adjust=correct)
+            stored[client] = {name: trained[name] - start[name] for name in world.trained}
+            if client not in clients:
+                continue
+            uploads.append(trained)
+            new = {
+                name: own[client][name]
+                - general[name] / scale
+                + (start[name] - trained[name]) / (steps * world.rate(number))
+                for name in world.trained
+            }
+            changes.append({name: (new[name] - own[client][name]) * scale for name in world.trained})
+            own[client] = new
+            for name in world.trained:
+                moved = trained[name] - cloud[name]
+                drift[client][name] = drift[client][name] + moved
+                drift_mean[name] = drift_mean[name] + moved / count
+        for name in world.trained:
+            general[name] = general[name] + sum(change[name] for change in changes) / count
+        cloud = average(uploads, uniform(clients))
+        for name in world.trained:
+            cloud[name] = cloud[name] + drift_mean[name]
+        before = clients
+        models.append(copy.deepcopy(cloud))
+    return models
+
+
+@pytest.mark.parametrize("inner", ["fedavg", "feddc", "fedmr"])
+def test_without_a_share_or_without_idle_clients_it_is_the_inner_method(inner: str) -> None:
+    world = World(norm=True)
+    assert_same(world.run(build(f"umf({inner}, alpha=0)")).models, world.run(build(inner)).models)
+    everybody = World(norm=True, participation=1.0)
+    assert_same(everybody.run(build(f"umf({inner})")).models, everybody.run(build(inner)).models, 0)
+
+
+# --- what a simulation may leave out ---
+
+COMPOSITIONS = [
+    "fedavg",
+    "fedprox(mu=0.1)",
+    "moon(mu=2)",
+    "scaffold",
+    "feddyn",
+    "feddc",
+    "fedasam",
+    "fedmut",
+    "fedmr",
+    "stages(fedavg:3, fedmr)",
+    "clustered(fedavg, by=size)",
+]
+
+
+@pytest.mark.parametrize("inner", [inner for inner in COMPOSITIONS if inner.partition("(")[0] in algorithms])
+def test_only_clients_selected_next_need_to_train_while_idle(inner: str) -> None:
+    world = World(norm=True, rounds=LONG)
+    some, every = world.run(build(f"umf({inner})")), world.run(build(f"umf({inner}, simulate_all=true)"))
+    for found, expected in zip(some.models, every.models, strict=True):
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), name
+    assert some.selected == every.selected
+
+
+def idle_work(method: Algorithm, world: World) -> list[tuple[int, int]]:
+    """How many clients train, and how many of them without uploading, in each round."""
+    task = world.task()
+    schedule = Schedule(rounds=world.rounds, participation=world.participation, seed=world.seed)
+    federation = Federation(method, task, RowsEngine(task), schedule)
+    counts = []
+    for number in range(1, world.rounds + 1):
+        selection = method.select(replace(method.plan.opening(), number=number, selected=()))
+        counts.append((len(selection.clients), len(selection.idle)))
+        assert federation.step()[0]["clients"] == list(selection.clients)
+    return counts
+
+
+def test_the_idle_that_train_are_those_selected_next_and_not_now() -> None:
+    world = World(rounds=LONG)
+    run = world.run(FedAvg())
+    expected = [len(set(run.selected[t + 1]) - set(run.selected[t])) for t in range(LONG - 1)]
+    assert [idle for _, idle in idle_work(build("umf(fedavg)"), world)] == [*expected, 0]
+    assert idle_work(build("umf(fedavg, simulate_all=true)"), world) == [(3, 4)] * LONG
+
+
+@pytest.mark.parametrize("inner", ["clusamp", "stages(fedavg:auto, fedmr)", "stages(fedavg:2, clusamp)"])
+def test_where_the_next_selection_is_not_known_all_idle_clients_train(inner: str) -> None:
+    world = World(rounds=3)
+    assert all(busy + idle == world.clients for busy, idle in idle_work(build(f"umf({inner})"), world))
+
+
+def test_clusamp_under_umf_equals_plain_loops() -> None:
+    """Selection by similarity depends on the replies, so nobody can be left out."""
+    world = World(rounds=LONG, sizes=(9,) * 7)
+    run = world.run(build("umf(clusamp)"))
+    assert all(len(clients) == 3 for clients in run.selected)  # nobody drawn twice, so plain weights are right
+    assert_same(run.models, naive_umf(world, run.selected, 1.0, weighted=False))
+
+
+# --- the update is one round old, or gone ---
+
+
+class Faulty(RowsEngine):
+    """Some clients cannot be reached in some rounds while they are idle."""
+
+    lost: frozenset[tuple[int, int]] = frozenset()
+
+    def train(self, algorithm, round, orders):  # type: ignore[no-untyped-def]
+        there = [o for o in orders if o.slot is not None or (round.number, o.client) not in self.lost]
+        return super().train(algorithm, round, there)
+
+
+def test_a_client_that_missed_a_round_has_nothing_to_fuse() -> None:
+    world = World(rounds=LONG)
+    task = world.task()
+    everybody = {(number, client) for number in range(1, LONG + 1) for client in range(world.clients)}
+
+    def run(lost: set[tuple[int, int]]) -> Tensor:
+        engine = Faulty(task)
+        engine.lost = frozenset(lost)
+        method = build("umf(fedavg, simulate_all=true)")
+        Federation(method, task, engine, Schedule(rounds=LONG, participation=0.5, seed=world.seed)).run()
+        return method.model()
+
+    plain = FedAvg()
+    world.run(plain)
+    torch.testing.assert_close(run(everybody), plain.model(), rtol=1e-9, atol=1e-9)
+    # An update of round 1 must not be fused later: losing the idle from round 2 on leaves what round 1 gave to round 2.
+    late = run({(number, client) for number, client in everybody if number > 1})
+    second = naive_umf(replace(world, rounds=2), world.run(FedAvg()).selected[:2], 1.0, weighted=True)[-1]
+    state, selected = second, world.run(FedAvg()).selected
+    for number in range(3, LONG + 1):
+        clients = selected[number - 1]
+        state = average([world.train(state, number, c)[0] for c in clients], shares(world, clients))
+    torch.testing.assert_close(late, flat(world, state), rtol=1e-9, atol=1e-9)
+
+
+class Exploding(FedAvg):
+    """The idle run into infinity."""
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        model = super().train(cohort, inbox)["model"]
+        return {"model": torch.where(cohort.uploads.unsqueeze(1), model, torch.inf)}
+
+
+def test_an_update_that_is_not_finite_is_forgotten() -> None:
+    world = World(rounds=LONG)
+    assert_same(world.run(Umf(Exploding())).models, world.run(FedAvg()).models)
+
+
+def test_what_an_inner_method_remembers_of_the_idle_is_dropped() -> None:
+    world = World(rounds=2)
+    run = world.run(build("umf(moon, simulate_all=true)"))
+    seen = {client for clients in run.selected for client in clients}
+    for client in range(world.clients):
+        known = run.engine.store.read(client)
+        assert "umf_update" in known
+        assert ("moon_model" in known) == (client in seen)
+
+
+def test_memory_of_a_cohort_of_uploading_and_idle_clients() -> None:
+    store = ClientStore()
+    store.write(1, {"old": torch.tensor([10.0]), "other": torch.tensor([5.0])})
+    memory = Memory(store, [0, 1, 2])
+    shielded = UploadersMemory(memory, torch.tensor([True, False, False]))
+    assert shielded.knows("old").tolist() == [False, True, False]
+    assert shielded.get("old", torch.zeros(1, 1)).flatten().tolist() == [0, 10, 0]
+    shielded["old"] = torch.tensor([[1.0], [2.0], [3.0]])
+    assert shielded.get("old", torch.zeros(1, 1)).flatten().tolist() == [1, 2, 3]  # within the round all see their own
+    assert shielded.knows("old").all()
+    memory["outer"] = torch.tensor([[7.0], [8.0], [9.0]])
+    memory.commit()
+    assert {name: t.tolist() for name, t in store.read(0).items()} == {"old": [1.0], "outer": [7.0]}
+    assert {n: t.tolist() for n, t in store.read(1).items()} == {"old": [10.0], "other": [5.0], "outer": [8.0]}
+    assert {name: t.tolist() for name, t in store.read(2).items()} == {"outer": [9.0]}
+
+
+# --- traffic ---
+
+
+def test_every_client_is_counted_as_a_receiver_and_the_selected_as_senders() -> None:
+    world = World(rounds=2)
+    plain, fused = world.run(build("feddc")), world.run(build("umf(feddc)"))
+    for one, two in zip(plain.federation.history, fused.federation.history, strict=True):
+        assert two["bytes_down"] * 3 == one["bytes_down"] * world.clients
+        assert two["bytes_up"] == one["bytes_up"]
+
+
+def test_a_pool_counts_one_model_for_each_receiver() -> None:
+    world = World(rounds=1)
+    run = world.run(build("umf(fedmr)"))
+    row = run.federation.task.layout.size * 8
+    assert run.federation.history[0]["bytes_down"] == world.clients * row
+
+
+# --- what it refuses ---
+
+
+class Parted(FedAvg):
+    """Sends half a model."""
+
+    def send(self, round):  # type: ignore[no-untyped-def]
+        return {"model": self.state["model"][:3].unsqueeze(0)}
+
+    def travels(self, cohort: Cohort) -> Unit:
+        return (slice(0, 3),)
+
+
+class Many(FedAvg):
+    single_download = False
+
+
+class Addressed(FedAvg):
+    def send(self, round):  # type: ignore[no-untyped-def]
+        return {"model": self.state["model"].unsqueeze(0), "note": torch.zeros(len(round.selected), 1)}
+
+
+@pytest.mark.parametrize(
+    ("inner", "reason"),
+    [(Parted(), "do not exchange whole models"), (Many(), "several models"), (Addressed(), "its own 'note'")],
+)
+def test_methods_that_do_not_start_from_one_model_are_refused(inner: Algorithm, reason: str) -> None:
+    with pytest.raises(InvalidValue, match=reason) as caught:
+        World().run(Umf(inner))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["fedrep", "fedfomo"])
+def test_personalised_methods_without_one_start_are_refused(name: str) -> None:
+    assert name in algorithms
+    with pytest.raises(InvalidValue, match=rf"umf: clients of {name} "):
+        World().run(build(f"umf(stages(fedavg:2, {name}))"))
+
+
+@pytest.mark.parametrize("expression", ["umf(umf(fedavg))", "umf(stages(umf(fedavg):2, fedmr))"])
+def test_an_update_is_not_fused_twice(expression: str) -> None:
+    with pytest.raises(InvalidValue, match="twice"):
+        build(expression)
+
+
+@pytest.mark.parametrize("alpha", ["1.5", "-0.1"])
+def test_alpha_is_a_share(alpha: str) -> None:
+    with pytest.raises(InvalidValue, match="alpha"):
+        build(f"umf(fedavg, alpha={alpha})")
+
+
+def test_an_expression_describes_what_it_builds() -> None:
+    for expression in ("umf(fedavg)", "umf(stages(fedavg:50, fedmr), alpha=0.5, simulate_all=true)"):
+        assert describe(build(expression)) == expression
+        assert build(describe(build(expression))) == build(expression)
+
+
+def test_fusion_speeds_up_learning() -> None:
+    """With few of many alike clients a round, FedUmf needs fewer rounds than FedAvg (its Table 1)."""
+    world = World(rounds=12, participation=0.1, sizes=(20,) * 20, training=Training(learning_rate=0.1, batch_size=5))
+    task = world.task()
+    world.labels = (world.inputs @ torch.randn(5, 4, generator=torch.Generator().manual_seed(1)).double()).argmax(1)
+    losses = {}
+    for expression in ("fedavg", "umf(fedavg)"):
+        task = world.task()
+        federation = Federation(build(expression), task, RowsEngine(task), Schedule(rounds=12, participation=0.1))
+        federation.run()
+        losses[expression] = federation.history[-1]["loss"]
+    assert losses["umf(fedavg)"] < losses["fedavg"] < math.log(4)
