@@ -1,0 +1,106 @@
+"""Methods in methods: every sensible nesting runs, stops and goes on as if it had not stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedloom.algorithm import algorithms, build, describe
+from fedloom.engines.local import RowsEngine
+from fedloom.federation import Federation
+from fedloom.schedule import Schedule
+from fedloom.training import Training
+from naive import World
+
+NESTINGS = [
+    "stages(fedprox(mu=0.01):1, fedmr)",
+    "stages(fedavg:auto, fedmr, patience=1)",
+    "stages(scaffold:1, feddc)",
+    "stages(umf(fedavg):1, fedmr)",
+    "stages(clusamp:1, fedmr(unit='tensor'))",
+    "stages(fedmr(blend=1.0):1, stages(fedmr(blend=[[2, 1.0], [4, 0.0]]):2, indep))",
+    "fedmr(local=fedprox(mu=0.01))",
+    "fedmr(unit='segment', fraction=0.5, local=moon(mu=1.0), blend=0.2)",
+    "clustered(fedmr)",
+    "clustered(fedmr, by='size')",
+    "clustered(fedmr(local=fedprox(mu=0.01)), distance='l2')",
+    "clustered(stages(fedavg:1, fedmr))",
+    "clustered(scaffold, by='size')",
+    "clustered(fedmut)",
+    "umf(fedmr)",
+    "umf(fedmut)",
+    "umf(feddc)",
+    "umf(scaffold, alpha=0.5)",
+    "umf(stages(fedavg:1, fedmr))",
+    "umf(stages(fedavg:auto, fedmr, patience=1))",
+    "umf(clusamp)",
+    "umf(clustered(fedmr, by='size'))",
+    "umf(fedmr(local=fedprox(mu=0.01)), simulate_all=true)",
+    "ala(fedmr)",
+    "ala(umf(fedprox(mu=0.1)))",
+    "umf(ala(fedavg))",
+    "ala(stages(fedavg:1, fedmr))",
+    "clustered(ala(fedavg))",
+    "stages(ala(fedavg):1, ditto)",
+]
+
+
+def federation(expression: str, directory: Path | None = None, rounds: int = 4) -> Federation:
+    task = World(norm=True).task()
+    schedule = Schedule(rounds=rounds, participation=0.5, seed=3, evaluate_every=1)
+    return Federation(build(expression), task, RowsEngine(task), schedule, directory)
+
+
+@pytest.mark.parametrize("expression", NESTINGS)
+def test_a_nesting_runs_and_resumes_bit_for_bit(expression: str, tmp_path: Path) -> None:
+    whole = federation(expression)
+    whole.run()
+    halted = federation(expression, tmp_path)
+    halted.step()
+    halted.step()
+    halted.save()
+    resumed = federation(expression, tmp_path)
+    assert resumed.finished == 2
+    resumed.run()
+    assert resumed.history == whole.history
+    assert all(record["faults"] == [] for record in whole.history)
+    expected, found = whole.algorithm.full_state(), resumed.algorithm.full_state()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, equal_nan=True, msg=name)
+    kept, remembered = whole.engine.memory(), resumed.engine.memory()
+    assert kept.keys() == remembered.keys()
+    assert all(torch.equal(kept[name], remembered[name]) for name in kept)
+
+
+@pytest.mark.parametrize("expression", NESTINGS)
+def test_a_nesting_describes_itself(expression: str) -> None:
+    method = build(expression)
+    again = build(describe(method))
+    assert again == method
+    assert describe(again) == describe(method)
+
+
+WRAPPERS = {
+    "stages": "stages(fedavg:1, fedmr)",
+    "umf": "umf(feddc)",
+    "clustered": "clustered(fedmr)",
+    "ala": "ala(fedmr)",
+}
+EVERY = sorted({*(WRAPPERS.get(entry.name, entry.name) for entry in algorithms), *NESTINGS})
+
+
+@pytest.mark.parametrize("expression", EVERY)
+def test_a_round_replaces_tensors_and_edits_none_in_place(expression: str) -> None:
+    """So that a round that fails on the server can be undone at no cost."""
+    task = World(norm=True, training=Training(learning_rate=0.05, batch_size=4)).task()
+    schedule = Schedule(rounds=3, participation=1.0, seed=3)
+    run = Federation(build(expression), task, RowsEngine(task), schedule)
+    for _ in range(3):
+        held = run.algorithm.full_state()
+        before = {name: tensor.clone() for name, tensor in held.items()}
+        run.step()
+        for name, tensor in before.items():
+            torch.testing.assert_close(held[name], tensor, rtol=0, atol=0, equal_nan=True, msg=name)
