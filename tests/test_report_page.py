@@ -127,6 +127,18 @@ def test_a_run_with_hardly_anything_still_has_a_report(tmp_path: Path) -> None:
     assert "No round yet" in path.read_text(encoding="utf-8")
 
 
+def test_whatever_a_method_records_is_drawn_too() -> None:
+    run = made_up_run("fedala", 0, rounds=3)
+    for number, record in enumerate(run.records):
+        record |= {"personal_accuracy": 0.5 + number / 10, "<b>step</b>": number / 2, "client_loss": 0.1}
+    page = page_of(run)
+    assert "Personal accuracy" in page
+    assert "&lt;b&gt;step&lt;/b&gt;" in page
+    assert "<b>step" not in page
+    assert '<div id="other-1"' in page
+    assert '<div id="other-2"' not in page
+
+
 def test_the_same_runs_give_the_same_page() -> None:
     runs = [made_up_run("fedavg", 0), made_up_run("fedmr", 0)]
     assert render("Twice", runs) == render("Twice", runs)

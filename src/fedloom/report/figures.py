@@ -34,6 +34,9 @@ FEW = 8
 
 MEASURES = {
     "accuracy": "Test accuracy",
+    "personal_accuracy": "Personal accuracy",
+    "client_accuracy": "Accuracy at the clients",
+    "new_client_accuracy": "Accuracy at new clients",
     "loss": "Test loss",
     "training_loss": "Training loss",
     "pool_cosine": "Mean cosine similarity",
@@ -57,6 +60,11 @@ def styles(runs: Sequence[RunSummary]) -> dict[str, Style]:
     }
 
 
+def title_of(measure: str) -> str:
+    """What a figure of the records is called."""
+    return MEASURES.get(measure, measure.replace("_", " ").capitalize())
+
+
 def learning_curves(
     runs: Sequence[RunSummary], measure: str = "accuracy", x: str = "round", points: int = POINTS
 ) -> go.Figure:
@@ -66,24 +74,24 @@ def learning_curves(
     `points` points shows the lowest and the highest of every stretch. Methods that did not record it are left out; so is
     all that lacks what `x` needs. Raises `InvalidValue` for an unknown `x`.
     """
-    figure = go.Figure()
-    form = ".1%" if measure == "accuracy" else ".4~g"
+    traces: list[go.Scatter] = []
+    share = "accuracy" in measure
+    form = ".1%" if share else ".4~g"
     for name, style in styles(runs).items():
         found = curve(by_algorithm(runs)[name], measure, x)
         if found is None:
             continue
         drawn = found.thinned(points)
         if drawn.seeds > 1:
-            figure.add_trace(_band(name, style, drawn))
-        figure.add_trace(_line(name, style, drawn, form))
-    title = MEASURES.get(measure, html.escape(measure.replace("_", " ").capitalize()))
-    figure.update_layout(
-        _layout(380),
+            traces.append(_band(name, style, drawn))
+        traces.append(_line(name, style, drawn, form))
+    return _figure(
+        traces,
+        380,
         xaxis={"title": _X_TITLES[x], "rangemode": "tozero", **_x_form(x)},
-        yaxis={"title": title, "tickformat": ".2~%" if measure == "accuracy" else "", "hoverformat": form},
+        yaxis={"title": html.escape(title_of(measure)), "tickformat": ".2~%" if share else "", "hoverformat": form},
         hovermode="x unified" if len(styles(runs)) <= FEW and x == "round" else "closest",
     )
-    return figure
 
 
 def accuracy_by_seed(runs: Sequence[RunSummary], measure: str = "final") -> go.Figure:
@@ -91,7 +99,7 @@ def accuracy_by_seed(runs: Sequence[RunSummary], measure: str = "final") -> go.F
     if measure not in ("final", "best"):
         raise InvalidValue(f"measure {measure!r} is not allowed (allowed: final, best)")
     of = final if measure == "final" else best
-    figure = go.Figure()
+    traces: list[go.Scatter] = []
     for name, group in by_algorithm(runs).items():
         found = {run.seed: value for run in group if (value := of(run)) is not None}
         if not found:
@@ -99,7 +107,7 @@ def accuracy_by_seed(runs: Sequence[RunSummary], measure: str = "final") -> go.F
         colour = styles(runs)[name].colour
         label = wrapped(name)
         common: dict[str, Any] = {"legendgroup": name, "name": html.escape(name), "showlegend": False}
-        figure.add_scatter(
+        mean = go.Scatter(
             x=[sum(found.values()) / len(found)],
             y=[label],
             mode="markers",
@@ -107,7 +115,7 @@ def accuracy_by_seed(runs: Sequence[RunSummary], measure: str = "final") -> go.F
             hovertemplate="mean %{x:.2%}<extra>%{fullData.name}</extra>",
             **common,
         )
-        figure.add_scatter(
+        dots = go.Scatter(
             x=list(found.values()),
             y=[label] * len(found),
             customdata=list(found),
@@ -116,12 +124,13 @@ def accuracy_by_seed(runs: Sequence[RunSummary], measure: str = "final") -> go.F
             hovertemplate="seed %{customdata}: %{x:.2%}<extra>%{fullData.name}</extra>",
             **common,
         )
-    figure.update_layout(
-        _layout(_bar_height(runs)),
+        traces += [mean, dots]
+    return _figure(
+        traces,
+        _bar_height(runs),
         xaxis={"title": f"{measure.capitalize()} test accuracy", "tickformat": ".2~%"},
-        yaxis={"autorange": "reversed", "automargin": True, "type": "category"},
+        yaxis={"autorange": "reversed", "type": "category"},
     )
-    return figure
 
 
 def label_distribution(
@@ -143,33 +152,31 @@ def label_distribution(
     client, label = counts[shown].nonzero()
     samples = counts[shown][client, label]
     largest = 26 if len(shown) <= 30 else 18
-    figure = go.Figure(
-        go.Scatter(
-            x=[str(shown[k]) for k in client],
-            y=[names[k] for k in label],
-            customdata=samples,
-            mode="markers",
-            marker={
-                "size": samples,
-                "sizemode": "area",
-                "sizeref": 2 * float(samples.max(initial=1)) / largest**2,
-                "sizemin": 1,
-                "color": BUBBLE,
-                "opacity": 0.7,
-                "line": {"width": 0},
-            },
-            hovertemplate="client %{x}, class %{y}<br>%{customdata} samples<extra></extra>",
-        )
+    bubbles = go.Scatter(
+        x=[str(shown[k]) for k in client],
+        y=[names[k] for k in label],
+        customdata=samples,
+        mode="markers",
+        marker={
+            "size": samples,
+            "sizemode": "area",
+            "sizeref": 2 * float(samples.max(initial=1)) / largest**2,
+            "sizemin": 1,
+            "color": BUBBLE,
+            "opacity": 0.7,
+            "line": {"width": 0},
+        },
+        hovertemplate="client %{x}, class %{y}<br>%{customdata} samples<extra></extra>",
     )
     # One trace leaves out what is empty; the order of the axes must not depend on what is there.
-    figure.update_layout(
-        _layout(min(720, max(240, 110 + 26 * classes))),
-        xaxis={"title": "Client", "type": "category", "categoryarray": [str(k) for k in shown], "showgrid": False},
-        yaxis={"title": "Class", "type": "category", "categoryarray": names, "automargin": True},
+    across = {"categoryarray": [str(k) for k in shown], "range": [-0.7, len(shown) - 0.3]}
+    up = {"categoryarray": names, "range": [-0.7, classes - 0.3]}
+    return _figure(
+        [bubbles],
+        min(720, max(240, 110 + 26 * classes)),
+        xaxis={"title": "Client", "type": "category", "showgrid": False, **across},
+        yaxis={"title": "Class", "type": "category", **up},
     )
-    figure.update_xaxes(range=[-0.7, len(shown) - 0.3], automargin=True)
-    figure.update_yaxes(range=[-0.7, classes - 0.3])
-    return figure
 
 
 def shown_clients(clients: int, limit: int = 60) -> list[int]:
@@ -179,46 +186,26 @@ def shown_clients(clients: int, limit: int = 60) -> list[int]:
 
 def byte_bars(runs: Sequence[RunSummary]) -> go.Figure:
     """Bytes of a whole run, mean over seeds: full colour down to the clients, pale up from them."""
-    figure = go.Figure()
+    traces: list[go.Bar] = []
     for name, group in by_algorithm(runs).items():
         for direction, of, opacity in (("down", bytes_down, 0.95), ("up", bytes_up, 0.5)):
             total = sum(of(run) for run in group) / len(group)
-            figure.add_bar(
-                y=[wrapped(name)],
-                x=[total],
-                orientation="h",
-                marker={"color": styles(runs)[name].colour, "opacity": opacity},
-                customdata=[byte_text(total)],
-                hovertemplate=f"{direction} %{{customdata}}<extra>%{{fullData.name}}</extra>",
-                name=html.escape(name),
-                legendgroup=name,
-                showlegend=False,
-            )
-    _as_bars(figure, runs, "Bytes of a run", _x_form("bytes"))
-    return figure
+            hover = f"{direction} {byte_text(total)}"
+            traces.append(_bar(name, styles(runs)[name].colour, opacity, total, hover))
+    return _bars(traces, runs, "Bytes of a run", _x_form("bytes"))
 
 
 def second_bars(runs: Sequence[RunSummary]) -> go.Figure:
     """Seconds of a whole run, mean over seeds with ± one standard deviation. Methods without kept times are left out."""
-    figure = go.Figure()
+    traces: list[go.Bar] = []
     for name, group in by_algorithm(runs).items():
         spread = Spread.of([value for run in group if (value := seconds(run)) is not None])
         if spread is None:
             continue
-        figure.add_bar(
-            y=[wrapped(name)],
-            x=[spread.mean],
-            orientation="h",
-            marker={"color": styles(runs)[name].colour, "opacity": 0.95},
-            error_x={"type": "data", "array": [spread.std], "visible": spread.count > 1, "color": "#808080"},
-            customdata=[time_text(spread.mean)],
-            hovertemplate="%{customdata}<extra>%{fullData.name}</extra>",
-            name=html.escape(name),
-            legendgroup=name,
-            showlegend=False,
-        )
-    _as_bars(figure, runs, "Seconds of a run", {})
-    return figure
+        bar = _bar(name, styles(runs)[name].colour, 0.95, spread.mean, time_text(spread.mean))
+        bar.error_x = {"type": "data", "array": [spread.std], "visible": spread.count > 1, "color": "#808080"}
+        traces.append(bar)
+    return _bars(traces, runs, "Seconds of a run", {})
 
 
 def wrapped(name: str, width: int = 20) -> str:
@@ -256,13 +243,27 @@ def _band(name: str, style: Style, drawn: Curve) -> go.Scatter:
     )
 
 
-def _as_bars(figure: go.Figure, runs: Sequence[RunSummary], title: str, form: dict[str, Any]) -> None:
-    figure.update_layout(
-        _layout(_bar_height(runs)),
+def _bar(name: str, colour: str, opacity: float, value: float, hover: str) -> go.Bar:
+    return go.Bar(
+        y=[wrapped(name)],
+        x=[value],
+        orientation="h",
+        marker={"color": colour, "opacity": opacity},
+        hovertemplate=f"{hover}<extra>%{{fullData.name}}</extra>",
+        name=html.escape(name),
+        legendgroup=name,
+        showlegend=False,
+    )
+
+
+def _bars(traces: Sequence[go.Bar], runs: Sequence[RunSummary], title: str, form: dict[str, Any]) -> go.Figure:
+    return _figure(
+        traces,
+        _bar_height(runs),
         barmode="stack",
         bargap=0.35,
         xaxis={"title": title, "rangemode": "tozero", **form},
-        yaxis={"autorange": "reversed", "automargin": True, "type": "category", "showgrid": False},
+        yaxis={"autorange": "reversed", "type": "category", "showgrid": False},
     )
 
 
@@ -279,11 +280,19 @@ def _pale(colour: str, opacity: float) -> str:
     return f"rgba({red},{green},{blue},{opacity})"
 
 
-def _layout(height: int) -> dict[str, Any]:
-    """What all figures share; ground and text are left see-through enough for light and dark pages."""
-    axis = {"gridcolor": "rgba(128,128,128,0.22)", "zeroline": False, "title": {"standoff": 10, "font": {"size": 13}}}
-    return {
-        "template": {"layout": {"xaxis": {**axis, "automargin": True}, "yaxis": {**axis, "automargin": True}}},
+def _figure(traces: Sequence[Any], height: int, **layout: Any) -> go.Figure:
+    """A figure with what all share; ground and text are left see-through enough for light and dark pages.
+
+    The layout is made in one go: changing a Plotly layout costs far more than making it.
+    """
+    axis = {
+        "gridcolor": "rgba(128,128,128,0.22)",
+        "zeroline": False,
+        "automargin": True,
+        "title": {"standoff": 10, "font": {"size": 13}},
+    }
+    common = {
+        "template": {"layout": {"xaxis": axis, "yaxis": axis}},
         "height": height,
         "margin": {"l": 8, "r": 12, "t": 12, "b": 8},
         "font": {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 13},
@@ -291,3 +300,4 @@ def _layout(height: int) -> dict[str, Any]:
         "plot_bgcolor": "rgba(0,0,0,0)",
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
     }
+    return go.Figure(list(traces), {**common, **layout})

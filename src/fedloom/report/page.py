@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -22,6 +22,19 @@ from fedloom.report.sections import comparison_table, fault_table, headline, met
 from fedloom.report.summary import RunSummary, by_algorithm, summarise
 
 _AXIS_NAMES = {"round": "Rounds", "bytes": "Bytes", "seconds": "Seconds"}
+
+_CAPTIONS = {
+    "accuracy": "of the global model.",
+    "personal_accuracy": "of each client's own model on its own test data.",
+    "client_accuracy": "of the global model on the clients' own test data.",
+    "new_client_accuracy": "of models adapted to clients that never trained, on their own test data.",
+    "loss": "of the global model.",
+    "training_loss": "of the clients that took part, mean over their local steps.",
+    "pool_cosine": "between the models of the pool.",
+}
+
+OTHERS = 8
+"""Further figures of the records that are drawn."""
 
 PARTITIONS = 6
 """Seeds whose label distribution can be looked at."""
@@ -106,19 +119,30 @@ def render(
 def _curve_slots(runs: Sequence[RunSummary]) -> list[Slot]:
     """Learning curves of all that was recorded, over each axis that the runs have figures for."""
     band = " Mean over seeds, band ± one standard deviation." if _seeds(runs) > 1 else ""
-    captions = {
-        "accuracy": f"of the global model.{band}",
-        "loss": "of the global model.",
-        "training_loss": "of the clients that took part, mean over their local steps.",
-        "pool_cosine": "between the models of the pool.",
+    slots = [_curve_slot(runs, f"curve-{measure}", measure, caption) for measure, caption in _CAPTIONS.items()]
+    others = [_curve_slot(runs, f"other-{k}", measure, "as recorded.") for k, measure in enumerate(_others(runs))]
+    found = [slot for slot in (*slots, *others) if slot.variants]
+    return [replace(slot, caption=slot.caption + band) if slot is found[0] else slot for slot in found]
+
+
+def _curve_slot(runs: Sequence[RunSummary], name: str, measure: str, caption: str) -> Slot:
+    recorded = any(measure in record for run in runs for record in run.records)
+    drawn = {x: figures.learning_curves(runs, measure, x) for x in AXES if recorded}
+    return Slot(
+        name, figures.title_of(measure), caption, {x: figure for x, figure in drawn.items() if figure.data}, "x"
+    )
+
+
+def _others(runs: Sequence[RunSummary]) -> list[str]:
+    """Up to `OTHERS` further figures that methods recorded, by name."""
+    names = {
+        name
+        for run in runs
+        for record in run.records
+        for name, value in record.items()
+        if isinstance(value, float) and name not in _CAPTIONS
     }
-    slots = []
-    for measure, caption in captions.items():
-        variants = {x: figures.learning_curves(runs, measure, x) for x in AXES}
-        drawn = {x: figure for x, figure in variants.items() if figure.data}
-        if drawn:
-            slots.append(Slot(f"curve-{measure}", figures.MEASURES[measure], caption, drawn, "x"))
-    return slots
+    return sorted(names)[:OTHERS]
 
 
 def _curve_section(runs: Sequence[RunSummary], slots: Sequence[Slot]) -> str:

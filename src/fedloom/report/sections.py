@@ -5,6 +5,7 @@ Everything that comes from a user (names, configuration, reasons of faults) goes
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -54,7 +55,7 @@ def comparison_table(runs: Sequence[RunSummary], rows: Sequence[Row]) -> str:
         style = styles(runs)[row.algorithm]
         cells = [
             f'<th scope=row data-value="{escape(row.algorithm)}"><span class=swatch style="background:{style.colour}">'
-            f"</span>{escape(row.algorithm)}</th>"
+            f"</span>{_breakable(row.algorithm)}</th>"
         ]
         for k, cell in enumerate(line[1:], start=1):
             value = "" if cell.value is None else f' data-value="{escape(str(cell.value))}"'
@@ -226,8 +227,8 @@ def _facts(tables: Sequence[Mapping[str, Any]], without: set[str]) -> str:
 
 
 def _breakable(key: str) -> str:
-    """A key that may be broken behind its dots and underscores."""
-    return escape(key).replace(".", ".<wbr>").replace("_", "_<wbr>")
+    """A key or a name that may be broken behind its dots, underscores, brackets and signs of equality."""
+    return re.sub(r"([._(=])", r"\1<wbr>", escape(key))
 
 
 def _listed(values: Sequence[str]) -> str:
