@@ -222,8 +222,9 @@ class Federation:
         """Write a checkpoint now. Figures and the clients' memory reach the disk before the checkpoint that counts on them, and
         what only older checkpoints needed goes after it."""
         if self.checkpoints is not None:
-            for log in self._logs:
-                log.sync()
+            figures, _, clients = self._logs
+            figures.sync()
+            clients.sync()
             server = {**self.algorithm.full_state(), "integers": self.integers}
             self.checkpoints.save(Checkpoint(self.finished, server, self.engine.memory()))
             self.engine.release_memory()

@@ -1,0 +1,69 @@
+"""A small task with clients of unequal sizes that hold test data of their own, and a method that remembers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fedloom.algorithm import Message
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.cohort import Cohort
+from fedloom.data.dataset import Dataset, Samples
+from fedloom.data.partition import Partition
+from fedloom.task import Task
+from fedloom.training import Training
+
+CLASSES = 4
+TRAIN_SIZES = (9, 5, 12, 7, 3, 8)
+TEST_SIZES = (4, 1, 6, 0, 2, 3)
+
+
+class SmallNet(nn.Module):
+    """Batch norm and dropout, so that statistics, integer buffers and torch's own draws are at stake."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(5, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.drop = nn.Dropout(0.3)
+        self.out = nn.Linear(6, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.out(self.drop(torch.relu(self.norm(self.hidden(inputs)))))
+        return logits
+
+
+def small_task(own_test: bool = True) -> Task:
+    """Six clients; the samples of client i follow those of client i - 1, first all training parts, then all test parts."""
+    generator = torch.Generator().manual_seed(5)
+    count = sum(TRAIN_SIZES) + sum(TEST_SIZES)
+    inputs = torch.randn(count + 20, 5, generator=generator)
+    labels = (inputs[:, :CLASSES] + 0.3 * torch.randn(count + 20, CLASSES, generator=generator)).argmax(1)
+    everything = Samples(inputs, labels)
+    order = torch.arange(count).numpy()
+    dataset = Dataset("small", everything[:count], everything[count:], CLASSES)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = SmallNet()
+    return Task(
+        dataset,
+        dataset.train,
+        dataset.test,
+        Partition.from_sizes(order[: sum(TRAIN_SIZES)], TRAIN_SIZES),
+        model,
+        Training(learning_rate=0.2, batch_size=4),
+        Partition.from_sizes(order[sum(TRAIN_SIZES) :], TEST_SIZES) if own_test else None,
+    )
+
+
+class Remembering(FedAvg):
+    """FedAvg whose clients keep their last model, train from its mean with the download, and would train once more for use."""
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        trained = cohort.fit((inbox["model"] + cohort.memory.get("mine", inbox["model"])) / 2).model
+        cohort.memory["mine"] = trained
+        cohort.memory["rounds"] = cohort.memory.get("rounds", torch.zeros(1, dtype=torch.int64)) + 1
+        return {"model": trained}
+
+    def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
+        return self.train(cohort, inbox)["model"]

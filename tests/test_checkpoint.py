@@ -1,0 +1,266 @@
+"""A run killed between any two of its file operations, or in the middle of one, ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fedloom.files
+import fedloom.store
+from fedloom.checkpoint import Checkpoint, Checkpoints, RoundLog
+from fedloom.engines.local import RowsEngine
+from fedloom.errors import CheckpointError
+from fedloom.federation import Federation
+from fedloom.schedule import Schedule
+from small_task import Remembering, small_task
+
+SCHEDULE = Schedule(
+    rounds=5, participation=0.5, seed=3, evaluate_every=1, checkpoint_every=2, personal_every=2, new_clients=0.2
+)
+BUDGET = 1500
+"""About three of the clients' memories: the others spill, and what one round writes outgrows half of it."""
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a power cut would show what has not reached the disk."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+class Disk:
+    """Counts what changes files; from operation `last` on it does half of that one and then nothing any more."""
+
+    def __init__(self, last: float = float("inf")) -> None:
+        self.last = last
+        self.done = 0
+
+    def operation(self, act: Callable[[], Any], half: Callable[[], Any]) -> Any:
+        self.done += 1
+        if self.done < self.last:
+            return act()
+        if self.done == self.last:
+            half()
+        raise Killed
+
+
+@contextmanager
+def disk(last: float = float("inf")) -> Iterator[Disk]:
+    """Every function through which the run changes files goes through a `Disk`."""
+    watched = Disk(last)
+    save_file, replace, unlink = fedloom.files.save_file, Path.replace, Path.unlink
+    append, write_text = RoundLog.append, Path.write_text
+
+    def saved(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+        def half() -> None:
+            save_file(tensors, path, metadata)
+            os.truncate(path, path.stat().st_size // 2)
+
+        watched.operation(lambda: save_file(tensors, path, metadata), half)
+
+    def appended(log: RoundLog, record: dict[str, Any]) -> None:
+        def half() -> None:
+            append(log, record)
+            os.truncate(log.path, log.path.stat().st_size - 9)
+
+        watched.operation(lambda: append(log, record), half)
+
+    def nothing() -> None:
+        pass
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fedloom.files, "save_file", saved)
+        patch.setattr(RoundLog, "append", appended)
+        patch.setattr(Path, "replace", lambda a, b: watched.operation(lambda: replace(a, b), nothing))
+        patch.setattr(Path, "unlink", lambda a, **o: watched.operation(lambda: unlink(a, **o), nothing))
+        patch.setattr(
+            Path,
+            "write_text",
+            lambda a, t, **o: watched.operation(lambda: write_text(a, t, **o), lambda: write_text(a, t[: len(t) // 2])),
+        )
+        patch.setattr(os, "fsync", lambda descriptor: watched.operation(nothing, nothing))
+        yield watched
+
+
+def federation(directory: Path | None, inline: bool) -> Federation:
+    task = small_task()
+    engine = RowsEngine(task, memory_budget=10**9 if inline else BUDGET)
+    return Federation(Remembering(), task, engine, SCHEDULE, directory, "this run")
+
+
+def outcome(run: Federation) -> tuple[Any, ...]:
+    """All that must be the same: model, integer buffers, what clients remember, figures in memory and on disk."""
+    engine = run.engine
+    assert isinstance(engine, RowsEngine)
+    remembered = {
+        f"{client}/{name}": tensor.tolist()
+        for client in engine.store
+        for name, tensor in engine.store.read(client).items()
+    }
+    lines = [(run.checkpoints.directory / name).read_bytes() for name in ("metrics.jsonl", "clients.jsonl")]  # type: ignore[union-attr]
+    return run.algorithm.model().tolist(), run.integers.tolist(), remembered, run.history, run.client_history, lines
+
+
+def killed(directory: Path, last: int, inline: bool) -> bool:
+    """Start or continue the run and kill it at file operation `last`; False when it ended before."""
+    with disk(last):
+        try:
+            federation(directory, inline).run()
+        except Killed:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("inline", [True, False], ids=["in checkpoints", "in files"])
+def test_a_kill_anywhere_changes_nothing(tmp_path: Path, inline: bool) -> None:
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    with disk() as watched:
+        run = federation(whole, inline)
+        run.run()
+    expected = outcome(run)
+    assert ((whole / "clients").exists() and len(list((whole / "clients").iterdir())) > 0) != inline
+    for last in range(1, watched.done + 1):
+        directory = tmp_path / str(last)
+        directory.mkdir()
+        assert killed(directory, last, inline)
+        if last % 3 == 0:  # and once more while it continues
+            killed(directory, 1 + last % 17, inline)
+        resumed = federation(directory, inline)
+        resumed.run()
+        assert outcome(resumed) == expected, f"killed at operation {last} of {watched.done}"
+        assert not list(directory.rglob("*.writing"))
+        # A kill after the last checkpoint leaves what would have been removed next; nothing calls for another checkpoint.
+        assert len(resumed.checkpoints.paths()) <= 3  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("inline", [True, False], ids=["in checkpoints", "in files"])
+@pytest.mark.parametrize("harm", ["cut", "gone", "not one at all"])
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, inline: bool, harm: str) -> None:
+    run = federation(tmp_path, inline)
+    run.run()
+    expected = outcome(run)
+    newest, before = run.checkpoints.paths()  # type: ignore[union-attr]
+    if harm == "cut":
+        newest.write_bytes(newest.read_bytes()[:-5])
+    elif harm == "gone":
+        newest.unlink()
+    else:
+        newest.write_text("hello")
+    again = federation(tmp_path, inline)
+    assert again.finished == 4
+    assert [line["round"] for line in again.client_history] == [2, 4]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+    notices = again.checkpoints.notices  # type: ignore[union-attr]
+    assert len(notices) == (0 if harm == "gone" else 1)
+    assert all("going on after round 4" in notice for notice in notices)
+    again.run()
+    assert outcome(again) == expected
+    assert before.exists()
+
+
+def test_a_damaged_memory_of_one_client_falls_back_too(tmp_path: Path) -> None:
+    run = federation(tmp_path, False)
+    run.run()
+    expected = outcome(run)
+    newest = max((tmp_path / "clients").iterdir(), key=lambda path: int(path.name.split(".")[1][1:]))
+    newest.write_bytes(newest.read_bytes()[:-1])
+    again = federation(tmp_path, False)
+    assert again.finished == 4
+    (notice,) = again.checkpoints.notices  # type: ignore[union-attr]
+    assert newest.name in notice
+    again.run()
+    assert outcome(again) == expected
+
+
+def test_without_any_readable_checkpoint_the_run_starts_again_and_says_so(tmp_path: Path) -> None:
+    run = federation(tmp_path, False)
+    run.run()
+    expected = outcome(run)
+    for path in run.checkpoints.paths():  # type: ignore[union-attr]
+        path.write_bytes(b"")
+    again = federation(tmp_path, False)
+    assert again.finished == 0
+    assert (tmp_path / "clients.jsonl").read_text() == ""
+    assert all("starting again from round 1" in notice for notice in again.checkpoints.notices)  # type: ignore[union-attr]
+    again.run()
+    assert outcome(again) == expected
+
+
+def test_missing_times_do_not_stop_a_resume_and_missing_figures_move_it_back(tmp_path: Path) -> None:
+    run = federation(tmp_path, True)
+    run.run()
+    expected = outcome(run)
+    times, metrics = tmp_path / "timings.jsonl", tmp_path / "metrics.jsonl"
+    times.write_text("".join(times.read_text().splitlines(keepends=True)[3:]))
+    assert federation(tmp_path, True).finished == 5
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:4]))
+    again = federation(tmp_path, True)
+    assert again.finished == 4
+    again.run()
+    assert outcome(again) == expected
+
+
+class InterruptedEngine(RowsEngine):
+    """Ctrl-C while the second client of a round trains."""
+
+    interrupt = -1
+
+    def train(self, algorithm, round, orders):  # type: ignore[no-untyped-def]
+        for place, result in enumerate(super().train(algorithm, round, orders)):
+            if place == 1 and round.number == self.interrupt:
+                raise KeyboardInterrupt
+            yield result
+
+
+@pytest.mark.parametrize(("budget", "kept"), [(10**9, 3), (0, 2)], ids=["small memories", "memories that spill"])
+def test_ctrl_c_while_clients_train_loses_little_and_changes_nothing(tmp_path: Path, budget: int, kept: int) -> None:
+    """With small memories the round is undone and the last finished one kept; else the checkpoint before goes on."""
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    run = federation(whole, True)
+    run.run()
+    task = small_task()
+    engine = InterruptedEngine(task, memory_budget=budget)
+    engine.interrupt = 4
+    interrupted = Federation(Remembering(), task, engine, SCHEDULE, tmp_path, "this run")
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.run()
+    if kept < 3:
+        with pytest.raises(CheckpointError, match="round 4 was interrupted"):
+            interrupted.run()
+    again = federation(tmp_path, budget > 0)
+    assert again.finished == kept
+    again.run()
+    assert outcome(again) == outcome(run)
+
+
+def test_saving_drops_what_was_passed_over(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, "run")
+    for number in (10, 20, 30):
+        checkpoints.save(Checkpoint(number, {"model": torch.full((3,), float(number))}, {}))
+    assert [path.name[16:18] for path in checkpoints.paths()] == ["30", "20"]
+    checkpoints.paths()[0].write_bytes(b"damaged")
+    found = checkpoints.latest(99, lambda checkpoint: None)
+    assert found is not None
+    assert found.round == 20
+    checkpoints.save(Checkpoint(25, {"model": torch.zeros(3)}, {}))
+    assert [path.name[16:18] for path in checkpoints.paths()] == ["25", "20"]
+
+
+def test_lines_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
+    log = RoundLog(tmp_path / "lines.jsonl")
+    log.path.write_bytes(b'{"round": 1}\n\x00\x00\xff\n[2]\n{"round": "3"}\n{"round": 4}\n{"round": 2}\n{"rou')
+    assert log.resume(9) == [{"round": 1}, {"round": 4}]
+    assert [json.loads(line) for line in log.path.read_text().splitlines()] == [{"round": 1}, {"round": 4}]

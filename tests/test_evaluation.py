@@ -1,0 +1,366 @@
+"""Scores, client by client, against plain loops; and that looking changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedloom.algorithm import Algorithm, Message, Replies
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.cohort import Cohort
+from fedloom.data.dataset import Samples
+from fedloom.data.partition import Partition
+from fedloom.engines.local import RowsEngine
+from fedloom.errors import InvalidValue
+from fedloom.evaluation import SHARE, TRAINING_PASSES, cadence, newcomers_last
+from fedloom.federation import Federation
+from fedloom.round import Round
+from fedloom.schedule import Schedule
+from fedloom.scoring import Evaluator, Tally
+from fedloom.task import Task
+from fedloom.training import Training
+from small_task import CLASSES, TEST_SIZES, Remembering, SmallNet, small_task
+
+
+def federation(
+    algorithm: Algorithm, task: Task | None = None, directory: Path | None = None, **options: object
+) -> Federation:
+    chosen = small_task() if task is None else task
+    settings = {"rounds": 4, "participation": 1.0, "seed": 1, "evaluate_every": 1, "personal_every": 1} | options
+    return Federation(algorithm, chosen, RowsEngine(chosen), Schedule(**settings), directory)  # type: ignore[arg-type]
+
+
+def naive(model: nn.Module, samples: Samples) -> tuple[int, float]:
+    """Right answers and summed cross entropy, one sample after the other."""
+    module = copy.deepcopy(model).eval().requires_grad_(False)
+    hits, loss = 0, 0.0
+    for x, y in zip(samples.inputs, samples.labels, strict=True):
+        logits = module(x.unsqueeze(0))[0]
+        hits += int(logits.argmax() == y)
+        loss += float(-logits.log_softmax(0)[y])
+    return hits, loss
+
+
+def own_test(task: Task, client: int) -> Samples:
+    assert task.local_test is not None
+    return task.train[torch.from_numpy(task.local_test[client])]
+
+
+def summary(hits: list[int], sizes: list[int]) -> dict[str, float]:
+    """The three figures of accuracy, written out."""
+    accuracies = [h / n for h, n in zip(hits, sizes, strict=True)]
+    mean = sum(accuracies) / len(accuracies)
+    worst = sorted(accuracies)[: math.ceil(len(accuracies) / 10)]
+    return {
+        "accuracy": sum(hits) / sum(sizes),
+        "accuracy_std": math.sqrt(sum((a - mean) ** 2 for a in accuracies) / len(accuracies)),
+        "accuracy_worst": sum(worst) / len(worst),
+    }
+
+
+def random_row(task: Task, seed: int) -> Tensor:
+    row = torch.randn(task.layout.size, generator=torch.Generator().manual_seed(seed))
+    row[task.layout.trainable :].abs_()  # running variances
+    return row
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 500])
+def test_scores_equal_plain_loops(batch_size: int) -> None:
+    task = small_task()
+    evaluator = Evaluator(task.model, task.layout, task.dataset, batch_size)
+    row = random_row(task, 2)
+    score = evaluator.score(row, task.test)
+    hits, loss = naive(task.module(row), task.test)
+    assert (score.accuracy, score.samples) == (hits / 20, 20)
+    assert score.loss == pytest.approx(loss / 20, rel=1e-5)
+    clients = [0, 1, 2, 4, 5]
+    tally = evaluator.tally(row, task.train, task.local_test, clients)  # type: ignore[arg-type]
+    for place, client in enumerate(clients):
+        hits, loss = naive(task.module(row), own_test(task, client))
+        assert int(tally.correct[place]) == hits
+        assert float(tally.loss[place]) == pytest.approx(loss, rel=1e-5)
+    assert tally.samples.tolist() == [n for n in TEST_SIZES if n]
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    counts=st.lists(
+        st.integers(1, 30).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), min_size=1, max_size=25
+    )
+)
+def test_summary_of_clients(counts: list[tuple[int, int]]) -> None:
+    hits, sizes = [h for h, _ in counts], [n for _, n in counts]
+    tally = Tally(torch.arange(len(hits)), torch.tensor(hits), torch.ones(len(hits)).double(), torch.tensor(sizes))
+    figures = tally.figures("x")
+    for name, expected in summary(hits, sizes).items():
+        assert figures[f"x_{name}"] == pytest.approx(expected, abs=1e-12)
+    assert figures["x_loss"] == pytest.approx(len(hits) / sum(sizes))
+
+
+def test_tallies_join_in_the_order_of_clients() -> None:
+    parts = [
+        Tally(torch.tensor([c]), torch.tensor([c + 1]), torch.tensor([c / 2]), torch.tensor([9])) for c in (5, 0, 3)
+    ]
+    joined = Tally.joined(parts)
+    assert joined.clients.tolist() == [0, 3, 5]
+    assert joined.correct.tolist() == [1, 4, 6]
+    assert joined.loss.tolist() == [0.0, 1.5, 2.5]
+
+
+class Recorded(Remembering):
+    """Keeps what every client sent, round by round."""
+
+    def receive(self, round: Round, replies: Replies) -> None:
+        self.uploads = {
+            **getattr(self, "uploads", {}),
+            round.number: dict(zip(replies.clients.tolist(), replies["model"], strict=True)),
+        }
+        super().receive(round, replies)
+
+
+def test_personal_models_are_what_the_next_round_would_make_of_the_next_message() -> None:
+    """`Recorded.personalise` is its training, so after round t it gives the very models that round t + 1 uploads, dropout and
+    batch order included; and the clients' own test data score them as plain loops do."""
+    task = small_task()
+    run = federation(Recorded(), task)
+    run.run()
+    assert isinstance(run.algorithm, Recorded)
+    tested = [client for client, size in enumerate(TEST_SIZES) if size]
+    for number in (1, 2, 3):
+        hits = [naive(task.module(run.algorithm.uploads[number + 1][c]), own_test(task, c))[0] for c in tested]
+        record, table = run.history[number - 1], run.client_history[number - 1]
+        for name, expected in summary(hits, [n for n in TEST_SIZES if n]).items():
+            assert record[f"personal_{name}"] == pytest.approx(expected)
+        assert table["personal"]["clients"] == tested
+        assert table["personal"]["samples"] == [n for n in TEST_SIZES if n]
+        assert table["personal"]["accuracy"] == pytest.approx(
+            [h / TEST_SIZES[c] for h, c in zip(hits, tested, strict=True)]
+        )
+    hits = [naive(task.module(run.algorithm.model()), own_test(task, c))[0] for c in tested]
+    assert run.history[-1]["client_accuracy"] == pytest.approx(sum(hits) / sum(TEST_SIZES))
+
+
+def test_looking_changes_nothing() -> None:
+    """Models, statistics, integer buffers, memory and figures; and torch's own random numbers."""
+    runs = []
+    for every in (0, 1):
+        torch.manual_seed(9)
+        run = federation(Remembering(), personal_every=every, participation=0.5)
+        run.run()
+        runs.append((run, torch.rand(3)))
+    (blind, drawn), (looking, drawn_too) = runs
+    assert torch.equal(blind.algorithm.model(), looking.algorithm.model())
+    assert torch.equal(blind.integers, looking.integers)
+    assert torch.equal(drawn, drawn_too)
+    one, two = (run.engine.store for run in (blind, looking))  # type: ignore[attr-defined]
+    assert list(one) == list(two)
+    for client in one:
+        assert all(torch.equal(tensor, two.read(client)[name]) for name, tensor in one.read(client).items())
+    assert blind.history == [
+        {name: v for name, v in record.items() if not name.startswith(("client_", "personal_"))}
+        for record in looking.history
+    ]
+    assert blind.client_history == []
+
+
+class Careless(FedAvg):
+    """Works in place on the inbox, which may be the server's own tensor."""
+
+    def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
+        for batch in cohort.batches():
+            cohort.gradient(inbox["model"], batch)
+        inbox["model"].mul_(2)
+        return inbox["model"]
+
+
+def test_a_method_that_edits_its_inbox_harms_nobody() -> None:
+    runs = [federation(Careless(), personal_every=every) for every in (0, 1)]
+    for run in runs:
+        run.run()
+    assert torch.equal(runs[0].algorithm.model(), runs[1].algorithm.model())
+
+
+def test_where_every_client_uses_the_global_model_both_figures_agree() -> None:
+    run = federation(FedAvg())
+    run.run()
+    for record in run.history:
+        for part in ("accuracy", "accuracy_std", "accuracy_worst", "loss"):
+            assert record[f"personal_{part}"] == record[f"client_{part}"]
+
+
+class Plain(FedAvg):
+    def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
+        return inbox["model"].clone()
+
+
+def test_one_pass_over_all_clients_equals_client_by_client() -> None:
+    one, two = federation(FedAvg()), federation(Plain())
+    one.run()
+    two.run()
+    assert [t["personal"] for t in one.client_history] == [t["personal"] for t in two.client_history]
+
+
+class OneHot(FedAvg):
+    """Each client is sent a model of its own that always answers with one class, the client's number modulo 4."""
+
+    def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
+        rows = torch.zeros(len(clients), self.layout.size)
+        bias = next(slot for slot in self.layout.slots if slot.name == "out.bias")
+        for k, client in enumerate(clients):
+            rows[k, bias.start + client % CLASSES] = 1
+        return {"model": rows}
+
+
+def test_every_client_gets_its_own_row() -> None:
+    task = small_task()
+    run = federation(OneHot(), task, rounds=1)
+    run.run()
+    table = run.client_history[0]["personal"]
+    for client, accuracy in zip(table["clients"], table["accuracy"], strict=True):
+        assert accuracy == pytest.approx(float((own_test(task, client).labels == client % CLASSES).double().mean()))
+
+
+def test_new_clients_never_train_and_are_scored_with_the_global_model(tmp_path: Path) -> None:
+    task = small_task()
+    run = federation(Remembering(), task, tmp_path, new_clients=0.5, participation=0.67)
+    run.run()
+    new = sorted(run.numbers[3:])
+    trained = {client for record in run.history for client in record["clients"]}
+    assert len(new) == 3
+    assert trained == set(range(6)) - set(new)
+    assert all(len(record["clients"]) == 2 for record in run.history)
+    tested = [client for client in new if TEST_SIZES[client]]
+    lines = [json.loads(line) for line in (tmp_path / "clients.jsonl").read_text().splitlines()]
+    assert lines == run.client_history
+    assert lines[-1]["new_client"]["clients"] == tested
+    assert lines[-1]["new_client"]["samples"] == [TEST_SIZES[client] for client in tested]
+    assert set(lines[-1]["personal"]["clients"]) == {c for c in range(6) if c not in new and TEST_SIZES[c]}
+    assert set(run.engine.store) <= {0, 1, 2}  # type: ignore[attr-defined]
+
+
+def test_new_clients_use_what_personalise_makes_of_the_global_model() -> None:
+    task = small_task()
+    run = federation(Plain(), task, new_clients=0.5)
+    run.run()
+    new = [client for client in run.numbers[3:] if TEST_SIZES[client]]
+    hits = [naive(task.module(run.algorithm.model()), own_test(task, client))[0] for client in new]
+    assert run.history[-1]["new_client_accuracy"] == pytest.approx(sum(hits) / sum(TEST_SIZES[c] for c in new))
+
+
+def test_moving_new_clients_last_keeps_everybodys_data() -> None:
+    task = small_task()
+    moved, numbers = newcomers_last(task, 2, seed=4)
+    assert sorted(numbers) == list(range(6))
+    assert list(numbers[:4]) == sorted(numbers[:4])
+    for place, client in enumerate(numbers):
+        assert np.array_equal(moved.partition[place], task.partition[client])
+        assert np.array_equal(moved.local_test[place], task.local_test[client])  # type: ignore[index]
+    draws = {tuple(newcomers_last(task, 2, seed)[1][4:]) for seed in range(40)}
+    assert len(draws) > 8  # of the 15 pairs
+    with pytest.raises(InvalidValue, match="new_clients leaves none of the 6 clients to train"):
+        newcomers_last(task, 6, seed=0)
+
+
+def test_a_subset_of_clients_stays_the_same_and_is_drawn_by_the_seed() -> None:
+    subsets = set()
+    for seed in range(12):
+        run = federation(FedAvg(), seed=seed, personal_clients=2, rounds=2)
+        run.run()
+        first, second = (table["personal"]["clients"] for table in run.client_history)
+        assert first == second
+        assert len(first) == 2
+        subsets.add(tuple(first))
+    assert len(subsets) > 3
+    assert not any(3 in subset for subset in subsets)  # who has no test data
+
+
+def test_without_own_test_data_nothing_personal_is_measured_unless_asked_for() -> None:
+    run = federation(Remembering(), small_task(own_test=False), personal_every=None)
+    run.run()
+    assert not any(name.startswith(("client_", "personal_")) for record in run.history for name in record)
+    for asked in ({"personal_every": 3}, {"personal_every": None, "new_clients": 0.5}):
+        with pytest.raises(InvalidValue) as error:
+            federation(Remembering(), small_task(own_test=False), **asked)
+        assert "needs test data of the clients' own: give the task local_test" in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+def test_evaluations_take_place_when_due() -> None:
+    run = federation(FedAvg(), rounds=7, evaluate_every=3, personal_every=2)
+    run.run()
+    assert [r["round"] for r in run.history if "accuracy" in r] == [3, 6, 7]
+    assert [r["round"] for r in run.history if "personal_accuracy" in r] == [2, 4, 6, 7]
+    never = federation(FedAvg(), rounds=2, personal_every=0)
+    never.run()
+    assert not any("personal_accuracy" in record for record in never.history)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    participation=st.floats(0.1, 1),
+    training=st.builds(
+        Training,
+        epochs=st.integers(1, 5),
+        steps=st.one_of(st.none(), st.integers(1, 20)),
+        batch_size=st.one_of(st.none(), st.integers(1, 30)),
+    ),
+    evaluate_every=st.one_of(st.none(), st.integers(1, 9)),
+    personal_every=st.one_of(st.none(), st.integers(0, 9)),
+)
+def test_the_chosen_cadence_costs_less_than_a_tenth_and_not_needlessly_little(
+    participation: float, training: Training, evaluate_every: int | None, personal_every: int | None
+) -> None:
+    task = replace(small_task(), training=training)
+    schedule = Schedule(participation=participation, evaluate_every=evaluate_every, personal_every=personal_every)
+    every, personal = cadence(task, schedule, trainers=6, evaluated=5)
+    if evaluate_every is not None:
+        assert every == evaluate_every
+    if personal_every is not None:
+        assert personal == personal_every
+    sizes = task.partition.sizes
+    batches = training.steps if training.steps is not None else 0
+    batch = min(training.batch_size or math.inf, float(sizes.mean()))
+    local = TRAINING_PASSES * (batches * batch if training.steps is not None else training.epochs * float(sizes.mean()))
+    round_cost = max(1, int(participation * 6 + 1e-9)) * local
+    overall = len(task.test) / (every * round_cost)
+    clients = 5 * (local + 2 * float(np.mean(TEST_SIZES))) / (personal * round_cost) if personal else 0.0
+    if evaluate_every is None and personal_every is None:
+        assert overall + clients <= SHARE + 1e-9
+        assert overall <= SHARE / 2 + 1e-9
+        assert personal == 1 or clients * personal / (personal - 1) > SHARE - overall - 1e-9
+    elif evaluate_every is None:
+        assert overall <= SHARE + 1e-9
+    if evaluate_every is None and every > 1:
+        assert overall * every / (every - 1) > SHARE / 2 - 1e-9
+
+
+def test_a_partition_without_test_samples_measures_nobody() -> None:
+    task = replace(small_task(), local_test=Partition.of([[]] * 6))
+    run = federation(FedAvg(), task, rounds=1, personal_every=None)
+    run.run()
+    assert "personal_accuracy" not in run.history[0]
+
+
+def test_statistics_and_loss_in_evaluation_mode() -> None:
+    """Batch norm uses the row's own statistics, and dropout is off."""
+    task = small_task()
+    net = task.module(random_row(task, 4)).requires_grad_(False)
+    assert isinstance(net, SmallNet)
+    evaluator = Evaluator(task.model, task.layout, task.dataset)
+    x, y = task.test.inputs, task.test.labels
+    hidden = (net.hidden(x) - net.norm.running_mean) / (net.norm.running_var + 1e-5).sqrt()  # type: ignore[operator]
+    logits = net.out(torch.relu(hidden * net.norm.weight + net.norm.bias))
+    assert evaluator.score(random_row(task, 4), task.test).loss == pytest.approx(
+        float(F.cross_entropy(logits, y)), rel=1e-5
+    )

@@ -1,0 +1,214 @@
+"""What clients remember, in memory and in files, against a plain dictionary."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+
+import fedloom.store
+from fedloom.errors import DamagedCheckpoint, InvalidValue
+from fedloom.store import VERSIONS, ClientStore, Memory
+
+CLIENTS = 4
+NAMES = ("model", "weights", "steps")
+
+
+def value(number: int) -> Tensor:
+    """A tensor that no other number gives; the type differs, too."""
+    kinds = (torch.float32, torch.float64, torch.int64, torch.bfloat16)
+    return (torch.arange(8) + number).to(kinds[number % 4]).view(2, 4)
+
+
+def same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
+    return one.keys() == two.keys() and all(
+        one[name].dtype == two[name].dtype and torch.equal(one[name], two[name]) for name in one
+    )
+
+
+def files(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()} if directory.exists() else set()
+
+
+WRITE = st.tuples(st.just("write"), st.integers(0, CLIENTS - 1), st.sampled_from(NAMES))
+OPERATIONS = st.lists(
+    st.one_of(WRITE, WRITE, st.sampled_from([("commit",), ("rollback",), ("checkpoint",), ("fall back",), ("crash",)])),
+    max_size=40,
+)
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(operations=OPERATIONS, budget=st.sampled_from([0, 50, 200, 10_000]), inline=st.sampled_from([0, 100, 10_000]))
+def test_a_store_is_a_dictionary_whatever_its_budget(
+    operations: list[tuple], budget: int, inline: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Also through undone rounds, and through restoring either of the two newest checkpoints in a new process."""
+    directory = tmp_path_factory.mktemp("store")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fedloom.store, "INLINE", inline)
+        store = ClientStore(directory, budget)
+        now: dict[int, dict[str, Tensor]] = {}  # with what is pending
+        settled: dict[int, dict[str, Tensor]] = {}
+        checkpoints: list[tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]] = []
+        for number, (what, *arguments) in enumerate(operations):
+            if what == "write":
+                client, name = arguments
+                store.write(client, {name: value(number)})
+                now[client] = {**now.get(client, {}), name: value(number)}
+            elif what == "commit":
+                store.commit()
+                settled = dict(now)
+            elif what == "rollback":
+                if store.rollback():
+                    now = dict(settled)
+                else:
+                    assert budget < 10_000  # only a round that outgrows half the budget cannot be undone
+                    break
+            elif what == "checkpoint":
+                store.commit()
+                settled = dict(now)
+                state = {name: tensor.clone() for name, tensor in store.state().items()}
+                checkpoints = [*checkpoints, (state, settled)][-2:]
+                store.release()
+            elif checkpoints:
+                place = 0 if what == "fall back" else -1
+                checkpoints = checkpoints[: place + 1] if place == 0 else checkpoints
+                store = ClientStore(directory, budget)
+                store.restore(checkpoints[place][0])
+                settled = checkpoints[place][1]
+                now = dict(settled)
+            assert list(store) == sorted(now)
+            for client in range(CLIENTS):
+                assert same(store.read(client), now.get(client, {}))
+                assert store.names(client) == set(now.get(client, {}))
+                for name in NAMES:
+                    found, wanted = store.get(client, name), now.get(client, {}).get(name)
+                    assert (found is None) == (wanted is None)
+                    assert found is None or torch.equal(found, wanted)
+            assert store.held_bytes <= budget
+
+
+def test_the_least_recently_used_clients_spill() -> None:
+    one = torch.zeros(100)
+    store = ClientStore(budget=3 * 400)
+    for client in range(3):
+        store.write(client, {"model": one + client})
+        store.commit()
+    folder = store._folder()
+    assert files(folder) == set()
+    store.get(0, "model")  # now client 1 has waited for longest
+    store.write(3, {"model": one + 3})
+    store.commit()
+    assert files(folder) == {"client-000001.v1.safetensors"}
+    assert torch.equal(load_file(folder / "client-000001.v1.safetensors")["model"], one + 1)
+    store.close()
+    assert not folder.exists()
+    assert list(store) == []
+
+
+def test_an_unchanged_client_costs_nothing_and_versions_never_change(tmp_path: Path) -> None:
+    store = ClientStore(tmp_path / "clients", budget=100)
+    for client in range(3):
+        store.write(client, {"model": torch.full((50,), float(client))})
+    store.commit()
+    store.state()
+    store.release()
+    before = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in (tmp_path / "clients").iterdir()}
+    store.write(1, {"model": torch.full((50,), 9.0)})
+    store.commit()
+    table = store.state()[VERSIONS]
+    after = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in (tmp_path / "clients").iterdir()}
+    assert {name: after[name] for name in before} == before  # client 1's old version serves the checkpoint before
+    assert len(after) == 4
+    store.release()
+    assert files(tmp_path / "clients") == set(after)
+    store.state()
+    store.release()  # two newer checkpoints than the one that named it
+    current = {f"client-{client:06d}.v{version}.safetensors" for client, version, _ in table.tolist()}
+    assert files(tmp_path / "clients") == current
+
+
+def test_what_only_passing_rounds_wrote_leaves_no_file(tmp_path: Path) -> None:
+    store = ClientStore(tmp_path, budget=0)
+    for number in range(20):
+        store.write(0, {"model": value(number)})
+        store.commit()
+    assert len(files(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("harm", ["missing", "cut"])
+def test_a_lost_or_shortened_file_is_named(tmp_path: Path, harm: str) -> None:
+    store = ClientStore(tmp_path, budget=0)
+    store.write(7, {"model": torch.arange(9.0)})
+    store.commit()
+    state = store.state()
+    (path,) = tmp_path.iterdir()
+    if harm == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-1])
+    fresh = ClientStore(tmp_path, budget=0)
+    with pytest.raises(DamagedCheckpoint, match=r"client-000007\.v1\.safetensors is missing or cut short"):
+        fresh.restore(state)
+    assert list(fresh) == []
+
+
+def test_what_a_kill_left_half_written_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".client-000001.v4.safetensors.writing").write_bytes(b"half")
+    (tmp_path / "client-000001.v3.safetensors").write_bytes(b"of a checkpoint that was never written")
+    store = ClientStore(tmp_path, budget=0)
+    assert files(tmp_path) == {"client-000001.v3.safetensors"}
+    store.write(1, {"model": value(1)})
+    store.commit()
+    store.state()
+    store.release()
+    assert files(tmp_path) == {"client-000001.v4.safetensors"}
+
+
+def test_a_file_with_code_in_it_is_refused(tmp_path: Path) -> None:
+    store = ClientStore(tmp_path, budget=0)
+    store.write(1, {"model": value(1)})
+    store.commit()
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(pickle.dumps(print))
+    with pytest.raises(DamagedCheckpoint, match="cannot be read"):
+        store.get(1, "model")
+
+
+def test_a_negative_budget_is_refused() -> None:
+    with pytest.raises(InvalidValue, match="memory_budget must be at least 0, not -1"):
+        ClientStore(budget=-1)
+
+
+def test_a_cohort_reads_rows_and_writes_on_commit() -> None:
+    store = ClientStore(budget=0)
+    cohort = Memory(store, [4, 2])
+    default = torch.tensor([[1.0, 1.0], [2.0, 2.0]])
+    assert torch.equal(cohort.get("w", default), default)
+    cohort["w"] = torch.tensor([[5.0, 5.0], [6.0, 6.0]])
+    assert torch.equal(cohort.get("w", default), torch.tensor([[5.0, 5.0], [6.0, 6.0]]))
+    assert store.get(4, "w") is None
+    cohort.commit([1])
+    assert store.get(4, "w") is None
+    other = Memory(store, [4, 2])
+    assert other.knows("w").tolist() == [False, True]
+    assert torch.equal(other.get("w", default), torch.tensor([[1.0, 1.0], [6.0, 6.0]]))
+    assert torch.equal(other.get("w", torch.zeros(1, 2)), torch.tensor([[0.0, 0.0], [6.0, 6.0]]))
+    store.close()
+
+
+def test_what_is_stored_shares_no_memory_with_the_writer_or_reader() -> None:
+    store = ClientStore()
+    rows = torch.zeros(1, 3)
+    cohort = Memory(store, [0])
+    cohort["w"] = rows
+    cohort.commit()
+    rows.fill_(7)
+    Memory(store, [0]).get("w", torch.zeros(1, 3)).fill_(8)
+    assert torch.equal(store.read(0)["w"], torch.zeros(3))
