@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import sys
@@ -33,16 +34,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-File = Annotated[Path, typer.Argument(help="Configuration, a TOML file.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change, such as training.learning_rate=0.1."),
-]
+# The help of each command says what its arguments are: not every version of click shows theirs.
+File = Annotated[Path, typer.Argument(metavar="FILE.toml", hidden=True)]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", hidden=True)]
 Fresh = Annotated[
     bool, typer.Option("--fresh", help="Start again, also where a run is finished or has other settings.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress: only the result.")]
-Name = Annotated[str | None, typer.Argument(help="One of them, described in full.", show_default=False)]
+Name = Annotated[str | None, typer.Argument(metavar="[NAME]", hidden=True)]
 
 
 class Failed(FedloomError):
@@ -53,16 +52,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        result = app(given, prog_name="fedloom", standalone_mode=False)
-        return result if isinstance(result, int) else 0
-    except (KeyboardInterrupt, click.exceptions.Abort):
-        _say(f"stopped. To go on: {_again(given)}" if given and given[0] in ("run", "compare") else "stopped")
-        return 130
-    except click.exceptions.NoArgsIsHelpError as error:
-        error.show()
-        return 2
+        code = app(given, prog_name="fedloom", standalone_mode=False)  # which makes 130 of a KeyboardInterrupt
+        if code == 130:
+            _say(f"stopped; to go on: {_again(given)}" if given[0] in ("run", "compare") else "stopped")
+        return code if isinstance(code, int) else 0
     except click.ClickException as error:
-        _say(f"{error.format_message().rstrip('.')} (see fedloom --help)")
+        if "\n" in error.format_message():
+            error.show()  # called without anything: the help
+        else:
+            # typer and click each add the same suggestion
+            text = re.sub(r"( Did you mean [^?]*\?)\1", r"\1", error.format_message())
+            _say(f"{text.rstrip('.')} (see fedloom --help)")
         return 2
     except (Diverged, Failed) as error:
         _say(str(error))
@@ -70,10 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FedloomError as error:
         _say(str(error))
         return 2
-    except BrokenPipeError:
-        # Whoever read has gone; what is left in the buffer must not raise again when Python flushes it on exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except OSError as error:
         _say(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
         return 1
@@ -110,7 +106,11 @@ def _options(
 
 @app.command()
 def run(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Quiet = False) -> None:
-    """Train one method with one seed. The same command goes on after an interruption."""
+    """Train one method with one seed.
+
+    FILE.toml is the configuration; KEY=VALUE changes one of its keys, such as algorithm=fedmr or training.learning_rate=0.1.
+    The same command goes on after an interruption.
+    """
     from fedloom.experiment.configuration import load
     from fedloom.experiment.events import RunName
     from fedloom.experiment.run import run_configured, run_directory
@@ -148,7 +148,11 @@ def run(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Qu
 
 @app.command()
 def compare(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Quiet = False) -> None:
-    """Run several methods and seeds on the same data, splits and initial models."""
+    """Compare methods, over several seeds, on the same data.
+
+    FILE.toml is the configuration, KEY=VALUE changes one of its keys, such as seeds=[0,1,2] or rounds=50. Every method has
+    the same clients, samples and initial models. The same command goes on after an interruption.
+    """
     from rich.console import Console
 
     from fedloom.experiment.comparison import Comparison
@@ -172,7 +176,7 @@ def compare(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet
 
 @app.command()
 def algorithms(name: Name = None) -> None:
-    """List the methods, or describe one."""
+    """List the methods, or describe the one called NAME."""
     from fedloom.algorithm import algorithms as registry
 
     _list(registry, name)
@@ -180,7 +184,7 @@ def algorithms(name: Name = None) -> None:
 
 @app.command()
 def models(name: Name = None) -> None:
-    """List the models, or describe one."""
+    """List the models, or describe the one called NAME."""
     from fedloom.models import models as registry
 
     _list(registry, name)
@@ -188,7 +192,7 @@ def models(name: Name = None) -> None:
 
 @app.command()
 def datasets(name: Name = None) -> None:
-    """List the data sets, or describe one."""
+    """List the data sets, or describe the one called NAME."""
     from fedloom.data.dataset import datasets as registry
 
     _list(registry, name)
@@ -196,7 +200,7 @@ def datasets(name: Name = None) -> None:
 
 @app.command()
 def partitions(name: Name = None) -> None:
-    """List the ways to share data out to clients, or describe one."""
+    """List the ways to share data out to clients, or describe the one called NAME."""
     from fedloom.data.partition import partitions as registry
 
     _list(registry, name)
