@@ -1,0 +1,400 @@
+"""A world of a few clients for the personalised methods, run by fedloom and the slow way: one client after another on copies of
+a module. It shares with fedloom the order of the batches and the choice of the clients, which are random, and no mathematics.
+Batch-norm statistics never leave a client: only parameters are copied and averaged.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from fedloom.algorithm import Algorithm
+from fedloom.data.dataset import Dataset, Samples
+from fedloom.data.partition import Partition
+from fedloom.engines.base import INTEGERS, Order
+from fedloom.engines.local import RowsEngine
+from fedloom.federation import Federation
+from fedloom.randomness import stream
+from fedloom.round import Round
+from fedloom.schedule import Schedule
+from fedloom.task import Task
+from fedloom.training import Training, batch_order
+
+Extra = Callable[[nn.Module], Tensor]
+SIZES = (9, 14, 4, 21, 12)
+LAYERS = ("lower", "norm", "middle", "head")
+
+
+class Net(nn.Module):
+    """Three layers, with batch norm after the first or without."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.lower = nn.Linear(5, 6)
+        self.norm = nn.BatchNorm1d(6) if norm else nn.Identity()
+        self.middle = nn.Linear(6, 4)
+        self.head = nn.Linear(4, 3)
+
+    def features(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.middle(torch.tanh(self.norm(self.lower(x)))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.features(x))
+        return logits
+
+
+@dataclass
+class Moment:
+    """The state after a round: the global parameters, and the model with which each client would begin the next one."""
+
+    parameters: Tensor
+    personal: list[Tensor]
+
+
+@dataclass
+class World:
+    """Unequal clients with random data in float64, and how they train."""
+
+    norm: bool = False
+    rounds: int = 4
+    participation: float = 0.6
+    seed: int = 3
+    sizes: tuple[int, ...] = SIZES
+    training: Training = field(
+        default_factory=lambda: Training(
+            learning_rate=0.1, momentum=0.5, weight_decay=1e-2, decay=0.9, epochs=2, batch_size=4, clip=1.5
+        )
+    )
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(11)
+        count = sum(self.sizes)
+        self.inputs = torch.randn(count, 5, dtype=torch.float64, generator=generator)
+        # Every client sees labels by a rule of its own, so that personal models differ from the global one.
+        starts = [sum(self.sizes[:k]) for k in range(len(self.sizes))]
+        self.owned = [list(range(start, start + size)) for start, size in zip(starts, self.sizes, strict=True)]
+        rules = torch.randn(len(self.sizes), 5, 3, dtype=torch.float64, generator=generator)
+        self.labels = torch.cat([(self.inputs[own] @ rules[i]).argmax(1) for i, own in enumerate(self.owned)])
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            self.module = Net(self.norm).double()
+        self.clients = len(self.sizes)
+        self.participants = max(1, int(self.participation * self.clients + 1e-9))
+        self.names = [name for name, _ in self.module.named_parameters()]
+
+    # --- fedloom's side ---
+
+    def task(self) -> Task:
+        samples = Samples(self.inputs, self.labels)
+        data = Dataset("random", samples, samples, 3)
+        return Task(data, samples, samples, Partition.of(self.owned), copy.deepcopy(self.module), self.training)
+
+    def run(self, algorithm: Algorithm) -> Run:
+        """fedloom's own run of a method."""
+        task = self.task()
+        engine = RowsEngine(task)
+        schedule = Schedule(rounds=self.rounds, participation=self.participation, seed=self.seed, evaluate_every=100)
+        federation = Federation(algorithm, task, engine, schedule)
+        moments = []
+        for _ in range(self.rounds):
+            federation.step()
+            moments.append(self._moment(federation, engine))
+        return Run(moments, [record["clients"] for record in federation.history], federation, engine)
+
+    def _moment(self, federation: Federation, engine: RowsEngine) -> Moment:
+        algorithm, layout = federation.algorithm, engine.task.layout
+        upcoming = self.round(federation.finished + 1)
+        everybody = tuple(range(self.clients))
+        message = algorithm.deploy(upcoming, everybody)
+        if layout.integers:
+            message[INTEGERS] = federation.integers.unsqueeze(0)
+        orders = [
+            Order(i, None, {name: rows[i : i + 1] if len(rows) > 1 else rows for name, rows in message.items()})
+            for i in everybody
+        ]
+        personal = [engine.personalise(algorithm, upcoming, order)[0] for order in orders]
+        return Moment(algorithm.model()[: layout.trainable].clone(), [row.clone() for row in personal])
+
+    def round(self, number: int) -> Round:
+        rate = self.training.learning_rate
+        return Round(1, self.rounds, self.seed, self.clients, self.participants, rate, rate, self.training.decay).at(
+            number
+        )
+
+    # --- the slow side ---
+
+    def rate(self, number: int) -> float:
+        return self.training.learning_rate * self.training.decay ** (number - 1)
+
+    def fresh(self) -> nn.Module:
+        return copy.deepcopy(self.module)
+
+    def data(self, client: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[self.owned[client]], self.labels[self.owned[client]]
+
+    def batches(
+        self,
+        client: int,
+        number: int,
+        purpose: str = "batches",
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        times: int = 1,
+        drop_last: bool = False,
+        data: tuple[Tensor, Tensor] | None = None,
+        shuffle: bool = True,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        x, y = self.data(client) if data is None else data
+        generator = stream(self.seed, purpose, round=number, client=client) if shuffle else None
+        assert self.training.batch_size is not None
+        for index in batch_order(
+            len(y),
+            generator,
+            batch_size=times * self.training.batch_size,
+            epochs=epochs or self.training.epochs,
+            steps=steps,
+            drop_last=drop_last,
+            smallest=2 if self.norm else 1,
+        ):
+            yield x[index], y[index]
+
+    def optimiser(self, module: nn.Module, rate: float, names: Sequence[str] | None = None) -> torch.optim.SGD:
+        chosen = [p for name, p in module.named_parameters() if names is None or name in names]
+        t = self.training
+        return torch.optim.SGD(chosen, lr=rate, momentum=t.momentum, weight_decay=t.weight_decay)
+
+    def train(
+        self,
+        module: nn.Module,
+        client: int,
+        number: int,
+        purpose: str = "batches",
+        *,
+        extra: Extra | None = None,
+        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        names: Sequence[str] | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
+        rate: float | None = None,
+        data: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """Local training with torch's own SGD, in place."""
+        module.train()
+        optimiser = self.optimiser(module, self.rate(number) if rate is None else rate, names)
+        for x, y in self.batches(client, number, purpose, epochs=epochs, steps=steps, data=data):
+            total = F.cross_entropy(module(x), y) if loss is None else loss(x, y)
+            if extra is not None:
+                total = total + extra(module)
+            module.zero_grad()
+            total.backward()
+            if self.training.clip is not None:
+                nn.utils.clip_grad_norm_(optimiser.param_groups[0]["params"], self.training.clip)
+            optimiser.step()
+
+
+@dataclass
+class Run:
+    """What fedloom did."""
+
+    moments: list[Moment]
+    selected: list[list[int]]
+    federation: Federation
+    engine: RowsEngine
+
+
+def vector(module: nn.Module) -> Tensor:
+    """Parameters and floating-point buffers in one vector."""
+    tensors = [t for t in [*module.parameters(), *module.buffers()] if t.is_floating_point()]
+    return torch.cat([t.detach().reshape(-1) for t in tensors])
+
+
+def parameters(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+
+
+@torch.no_grad()
+def copy_parameters(source: nn.Module, target: nn.Module, names: Sequence[str] | None = None) -> None:
+    for name, p in source.named_parameters():
+        if names is None or name in names:
+            target.get_parameter(name).copy_(p)
+
+
+@torch.no_grad()
+def average(server: nn.Module, models: Sequence[nn.Module], weights: Sequence[float], names: Sequence[str]) -> None:
+    """The server's named parameters become the weighted mean."""
+    for name in names:
+        parts = [w * model.get_parameter(name) for w, model in zip(weights, models, strict=True)]
+        server.get_parameter(name).copy_(torch.stack(parts).sum(0) / sum(weights))
+
+
+def squared_distance(one: nn.Module, other: nn.Module) -> Tensor:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return sum(((a - b.detach()).square().sum() for a, b in pairs), torch.zeros((), dtype=torch.float64))
+
+
+class Overwrite:
+    """Local initialisation of most methods: the download replaces what the client had."""
+
+    def start(self, client: int, number: int, received: nn.Module) -> nn.Module:
+        return copy.deepcopy(received)
+
+    def keep(self, client: int, trained: nn.Module) -> None:
+        """Nothing to remember."""
+
+    def changes(self) -> bool:
+        return False
+
+
+class Blend(Overwrite):
+    """ALA with autograd on the weights themselves: start = old + (received - old) * W in the named parameters."""
+
+    def __init__(
+        self,
+        world: World,
+        names: Sequence[str],
+        *,
+        percent: float = 80,
+        rate: float = 1.0,
+        threshold: float = 0.01,
+        window: int = 10,
+        most: int = 200,
+        epochs: int = 1,
+        last: bool = False,
+        contiguous: bool = False,
+    ) -> None:
+        self.world, self.names, self.percent, self.rate = world, list(names), percent, rate
+        self.threshold, self.window, self.most, self.epochs = threshold, window, most, epochs
+        self.last, self.contiguous = last, contiguous
+        self.old: dict[int, dict[str, Tensor]] = {}
+        self.weights: dict[int, dict[str, Tensor]] = {}
+        self.began: set[int] = set()
+        self.losses: list[float] = []
+
+    def changes(self) -> bool:
+        return True
+
+    def keep(self, client: int, trained: nn.Module) -> None:
+        self.old[client] = {n: p.detach().clone() for n, p in trained.named_parameters() if n in self.names}
+
+    def part(self, client: int, number: int) -> tuple[Tensor, Tensor]:
+        x, y = self.world.data(client)
+        count = max(2, int(self.percent / 100 * len(y) + 1e-9))
+        generator = stream(self.world.seed, "ala", round=number, client=client)
+        if self.contiguous:
+            first = int(torch.randint(len(y) - count + 1, (), generator=generator))
+            return x[first : first + count], y[first : first + count]
+        chosen = torch.randperm(len(y), generator=generator)[:count]
+        return x[chosen], y[chosen]
+
+    def start(self, client: int, number: int, received: nn.Module, *, trial: bool = False) -> nn.Module:
+        result = copy.deepcopy(received)
+        if client not in self.old:
+            return result
+        old = self.old[client]
+        new = {n: p.detach().clone() for n, p in received.named_parameters() if n in self.names}
+        known = self.weights.get(client, {n: torch.ones_like(old[n]) for n in self.names})
+        weights = {n: w.clone().requires_grad_() for n, w in known.items()}
+        # A trial leaves nothing behind; the working model's statistics are thrown away in any case.
+        scratch = copy.deepcopy(received).train()
+        data, losses = self.part(client, number), []
+        while True:
+            here = []
+            for x, y in self.world.batches(client, number, epochs=1, data=data, shuffle=False):
+                blended = {n: old[n] + (new[n] - old[n]) * weights[n] for n in self.names}
+                loss = F.cross_entropy(functional_call(scratch, blended, (x,)), y)
+                for w, g in zip(weights.values(), torch.autograd.grad(loss, list(weights.values())), strict=True):
+                    w.data = (w.data - self.rate * g).clamp(0, 1)
+                here.append(float(loss.detach()))
+            losses.append(here[-1] if self.last else sum(here) / len(here))
+            if client in self.began:
+                if len(losses) >= self.epochs:
+                    break
+            elif len(losses) == self.most or (
+                len(losses) > self.window
+                and float(torch.tensor(losses[-self.window :]).double().std(correction=0)) < self.threshold
+            ):
+                break
+        if not trial:
+            self.weights[client] = {n: w.detach() for n, w in weights.items()}
+            self.began.add(client)
+            self.losses = losses
+        with torch.no_grad():
+            for n, p in result.named_parameters():
+                if n in self.names:
+                    p.copy_(old[n] + (new[n] - old[n]) * weights[n])
+        return result
+
+    def preview(self, client: int, number: int, received: nn.Module) -> nn.Module:
+        return self.start(client, number, received, trial=True)
+
+
+def preview(init: Overwrite, client: int, number: int, received: nn.Module) -> nn.Module:
+    """The start that a client would make of a download, without remembering anything."""
+    return init.preview(client, number, received) if isinstance(init, Blend) else init.start(client, number, received)
+
+
+@dataclass
+class Setting:
+    """What a naive method works with: the world, who took part in each round, and the local initialisation."""
+
+    world: World
+    selected: list[list[int]]
+    init: Overwrite = field(default_factory=Overwrite)
+
+
+def shared_model(
+    setting: Setting,
+    work: Callable[[nn.Module, nn.Module, int, int], nn.Module | None],
+    score: Callable[[nn.Module, int, int], nn.Module],
+    *,
+    names: Sequence[str] | None = None,
+    beta: float = 1.0,
+) -> list[Moment]:
+    """The round that most methods share.
+
+    Each client has a module of its own, into which the named parameters of the server are loaded. `work(start, sent, i, t)`
+    trains `start` in place; `score(model, i, t)` is the model used, given the whole model that the client would start from.
+    """
+    world, init = setting.world, setting.init
+    names = world.names if names is None else names
+    server, own = world.fresh(), [world.fresh() for _ in range(world.clients)]
+    moments = []
+    for number, selected in enumerate(setting.selected, start=1):
+        models = []
+        for i in selected:
+            copy_parameters(server, own[i], names)
+            sent = copy.deepcopy(own[i])
+            start = init.start(i, number, own[i])
+            own[i] = work(start, sent, i, number) or start
+            init.keep(i, own[i])
+            models.append(own[i])
+        before = world.fresh()
+        copy_parameters(server, before)
+        average(server, models, [world.sizes[i] for i in selected], names)
+        with torch.no_grad():
+            for p, q in zip(server.parameters(), before.parameters(), strict=True):
+                p.copy_(beta * p + (1 - beta) * q)
+        personal = []
+        for i in range(world.clients):
+            whole = copy.deepcopy(own[i])
+            copy_parameters(server, whole, names)
+            personal.append(vector(score(preview(init, i, number + 1, whole), i, number + 1)))
+        moments.append(Moment(parameters(server), personal))
+    return moments
+
+
+def assert_same(found: Sequence[Moment], expected: Sequence[Moment], tolerance: float = 1e-8) -> None:
+    """Global parameters and every client's model agree after every round."""
+    assert len(found) == len(expected)
+    for number, (one, two) in enumerate(zip(found, expected, strict=True), start=1):
+        pairs = [(one.parameters, two.parameters), *zip(one.personal, two.personal, strict=True)]
+        for who, (a, b) in enumerate(pairs, start=-1):
+            gap = float((a - b).abs().max())
+            assert gap <= tolerance, f"round {number}, {'global' if who < 0 else f'client {who}'}: {gap}"

@@ -1,0 +1,303 @@
+"""ALA over the methods it can wrap, against autograd on the weights themselves; its limits, its trace and its depth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import naive_methods as methods
+from fedloom.algorithm import algorithms, build, describe
+from fedloom.algorithms.ala import Ala, FedALA
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.engines.local import RowsEngine
+from fedloom.errors import InvalidValue
+from fedloom.federation import Federation
+from fedloom.layout import Unit
+from fedloom.schedule import Schedule
+from fedloom.training import Training
+from naive_personal import Blend, Moment, Run, Setting, World, assert_same, vector
+
+Method = Callable[..., list[Moment]]
+PLAIN = Training(learning_rate=0.1, decay=0.9, epochs=2, batch_size=4)
+HEAD = ["head.weight", "head.bias"]
+MIDDLE = ["middle.weight", "middle.bias"]
+RATES = "rate=20, threshold=0.003, max_epochs=30"
+"""A rate at which the weights of such small models move, and an initial stage that ends in either way."""
+
+
+def compare(world: World, expression: str, method: Method, names: list[str], **options: Any) -> tuple[Run, Blend]:
+    run = world.run(build(expression))
+    assert not any(record["faults"] for record in run.federation.history)
+    blend = Blend(world, names, rate=20, threshold=0.003, most=30)
+    assert_same(run.moments, method(Setting(world, run.selected, blend), **options))
+    moved(blend)
+    return run, blend
+
+
+def moved(blend: Blend) -> None:
+    """Some weights were learned, some are at a bound and some are not."""
+    values = torch.cat([w.reshape(-1) for weights in blend.weights.values() for w in weights.values()])
+    assert bool((values == 1).any())
+    assert bool((values < 0.99).any())
+    assert float(values.min()) >= 0
+
+
+# --- against autograd, wrapped around each method ---
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("p", [1, 2])
+def test_fedala(norm: bool, p: int) -> None:
+    world = World(norm, rounds=5)
+    run, blend = compare(world, f"fedala(p={p}, {RATES})", methods.fedavg, (HEAD + MIDDLE)[: 2 * p])
+    counts = [record["ala_epochs"] for record in run.federation.history if "ala_epochs" in record]
+    assert max(counts) > 10 / 3  # the mean over three clients, one of which is in its initial stage
+    for i, weights in blend.weights.items():
+        stored = run.engine.store.read(i)["ala_weights"]
+        names = [n for n in world.names if n in blend.names]
+        torch.testing.assert_close(stored, torch.cat([weights[n].reshape(-1) for n in names]), rtol=1e-8, atol=1e-8)
+
+
+def test_fedala_is_ala_on_fedavg() -> None:
+    world = World()
+    one, two = world.run(build(f"fedala({RATES})")), world.run(build(f"ala(fedavg, {RATES})"))
+    assert_same(one.moments, two.moments, 0.0)
+    world = World(norm=True)
+    one, two = world.run(build("fedala(buffers=average)")), world.run(build("ala(fedavg)"))
+    assert_same(one.moments, two.moments, 0.0)
+
+
+def test_fedprox_keeps_its_centre_at_the_download() -> None:
+    world = World(rounds=5)
+    compare(world, f"ala(fedprox(mu=2), {RATES})", methods.fedprox, HEAD, mu=2.0)
+
+
+def test_per_fedavg() -> None:
+    world = World(norm=True, sizes=(9, 14, 11, 21, 12))
+    compare(world, f"ala(per_fedavg(alpha=0.2), {RATES})", methods.per_fedavg, HEAD, alpha=0.2)
+
+
+def test_fedrep_blends_the_top_of_its_base() -> None:
+    compare(World(norm=True, rounds=5), f"ala(fedrep(head_epochs=2), {RATES})", methods.fedrep, MIDDLE, head_epochs=2)
+
+
+def test_pfedme() -> None:
+    world = World(norm=True, rounds=5, training=PLAIN)
+    inner = "pfedme(regularisation=5, personal_rate=0.05, inner_steps=3)"
+    options = {"strength": 5.0, "rate": 0.05, "steps": 3, "beta": 1.0}
+    compare(world, f"ala({inner}, {RATES})", methods.pfedme, HEAD, **options)
+
+
+def test_ditto_pulls_towards_the_blend() -> None:
+    world = World(norm=True, rounds=5)
+    compare(world, f"ala(ditto(regularisation=0.5), {RATES})", methods.ditto, HEAD, strength=0.5, epochs=2)
+
+
+def test_fedamp_starts_from_the_blend_and_pulls_towards_the_download() -> None:
+    world = World(participation=1.0)
+    options = {"alpha": 0.05, "sigma": 0.5, "strength": 0.04}
+    inner = "fedamp(alpha=0.05, sigma=0.5, regularisation=0.04)"
+    compare(world, f"ala({inner}, {RATES})", methods.fedamp, HEAD, **options)
+
+
+def test_fedphp() -> None:
+    world = World(training=Training(learning_rate=0.1, batch_size=4))
+    inner = "fedphp(mu=0.8, transfer=0.4)"
+    compare(world, f"ala({inner}, {RATES})", methods.fedphp, HEAD, mu=0.8, transfer=0.4)
+
+
+def test_partialfed_takes_the_blend_for_the_download() -> None:
+    world = World(training=PLAIN, rounds=5)
+    inner = "partialfed(model_batches=3, strategy_batches=2)"
+    compare(world, f"ala({inner}, {RATES})", methods.partialfed, HEAD, pattern=(3, 2))
+
+
+def test_the_variants_of_the_code() -> None:
+    world = World(rounds=5)
+    run = world.run(build(f"fedala(sampling=window, epoch_loss=last, percent=50, window=4, epochs=3, {RATES})"))
+    options: dict[str, Any] = {"percent": 50, "window": 4, "epochs": 3, "last": True, "contiguous": True}
+    blend = Blend(world, HEAD, rate=20, threshold=0.003, most=30, **options)
+    assert_same(run.moments, methods.fedavg(Setting(world, run.selected, blend)))
+    moved(blend)
+
+
+# --- limiting cases ---
+
+
+@pytest.mark.parametrize(
+    "inner",
+    ["fedavg", "fedprox(mu=0.5)", "scaffold", "feddyn", "feddc", "moon", "umf(feddc)", "fedmr", "stages(fedavg:2, fedmr)",
+     "per_fedavg", "fedrep", "ditto", "fedphp", "partialfed", "pfedme(regularisation=5)", "fedavg_c(finetune_epochs=1)"],
+)  # fmt: skip
+def test_weights_held_at_one_leave_the_inner_method(inner: str) -> None:
+    world = World(norm=True, training=Training(learning_rate=0.1, batch_size=4))
+    plain, wrapped = world.run(build(inner)), world.run(build(f"ala({inner}, rate=0)"))
+    assert plain.selected == wrapped.selected
+    assert_same(wrapped.moments, plain.moments, 1e-9)
+
+
+def test_weights_held_at_zero_leave_local_training() -> None:
+    world = World(participation=1.0)
+    run = world.run(build("ala(fedavg, p=3, rate=0, initial_weight=0)"))
+    for i, row in enumerate(run.moments[-1].personal):
+        model = world.fresh()
+        for number in range(1, world.rounds + 1):
+            world.train(model, i, number)
+        torch.testing.assert_close(row, vector(model))
+
+
+def test_start_round_switches_blending_on_late() -> None:
+    world = World(participation=1.0, rounds=6)
+    run, plain = world.run(build(f"fedala(start_round=5, {RATES})")), world.run(build("silobn"))
+    assert_same(run.moments[:3], plain.moments[:3], 0.0)
+    assert [("ala_epochs" in record) for record in run.federation.history] == [False] * 4 + [True] * 2
+    assert run.federation.history[4]["ala_epochs"] > 10
+    assert run.federation.history[5]["ala_epochs"] == 1
+
+
+def test_frozen_weights_are_those_of_the_initial_stage() -> None:
+    world = World(participation=1.0, rounds=4)
+    run = world.run(build(f"fedala(frozen=true, {RATES})"))
+    counts = [record.get("ala_epochs", 0) for record in run.federation.history]
+    assert counts[1] > 10
+    assert [counts[0], *counts[2:]] == [0, 0, 0]
+
+
+# --- every method takes the start that it is handed ---
+
+
+@pytest.mark.parametrize("name", sorted(entry.name for entry in algorithms if entry.name not in ("ala", "fedala")))
+def test_every_method_starts_where_a_wrapper_says_or_is_refused(name: str) -> None:
+    needs = {"umf": "umf(fedavg)", "stages": "stages(fedavg)", "pfedme": "pfedme(regularisation=5)"}
+    expression = needs.get(name, name)
+    try:
+        inner = build(expression)
+    except InvalidValue:
+        inner = build(f"{name}(fedavg)")
+    world = World(norm=True, participation=1.0, rounds=3, training=PLAIN)
+    if not inner.single_download:
+        with pytest.raises(InvalidValue, match=f"{name}.* download several models"):
+            Ala(inner)
+        return
+    plain = world.run(build(describe(inner)))
+    held = world.run(build(f"ala({describe(inner)}, rate=0, initial_weight=0)"))
+    assert not any(record["faults"] for record in held.federation.history)
+    assert not torch.allclose(held.moments[-1].parameters, plain.moments[-1].parameters, atol=1e-6)
+
+
+# --- cost, trace, refusals ---
+
+
+def test_the_backward_pass_goes_no_deeper_than_the_blended_blocks() -> None:
+    world = World(participation=1.0, rounds=2, training=PLAIN)
+    reached: list[str] = []
+    task = world.task()
+    engine = RowsEngine(task)
+    learning = False
+    train_only = engine.replica.train_only
+
+    def watched(units: Unit | None) -> None:
+        nonlocal learning
+        learning = units is not None
+        train_only(units)
+
+    engine.replica.train_only = watched  # type: ignore[method-assign]
+
+    def watch(name: str, output: torch.Tensor) -> None:
+        # The gradient with respect to a layer's output is computed only where something below the loss needs it.
+        if learning and output.requires_grad:
+            output.register_hook(lambda _: reached.append(name))
+
+    for name in ("lower", "middle", "head"):
+        layer = engine.replica.module.get_submodule(name)
+        layer.register_forward_hook(lambda _, __, output, n=name: watch(n, output))
+    schedule = Schedule(rounds=2, participation=1.0, seed=world.seed, evaluate_every=100)
+    Federation(build("fedala"), task, engine, schedule).run()
+    assert set(reached) == {"head"}
+
+
+def test_the_loss_of_every_epoch_can_be_observed() -> None:
+    world = World(participation=1.0, rounds=3)
+    method = build(f"fedala(epochs=6, {RATES})")
+    assert isinstance(method, FedALA)
+    seen: dict[tuple[int, int], list[float]] = {}
+    method.observe = lambda number, clients, losses: seen.update(
+        {(number, i): [float(loss[k]) for loss in losses] for k, i in enumerate(clients)}
+    )
+    run = world.run(method)
+    assert sorted(seen) == [(number, i) for number in (2, 3) for i in range(5)]
+    assert all(len(seen[3, i]) == 6 for i in range(5))
+    blend = Blend(world, HEAD, rate=20, threshold=0.003, most=30, epochs=6)
+    methods.fedavg(Setting(world, run.selected, blend))
+    torch.testing.assert_close(torch.tensor(seen[3, 4]), torch.tensor(blend.losses))  # client 4 came last
+    figure = run.federation.history[2]
+    assert figure["ala_loss"] == pytest.approx(sum(seen[3, i][-1] for i in range(5)) / 5)
+
+
+def test_after_train_scores_what_training_left() -> None:
+    world = World(participation=1.0)
+    run = world.run(build(f"fedala(eval_point=after_train, {RATES})"))
+    for i, row in enumerate(run.moments[-1].personal):
+        assert torch.equal(row, run.engine.store.read(i)["ala_trained"])
+    begun = world.run(build(f"fedala({RATES})"))
+    assert not torch.allclose(begun.moments[-1].personal[0], run.moments[-1].personal[0], atol=1e-4)
+
+
+def test_memory_holds_only_what_is_blended() -> None:
+    run = World(participation=1.0).run(build("fedala"))
+    sizes = {name: tensor.numel() for name, tensor in run.engine.store.read(0).items()}
+    assert sizes == {"ala_model": 15, "ala_weights": 15, "ala_learned": 1}
+
+
+def test_idle_clients_of_umf_learn_nothing_that_lasts() -> None:
+    world = World(participation=0.4, rounds=5, training=PLAIN)
+    few = world.run(build(f"ala(umf(fedavg), {RATES})"))
+    all_of_them = world.run(build(f"ala(umf(fedavg, simulate_all=true), {RATES})"))
+    assert_same(few.moments, all_of_them.moments, 0.0)
+    assert_same(world.run(build(f"umf(ala(fedavg, {RATES}))")).moments[:1], few.moments[:1], 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("expression", "words"),
+    [
+        ("ala(fedfomo)", "clients of fedfomo download several models"),
+        ("ala(stages(fedavg:2, apple))", "apple.* download several models"),
+        ("ala(ala(fedavg))", "blended once"),
+        ("ala(fedavg, p=0)", "p must be at least 1"),
+        ("ala(fedavg, p=4)", "p must be at most 3"),
+        ("ala(fedrep, p=3)", "p must be at most 2"),
+        ("fedala(percent=101)", "percent must be between 0 and 100"),
+        ("fedala(sampling=windw)", "sampling"),
+        ("fedala(method=fedavg)", "no parameter 'method'"),
+        ("ala", "needs method"),
+    ],
+)
+def test_one_line_errors(expression: str, words: str) -> None:
+    with pytest.raises(InvalidValue, match=words) as caught:
+        World().run(build(expression))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "expression", ["fedala", "fedala(p=2, buffers='average')", "ala(fedprox(mu=0.5), percent=40.0)"]
+)
+def test_expressions_build_themselves_again(expression: str) -> None:
+    assert describe(build(expression)) == expression
+    assert isinstance(build(expression), Ala)
+
+
+def test_a_blend_is_between_its_sources() -> None:
+    """Elementwise, whatever was learned; and lower blocks are the download."""
+    world = World(participation=1.0, rounds=3)
+    run = world.run(build(f"fedala({RATES})"))
+    old = [run.engine.store.read(i)["ala_model"] for i in range(5)]
+    new = run.moments[-1].parameters
+    for row, mine in zip(run.moments[-1].personal, old, strict=True):
+        low, high = torch.minimum(mine, new[-15:]), torch.maximum(mine, new[-15:])
+        assert bool((row[-15:] >= low - 1e-12).all())
+        assert bool((row[-15:] <= high + 1e-12).all())
+        torch.testing.assert_close(row[:-15], new[:-15])
+    assert isinstance(Ala(FedAvg()).method, FedAvg)

@@ -1,0 +1,383 @@
+"""The personalised methods against plain loops, round after round, and their limiting cases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import naive_methods as methods
+from fedloom.algorithm import Algorithm, build
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.engines.local import RowsEngine
+from fedloom.errors import InvalidValue
+from fedloom.federation import Federation
+from fedloom.randomness import stream
+from fedloom.schedule import Schedule
+from fedloom.training import Training
+from naive_personal import Moment, Run, Setting, World, assert_same, parameters, shared_model, vector
+
+Method = Callable[..., list[Moment]]
+PLAIN = Training(learning_rate=0.1, decay=0.9, epochs=2, batch_size=4)
+
+
+def everybody(norm: bool = False, training: Training | None = None) -> World:
+    world = World(norm=norm, participation=1.0, rounds=3)
+    return world if training is None else replace(world, training=training)
+
+
+def compare(world: World, expression: str, method: Method, **options: Any) -> Run:
+    run = world.run(build(expression))
+    assert not any(record["faults"] for record in run.federation.history)
+    assert_same(run.moments, method(Setting(world, run.selected), **options))
+    return run
+
+
+def moved(run: Run) -> None:
+    """The clients' models differ from each other and from the global one."""
+    last = run.moments[-1]
+    assert not torch.allclose(last.personal[0], last.personal[1], atol=1e-4)
+
+
+# --- against plain loops ---
+
+
+@pytest.mark.parametrize("norm", [False, True])
+class TestPartialParticipation:
+    def test_fedavg_c(self, norm: bool) -> None:
+        moved(compare(World(norm), "fedavg_c(finetune_epochs=3)", methods.fine_tuned, epochs=3))
+
+    def test_fedavg_c_for_scoring_only(self, norm: bool) -> None:
+        world = World(norm)
+        expression = "fedavg_c(finetune_epochs=3, finetune_scope=eval_only)"
+        moved(compare(world, expression, methods.fine_tuned, epochs=3, scoring_only=True))
+
+    def test_fedprox_c(self, norm: bool) -> None:
+        moved(compare(World(norm), "fedprox_c(finetune_epochs=2, mu=0.3)", methods.fine_tuned, epochs=2, mu=0.3))
+
+    def test_per_fedavg(self, norm: bool) -> None:
+        world = World(norm, sizes=(9, 14, 11, 21, 12))
+        moved(compare(world, "per_fedavg(alpha=0.2, passes=2)", methods.per_fedavg, alpha=0.2, passes=2))
+
+    def test_fedrep(self, norm: bool) -> None:
+        moved(compare(World(norm), "fedrep(head_epochs=3)", methods.fedrep, head_epochs=3))
+
+    def test_pfedme(self, norm: bool) -> None:
+        world = World(norm, training=PLAIN)
+        expression = "pfedme(regularisation=5, personal_rate=0.05, inner_steps=3, beta=0.7)"
+        moved(compare(world, expression, methods.pfedme, strength=5.0, rate=0.05, steps=3, beta=0.7))
+
+    def test_ditto(self, norm: bool) -> None:
+        expression = "ditto(regularisation=0.5, personal_epochs=3)"
+        moved(compare(World(norm), expression, methods.ditto, strength=0.5, epochs=3))
+
+    def test_fedfomo(self, norm: bool) -> None:
+        moved(compare(World(norm, rounds=5), "fedfomo", methods.fedfomo, most=5))
+
+    def test_fedfomo_with_two_downloads(self, norm: bool) -> None:
+        moved(compare(World(norm, rounds=5), "fedfomo(models=2)", methods.fedfomo, most=2))
+
+    def test_fedper_lg_fedavg_and_silobn(self, norm: bool) -> None:
+        world = World(norm)
+        layers = {"fedper": ("head",), "lg_fedavg": ("lower", "norm", "middle"), "silobn": ()}
+        for expression, private in layers.items():
+            names = [n for n in world.names if n.split(".")[0] not in private]
+            run = compare(world, expression, methods.fedavg, names=names)
+            if private:
+                moved(run)
+
+
+@pytest.mark.parametrize("deployed", ["history", "local"])
+def test_fedphp(deployed: str) -> None:
+    world = World(norm=True, training=Training(learning_rate=0.1, batch_size=4, momentum=0.5))
+    expression = f"fedphp(mu=0.8, transfer=0.4, deployed={deployed})"
+    moved(compare(world, expression, methods.fedphp, mu=0.8, transfer=0.4, deployed=deployed))
+
+
+def test_partialfed() -> None:
+    world = World(training=PLAIN)
+    run = compare(world, "partialfed(model_batches=3, strategy_batches=2)", methods.partialfed, pattern=(3, 2))
+    moved(run)
+    strategies = torch.stack([run.engine.store.read(i)["strategy"] for i in run.selected[0]])
+    assert bool((strategies[:, :, 0] > 0).any())
+    assert bool((strategies[:, :, 0] < 0).any())
+
+
+def test_fedbn_keeps_its_batch_norm_layer() -> None:
+    world = World(norm=True)
+    names = [n for n in world.names if not n.startswith("norm.")]
+    moved(compare(world, "fedbn", methods.fedavg, names=names))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("alpha", "sigma"), [(0.05, 0.5), (1000.0, 0.1)])
+def test_fedamp(norm: bool, alpha: float, sigma: float) -> None:
+    expression = f"fedamp(alpha={alpha}, sigma={sigma}, regularisation=0.04)"
+    moved(compare(everybody(norm), expression, methods.fedamp, alpha=alpha, sigma=sigma, strength=0.04))
+
+
+def test_fedamp_with_the_plain_norm() -> None:
+    world = everybody()
+    expression = "fedamp(alpha=0.05, sigma=0.5, regularisation=0.04, norm=plain)"
+    moved(compare(world, expression, methods.fedamp, alpha=0.05, sigma=0.5, strength=0.04, plain=True))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_apple(norm: bool) -> None:
+    world = everybody(norm, PLAIN)
+    expression = "apple(relation_rate=0.2, mu=0.3, decline=0.8)"
+    run = compare(world, expression, methods.apple, relation_rate=0.2, mu=0.3, decline=0.8)
+    moved(run)
+
+
+def test_apple_as_pfllib_has_it() -> None:
+    expression = "apple(relation_rate=0.2, mu=0.3, decline=0.8, initial=uniform, variant=pfllib)"
+    options: dict[str, Any] = {"relation_rate": 0.2, "mu": 0.3, "decline": 0.8, "start": "uniform", "pfllib": True}
+    moved(compare(everybody(training=PLAIN), expression, methods.apple, **options))
+
+
+def test_per_fedavg_without_the_hessian_follows_the_exact_product() -> None:
+    world = World(sizes=(13, 14, 12, 26, 15))
+    run = world.run(build("per_fedavg(alpha=0.3, variant=hessian_free, delta=0.0001)"))
+    exact = methods.per_fedavg(Setting(world, run.selected), alpha=0.3, hessian=True)
+    assert_same(run.moments, exact, 1e-6)
+    # The correction is not negligible here.
+    first = methods.per_fedavg(Setting(world, run.selected), alpha=0.3)
+    assert not torch.allclose(first[-1].parameters, exact[-1].parameters, atol=1e-3)
+
+
+# --- limiting cases ---
+
+
+def local_training(world: World, epochs: int, purpose: str) -> list[torch.Tensor]:
+    models = [world.fresh() for _ in range(world.clients)]
+    for number in range(1, world.rounds + 1):
+        for i, model in enumerate(models):
+            world.train(model, i, number, purpose, epochs=epochs)
+    return [vector(model) for model in models]
+
+
+def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, two in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
+
+
+def test_ditto_without_pull_is_local_training_beside_fedavg() -> None:
+    world = everybody(norm=True)
+    run = world.run(build("ditto(regularisation=0, personal_epochs=2)"))
+    same(run.moments[-1].personal, local_training(world, 2, "personal"))
+    torch.testing.assert_close(run.moments[-1].parameters, world.run(build("silobn")).moments[-1].parameters)
+
+
+def test_fedrep_without_head_epochs_leaves_the_heads() -> None:
+    world = everybody()
+    run = world.run(build("fedrep(head_epochs=0)"))
+    head = slice(-15, None)  # 4 x 3 weights and 3 biases are the last parameters
+    for row in run.moments[-1].personal:
+        assert torch.equal(row[head], vector(world.module)[head])
+    assert not torch.allclose(run.moments[-1].parameters[:-15], vector(world.module)[:-15])
+
+
+def test_fedfomo_with_itself_alone_is_local_training_on_its_training_part() -> None:
+    world = World(participation=1.0, sizes=(20,))
+    run = world.run(build("fedfomo"))
+    model = world.fresh()
+    x, y = world.data(0)
+    part = torch.randperm(20, generator=stream(world.seed, "fomo", client=0))[:16]
+    for number in range(1, world.rounds + 1):
+        world.train(model, 0, number, data=(x[part], y[part]))
+    same(run.moments[-1].personal, [vector(model)])
+
+
+def test_apple_with_a_one_hot_relation_is_local_training() -> None:
+    world = everybody(training=PLAIN)
+    run = world.run(build("apple(initial=own, relation_rate=0)"))
+    same(run.moments[-1].personal, local_training(world, 2, "batches"))
+
+
+def test_partialfed_with_everything_global_is_fedavg() -> None:
+    world = World(training=PLAIN)
+    run = world.run(build("partialfed(strategy_batches=0, bias=1000)"))
+    expected = world.run(FedAvg())
+    assert_same(run.moments, expected.moments, 1e-12)
+
+
+def test_partialfed_with_everything_local_never_mixes() -> None:
+    world = everybody(training=PLAIN)
+    run = world.run(build("partialfed(strategy_batches=0, bias=-1000)"))
+    same(run.moments[-1].personal, local_training(world, 2, "batches"))
+
+
+def test_per_fedavg_with_alpha_zero_trains_on_second_halves() -> None:
+    world = World()
+    run = world.run(build("per_fedavg(alpha=0)"))
+
+    def work(start: nn.Module, sent: nn.Module, i: int, t: int) -> None:
+        optimiser = world.optimiser(start, world.rate(t))
+        for x, y in world.batches(i, t, times=2, drop_last=True):
+            half = len(y) // 2
+            optimiser.zero_grad()
+            F.cross_entropy(start(x[half : 2 * half]), y[half : 2 * half]).backward()
+            nn.utils.clip_grad_norm_(start.parameters(), 1.5)
+            optimiser.step()
+
+    assert_same(run.moments, shared_model(Setting(world, run.selected), work, lambda m, i, t: m))
+
+
+def test_fedamp_without_pull_is_local_training() -> None:
+    world = everybody()
+    run = world.run(build("fedamp(regularisation=0)"))
+    same(run.moments[-1].personal, local_training(world, 2, "batches"))
+
+
+def test_fedphp_without_transfer_uploads_what_fedavg_does() -> None:
+    world = World()
+    run = world.run(build("fedphp(transfer=0, mu=0)"))
+    expected = world.run(FedAvg())
+    torch.testing.assert_close(run.moments[-1].parameters, expected.moments[-1].parameters)
+
+
+def test_pfedme_with_a_still_personal_model_stays_where_it_is() -> None:
+    world = World(training=PLAIN)
+    run = world.run(build("pfedme(regularisation=0)"))
+    torch.testing.assert_close(run.moments[-1].parameters, parameters(world.module), rtol=0, atol=1e-12)
+
+
+def test_averaged_buffers_make_silobn_fedavg() -> None:
+    world = World(norm=True)
+    run, expected = world.run(build("silobn(buffers=average)")), world.run(FedAvg())
+    assert_same(run.moments, expected.moments, 1e-12)
+
+
+# --- the moment of evaluation ---
+
+
+@pytest.mark.parametrize("expression", ["fedavg_c", "fedrep", "fedper", "per_fedavg"])
+def test_after_train_scores_what_training_left(expression: str) -> None:
+    world = everybody(norm=True)
+    run = world.run(build(f"{expression}(eval_point=after_train)"))
+    stored = [run.engine.store.read(i)["trained"] for i in range(world.clients)]
+    same(run.moments[-1].personal, stored)
+    begun = world.run(build(expression))
+    torch.testing.assert_close(begun.moments[-1].parameters, run.moments[-1].parameters)
+    assert not torch.allclose(begun.moments[-1].personal[0], stored[0], atol=1e-4)
+
+
+ALL = [
+    "fedavg_c(finetune_epochs=2)", "fedprox_c(finetune_epochs=2)", "per_fedavg", "per_fedavg(variant=hessian_free)", "fedrep",
+    "pfedme(regularisation=5)", "ditto", "fedamp", "fedphp", "fedfomo", "fedfomo(models=2)", "apple", "partialfed", "fedper",
+    "lg_fedavg", "silobn", "fedbn", "fedala", "ala(fedrep)", "ala(fedprox, evaluation=reuse)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("expression", ALL)
+def test_evaluation_changes_nothing(expression: str) -> None:
+    """Memory, statistics and random streams: a run that was looked at goes on as one that was not."""
+    world = everybody(norm=True, training=PLAIN)
+    looked = world.run(build(expression)).federation
+    task = world.task()
+    engine = RowsEngine(task)
+    schedule = Schedule(rounds=3, participation=1.0, seed=world.seed, evaluate_every=100)
+    federation = Federation(build(expression), task, engine, schedule)
+    federation.run()
+    assert torch.equal(federation.algorithm.model(), looked.algorithm.model())
+    assert torch.equal(federation.integers, looked.integers)
+    ours, theirs = engine.memory(), looked.engine.memory()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# --- traffic, from the messages themselves ---
+
+
+@pytest.mark.parametrize(
+    ("expression", "down", "up"),
+    [
+        ("fedala", 1, 1), ("ala(fedprox)", 1, 1), ("fedavg_c", 1, 1), ("per_fedavg", 1, 1), ("pfedme(regularisation=5)", 1, 1),
+        ("ditto", 1, 1), ("fedamp", 1, 1), ("fedphp", 1, 1), ("partialfed", 1, 1), ("fedfomo", 5, 1), ("apple", 5, 1),
+    ],
+)  # fmt: skip
+def test_traffic_in_models(expression: str, down: int, up: int) -> None:
+    world = everybody(training=PLAIN)
+    size = 8 * len(vector(world.module))
+    record = world.run(build(expression)).federation.history[-1]
+    beside = 5 * 8 * world.clients  # FedFomo's values and APPLE's shares: a number a model
+    assert record["bytes_down"] - down * size * world.clients in (0, beside)
+    assert record["bytes_up"] - up * size * world.clients in (0, beside)
+
+
+@pytest.mark.parametrize(
+    ("expression", "parameters"), [("fedrep", 64), ("ala(fedrep)", 64), ("fedper", 64), ("lg_fedavg", 15)]
+)
+def test_only_what_is_shared_travels(expression: str, parameters: int) -> None:
+    record = everybody().run(build(expression)).federation.history[-1]
+    assert record["bytes_down"] == record["bytes_up"] == 8 * parameters * 5
+
+
+def test_statistics_travel_only_when_they_are_averaged() -> None:
+    world = everybody(norm=True)
+    for expression, size in (("silobn", 91), ("silobn(buffers=average)", 103), ("fedbn", 79)):
+        record = world.run(build(expression)).federation.history[-1]
+        assert record["bytes_up"] == 8 * (size + 1) * 5, expression  # and the count of batches
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("expression", "words"),
+    [
+        ("fedbn", "use fedavg"),
+        ("lg_fedavg(global_blocks=0)", "global_blocks must be at least 1"),
+        ("fedper(personal_blocks=3)", "would stay with the clients"),
+        ("fedrep(eval_point=later)", "eval_point"),
+        ("fedamp(sigma=0)", "sigma must be greater than 0"),
+        ("fedfomo(train_share=0)", "train_share"),
+        ("partialfed(cooling=1.5)", "cooling"),
+        ("pfedme(regularisation=30)", "diverges"),
+    ],
+)
+def test_one_line_errors(expression: str, words: str) -> None:
+    with pytest.raises(InvalidValue, match=words) as caught:
+        everybody(training=PLAIN).run(build(expression))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("expression", ["fedamp", "apple"])
+def test_methods_for_everybody_refuse_partial_participation(expression: str) -> None:
+    with pytest.raises(InvalidValue, match="participation must be 1, not 3 of 5"):
+        World().run(build(expression))
+
+
+def test_pfedme_warns_of_overshooting() -> None:
+    with pytest.warns(UserWarning, match="overshoots"):
+        World(training=PLAIN, rounds=1).run(build("pfedme"))
+
+
+def test_an_absent_client_keeps_its_place_in_the_mixtures() -> None:
+    """A client that drops out leaves its last model with the server, and its memory as it was."""
+    world = everybody(training=PLAIN)
+    for expression in ("fedamp", "apple", "fedfomo"):
+        task = world.task()
+        engine = RowsEngine(task)
+        schedule = Schedule(rounds=6, participation=1.0, seed=1, dropout=0.4, evaluate_every=100)
+        federation = Federation(build(expression), task, engine, schedule)
+        while not federation.history or not federation.history[-1]["faults"]:
+            before = engine.memory()
+            federation.step()
+        absent = federation.history[-1]["faults"][0]["client"]
+        after = engine.memory()
+        kept = [name for name in before if name.startswith(f"{absent}/")]
+        assert all(torch.equal(before[name], after[name]) for name in kept), expression
+        federation.step()
+        assert bool(torch.isfinite(federation.algorithm.model()).all())
+
+
+def test_methods_are_known_by_name() -> None:
+    for expression in ALL:
+        assert isinstance(build(expression), Algorithm)
