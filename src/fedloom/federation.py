@@ -22,6 +22,9 @@ from fedloom.round import Round
 from fedloom.schedule import Schedule as Schedule
 from fedloom.task import Task
 
+HOPELESS = 1000
+"""A global model whose loss is this many times that of guessing has diverged: such weights do not come back."""
+
 
 class Federation:
     """One method on one task in one engine, round after round.
@@ -90,9 +93,9 @@ class Federation:
     def run(self, on_round: Callable[[Record, Record], None] | None = None) -> None:
         """Run the remaining rounds; `on_round` is called after each with its figures and its times.
 
-        An interruption (Ctrl-C) or an error between two rounds or while clients train leaves a checkpoint of the last finished
-        round behind. One that cannot be undone, since the server or much of the clients' memory has changed already, leaves
-        the checkpoint before it. Raises `CheckpointError` when that has happened to this federation.
+        An interruption (Ctrl-C) or an error leaves a checkpoint of the last finished round behind. One that cannot be undone,
+        since much of the clients' memory has changed already, leaves the checkpoint before it. Raises `CheckpointError` when
+        that has happened to this federation.
         """
         if self._midway:
             raise CheckpointError(
@@ -112,23 +115,35 @@ class Federation:
                 self.save()
 
     def step(self) -> tuple[Record, Record]:
-        """One round. Nothing of the federation changes before every reply is in."""
+        """One round. It happens as a whole or, when anything goes wrong, not at all.
+
+        Raises `Diverged` when no client's model is finite any more, or the global model is beyond recovery.
+        """
         self._midway = True
-        began = time.perf_counter()
-        round = self._first.at(self.finished + 1)
+        before, integers = self.algorithm.full_state(), self.integers
         try:
-            selection = self.algorithm.select(round)
-            round = replace(round, selected=selection.clients)
-            message = dict(self.algorithm.send(round))
-            if self.task.layout.integers:
-                message[INTEGERS] = self.integers.unsqueeze(0)
-            orders, absent = self._orders(round, selection, message)
-            replies, faults, received_bytes = self._collect(
-                round, selection, self.engine.train(self.algorithm, round, orders)
-            )
+            record, timing, clients = self._round(self._first.at(self.finished + 1))
         except BaseException:
+            self.algorithm.restore(before)
+            self.integers = integers
             self._midway = not self.engine.rollback()
             raise
+        self._record(record, timing, clients)
+        self.engine.commit()
+        self._midway = False
+        return record, timing
+
+    def _round(self, round: Round) -> tuple[Record, Record, Record | None]:
+        """The figures of a new round, its times, and the figures client by client if they were taken."""
+        began = time.perf_counter()
+        selection = self.algorithm.select(round)
+        round = replace(round, selected=selection.clients)
+        message = dict(self.algorithm.send(round))
+        if self.task.layout.integers:
+            message[INTEGERS] = self.integers.unsqueeze(0)
+        orders, absent = self._orders(round, selection, message)
+        results = self.engine.train(self.algorithm, round, orders)
+        replies, faults, received_bytes = self._collect(round, selection, results)
         trained = time.perf_counter()
         if INTEGERS in replies.tensors:
             self.integers = replies.tensors.pop(INTEGERS).amax(0)
@@ -146,7 +161,7 @@ class Federation:
             **{name: float(values.mean()) for name, values in replies.metrics.items() if len(values)},
         }
         figures, clients = self.evaluation.measure(self.algorithm, round, self.integers)
-        record |= figures
+        self._require_sense(round, figures.get("loss"))
         ended = time.perf_counter()
         timing: Record = {
             "round": round.number,
@@ -155,11 +170,16 @@ class Federation:
             "server_seconds": received - trained,
             "evaluate_seconds": ended - received,
         }
-        record = {name: _finite(value) for name, value in record.items()}
-        self._record(record, timing, clients)
-        self.engine.commit()
-        self._midway = False
-        return record, timing
+        return {name: _finite(value) for name, value in (record | figures).items()}, timing, clients
+
+    def _require_sense(self, round: Round, loss: float | None) -> None:
+        """Raise `Diverged` when the global model, or its loss where that was taken, is beyond recovery."""
+        if not bool(torch.isfinite(self.algorithm.model()).all()):
+            raise _diverged(round, "the global model is not finite any more")
+        limit = HOPELESS * math.log(max(2, self.task.dataset.classes))
+        if loss is not None and not loss < limit:
+            beyond = f", over {HOPELESS} times that of guessing" if math.isfinite(loss) else ""
+            raise _diverged(round, f"the global model's loss is {loss:.3g}{beyond}")
 
     def _orders(self, round: Round, selection: Selection, message: Message) -> tuple[list[Order], list[Fault]]:
         """The work of everybody who is there, and who is absent."""
@@ -253,13 +273,15 @@ def _row_bytes(rows: Tensor) -> int:
     return rows[0].numel() * rows.element_size()
 
 
+def _diverged(round: Round, what: str) -> Diverged:
+    kept = f"the model of round {round.number - 1} is kept" if round.number > 1 else "there is no model before that"
+    return Diverged(f"round {round.number}: training diverged (learning rate {round.learning_rate:g}): {what}; {kept}")
+
+
 def _raise_when_hopeless(round: Round, faults: list[Fault]) -> None:
     """A round without a single reply goes on only when its clients were merely absent."""
     if faults and all(fault.diverged for fault in faults):
-        raise Diverged(
-            f"round {round.number}: no client's model is finite any more (learning rate {round.learning_rate:g}): "
-            "training diverged; the last checkpoint holds the last good model"
-        )
+        raise _diverged(round, "no client's model is finite any more")
     errors = [fault.error for fault in faults if fault.error is not None]
     if errors:
         raise errors[0]

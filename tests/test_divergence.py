@@ -1,0 +1,127 @@
+"""Training that goes wrong ends with one clear line and with the state before that round, not with tables of nan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm, Replies, Wrapper, build
+from fedloom.engines.local import RowsEngine
+from fedloom.errors import Diverged
+from fedloom.federation import Federation
+from fedloom.round import Round
+from fedloom.schedule import Schedule
+from fedloom.task import make_task
+from fedloom.training import Training
+from naive import World
+
+LAST = 2  # rounds that go well
+
+
+class Spoilt(Wrapper):
+    """The server half of a method goes wrong in the round after `LAST`."""
+
+    how = "nan"
+
+    def receive(self, round: Round, replies: Replies) -> None:
+        super().receive(round, replies)
+        if round.number == LAST + 1:
+            if self.how == "interrupt":
+                raise KeyboardInterrupt
+            for method in self.nested():
+                method.state = {name: self.spoil(tensor) for name, tensor in method.state.items()}
+
+    def spoil(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        if self.how == "huge":
+            return tensor * 1e9
+        return tensor.clone().index_fill_(-1, torch.tensor([0]), float(self.how))
+
+
+def federation(method: Algorithm, directory: Path | None = None, rounds: int = 9, **training: float) -> Federation:
+    world = World(norm=True)
+    if training:
+        world.training = Training(batch_size=4, **training)  # type: ignore[arg-type]
+    task = world.task()
+    schedule = Schedule(rounds=rounds, participation=0.5, seed=3, evaluate_every=1)
+    return Federation(method, task, RowsEngine(task), schedule, directory)
+
+
+def assert_state_of_round(run: Federation, number: int, inner: str) -> None:
+    """What the server and the clients hold is what a run of that many rounds holds."""
+    reference = federation(Spoilt(build(inner)))
+    for _ in range(number):
+        reference.step()
+    expected, found = reference.algorithm.full_state(), run.algorithm.full_state()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    kept, remembered = reference.engine.memory(), run.engine.memory()
+    assert kept.keys() == remembered.keys()
+    assert all(torch.equal(kept[name], remembered[name]) for name in kept)
+    assert torch.equal(run.integers, reference.integers)
+    assert run.history == reference.history
+
+
+@pytest.mark.parametrize("inner", ["fedavg", "fedmr", "scaffold", "umf(feddc)", "stages(moon:2, fedmr)"])
+@pytest.mark.parametrize("how", ["nan", "inf", "huge"])
+def test_a_global_model_beyond_recovery_ends_the_run_with_the_round_before(
+    inner: str, how: str, tmp_path: Path
+) -> None:
+    method = Spoilt(build(inner))
+    method.how = how
+    run = federation(method, tmp_path)
+    with pytest.raises(Diverged, match=r"round 3: training diverged .*; the model of round 2 is kept") as caught:
+        run.run()
+    assert "\n" not in str(caught.value)
+    assert_state_of_round(run, LAST, inner)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in lines] == [1, 2]
+    assert "NaN" not in "".join(lines)
+    again = federation(Spoilt(build(inner)), tmp_path)
+    assert_state_of_round(again, LAST, inner)
+
+
+@pytest.mark.parametrize("inner", ["fedmr", "umf(scaffold)"])
+def test_an_interruption_on_the_server_undoes_the_round(inner: str, tmp_path: Path) -> None:
+    method = Spoilt(build(inner))
+    method.how = "interrupt"
+    run = federation(method, tmp_path, rounds=5)
+    with pytest.raises(KeyboardInterrupt):
+        run.run()
+    assert_state_of_round(run, LAST, inner)
+    again = federation(Spoilt(build(inner)), tmp_path, rounds=5)
+    assert again.finished == LAST
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedmr", "umf(feddc)"])
+@pytest.mark.parametrize("rate", [10.0, 1e6])
+def test_a_learning_rate_that_is_far_too_large_is_named(method: str, rate: float, tmp_path: Path) -> None:
+    task = make_task("digits", clients=10, model="mlp", training={"learning_rate": rate, "momentum": 0.9})
+    schedule = Schedule(rounds=30, participation=0.5, seed=3, evaluate_every=1)
+    run = Federation(build(method), task, RowsEngine(task), schedule, tmp_path)
+    with pytest.raises(Diverged, match=rf"training diverged \(learning rate {rate:g}".replace("+", r"\+")):
+        run.run()
+    for record in run.history:
+        assert record["loss"] < 1000 * 2.4
+    assert Federation(build(method), task, RowsEngine(task), schedule, tmp_path).finished == run.finished
+    for tensor in run.algorithm.full_state().values():
+        assert bool(torch.isfinite(tensor).all())
+
+
+def test_a_run_whose_first_round_diverges_says_that_nothing_came_before() -> None:
+    run = federation(build("fedavg"), learning_rate=1e30)
+    with pytest.raises(Diverged, match=r"round 1: .*; there is no model before that"):
+        run.run()
+    assert run.history == []
+    assert torch.equal(run.algorithm.model(), run.task.initial)
+
+
+def test_a_loss_that_is_merely_high_goes_on() -> None:
+    run = federation(build("fedavg"), rounds=4, learning_rate=5.0)
+    run.run()
+    assert len(run.history) == 4
