@@ -104,3 +104,23 @@ def test_a_round_replaces_tensors_and_edits_none_in_place(expression: str) -> No
         run.step()
         for name, tensor in before.items():
             torch.testing.assert_close(held[name], tensor, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["fedavg", "fedprox", "moon", "clusamp", "fedexp", "fedasam", "fedmut", "indep", "fedmr", "scaffold", "fedgen"],
+)
+def test_traffic_is_that_of_the_table_in_fedmr(name: str) -> None:
+    """Appendix C.1: 2K models; SCAFFOLD 2K variates more, FedGen K generators (its class counts are not in the table)."""
+    world = World(norm=True, sizes=(9,) * 6)
+    run = world.run(build(name))
+    last = run.federation.history[-1]
+    count = len(last["clients"])
+    layout, state = run.federation.task.layout, run.federation.algorithm.full_state()
+    down = up = layout.size * 8
+    if name == "scaffold":
+        down, up = down + layout.trainable * 8, up + layout.trainable * 8
+    if name == "fedgen":
+        down, up = down + state["generator"].numel() * state["generator"].element_size(), up + world.classes * 4
+    counters = run.federation.integers.numel() * 8  # batch norm's, which travel with every model
+    assert (last["bytes_down"], last["bytes_up"]) == (count * (down + counters), count * (up + counters))

@@ -1,0 +1,81 @@
+"""What a round of each method costs: FedMR's appendix C.1 out of the bytes that were counted, with computing times beside it.
+
+K clients take part. The paper counts 2K models for FedAvg, FedProx, CluSamp, FedMR and the later baselines, 2K models and 2K
+control variates (as long as the trainable part of a model) for SCAFFOLD, 2K models and K generators for FedGen. The counts here
+are those of the last of a few rounds (FedGen sends no generator in the first, and its clients return a count for each class,
+which the paper leaves out), in units of one model. Times are medians over the rounds after the first, in milliseconds: of a
+client's whole turn, and of the server's half of the round.
+
+    python benchmarks/communication.py [--rounds 5] [--clients 20] [--participation 0.5] [--data digits] [--model mlp]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+import torch
+
+from fedloom.algorithm import algorithms, build
+from fedloom.engines.local import RowsEngine
+from fedloom.federation import Federation
+from fedloom.schedule import Schedule
+from fedloom.task import Task, make_task
+from outcome import tell
+
+BASELINES = ("fedavg", "fedprox", "moon", "clusamp", "fedexp", "fedasam", "fedmut", "indep", "fedmr")
+"""Methods that exchange a model down and a model up with each client, and nothing else."""
+
+
+def in_the_paper(name: str, method: Federation, participants: int) -> tuple[str, float]:
+    """What appendix C.1 says, in words and in numbers of one model's size."""
+    layout = method.task.layout
+    if name == "scaffold":
+        return "2K models + 2K variates", 2 * participants * (1 + layout.trainable / layout.size)
+    if name == "fedgen":
+        generator = method.algorithm.full_state()["generator"].numel()
+        return "2K models + K generators", participants * (2 + generator / layout.size)
+    return "2K models", 2.0 * participants
+
+
+def measure(name: str, task: Task, schedule: Schedule) -> dict[str, Any]:
+    """One row of the table."""
+    run = Federation(build(name), task, RowsEngine(task), schedule)
+    run.run()
+    last = run.history[-1]
+    participants = len(last["clients"])  # CluSamp trains a client that it draws twice only once
+    words, expected = in_the_paper(name, run, participants)
+    size = task.layout.size * task.initial.element_size()
+    timings, records = run.timings[1:], run.history[1:]
+    turns = [t["train_seconds"] / len(r["clients"]) for t, r in zip(timings, records, strict=True)]
+    return {
+        "method": name,
+        "K": participants,
+        "paper": words,
+        "in_paper": expected,
+        "down": last["bytes_down"] / size,
+        "up": last["bytes_up"] / size,
+        "counted": (last["bytes_down"] + last["bytes_up"]) / size,
+        "client_ms": 1000 * statistics.median(turns),
+        "server_ms": 1000 * statistics.median(t["server_seconds"] for t in timings),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--clients", type=int, default=20)
+    parser.add_argument("--participation", type=float, default=0.5)
+    parser.add_argument("--data", default="digits")
+    parser.add_argument("--model", default="mlp")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    task = make_task(given.data, clients=given.clients, partition="iid", model=given.model)
+    schedule = Schedule(rounds=max(2, given.rounds), participation=given.participation)
+    names = [name for name in (*BASELINES, "scaffold", "fedgen") if name in algorithms]
+    tell("a round's traffic and computing time", [measure(name, task, schedule) for name in names])
+
+
+if __name__ == "__main__":
+    main()
