@@ -19,7 +19,9 @@ def tell(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
         table.add_column(name.replace("_", " "), justify="right" if isinstance(rows[0][name], (int, float)) else "left")
     for row in rows:
         table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console().print(table)
+    console = Console()
+    console.width = max(console.width, 160)  # a file or pipe counts as 80 columns, too narrow for these tables
+    console.print(table)
     machine = {
         "torch": torch.__version__,
         "python": platform.python_version(),
