@@ -233,7 +233,7 @@ def test_a_scheduled_blend_is_linear_between_its_rounds(number: int, share: floa
         ("[[5, 0.1], [5, 0.2]]", "rounds must grow"),
         ("[[0, 0.1]]", "first round must be at least 1"),
         ("[[1, 2.0]]", "share must be between 0 and 1"),
-        ("[[1]]", "blend="),
+        ("[[1]]", "blend must be"),
     ],
 )
 def test_a_blend_that_cannot_be_is_refused(blend: str, message: str) -> None:

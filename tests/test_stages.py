@@ -268,7 +268,7 @@ def test_only_stages_that_wait_cost_a_message_more() -> None:
     waits = world.run(build("stages(fedavg:auto, fedmr)")).federation.history[0]
     assert (known["bytes_down"], known["bytes_up"]) == (plain["bytes_down"], plain["bytes_up"])
     assert waits["bytes_down"] == plain["bytes_down"] + 3 * 8  # the number of the stage
-    assert waits["bytes_up"] == plain["bytes_up"] + 3 * 4  # one loss
+    assert waits["bytes_up"] == plain["bytes_up"] + 3 * 8  # one loss
 
 
 def test_a_part_of_a_model_cannot_wait() -> None:

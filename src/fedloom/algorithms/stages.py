@@ -181,7 +181,8 @@ class Stages(Algorithm):
         if last != "auto":
             return method.train(cohort, rest)
         loss = cohort.subset(held_out, "held_out", lasting=True).loss(downloaded(inbox))
-        return method.train(cohort.subset(not_held_out, "held_out", lasting=True), rest) | {"held_out_loss": loss}
+        reply = method.train(cohort.subset(not_held_out, "held_out", lasting=True), rest)
+        return reply | {"held_out_loss": loss.to(inbox["model"].dtype)}
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
         rest = {name: rows for name, rows in inbox.items() if name != "stage"}
