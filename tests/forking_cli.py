@@ -1,0 +1,136 @@
+"""The command line in processes of its own that start at once: a server that has loaded everything forks one for each command.
+
+A command may be told to die (SIGKILL) in the middle of its n-th file operation.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # typer asks click for what newer ones are about to drop
+    from fedloom.cli import main as main
+
+
+class Command:
+    """A running `fedloom ...`."""
+
+    def __init__(self, server: subprocess.Popen[str], pid: int, output: Path) -> None:
+        self.server, self.pid, self.output = server, pid, output
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self) -> tuple[int, str]:
+        """Exit code (negative: the signal that killed it) and all it wrote."""
+        assert self.server.stdout is not None
+        code = os.waitstatus_to_exitcode(int(self.server.stdout.readline()))
+        return code, self.output.read_text()
+
+
+class Server:
+    """Runs one command at a time in `folder`."""
+
+    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
+        self.process, self.folder = process, folder
+
+    def start(self, *arguments: str, die_at: int = 0) -> Command:
+        output = self.folder / "output.txt"
+        request = {"arguments": arguments, "output": str(output), "folder": str(self.folder), "die_at": die_at}
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return Command(self.process, int(self.process.stdout.readline()), output)
+
+    def run(self, *arguments: str, die_at: int = 0) -> tuple[int, str]:
+        return self.start(*arguments, die_at=die_at).wait()
+
+
+@contextmanager
+def serving() -> Iterator[subprocess.Popen[str]]:
+    """The process of a server."""
+    process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.communicate(timeout=60)
+
+
+def _serve() -> None:
+    import torch
+
+    import fedloom.experiment.comparison
+    import fedloom.experiment.progress
+    import fedloom.experiment.tables  # noqa: F401
+    from fedloom.algorithm import algorithms
+    from fedloom.data.dataset import datasets
+    from fedloom.data.partition import partitions
+
+    torch.set_num_threads(1)
+    for registry in (algorithms, datasets, partitions):
+        list(registry)  # type: ignore[call-overload]
+    for line in sys.stdin:
+        request = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            _obey(request)
+        print(pid, flush=True)
+        print(os.waitpid(pid, 0)[1], flush=True)
+
+
+def _obey(request: dict[str, Any]) -> NoReturn:
+    output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    os.chdir(request["folder"])
+    if request["die_at"]:
+        _die_at(request["die_at"])
+    arguments: Sequence[str] = request["arguments"]
+    code = main(arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _die_at(last: int) -> None:
+    """Half of the `last` write reaches its file; then the process is gone."""
+    import fedloom.files as files
+    from fedloom.checkpoint import RoundLog
+
+    move, append, done = files._move, RoundLog.append, 0
+
+    def counted() -> bool:
+        nonlocal done
+        done += 1
+        return done == last
+
+    def cut_move(temporary: Path, path: Path, durable: bool) -> None:
+        if counted():
+            os.truncate(temporary, temporary.stat().st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        move(temporary, path, durable)
+
+    def cut_append(log: RoundLog, record: Any) -> None:
+        if counted():
+            text = json.dumps(record)
+            with log.path.open("a") as file:
+                file.write(text[: len(text) // 2])
+                file.flush()
+                os.kill(os.getpid(), signal.SIGKILL)
+        append(log, record)
+
+    files._move, RoundLog.append = cut_move, cut_append  # type: ignore[method-assign, assignment]
+
+
+if __name__ == "__main__":
+    _serve()

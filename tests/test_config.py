@@ -1,0 +1,197 @@
+"""Configurations: what a file and the command line say, and that whatever is wrong is told in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedloom.data.dataset import datasets
+from fedloom.errors import FedloomError, InvalidValue
+from fedloom.experiment.configuration import Configuration, Data, configuration, load
+from fedloom.experiment.directory import folder_name
+from fedloom.schedule import Schedule
+from fedloom.training import Training
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "job.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_is_read_with_its_tables(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        """
+        algorithm = "fedmr"
+        rounds = 7
+        participation = 1
+        model = "mlp(hidden=[9])"
+        [data]
+        clients = 5
+        local_test = 0.25
+        [training]
+        learning_rate = 0.5
+        batch_size = "none"
+        optimiser_options = { nesterov = true }
+        """,
+    )
+    found = load(path)
+    assert found.name == "job"
+    assert found.folder == Path("runs/job")
+    assert found.schedule == Schedule(rounds=7, participation=1.0)
+    assert found.data == Data(clients=5, local_test=0.25)
+    assert found.training == Training(learning_rate=0.5, batch_size=None, optimiser_options={"nesterov": True})
+    assert found.resolved("fedmr(unit=layer)", 3)["algorithm"] == "fedmr"
+    assert found.resolved("fedmr", 3)["seed"] == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("rounds=5", "schedule.rounds", 5),
+        ("participation = 0.25", "schedule.participation", 0.25),
+        ("evaluate_every=none", "schedule.evaluate_every", None),
+        ("algorithm=fedmr", "algorithm", "fedmr"),
+        ("algorithm='fedmr'", "algorithm", "fedmr"),
+        ("algorithm=stages(fedavg:2, fedmr)", "algorithm", "stages(fedavg:2, fedmr)"),
+        ("algorithms=[fedavg, fedmr(unit=segment, fraction=0.5)]", "algorithms", ["fedavg", "fedmr(unit=segment, fraction=0.5)"]),
+        ('algorithms=["fedavg"]', "algorithms", ["fedavg"]),
+        ("seeds=[0,1]", "seeds", [0, 1]),
+        ("training.learning_rate=1e-3", "training.learning_rate", 1e-3),
+        ("training.steps=3", "training.steps", 3),
+        ("training.optimiser_options.nesterov=true", "training.optimiser_options", {"nesterov": True}),
+        ("data.partition=dirichlet(0.1)", "data.partition", "dirichlet(0.1)"),
+        ("data.merge=true", "data.merge", True),
+        ("data.local_test=none", "data.local_test", None),
+        ("directory=elsewhere/x", "directory", "elsewhere/x"),
+    ],
+)  # fmt: skip
+def test_the_command_line_changes_any_key(tmp_path: Path, override: str, key: str, value: Any) -> None:
+    found: Any = load(write(tmp_path, 'algorithm = "fedavg"'), [override])
+    for name in key.split("."):
+        found = getattr(found, name)
+    assert found == value
+
+
+WRONG = [
+    ("rouns=3", "did you mean 'rounds'?"),
+    ("data.client=3", "did you mean 'data.clients'?"),
+    ("learning_rate=0.1", "did you mean 'training.learning_rate'?"),
+    ("data.learning_rate=0.1", "did you mean 'training.learning_rate'?"),
+    ("training.learning_rat=0.1", "did you mean 'training.learning_rate'?"),
+    ("zzz=1", "unknown key 'zzz': there are name, algorithm"),
+    ("rounds=ten", "rounds must be a whole number, not 'ten'"),
+    ("rounds=2.5", "rounds must be a whole number, not 2.5"),
+    ("rounds=true", "rounds must be a whole number, not True"),
+    ("rounds=0", "rounds must be at least 1, not 0"),
+    ("rounds.x=1", "rounds must be a whole number, not {'x': 1}"),
+    ("model.x=1", "'model' is a value, not a table"),
+    ("rounds", "'rounds' is not key=value"),
+    ("=3", "'=3' is not key=value"),
+    ("participation=0", "participation must be in (0, 1], not 0"),
+    ("participation=1.01", "participation must be in (0, 1], not 1.01"),
+    ("dropout=-0.1", "dropout must be between 0 and 1"),
+    ("evaluate_every=0", "evaluate_every must be at least 1, not 0"),
+    ("checkpoint_every=0", "checkpoint_every must be at least 1, not 0"),
+    ("seed=-1", "seed must be at least 0, not -1"),
+    ("seeds=[1, x]", "seeds[1] must be a whole number, not 'x'"),
+    ("seeds=[1, 1]", "seeds must differ"),
+    ("targets=[80]", "must be in (0, 1], not 80"),
+    ("targets=0.8", "targets must be a list, not 0.8"),
+    ("threads=0", "threads must be at least 1"),
+    ("workers=0", "workers must be at least 1"),
+    ("name=a/b", "name 'a/b'"),
+    ("data=digits", "data must be a table with the keys name, clients"),
+    ("data.name=digit", "did you mean 'digits'?"),
+    ("data.clients=many", "data.clients must be a whole number, not 'many'"),
+    ("data.clients=-2", "data.clients must be at least 0, not -2"),
+    ("data.local_test=1", "data.local_test must lie between 0 and 1"),
+    ("data.merge=1", "data.merge must be true or false, not 1"),
+    ("data.partition=dirichlt(0.1)", "did you mean 'dirichlet'?"),
+    ("data.partition=dirichlet(beta=1)", "dirichlet has no parameter 'beta'"),
+    ("data.partition=dirichlet(", "cannot read 'dirichlet('"),
+    ("training.momentum=-1", "training.momentum must be at least 0, not -1"),
+    ("training.optimiser=sdg", "did you mean 'sgd'?"),
+    ("training.epochs=half", "training.epochs must be a whole number, not 'half'"),
+    ("training.optimiser_options=3", "training.optimiser_options must be a table, not 3"),
+    ("model=cnm4", "did you mean 'cnn4'?"),
+    ("model=mlp(widths=[3])", "mlp has no parameter 'widths'"),
+    ("algorithm=fedmrr", "did you mean 'fedmr'?"),
+    ("algorithm=fedmr(fraction=0)", "fraction must be in (0, 1], not 0"),
+    ("algorithm=fedmr(unti=layer)", "did you mean 'unit'?"),
+    ("algorithm=fedmr(unit=leaf)", "unit"),
+    ("algorithm=stages(fedavg, fedmr)", "every method but the last needs its last round"),
+    ("algorithm=fedavg:3", "belongs inside stages"),
+    ("algorithms=[fedavg, fedmrr]", "did you mean 'fedmr'?"),
+    ("algorithms=[fedmr, fedmr(unit=layer)]", "twice"),
+    ("algorithms=fedavg", "algorithms must be a list, not 'fedavg'"),
+]
+
+
+@pytest.mark.parametrize(("override", "said"), WRONG, ids=[override for override, _ in WRONG])
+def test_whatever_is_wrong_is_told_in_one_line(tmp_path: Path, override: str, said: str) -> None:
+    with pytest.raises(FedloomError) as caught:
+        load(write(tmp_path, 'algorithm = "fedavg"\nmodel = "mlp"'), [override])
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"rounds = = 3", "is not a TOML file"),
+        (b"\xff\xfe\x00", "not text in UTF-8"),
+        (b"rounds = 3\nrounds = 4", "not a TOML file"),
+    ],
+)
+def test_a_file_that_is_no_toml_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "job.toml"
+    path.write_bytes(content)
+    with pytest.raises(InvalidValue, match=said):
+        load(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValue, match=r"cannot read .*nothing\.toml: no such file"):
+        load(tmp_path / "nothing.toml")
+
+
+def test_everything_a_schedule_and_a_training_take_can_be_said() -> None:
+    schedule = {field.name: getattr(Schedule(), field.name) for field in dataclasses.fields(Schedule)}
+    training = dataclasses.asdict(Training())
+    plain = {key: "none" if value is None else value for key, value in schedule.items()}
+    spelled = {key: "none" if value is None else value for key, value in training.items()}
+    assert configuration({**plain, "training": spelled}) == Configuration()
+
+
+def test_the_default_data_and_the_example_are_there() -> None:
+    assert Configuration().data.name in datasets
+    example = load(ROOT / "examples" / "digits.toml")
+    assert example.data == Data(name="digits", clients=20, partition="dirichlet(0.1)")
+    assert example.schedule.participation == 0.5
+    assert len(example.seeds) == 3
+    assert len(example.algorithms) == 5
+
+
+def test_folders_tell_methods_apart() -> None:
+    expressions = [
+        "fedavg",
+        "fedmr(unit='segment', fraction=0.5)",
+        "fedmr(unit='segment', fraction=0.25)",
+        "stages(fedavg:20, fedmr)",
+        "stages(fedavg:2, fedmr)",
+        "ala(stages(fedavg:20, fedmr))",
+        "ala(stages(fedavg:20), fedmr)",
+    ]
+    names = [folder_name(expression) for expression in expressions]
+    assert names[0] == "fedavg"
+    assert names[1] == "fedmr-unit=segment-fraction=0.5"
+    assert names[3] == "stages-fedavg_20-fedmr"
+    assert len(set(names)) == len(names)
+    assert len(folder_name("stages(" + ", ".join(f"fedavg:{k}" for k in range(1, 90)) + ")")) < 120

@@ -1,0 +1,183 @@
+"""Real processes, really killed: the same command again ends with the same bytes as a run that nobody disturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fedloom.experiment.directory import RunDirectory
+from forking_cli import Server, main, serving
+
+if not hasattr(os, "fork"):
+    pytest.skip("processes are forked to start them quickly", allow_module_level=True)
+
+JOB = """
+algorithm = "stages(scaffold:9, fedmr)"
+rounds = 40
+participation = 0.5
+dropout = 0.2
+checkpoint_every = 4
+evaluate_every = 1
+threads = 1
+model = "mlp(hidden=[8])"
+[data]
+clients = 8
+partition = "dirichlet(0.5)"
+local_test = 0.25
+[training]
+learning_rate = 0.1
+"""
+RUN = Path("runs/job/stages-scaffold_9-fedmr/seed-0")
+KEPT = ("metrics.jsonl", "clients.jsonl", "model.safetensors", "split.npz", "configuration.json", "task.json")
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[subprocess.Popen[str]]:
+    with serving() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(process: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of a run from start to end."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "job.toml").write_text(JOB)
+    code, output = Server(process, folder).run("run", "job.toml", "--quiet")
+    assert code == 0, output
+    return {name: (folder / RUN / name).read_bytes() for name in KEPT}
+
+
+@pytest.fixture
+def server(process: subprocess.Popen[str], tmp_path: Path) -> Server:
+    (tmp_path / "job.toml").write_text(JOB)
+    return Server(process, tmp_path)
+
+
+def rounds_written(folder: Path) -> int:
+    path = folder / RUN / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def wait_for_rounds(folder: Path, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while rounds_written(folder) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def assert_same(folder: Path, undisturbed: dict[str, bytes]) -> None:
+    for name, content in undisturbed.items():
+        assert (folder / RUN / name).read_bytes() == content, name
+
+
+def test_killed_at_random_moments(server: Server, undisturbed: dict[str, bytes]) -> None:
+    choose = random.Random(1)
+    killed = 0
+    for at in sorted(choose.sample(range(1, 38), 4)):
+        command = server.start("run", "job.toml", "--quiet")
+        wait_for_rounds(server.folder, at)
+        time.sleep(choose.random() * 0.01)
+        command.send(signal.SIGKILL)
+        killed += command.wait()[0] == -signal.SIGKILL
+    assert killed >= 3
+    assert server.run("run", "job.toml", "--quiet")[0] == 0
+    assert_same(server.folder, undisturbed)
+
+
+def test_killed_in_the_middle_of_writes(server: Server, undisturbed: dict[str, bytes]) -> None:
+    choose = random.Random(2)
+    for _ in range(6):
+        code, output = server.run("run", "job.toml", "--quiet", die_at=choose.randint(1, 25))
+        assert code == -signal.SIGKILL, output
+    code, output = server.run("run", "job.toml", "--quiet")
+    assert code == 0, output
+    assert_same(server.folder, undisturbed)
+
+
+def test_a_truncated_checkpoint_and_a_broken_line_cost_rounds_but_not_the_run(
+    server: Server, undisturbed: dict[str, bytes]
+) -> None:
+    # The writes before round 1 are fewer than 10, each round appends 3 lines: this dies after some checkpoints.
+    assert server.run("run", "job.toml", "--quiet", die_at=75)[0] == -signal.SIGKILL
+    place = server.folder / RUN
+    older, newest = sorted(place.glob("checkpoint-*"))
+    newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
+    with (place / "metrics.jsonl").open("a") as file:
+        file.write('{"round": 2')
+    (place / "timings.jsonl").unlink()
+    code, output = server.run("run", "job.toml")
+    assert code == 0, output
+    assert f"{RUN / newest.name} cannot be read" in output
+    assert f"going on after round {int(older.stem.rpartition('-')[2])}" in output
+    assert_same(server.folder, undisturbed)
+
+
+def test_ctrl_c_ends_cleanly_and_says_how_to_go_on(server: Server, undisturbed: dict[str, bytes]) -> None:
+    command = server.start("run", "job.toml", "--fresh")
+    wait_for_rounds(server.folder, 6)
+    command.send(signal.SIGINT)
+    code, output = command.wait()
+    assert code == 130
+    assert output.splitlines()[-1] == "fedloom: stopped; to go on: fedloom run job.toml"
+    assert "Traceback" not in output
+    finished = rounds_written(server.folder)
+    assert (server.folder / RUN / f"checkpoint-{finished:07d}.safetensors").exists()  # nothing is computed twice
+    assert server.run("run", "job.toml")[0] == 0
+    assert_same(server.folder, undisturbed)
+
+
+def test_one_process_at_a_time_works_in_a_directory(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = server.start("run", "job.toml", "--quiet")
+    wait_for_rounds(server.folder, 1)
+    command.send(signal.SIGSTOP)
+    monkeypatch.chdir(server.folder)
+    code = main(["run", "job.toml", "--quiet"])
+    command.send(signal.SIGKILL)
+    command.wait()
+    assert code == 2
+    assert f"{RUN} is in use by another process" in capsys.readouterr().err
+    with RunDirectory(server.folder / RUN).locked():  # a process that was killed holds nothing
+        pass
+
+
+def test_a_comparison_in_workers_survives_a_kill_and_equals_one_without(server: Server) -> None:
+    tmp_path = server.folder
+    whole = ("compare", "job.toml", "--quiet", "algorithms=[fedavg, fedmr]", "seeds=[0, 1]")
+    methods = [Path(f"runs/job/{method}/seed-{seed}") for method in ("fedavg", "fedmr") for seed in (0, 1)]
+    workers = subprocess.Popen([sys.executable, "-m", "fedloom", *whole, "workers=2"], cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while not all((tmp_path / path / "metrics.jsonl").exists() for path in methods[::2]):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    workers.kill()
+    workers.wait()
+    for path in methods[::2]:  # no worker outlives its parent by long, and so no lock does
+        while True:
+            try:
+                with RunDirectory(tmp_path / path).locked():
+                    break
+            except Exception:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+    code, output = server.run(*whole)
+    assert code == 0, output
+    assert "fedmr" in output
+    code, output = server.run(*whole, "directory=alone")
+    assert code == 0, output
+    for path in methods:
+        for name in ("metrics.jsonl", "model.safetensors"):
+            alone = tmp_path / "alone" / path.relative_to("runs/job")
+            assert (tmp_path / path / name).read_bytes() == (alone / name).read_bytes()
+    found = json.loads((tmp_path / "runs/job/comparison.json").read_text())
+    assert len(found["runs"]) == 4
