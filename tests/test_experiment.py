@@ -1,0 +1,330 @@
+"""Runs and comparisons: what they give back and leave behind."""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fedloom as fl
+from fedloom.data.partition import Partition
+from fedloom.errors import CheckpointError, InvalidValue
+from fedloom.experiment.artifact import load_model, save_model
+from fedloom.experiment.comparison import Comparison
+from fedloom.experiment.configuration import Configuration, configuration
+from fedloom.experiment.directory import RunDirectory
+from fedloom.experiment.environment import version_changes
+from fedloom.experiment.events import Event, RunName
+from fedloom.experiment.run import run_configured, run_directory
+from fedloom.files import read_tensors
+from small_task import small_task
+
+
+def task(seed: int = 0) -> fl.Task:
+    return fl.make_task(
+        "digits", clients=5, partition="iid", model="logistic", training={"learning_rate": 0.1}, seed=seed
+    )
+
+
+def share_right(model: nn.Module, of: fl.Task) -> float:
+    with torch.no_grad():
+        guesses = model(of.dataset.prepare(of.test.inputs)).argmax(1)
+    return float((guesses == of.test.labels).float().mean())
+
+
+def plan(folder: Path, **more: object) -> Configuration:
+    return configuration(
+        {
+            "name": "job",
+            "directory": str(folder),
+            "rounds": 4,
+            "participation": 0.5,
+            "evaluate_every": 1,
+            "model": "logistic",
+            "data": {"clients": 4, "partition": "iid"},
+            "training": {"learning_rate": 0.1},
+            **more,
+        }
+    )
+
+
+def test_a_run_gives_its_model_and_its_history() -> None:
+    of = task()
+    seen: list[int] = []
+    result = fl.run(
+        fl.FedAvg(), of, rounds=6, participation=0.6, evaluate_every=2, on_round=lambda r, t: seen.append(r["round"])
+    )
+    assert seen == [1, 2, 3, 4, 5, 6] == [record["round"] for record in result.history]
+    measured = {record["round"]: record["accuracy"] for record in result.history if "accuracy" in record}
+    assert list(measured) == [2, 4, 6]
+    assert share_right(result.model, of) == pytest.approx(measured[6]) == result.accuracy
+    assert result.best_accuracy == max(measured.values())
+    target = statistics.median(measured.values())
+    assert result.rounds_to(target) == next(number for number, found in measured.items() if found >= target)
+    assert result.rounds_to(1.0) is None
+    assert not result.model.training
+
+
+def test_the_method_that_was_given_stays_as_it_is() -> None:
+    method = fl.FedMR()
+    first = fl.run(method, task(), rounds=2, participation=0.6)
+    before = first.federation.algorithm.model().clone()
+    fl.run(method, task(), rounds=3, participation=0.6, seed=1)
+    assert not hasattr(method, "state")
+    assert torch.equal(first.federation.algorithm.model(), before)
+
+
+def test_an_expression_is_a_method_too() -> None:
+    of = task()
+    expression = fl.run("fedmr(unit=tensor)", of, rounds=3, participation=0.6).model
+    built = fl.run(fl.FedMR(unit="tensor"), of, rounds=3, participation=0.6).model
+    assert all(torch.equal(a, b) for a, b in zip(expression.parameters(), built.parameters(), strict=True))
+
+
+def test_a_model_with_integer_buffers_comes_back_whole(tmp_path: Path) -> None:
+    of = small_task()
+    result = fl.run("fedavg", of, rounds=3, participation=0.5, directory=tmp_path)
+    state = result.model.state_dict()
+    assert int(state["norm.num_batches_tracked"]) > 0
+    tensors, _ = read_tensors(tmp_path / "model.safetensors")
+    assert tensors.keys() == state.keys()
+    assert all(
+        torch.equal(tensors[name], tensor) and tensors[name].dtype == tensor.dtype for name, tensor in state.items()
+    )
+    loaded = load_model(tmp_path, module=of.model)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), state.values(), strict=True))
+    assert not torch.equal(loaded.state_dict()["hidden.weight"], of.model.state_dict()["hidden.weight"])
+
+
+def test_a_directory_goes_on_and_is_that_of_one_run(tmp_path: Path) -> None:
+    def stop(record: dict[str, object], timing: dict[str, object]) -> None:
+        if record["round"] == 3:
+            raise KeyboardInterrupt
+
+    of, whole, parts = task(), tmp_path / "whole", tmp_path / "parts"
+    fl.run("fedmr", of, rounds=6, participation=0.6, directory=whole)
+    with pytest.raises(KeyboardInterrupt):
+        fl.run("fedmr", of, rounds=6, participation=0.6, directory=parts, on_round=stop)
+    assert not (parts / "result.json").exists()
+    result = fl.run("fedmr", of, rounds=6, participation=0.6, directory=parts)
+    assert len(result.history) == 6
+    for name in ("metrics.jsonl", "model.safetensors"):
+        assert (parts / name).read_bytes() == (whole / name).read_bytes()
+    with pytest.raises(CheckpointError, match="rounds = 6, not 7"):
+        fl.run("fedmr", of, rounds=7, participation=0.6, directory=parts)
+    with pytest.raises(CheckpointError, match="another run"):  # the same words, other data and weights
+        fl.run("fedmr", task(seed=1), rounds=6, participation=0.6, directory=parts)
+
+
+def test_a_run_directory_holds_what_it_takes(tmp_path: Path) -> None:
+    job = plan(tmp_path, data={"clients": 4, "partition": "dirichlet(0.5)", "local_test": 0.25})
+    found = run_configured(job, RunName("fedmr", 3), lambda event: None)
+    place = tmp_path / "fedmr" / "seed-3"
+    settings = json.loads((place / "configuration.json").read_text())
+    assert settings["algorithm"] == "fedmr"
+    assert settings["data"] == {
+        "name": "digits",
+        "clients": 4,
+        "partition": "dirichlet(0.5)",
+        "local_test": 0.25,
+        "merge": False,
+    }
+    assert settings["training"]["learning_rate"] == 0.1
+    made = job.task(3)
+    split = Partition.load(place / "split.npz")
+    assert (split.indices == made.partition.indices).all()
+    assert made.local_test is not None
+    assert (Partition.load(place / "test-split.npz").indices == made.local_test.indices).all()
+    lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    assert lines == found.records
+    assert json.loads((place / "result.json").read_text())["accuracy"] == lines[-1]["accuracy"]
+    assert json.loads((place / "environment.json").read_text())["torch"] == torch.__version__
+    labels = made.train.labels.numpy()
+    assert found.label_counts == [[int((labels[split[k]] == c).sum()) for c in range(10)] for k in range(4)]
+    assert share_right(load_model(place), made) == pytest.approx(lines[-1]["accuracy"])
+
+
+def test_the_same_seed_twice_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
+    job, other = plan(tmp_path / "a"), plan(tmp_path / "b")
+    for configured, seed in ((job, 0), (other, 0), (job, 1)):
+        run_configured(configured, RunName("fedmr", seed), lambda event: None)
+    for name in ("metrics.jsonl", "model.safetensors", "split.npz", "configuration.json", "task.json"):
+        first = (tmp_path / "a/fedmr/seed-0" / name).read_bytes()
+        assert first == (tmp_path / "b/fedmr/seed-0" / name).read_bytes()
+        assert name == "task.json" or first != (tmp_path / "a/fedmr/seed-1" / name).read_bytes()
+
+
+def test_a_finished_run_is_only_read(tmp_path: Path) -> None:
+    job, name = plan(tmp_path), RunName("fedavg", 0)
+    first = run_configured(job, name, lambda event: None)
+    written = {path: path.stat().st_mtime_ns for path in run_directory(job, *name).path.iterdir()}
+    events: list[Event] = []
+    again = run_configured(job, name, events.append)
+    assert [event.kind for event in events] == ["skipped"]
+    assert again == first
+    assert all(path.stat().st_mtime_ns == then for path, then in written.items() if path.name != ".lock")
+    events.clear()
+    run_configured(job, name, events.append, fresh=True)
+    assert [event.kind for event in events] == ["started", *["round"] * 4, "ended"]
+    with pytest.raises(CheckpointError, match=r"training\.learning_rate = 0\.1, not 0\.2"):
+        run_configured(plan(tmp_path, training={"learning_rate": 0.2}), name, events.append)
+
+
+def test_starting_afresh_removes_a_runs_files_and_no_others(tmp_path: Path) -> None:
+    job, name = plan(tmp_path), RunName("fedavg", 0)
+    run_configured(job, name, lambda event: None)
+    place = run_directory(job, *name).path
+    (place / "notes.txt").write_text("mine")
+    RunDirectory(place).clear()
+    assert {path.name for path in place.iterdir()} <= {"notes.txt", ".lock"}
+    assert (place / "notes.txt").read_text() == "mine"
+
+
+def test_a_comparison_gives_every_method_the_same_start(tmp_path: Path) -> None:
+    job = plan(tmp_path, algorithms=["fedavg", "indep", "fedmr"], seeds=[0, 1], targets=[0.3, 1.0])
+    comparison = Comparison.of(job)
+    events: list[Event] = []
+    assert comparison.run(events.append) == {}
+    for seed in (0, 1):
+        places = [tmp_path / method / f"seed-{seed}" for method in ("fedavg", "indep", "fedmr")]
+        assert len({(place / "split.npz").read_bytes() for place in places}) == 1
+        firsts = [json.loads((place / "metrics.jsonl").read_text().splitlines()[0]) for place in places]
+        # One round of training from one model: recombination leaves the mean of the pool as it was.
+        assert firsts[1]["accuracy"] == firsts[2]["accuracy"]
+        assert firsts[0]["clients"] == firsts[1]["clients"] == firsts[2]["clients"]
+        assert firsts[0]["training_loss"] == firsts[1]["training_loss"] == firsts[2]["training_loss"]
+    rows = comparison.rows(comparison.summaries({}))
+    finals = [json.loads((tmp_path / f"fedmr/seed-{seed}/result.json").read_text())["accuracy"] for seed in (0, 1)]
+    assert rows[2].final is not None
+    assert rows[2].final.mean == pytest.approx(statistics.fmean(finals))
+    assert rows[2].final.std == pytest.approx(statistics.stdev(finals))
+    found = json.loads((tmp_path / "comparison.json").read_text())
+    assert [run["accuracy"] for run in found["runs"] if run["algorithm"] == "fedmr"] == finals
+    assert found["failed"] == []
+    with (tmp_path / "comparison.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert [line["algorithm"] for line in lines] == ["fedavg", "indep", "fedmr"]
+    assert float(lines[2]["final"]) == pytest.approx(rows[2].final.mean)
+    assert lines[0]["rounds_to_1"] == ""
+    assert "</html>" in (tmp_path / "report.html").read_text().lower()
+
+
+def test_a_comparison_goes_on_run_by_run(tmp_path: Path) -> None:
+    job = plan(tmp_path, algorithms=["fedavg", "fedmr"], seeds=[0, 1])
+    rounds = 0
+
+    def stopped() -> bool:
+        return rounds >= 6  # in the middle of the second run
+
+    def watch(event: Event) -> None:
+        nonlocal rounds
+        rounds += event.kind == "round"
+
+    with pytest.raises(KeyboardInterrupt):
+        Comparison.of(job).run(watch, stopped=stopped)
+    events: list[Event] = []
+    Comparison.of(job).run(events.append)
+    assert [(event.kind, event.finished) for event in events if event.kind in ("skipped", "started")] == [
+        ("skipped", 4),
+        ("started", 2),
+        ("started", 0),
+        ("started", 0),
+    ]
+    events.clear()
+    Comparison.of(job).run(events.append)
+    assert {event.kind for event in events} == {"skipped"}
+
+
+def test_a_run_that_fails_leaves_the_others_alone(tmp_path: Path) -> None:
+    job = plan(tmp_path, algorithms=["fedavg", "fedavgm(learning_rate=1e38)"], rounds=5)
+    events: list[Event] = []
+    failed = Comparison.of(job).run(events.append)
+    assert [name.algorithm for name in failed] == ["fedavgm(learning_rate=1e+38)"]
+    assert "diverged" in next(iter(failed.values()))
+    found = json.loads((tmp_path / "comparison.json").read_text())
+    assert [run["algorithm"] for run in found["runs"]] == ["fedavg"]
+    assert len(found["failed"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"algorithms": []}, "nothing to compare"),
+        ({"algorithms": ["fedavg"], "data": {"clients": 5000, "partition": "iid"}}, "5000 clients"),
+        ({"algorithms": ["fedavg"], "data": {"clients": 4, "partition": "dirichlet(0)"}}, "alpha must be greater than 0"),
+        ({"algorithms": ["fedavg", "scaffold(option=3)"]}, "option"),
+        ({"algorithms": ["fedavg"], "new_clients": 0.5}, "local_test"),
+    ],
+)  # fmt: skip
+def test_whatever_is_wrong_with_any_run_is_said_before_the_first(
+    tmp_path: Path, more: dict[str, object], said: str
+) -> None:
+    with pytest.raises(InvalidValue, match=said):
+        Comparison.of(plan(tmp_path, **more)).run(lambda event: None)
+    assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+def test_a_directory_of_another_configuration_stops_a_comparison_before_it_begins(tmp_path: Path) -> None:
+    run_configured(plan(tmp_path), RunName("fedmr", 0), lambda event: None)
+    job = plan(tmp_path, algorithms=["fedavg", "fedmr"], rounds=5)
+    with pytest.raises(CheckpointError, match="rounds = 4, not 5"):
+        Comparison.of(job).run(lambda event: None)
+    assert not (tmp_path / "fedavg").exists()
+
+
+class TestArtifact:
+    def test_a_registered_model_is_built_again_by_name(self, tmp_path: Path) -> None:
+        of = fl.make_task("digits", clients=3, partition="iid", model="mlp(hidden=[7])", seed=4)
+        path = tmp_path / "model.safetensors"
+        save_model(path, of.model, "mlp(hidden=[7])", of.dataset.spec, {})
+        first = path.read_bytes()
+        loaded = load_model(path)
+        for mine, theirs in zip(loaded.parameters(), of.model.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+        save_model(path, loaded, "mlp(hidden=[7])", of.dataset.spec, {})
+        assert path.read_bytes() == first
+
+    def test_tied_weights_stay_tied(self, tmp_path: Path) -> None:
+        module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        module[1].weight = module[0].weight
+        spec = small_task().dataset.spec
+        save_model(tmp_path / "model.safetensors", module, "my.file:net", spec, {})
+        loaded = load_model(tmp_path, module=module)
+        assert isinstance(loaded, nn.Sequential)
+        assert loaded[0].weight is loaded[1].weight
+        assert torch.equal(loaded[0].weight, module[0].weight)
+
+    @pytest.mark.parametrize(
+        ("expression", "said"),
+        [("os:getcwd", "give load_model"), ("nothing", "unknown model"), ("mlp(hidden=[9])", "cannot be built again")],
+    )
+    def test_a_file_decides_nothing_but_a_registered_model_that_fits(
+        self, tmp_path: Path, expression: str, said: str
+    ) -> None:
+        of = fl.make_task("digits", clients=3, partition="iid", model="mlp(hidden=[7])")
+        save_model(tmp_path / "model.safetensors", of.model, expression, of.dataset.spec, {})
+        with pytest.raises(CheckpointError, match=said):
+            load_model(tmp_path)
+
+    def test_other_tensors_are_refused(self, tmp_path: Path) -> None:
+        save_model(tmp_path / "model.safetensors", nn.Linear(2, 2), "logistic", small_task().dataset.spec, {})
+        with pytest.raises(CheckpointError, match="only in one of them"):
+            load_model(tmp_path)
+
+    def test_a_truncated_file_is_named(self, tmp_path: Path) -> None:
+        path = tmp_path / "model.safetensors"
+        save_model(path, small_task().model, "x:y", small_task().dataset.spec, {})
+        path.write_bytes(path.read_bytes()[:-10])
+        with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+            load_model(path, module=small_task().model)
+
+
+def test_another_version_is_said_when_a_run_goes_on() -> None:
+    before = {"torch": "2.12.0", "threads": 2, "platform": "a"}
+    assert version_changes(before, {**before, "platform": "b"}) == ""
+    assert version_changes(before, {**before, "torch": "2.13.0"}) == "torch 2.12.0 (now 2.13.0)"
