@@ -74,14 +74,14 @@ class ClientStore:
     # --- what clients remember ---
 
     def get(self, client: int, name: str) -> Tensor | None:
-        """What the client remembers under `name` (not to be changed in place), or None. Reads no other tensor from a file."""
+        """What the client remembers under `name`, or None; not to be changed in place. Of a file it is a view."""
         for tensors in (self._pending.get(client), self._recent(client)):
             if tensors is not None and name in tensors:
                 return tensors[name]
         if client in self._held or client not in self._files:
             return None
         with open_tensors(self._path(client, self._files[client])) as file:
-            return file.get_tensor(name).clone() if name in file.keys() else None  # noqa: SIM118
+            return file.get_tensor(name) if name in file.keys() else None  # noqa: SIM118
 
     def names(self, client: int) -> set[str]:
         """The names under which the client remembers something; empty for a client not seen yet."""
@@ -95,7 +95,8 @@ class ClientStore:
 
     def read(self, client: int) -> Tensors:
         """Everything the client remembers, by name; empty for a client not seen yet."""
-        return {**self._stored(client), **self._pending.get(client, {})}
+        pending = self._pending.get(client, {})
+        return {**self._stored(client, pending), **pending}
 
     def write(self, client: int, tensors: Tensors) -> None:
         """Add or replace the named tensors of one client; the store owns them from now on. Pending until `commit`."""
@@ -135,17 +136,18 @@ class ClientStore:
             self._held[client] = tensors
         return tensors
 
-    def _stored(self, client: int) -> Tensors:
+    def _stored(self, client: int, known: Tensors) -> Tensors:
+        """What is stored of the client beside the names that are `known`."""
         tensors = self._recent(client)
         if tensors is not None or client not in self._files:
-            return dict(tensors or {})
+            return {name: tensor for name, tensor in (tensors or {}).items() if name not in known}
         with open_tensors(self._path(client, self._files[client])) as file:
-            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            return {name: file.get_tensor(name).clone() for name in file.keys() if name not in known}  # noqa: SIM118
 
     def _settle(self) -> None:
         """What is pending becomes what the clients remember."""
         for client, written in self._pending.items():
-            merged = {**self._stored(client), **written}
+            merged = {**self._stored(client, written), **written}
             self._held_bytes += _bytes(merged) - _bytes(self._held.pop(client, {}))
             self._held[client] = merged
             if client in self._files:
