@@ -40,6 +40,10 @@ AHEAD = 1 << 23
 """How many input values are gathered ahead of the steps that use them (32 MiB as floats): one copy instead of one a step."""
 
 
+FEATURES_AT_ONCE = 256
+"""How many samples pass forward at once when only features are wanted."""
+
+
 class Trained(NamedTuple):
     """What local training returns: the models `[k, P]`, the steps made `[k]` and the mean loss over them `[k]`."""
 
@@ -104,6 +108,21 @@ class Cohort:
         )
         part.metrics = self.metrics
         return part
+
+    def featured(self, rows: Tensor) -> Cohort | None:
+        """The same clients with what enters the classifier of their model `[k, P]` in place of their inputs, for work on the
+        classifier alone (`head_cross_entropy`). None where features are not a function of each sample alone."""
+        if self.training.augmentation != "none":
+            return None
+        held, found = self._samples[0], []
+        for first in range(0, len(held), FEATURES_AT_ONCE):
+            inputs = self._dataset.prepare(held[first : first + FEATURES_AT_ONCE].inputs)
+            features = self.replica.features(rows, inputs.unsqueeze(0))
+            if features is None:
+                return None
+            found.append(features[0])
+        seen = Samples(torch.cat(found), held.labels)
+        return self.subset(lambda samples, generator: seen, "features")
 
     @property
     def labels(self) -> list[Tensor]:
@@ -182,6 +201,12 @@ class Cohort:
         """Loss `[k]` and gradient `[k, T]` of each client's objective at its row of `[k, P]`, in training mode: statistics in
         `rows[:, T:]` move. The gradient is overwritten by the next call."""
         return self.replica.gradient(rows, batch, objective, given or {})
+
+    def partial_gradient(
+        self, rows: Tensor, batch: Batch, objective: Objective = cross_entropy, given: Given | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The same in `each_batch(..., only=unit)`, with just the slices of that unit side by side, `[k, n]`."""
+        return self.replica.partial_gradient(rows, batch, objective, given or {})
 
     def fit(
         self,
@@ -284,7 +309,8 @@ class Cohort:
 def clipped(gradient: Tensor, limit: float) -> Tensor:
     """Each row of `[k, T]` scaled down to a norm of at most `limit`."""
     norm = gradient.norm(dim=1, keepdim=True)
-    return gradient * (limit / (norm + 1e-6)).clamp(max=1.0)
+    scaled: Tensor = gradient * (limit / (norm + 1e-6)).clamp(max=1.0)
+    return scaled
 
 
 def make_update(settings: Training, rate: float, weights: Tensor, only: Unit | None) -> Callable[[Tensor], None]:

@@ -51,6 +51,11 @@ def cross_entropy(net: Net, batch: Batch, given: Mapping[str, Tensor]) -> Tensor
     return F.cross_entropy(net(batch.inputs), batch.labels)
 
 
+def head_cross_entropy(net: Net, batch: Batch, given: Mapping[str, Tensor]) -> Tensor:
+    """The data loss of a batch whose inputs are features (`Cohort.featured`)."""
+    return F.cross_entropy(net.head(batch.inputs), batch.labels)
+
+
 class BoundNet:
     """`Net` over a module: its own forward, with the input of the classifier caught on the way."""
 
@@ -157,6 +162,13 @@ class Replica:
                 row[slot.slice].copy_(gradient.reshape(-1))
         return loss, self._gradient
 
+    def partial_gradient(
+        self, rows: Tensor, batch: Batch, objective: Objective, given: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Loss `[1]` and the gradient of what `train_only` left, its slices side by side, `[1, n]`."""
+        loss, gradients = self.tensor_gradients(rows, batch, objective, given)
+        return loss, torch.cat([gradient.reshape(1, -1) for gradient in gradients], 1)
+
     def tensors(self, rows: Tensor) -> list[Tensor]:
         """The parameters that train, as views of `rows`; `tensor_gradients` gives one gradient for each."""
         self.bind(rows)
@@ -178,6 +190,22 @@ class Replica:
         self._trained = [p for p in self._parameters if p.requires_grad]
 
     @torch.no_grad()
+    def features(self, rows: Tensor, inputs: Tensor) -> Tensor | None:
+        """What enters the classifier in training mode, `[1, n, ...]` for `inputs [1, n, ...]`.
+
+        None where that is not a function of each sample alone: a layer draws, normalises by the batch or keeps statistics; and
+        where the classifier is not the model's last operation.
+        """
+        if self.needs_pairs or self.layout.trainable < self.layout.size or self.layout.integers:
+            return None
+        self.bind(rows)
+        before = _generator_state(rows)
+        features, logits = self.net.both(inputs[0])
+        if not torch.equal(before, _generator_state(rows)) or not torch.equal(self.net.head(features), logits):
+            return None
+        return features.unsqueeze(0)
+
+    @torch.no_grad()
     def logits(self, rows: Tensor, inputs: Tensor) -> Tensor:
         """`[1, b, classes]` in evaluation mode for `inputs [1, b, ...]` or shared `[b, ...]` given as `[1, b, ...]`."""
         self.layout.bind(self.frozen, rows[0])
@@ -191,3 +219,8 @@ class Replica:
     def integers(self) -> Tensor:
         """The integer buffers, `[1, Z]`."""
         return self.layout.flatten_integers(self.module).unsqueeze(0)
+
+
+def _generator_state(tensor: Tensor) -> Tensor:
+    """Where torch's own generator of the tensor's device stands."""
+    return torch.cuda.get_rng_state(tensor.device) if tensor.is_cuda else torch.get_rng_state()

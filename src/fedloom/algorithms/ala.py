@@ -18,8 +18,8 @@ from fedloom.cohort import Cohort
 from fedloom.data.dataset import Samples
 from fedloom.errors import InvalidValue
 from fedloom.layout import Unit
-from fedloom.models.structure import block_parameters
-from fedloom.replica import Batch
+from fedloom.models.structure import block_parameters, head_name
+from fedloom.replica import Batch, cross_entropy, head_cross_entropy
 
 
 class Blend(NamedTuple):
@@ -173,34 +173,34 @@ class Ala(Wrapper):
     ) -> tuple[Tensor, list[Tensor]]:
         """The blending weights after learning, and the loss of each epoch. `first [k]`: whose initial stage this is."""
         top = self.top(cohort)
-        part = cohort.subset(self._choose, "ala")
+        part, objective = cohort.subset(self._choose, "ala"), cross_entropy
+        if top == cohort.layout.under(head_name(cohort.module)):
+            # Everything below the classifier is held fixed, so that one forward pass serves every epoch.
+            featured = part.featured(whole)
+            if featured is not None:
+                part, objective = featured, head_cross_entropy
 
         def step(state: dict[str, Tensor], batch: Batch) -> Tensor:
-            loss, gradient = part.gradient(state["model"], batch)
-            weights = state["weights"]
-            weights.addcmul_(take(gradient, top), state["update"], value=-self.rate).clamp_(0, 1)
-            _write(state["model"], top, torch.addcmul(state["old"], state["update"], weights))
+            loss, gradient = part.partial_gradient(state["model"], batch, objective)
+            state["weights"].addcmul_(gradient, state["update"], value=-self.rate).clamp_(0, 1)
+            _write(state["model"], top, torch.addcmul(state["old"], state["update"], state["weights"]))
             state["last"].copy_(loss)
             return loss
 
-        weights = weights.expand_as(update).clone()
+        state = {"model": whole.clone(), "weights": weights.expand_as(update).clone(), "old": old, "update": update}
+        state["last"] = update.new_zeros(len(update))
         losses: list[Tensor] = []
         active = known & first if self.frozen else known.clone()
         while bool(active.any()) and len(losses) < self.max_epochs:
-            state = {
-                "model": put(whole, top, torch.addcmul(old, update, weights)),
-                "weights": weights.clone(),
-                "old": old,
-                "update": update,
-                "last": update.new_zeros(len(update)),
-            }
+            before = state["weights"].clone()
+            _write(state["model"], top, torch.addcmul(old, update, before))
             mean = part.each_batch(step, state, only=top, purpose="ala", epochs=1, shuffle=False, drop_last=False)
             loss = state["last"] if self.epoch_loss == "last" else mean
-            weights = torch.where(active.to(weights.device).unsqueeze(1), state["weights"], weights)
+            state["weights"] = torch.where(active.to(before.device).unsqueeze(1), state["weights"], before)
             losses.append(torch.where(active.to(loss.device), loss, torch.nan))
             enough = torch.tensor(len(losses) >= self.epochs)
             active = active & ~torch.where(first, self._converged(losses), enough)
-        return weights, losses
+        return state["weights"], losses
 
     def _converged(self, losses: list[Tensor]) -> Tensor:
         """Whose last epoch losses vary no more, `[k]` bool."""
