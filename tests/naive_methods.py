@@ -299,7 +299,7 @@ def fedfomo(setting: Setting, *, most: int) -> list[Moment]:
         results = {}
         for i in selected:
             x, y = world.data(i)
-            shuffled = torch.randperm(len(y), generator=stream(world.seed, "fomo", client=i))
+            shuffled = torch.randperm(len(y), generator=stream(world.seed, "fedfomo", client=i))
             cut = int(0.8 * len(y) + 1e-9)
             train, held = (x[shuffled[:cut]], y[shuffled[:cut]]), shuffled[cut:]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import naive_methods as methods
 from fedloom.algorithm import algorithms, build, describe
@@ -15,10 +16,11 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.local import RowsEngine
 from fedloom.errors import InvalidValue
 from fedloom.federation import Federation
-from fedloom.layout import Unit
+from fedloom.layout import Layout, Unit
+from fedloom.replica import Replica
 from fedloom.schedule import Schedule
 from fedloom.training import Training
-from naive_personal import Blend, Moment, Run, Setting, World, assert_same, vector
+from naive_personal import Blend, Moment, Net, Run, Setting, World, assert_same, vector
 
 Method = Callable[..., list[Moment]]
 PLAIN = Training(learning_rate=0.1, decay=0.9, epochs=2, batch_size=4)
@@ -45,6 +47,11 @@ def moved(blend: Blend) -> None:
     assert float(values.min()) >= 0
 
 
+def remembered(run: Run, client: int, what: str) -> torch.Tensor:
+    (found,) = [t for name, t in run.engine.store.read(client).items() if name.startswith(f"ala_{what}_")]
+    return found
+
+
 # --- against autograd, wrapped around each method ---
 
 
@@ -56,7 +63,7 @@ def test_fedala(norm: bool, p: int) -> None:
     counts = [record["ala_epochs"] for record in run.federation.history if "ala_epochs" in record]
     assert max(counts) > 10 / 3  # the mean over three clients, one of which is in its initial stage
     for i, weights in blend.weights.items():
-        stored = run.engine.store.read(i)["ala_weights"]
+        stored = remembered(run, i, "weights")
         names = [n for n in world.names if n in blend.names]
         torch.testing.assert_close(stored, torch.cat([weights[n].reshape(-1) for n in names]), rtol=1e-8, atol=1e-8)
 
@@ -249,7 +256,40 @@ def test_after_train_scores_what_training_left() -> None:
 def test_memory_holds_only_what_is_blended() -> None:
     run = World(participation=1.0).run(build("fedala"))
     sizes = {name: tensor.numel() for name, tensor in run.engine.store.read(0).items()}
-    assert sizes == {"ala_model": 15, "ala_weights": 15, "ala_learned": 1}
+    assert sizes == {"ala_model_64_79": 15, "ala_weights_64_79": 15, "ala_learned_64_79": 1}
+
+
+def test_when_the_inner_method_changes_blending_begins_again() -> None:
+    world = World(participation=1.0, rounds=5)
+    run = world.run(build(f"ala(stages(fedavg:2, fedrep), {RATES})"))
+    counts = [record.get("ala_epochs", 0) for record in run.federation.history]
+    assert not any(record["faults"] for record in run.federation.history)
+    assert counts[1] > 10
+    assert counts[2] == 0  # no client has an old base of this method
+    assert counts[3] > 10
+    assert counts[4] == 1
+
+
+class Dropping(Net):
+    """Half of what enters the classifier is dropped in training."""
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(super().features(x), 0.5, self.training)
+
+
+def test_features_are_kept_only_where_each_sample_has_its_own() -> None:
+    x = torch.randn(1, 7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for module, plain in ((Net(norm=False), True), (Net(norm=True), False), (Dropping(norm=False), False)):
+        layout = Layout(module.double())
+        replica = Replica(module, layout)
+        row = layout.flatten(module).unsqueeze(0)
+        before = torch.get_rng_state()
+        found = replica.features(row, x)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert (found is not None) == plain
+        if found is not None:
+            torch.testing.assert_close(found[0], module.features(x[0]))
+        assert torch.equal(row[0], layout.flatten(module))
 
 
 def test_idle_clients_of_umf_learn_nothing_that_lasts() -> None:
@@ -293,7 +333,7 @@ def test_a_blend_is_between_its_sources() -> None:
     """Elementwise, whatever was learned; and lower blocks are the download."""
     world = World(participation=1.0, rounds=3)
     run = world.run(build(f"fedala({RATES})"))
-    old = [run.engine.store.read(i)["ala_model"] for i in range(5)]
+    old = [remembered(run, i, "model") for i in range(5)]
     new = run.moments[-1].parameters
     for row, mine in zip(run.moments[-1].personal, old, strict=True):
         low, high = torch.minimum(mine, new[-15:]), torch.maximum(mine, new[-15:])

@@ -103,7 +103,7 @@ def test_partialfed() -> None:
     world = World(training=PLAIN)
     run = compare(world, "partialfed(model_batches=3, strategy_batches=2)", methods.partialfed, pattern=(3, 2))
     moved(run)
-    strategies = torch.stack([run.engine.store.read(i)["strategy"] for i in run.selected[0]])
+    strategies = torch.stack([run.engine.store.read(i)["partialfed_strategy"] for i in run.selected[0]])
     assert bool((strategies[:, :, 0] > 0).any())
     assert bool((strategies[:, :, 0] < 0).any())
 
@@ -188,7 +188,7 @@ def test_fedfomo_with_itself_alone_is_local_training_on_its_training_part() -> N
     run = world.run(build("fedfomo"))
     model = world.fresh()
     x, y = world.data(0)
-    part = torch.randperm(20, generator=stream(world.seed, "fomo", client=0))[:16]
+    part = torch.randperm(20, generator=stream(world.seed, "fedfomo", client=0))[:16]
     for number in range(1, world.rounds + 1):
         world.train(model, 0, number, data=(x[part], y[part]))
     same(run.moments[-1].personal, [vector(model)])

@@ -199,11 +199,11 @@ class Replica:
         if self.needs_pairs or self.layout.trainable < self.layout.size or self.layout.integers:
             return None
         self.bind(rows)
-        before = _generator_state(rows)
-        features, logits = self.net.both(inputs[0])
-        if not torch.equal(before, _generator_state(rows)) or not torch.equal(self.net.head(features), logits):
-            return None
-        return features.unsqueeze(0)
+        with torch.random.fork_rng(devices=[rows.device] if rows.is_cuda else []):
+            before = _generator_state(rows)
+            features, logits = self.net.both(inputs[0])
+            drawn = not torch.equal(before, _generator_state(rows))
+        return None if drawn or not torch.equal(self.net.head(features), logits) else features.unsqueeze(0)
 
     @torch.no_grad()
     def logits(self, rows: Tensor, inputs: Tensor) -> Tensor:

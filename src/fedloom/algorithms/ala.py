@@ -100,10 +100,11 @@ class Ala(Wrapper):
         reply = self.method.train(cohort, self._handed(inbox, blend))
         memory, uploads = cohort.memory, cohort.uploads
         trained = self.method.complete(cohort, reply["model"])
-        memory.write("ala_model", take(trained, self.top(cohort)), uploads)
+        top = self.top(cohort)
+        memory.write(_name("model", top), take(trained, top), uploads)
         if blend.losses:
-            memory.write("ala_weights", blend.weights, uploads)
-            memory.write("ala_learned", blend.learned, uploads)
+            memory.write(_name("weights", top), blend.weights, uploads)
+            memory.write(_name("learned", top), blend.learned, uploads)
         if self.eval_point == "after_train":
             memory.write("ala_trained", trained, uploads)
         self._report(cohort, blend)
@@ -146,13 +147,13 @@ class Ala(Wrapper):
         memory, top = cohort.memory, self.top(cohort)
         whole = self.method.complete(cohort, received)
         download = take(whole, top)
-        weights = memory.get("ala_weights", torch.full_like(download[:1], self.initial_weight))
-        learned = memory.get("ala_learned", torch.zeros(1, dtype=torch.bool))
-        known = memory.knows("ala_model")
+        weights = memory.get(_name("weights", top), torch.full_like(download[:1], self.initial_weight))
+        learned = memory.get(_name("learned", top), torch.zeros(1, dtype=torch.bool))
+        known = memory.knows(_name("model", top))
         if cohort.round.number < self.start_round or not bool(known.any()):
             return Blend(received, weights, learned, [])
         # Without an old model of its own a client blends the download with itself, whatever the weights.
-        old = memory.get("ala_model", download)
+        old = memory.get(_name("model", top), download)
         update = download - old
         losses: list[Tensor] = []
         if learn and self.rate:
@@ -226,6 +227,11 @@ class Ala(Wrapper):
             cohort.metrics["ala_loss"] = history.gather(0, (epochs - 1).clamp_min(0).unsqueeze(0))[0]
             if self.observe is not None:
                 self.observe(cohort.round.number, cohort.clients, blend.losses)
+
+
+def _name(what: str, top: Unit) -> str:
+    """The name in memory; another for another part of the model, should the inner method change (`stages`)."""
+    return f"ala_{what}_{top[0].start}_{top[-1].stop}"
 
 
 def _write(rows: Tensor, unit: Unit, values: Tensor) -> None:

@@ -77,13 +77,13 @@ class Apple(PartlyShared):
         cores, shares = inbox["cores"][0], inbox["shares"]  # every client is sent the same cores [N, m]
         count = cohort.layout.trainable
         own = torch.tensor(cohort.clients, device=cores.device)
-        relation = cohort.memory.get("relation", self._first_relation(shares, own)).clone()
+        relation = cohort.memory.get("apple_relation", self._first_relation(shares, own)).clone()
         state = {"core": cores[own, :count], "relation": relation, "shares": shares, "own": own.unsqueeze(1)}
         state["model"] = self.complete(cohort, relation @ cores)
         step = _Step(self, cohort, cores)
         cohort.metrics["training_loss"] = cohort.each_batch(step, state)
         step.mix(state)
-        cohort.memory["relation"], cohort.memory["personal"] = state["relation"], state["model"]
+        cohort.memory["apple_relation"], cohort.memory["apple_model"] = state["relation"], state["model"]
         uploaded = state["model"].clone()
         if self.variant == "paper":
             uploaded[:, :count] = state["core"]
@@ -102,7 +102,7 @@ class Apple(PartlyShared):
         return (math.cos(math.pi * passed / end) + 1) / 2 if passed < end else 0.0
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
-        return cohort.memory.get("personal", self.complete(cohort, inbox["model"]))
+        return cohort.memory.get("apple_model", self.complete(cohort, inbox["model"]))
 
 
 class _Step:

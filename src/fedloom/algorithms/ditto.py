@@ -35,8 +35,8 @@ class Ditto(PartlyShared):
         require_at_least("personal_epochs", self.personal_epochs, 1)
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
-        cohort.memory["personal"] = cohort.fit(
-            cohort.memory.get("personal", cohort.initial),
+        cohort.memory["ditto_personal"] = cohort.fit(
+            cohort.memory.get("ditto_personal", cohort.initial),
             correction=pull(self.regularisation) if self.regularisation else None,
             given={"centre": start[:, : cohort.layout.trainable]},
             purpose="personal",
@@ -45,4 +45,4 @@ class Ditto(PartlyShared):
         return cohort.fit(start).model
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
-        return cohort.memory.get("personal", self.complete(cohort, inbox["model"]))
+        return cohort.memory.get("ditto_personal", self.complete(cohort, inbox["model"]))

@@ -81,16 +81,16 @@ class FedAMP(PartlyShared):
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         # A wrapper that has made a start of its own means it; else a client goes on from its own model.
-        own = start if "downloaded" in inbox else cohort.memory.get("personal", start)
+        own = start if "downloaded" in inbox else cohort.memory.get("fedamp_model", start)
         centre = self.complete(cohort, downloaded(inbox))[:, : cohort.layout.trainable]
         strength = self.regularisation / self.alpha
         correction = pull(strength) if self.norm == "squared" else _plain_pull(strength / 2)
         model = cohort.fit(own, correction=correction, given={"centre": centre}).model
-        cohort.memory["personal"] = model
+        cohort.memory["fedamp_model"] = model
         return model
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
-        return cohort.memory.get("personal", self.complete(cohort, inbox["model"]))
+        return cohort.memory.get("fedamp_model", self.complete(cohort, inbox["model"]))
 
 
 def _plain_pull(strength: float) -> Correction:

@@ -120,8 +120,8 @@ class FedFomo(PartlyShared):
     # --- the client half ---
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        own = cohort.memory.get("personal", cohort.initial)
-        reference = cohort.memory.get("mixed", cohort.initial)
+        own = cohort.memory.get("fedfomo_model", cohort.initial)
+        reference = cohort.memory.get("fedfomo_mixed", cohort.initial)
         downloads = [self.complete(cohort, model) for model in inbox["models"].unbind(1)]
         values = self._values(cohort, reference, downloads)
         weights = values.clamp_min(0)
@@ -131,14 +131,14 @@ class FedFomo(PartlyShared):
         for weight, model in zip(weights.unbind(1), downloads, strict=True):
             mixed.addcmul_(weight.unsqueeze(1), model)
         mixed = torch.where(total > 0, mixed, own)
-        cohort.memory["mixed"] = mixed
-        model = cohort.subset(self._training_part, "fomo", lasting=True).fit(mixed).model
-        cohort.memory["personal"] = model
+        cohort.memory["fedfomo_mixed"] = mixed
+        model = cohort.subset(self._training_part, "fedfomo", lasting=True).fit(mixed).model
+        cohort.memory["fedfomo_model"] = model
         return {**self.upload(cohort, model), "values": values}
 
     def _values(self, cohort: Cohort, reference: Tensor, downloads: list[Tensor]) -> Tensor:
         """o_n for each download, `[k, M]`."""
-        validation = cohort.subset(self._validation_part, "fomo", lasting=True)
+        validation = cohort.subset(self._validation_part, "fedfomo", lasting=True)
         count = cohort.layout.trainable
         before = validation.loss(reference)
         gains = [
@@ -160,4 +160,4 @@ class FedFomo(PartlyShared):
         return max(1, int(self.train_share * count + 1e-9))
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
-        return cohort.memory.get("personal", self.complete(cohort, inbox["model"]))
+        return cohort.memory.get("fedfomo_model", self.complete(cohort, inbox["model"]))

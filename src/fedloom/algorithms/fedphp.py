@@ -47,14 +47,14 @@ class FedPHP(PartlyShared):
         require_one_of("deployed", self.deployed, ("history", "local"))
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
-        history = cohort.memory.get("history", cohort.initial)
+        history = cohort.memory.get("fedphp_history", cohort.initial)
         if self.transfer:
             model = cohort.fit(start, objective=self._objective, given={"history": history}).model
         else:
             model = cohort.fit(start).model
-        cohort.memory["history"] = torch.lerp(model, history, self._inherited(cohort).to(model).unsqueeze(1))
+        cohort.memory["fedphp_history"] = torch.lerp(model, history, self._inherited(cohort).to(model).unsqueeze(1))
         if self.deployed == "local":
-            cohort.memory["personal"] = model
+            cohort.memory["fedphp_model"] = model
         return model
 
     def _inherited(self, cohort: Cohort) -> Tensor:
@@ -62,8 +62,8 @@ class FedPHP(PartlyShared):
         round = cohort.round
         if self.clock == "round":
             return torch.full((len(cohort.clients),), self.mu * (round.number - 1) / round.rounds)
-        earlier = cohort.memory.get("participations", torch.zeros(1, dtype=torch.int64))
-        cohort.memory["participations"] = earlier + 1
+        earlier = cohort.memory.get("fedphp_participations", torch.zeros(1, dtype=torch.int64))
+        cohort.memory["fedphp_participations"] = earlier + 1
         expected = round.rounds * round.participants / round.clients
         return (self.mu * earlier.double() / expected).clamp(max=self.mu)
 
@@ -75,7 +75,7 @@ class FedPHP(PartlyShared):
         return (1 - self.transfer) * F.cross_entropy(logits, batch.labels) + self.transfer * distance
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
-        name = "history" if self.deployed == "history" else "personal"
+        name = "fedphp_history" if self.deployed == "history" else "fedphp_model"
         return cohort.memory.get(name, self.complete(cohort, inbox["model"]))
 
 

@@ -55,23 +55,23 @@ class PartialFed(PartlyShared):
         step = _Step(self, cohort)
         state = {
             "global": start.clone(),
-            "local": cohort.memory.get("personal", start).clone(),
+            "local": cohort.memory.get("partialfed_model", start).clone(),
             "logits": self._logits(cohort).clone(),
             "noise": step.noise(),
         }
         cohort.metrics["training_loss"] = cohort.each_batch(step, state)
         model = torch.where(step.spread(_favours_global(state["logits"])), state["global"], state["local"])
-        cohort.memory["strategy"], cohort.memory["personal"] = state["logits"], model
+        cohort.memory["partialfed_strategy"], cohort.memory["partialfed_model"] = state["logits"], model
         return model
 
     def _logits(self, cohort: Cohort) -> Tensor:
         first = cohort.initial.new_zeros(1, len(cohort.layout.layers), 2)
         first[:, :, 0] = self.bias
-        return cohort.memory.get("strategy", first)
+        return cohort.memory.get("partialfed_strategy", first)
 
     def initialise(self, cohort: Cohort, model: Tensor, inbox: Message) -> Tensor:
         chosen = _favours_global(self._logits(cohort))[:, layer_of(cohort.layout)]
-        return torch.where(chosen, model, cohort.memory.get("personal", model))
+        return torch.where(chosen, model, cohort.memory.get("partialfed_model", model))
 
 
 class _Step:

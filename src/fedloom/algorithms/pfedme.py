@@ -71,7 +71,7 @@ class PFedMe(PartlyShared):
         cohort.metrics["training_loss"] = cohort.each_batch(step, state)
         # Only the personal model has seen data, so the statistics are its.
         state["local"][:, count:] = state["personal"][:, count:]
-        cohort.memory["personal"] = state["personal"]
+        cohort.memory["pfedme_personal"] = state["personal"]
         return state["local"]
 
     def _share(self, rate: float) -> float:
@@ -90,4 +90,4 @@ class PFedMe(PartlyShared):
         return share
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
-        return cohort.memory.get("personal", self.complete(cohort, inbox["model"]))
+        return cohort.memory.get("pfedme_personal", self.complete(cohort, inbox["model"]))

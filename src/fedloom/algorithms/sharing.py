@@ -109,7 +109,7 @@ class PartlyShared(Algorithm):
         if length(unit) == cohort.layout.size:
             return model
         stays = _others(unit, cohort.layout)
-        kept = cohort.memory.get("private", take(cohort.initial, stays))
+        kept = cohort.memory.get(_private(stays), take(cohort.initial, stays))
         whole = model.new_empty(len(model), cohort.layout.size)
         return put(put(whole, stays, kept), unit, model)
 
@@ -145,7 +145,8 @@ class PartlyShared(Algorithm):
         """The reply: what travels of `model [k, P]`; the rest is remembered."""
         unit = self.travels(cohort)
         if length(unit) < cohort.layout.size:
-            cohort.memory["private"] = take(model, _others(unit, cohort.layout))
+            stays = _others(unit, cohort.layout)
+            cohort.memory[_private(stays)] = take(model, stays)
         if self.eval_point == "after_train":
             cohort.memory["trained"] = model
         return {"model": take(model, unit)}
@@ -159,6 +160,11 @@ class PartlyShared(Algorithm):
     def initialise(self, cohort: Cohort, model: Tensor, inbox: Message) -> Tensor:
         """What a client makes of the whole model it received `[k, P]` before it scores it; by default nothing."""
         return model
+
+
+def _private(stays: Unit) -> str:
+    """The name under which a client remembers what stays with it; another for another part, should the method change."""
+    return f"private_{length(stays)}"
 
 
 def _others(unit: Unit, layout: Layout) -> Unit:
