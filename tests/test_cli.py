@@ -1,0 +1,275 @@
+"""The command line as a user meets it: what it prints, where, and with which exit code."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import fedloom
+from fedloom.algorithm import algorithms
+from fedloom.data.dataset import datasets
+from fedloom.data.partition import partitions
+from fedloom.experiment.events import Event, RunName
+from fedloom.experiment.progress import Bars, Lines, display
+from fedloom.models import models
+from forking_cli import main
+
+JOB = """
+algorithm = "fedavg"
+algorithms = ["fedavg", "fedmr(unit=tensor)"]
+seeds = [0, 1]
+rounds = 3
+participation = 0.5
+evaluate_every = 1
+targets = [0.5, 1.0]
+model = "logistic"
+threads = 1
+[data]
+clients = 4
+partition = "iid"
+[training]
+learning_rate = 0.3
+"""
+
+Say = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def fed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Say:
+    """`fed("run", "job.toml")` is (exit code, stdout, stderr) of the command in a folder that holds job.toml."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "job.toml").write_text(JOB)
+
+    def say(*arguments: str) -> tuple[int, str, str]:
+        code = main(list(arguments))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return say
+
+
+def test_run_says_the_result_and_where_it_lies(fed: Say, tmp_path: Path) -> None:
+    code, out, err = fed("run", "job.toml")
+    assert code == 0, err
+    assert re.search(r"^fedavg, seed 0: test accuracy \d+\.\d\d %, best \d+\.\d\d %$", out, re.MULTILINE)
+    assert re.search(r"^3 rounds, [\d.]+ kB down, [\d.]+ kB up, [\d.]+ s$", out, re.MULTILINE)
+    for name in ("model.safetensors", "report.html"):
+        assert str(Path("runs/job/fedavg/seed-0") / name) in out
+        assert (tmp_path / "runs/job/fedavg/seed-0" / name).exists()
+    assert "after 3 rounds" in err
+
+
+def test_a_finished_run_is_not_run_again_unless_asked(fed: Say) -> None:
+    first = fed("run", "job.toml")
+    again = fed("run", "job.toml")
+    assert again[:2] == first[:2]
+    assert "finished before" in again[2]
+    fresh = fed("run", "job.toml", "--fresh")
+    assert "finished before" not in fresh[2]
+    assert fresh[1].splitlines()[0] == first[1].splitlines()[0]
+
+
+def test_quiet_leaves_the_result_alone(fed: Say) -> None:
+    code, out, err = fed("run", "job.toml", "--quiet", "algorithm=fedmr")
+    assert (code, err) == (0, "")
+    assert "test accuracy" in out
+
+
+def test_compare_prints_a_table_and_says_where_the_report_is(fed: Say, tmp_path: Path) -> None:
+    code, out, err = fed("compare", "job.toml")
+    assert code == 0, err
+    for word in (
+        "Method",
+        "Final %",
+        "Best %",
+        "50 %",
+        "100 %",
+        "Down",
+        "Up",
+        "Time",
+        "mean ± std over 2 seeds, 3 rounds",
+    ):
+        assert word in out, word
+    assert "fedavg" in out
+    assert "fedmr(unit=tensor)" in out
+    assert re.search(r"\d\d\.\d±\d\.\d", out)
+    assert " * " in out  # nobody reaches 100 %
+    assert max(map(len, out.splitlines())) <= 80
+    assert out.splitlines()[-1] == f"report:  {Path('runs/job/report.html')}"
+    assert (tmp_path / "runs/job/report.html").exists()
+    again = fed("compare", "job.toml")
+    assert again[1] == out
+    assert again[2].count("finished before") == 4
+
+
+@pytest.mark.parametrize("command", ["run", "compare"])
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rouns=3", "unknown key 'rouns': did you mean 'rounds'?"),
+        ("rounds=ten", "rounds must be a whole number, not 'ten'"),
+        ("participation=0", "participation must be in (0, 1], not 0"),
+        ("participation=1.5", "participation must be in (0, 1], not 1.5"),
+        ("data.partition=dirichlet(0)", "alpha must be greater than 0"),
+        ("data.partition=dirichlet(-1)", "alpha must be greater than 0"),
+        ("data.clients=100000", "100000 clients"),
+        ("data.name=digit", "did you mean 'digits'?"),
+        ("model=mlpp", "did you mean 'mlp'?"),
+        ("model=mlp(200)", "hidden must be a list, not 200"),
+        ("model=no.such:thing", "cannot import 'no.such'"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(fed: Say, command: str, override: str, said: str) -> None:
+    code, out, err = fed(command, "job.toml", override)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("fedloom: ")
+    assert err.count("\n") == 1
+    assert said in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("run", "job.toml", "algorithm=fedmrr"), "did you mean 'fedmr'?"),
+        (("run", "job.toml", "algorithm=fedmr(unit=segment, fraction=0)"), "fraction must be in (0, 1], not 0"),
+        (("run", "job.toml", "algorithm=fedmr(unit=segment, fraction=1.5)"), "fraction must be in (0, 1], not 1.5"),
+        (("compare", "job.toml", "algorithms=[fedavg, nothing]"), "unknown algorithm 'nothing'"),
+        (("run", "missing.toml"), "cannot read missing.toml: no such file"),
+        (("run",), "Missing argument 'FILE.toml'"),
+        (("run", "job.toml", "--frsh"), "No such option"),
+        (("rnu", "job.toml"), "No such command 'rnu'"),
+        (("algorithms", "fedmrr"), "did you mean 'fedmr'?"),
+        (("models", "a", "b"), "unexpected extra argument"),
+    ],
+)
+def test_bad_commands_are_one_line_and_exit_code_2(fed: Say, arguments: tuple[str, ...], said: str) -> None:
+    code, out, err = fed(*arguments)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("fedloom: ")
+    assert err.count("\n") == 1
+    assert said in err
+
+
+def test_a_method_must_be_chosen(fed: Say, tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(JOB.replace('algorithm = "fedavg"', ""))
+    code, _, err = fed("run", "job.toml")
+    assert code == 2
+    assert "give algorithm=..., the file compares 'fedavg', 'fedmr(unit=tensor)'" in err
+
+
+def test_the_directory_of_another_configuration_is_refused(fed: Say) -> None:
+    assert fed("run", "job.toml")[0] == 0
+    code, _, err = fed("run", "job.toml", "training.learning_rate=0.2")
+    assert code == 2
+    assert "runs/job/fedavg/seed-0 holds a run with training.learning_rate = 0.3, not 0.2" in err
+    assert err.count("\n") == 1
+    assert fed("run", "job.toml", "targets=[0.9]", "checkpoint_every=2")[0] == 0  # which change no figure
+    assert fed("run", "job.toml", "training.learning_rate=0.2", "--fresh")[0] == 0
+
+
+def test_a_run_that_diverges_is_exit_code_1_and_one_line(fed: Say) -> None:
+    code, out, err = fed("run", "job.toml", "--quiet", "training.learning_rate=1e38")
+    assert code == 1
+    assert out == ""
+    assert err.count("\n") == 1
+    assert "diverged" in err
+
+
+def test_a_comparison_with_a_failure_shows_the_others_and_is_exit_code_1(fed: Say) -> None:
+    code, out, err = fed(
+        "compare", "job.toml", "algorithms=[fedavg, fedavgm(learning_rate=1e38)]", "rounds=5", "seeds=[0]"
+    )
+    assert code == 1
+    assert "fedavg" in out
+    assert "1 of 2 runs failed, the first (fedavgm(learning_rate=1e+38), seed 0)" in err.splitlines()[-1]
+
+
+def test_an_error_of_the_users_own_model_is_one_line(fed: Say) -> None:
+    code, _, err = fed("run", "job.toml", "--quiet", "model=torch.nn:Linear(in_features=3, out_features=2)")
+    assert code == 1
+    assert err.count("\n") == 1
+    assert err.startswith("fedloom: RuntimeError: ")
+
+
+@pytest.mark.parametrize(
+    ("command", "registry"),
+    [("algorithms", algorithms), ("models", models), ("datasets", datasets), ("partitions", partitions)],
+)
+def test_lists_name_everything_with_its_parameters(fed: Say, command: str, registry: object) -> None:
+    code, out, _ = fed(command)
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    words = " ".join(out.split())
+    for entry in registry:  # type: ignore[attr-defined]
+        assert re.search(rf"^  {re.escape(entry.name)} ", out, re.MULTILINE), entry.name
+        assert entry.summary.split()[0] in words
+        code, described, _ = fed(command, entry.name)
+        assert code == 0
+        assert described.startswith(f"{entry.name}(")
+        assert all(name in described.splitlines()[0] for name in entry.parameters) or entry.name == "stages"
+
+
+def test_one_method_is_described_in_full(fed: Say) -> None:
+    code, out, _ = fed("algorithms", "fedmr")
+    assert code == 0
+    assert out.startswith("fedmr(unit=layer, fraction=1.0")
+    assert "Lemma 4.4" in out
+
+
+def test_version_and_help(fed: Say) -> None:
+    assert fed("--version") == (0, f"fedloom {fedloom.__version__}\n", "")
+    code, out, _ = fed("--help")
+    assert code == 0
+    assert "compare" in out
+    code, _, err = fed()
+    assert code == 2
+    assert "Commands:" in err
+
+
+def test_it_is_a_module_too() -> None:
+    found = subprocess.run([sys.executable, "-m", "fedloom", "--version"], capture_output=True, text=True, check=True)
+    assert found.stdout == f"fedloom {fedloom.__version__}\n"
+
+
+def test_without_a_terminal_progress_is_a_line_now_and_then() -> None:
+    now, text = 0.0, io.StringIO()
+    lines = Lines(Console(file=text, width=60), runs=1, rounds=10, clock=lambda: now)
+    name = RunName("fedmr(unit=segment, fraction=0.5)", 0)
+    lines(Event("started", name, 4))
+    for finished in range(5, 9):
+        now += 6
+        lines(Event("round", name, finished, {"round": finished, "accuracy": 0.5}, 6.0))
+    assert text.getvalue().splitlines() == [
+        f"{name}: going on after round 4",
+        f"{name}: round 6 of 10, accuracy 50.0 %; about 24 s left",
+        f"{name}: round 8 of 10, accuracy 50.0 %; about 12 s left",
+    ]
+
+
+def test_on_a_terminal_progress_is_bars() -> None:
+    text = io.StringIO()
+    console = Console(file=text, width=80, force_terminal=True, highlight=False)
+    shown = display(console, runs=2, rounds=4)
+    assert isinstance(shown, Bars)
+    one, two = RunName("fedavg", 0), RunName("fedmr[x]", 0)
+    with shown:
+        shown(Event("skipped", one, 4))
+        shown(Event("started", two))
+        shown(Event("round", two, 1, {"round": 1, "accuracy": 0.25}, 1.0))
+        shown._progress.refresh()
+        assert "5/8" in text.getvalue()
+        assert "1/4" in text.getvalue()
+        assert "25.0 %" in text.getvalue()
+        assert "fedmr[x], seed 0" in text.getvalue()
+        shown(Event("ended", two, 4, {"round": 4, "accuracy": 0.75}, 4.0))
+    assert "fedmr[x], seed 0: accuracy 75.0 % after 4 rounds" in text.getvalue()
