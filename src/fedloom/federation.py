@@ -203,7 +203,8 @@ class Federation:
     def _collect(
         self, round: Round, selection: Selection, results: Iterable[Reply | Fault]
     ) -> tuple[Replies, list[Fault], int]:
-        """Replies in the order of their slots, each written once into the matrix that holds them all."""
+        """Replies in the order of their slots, each written once into the matrix that holds them all, by the engine or here;
+        and the faults in theirs, whoever answered first."""
         matrices: dict[str, Tensor] = {}
         arrived: list[Reply] = []
         faults: list[Fault] = []
@@ -214,11 +215,14 @@ class Federation:
             elif result.order.slot is not None:
                 for name, tensor in result.tensors.items():
                     if name not in matrices:
-                        matrices[name] = tensor.new_empty(len(selection.clients), *tensor.shape)
-                    matrices[name][result.order.slot] = tensor
+                        matrices[name] = _matrix_for(result, name, len(selection.clients))
+                    row = matrices[name][result.order.slot]
+                    if row.data_ptr() != tensor.data_ptr():
+                        row.copy_(tensor)
                     size += _row_bytes(tensor.unsqueeze(0))
-                arrived.append(replace(result, tensors={}))
+                arrived.append(replace(result, tensors={}, gathered={}))
         arrived.sort(key=lambda reply: reply.order.slot or 0)
+        faults.sort(key=lambda fault: (fault.order.slot is None, fault.order.slot or 0, fault.order.client))
         if not arrived:
             _raise_when_hopeless(round, faults)
         slots = torch.tensor([reply.order.slot for reply in arrived], dtype=torch.int64)
@@ -266,6 +270,14 @@ class Federation:
 def _finite(value: Any) -> Any:
     """JSON has no word for infinite or undefined figures."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _matrix_for(reply: Reply, name: str, slots: int) -> Tensor:
+    """Where the replies' tensors of that name go: the engine's own matrix if this one lies in it, else a new one."""
+    tensor, matrix = reply.tensors[name], reply.gathered.get(name)
+    if matrix is not None and len(matrix) == slots and matrix.dtype == tensor.dtype:
+        return matrix
+    return tensor.new_empty(slots, *tensor.shape)
 
 
 def _row_bytes(rows: Tensor) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message
 from fedloom.errors import RefusedReply
+from fedloom.layout import Layout
 from fedloom.round import Round
 from fedloom.scoring import Tally
 from fedloom.task import Task
@@ -31,11 +32,16 @@ class Order:
 
 @dataclass(frozen=True)
 class Reply:
-    """One client's answer: named tensors without a client axis, and figures about its work."""
+    """One client's answer: named tensors without a client axis, and figures about its work.
+
+    `gathered`: matrices `[slots, ...]` of this round in which the tensors lie already, each in the row of its slot, where the
+    engine had the replies written there; they are given away.
+    """
 
     order: Order
     tensors: Mapping[str, Tensor]
     metrics: Mapping[str, float]
+    gathered: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,12 @@ class Engine(Protocol):
 def row_for(rows: Tensor, place: int) -> Tensor:
     """What the receiver at `place` is sent of `[k, ...]`, with its leading axis; one row is for all."""
     return rows[place : place + 1] if len(rows) > 1 else rows
+
+
+def expectations(algorithm: Algorithm, round: Round, layout: Layout) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each tensor in a client's reply, integer buffers included."""
+    expected = dict(algorithm.expects(round))
+    return expected | {INTEGERS: (layout.integers,)} if layout.integers else expected
 
 
 def inspect_reply(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:

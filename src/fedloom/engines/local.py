@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm
 from fedloom.cohort import Cohort
-from fedloom.engines.base import INTEGERS, Fault, Order, Reply, inspect_reply
+from fedloom.engines.base import INTEGERS, Fault, Order, Reply, expectations, inspect_reply
 from fedloom.errors import FedloomError, InvalidValue, RefusedReply
 from fedloom.randomness import stream_seed
 from fedloom.replica import Replica
@@ -38,21 +38,25 @@ class RowsEngine:
         self.store.begin(directory)
 
     def train(self, algorithm: Algorithm, round: Round, orders: Sequence[Order]) -> Iterator[Reply | Fault]:
-        expected = dict(algorithm.expects(round))
-        if self.task.layout.integers:
-            expected[INTEGERS] = (self.task.layout.integers,)
+        expected = expectations(algorithm, round, self.task.layout)
         for order in orders:
-            try:
-                yield self._train_one(algorithm, round, order, expected)
-            except RefusedReply as error:
-                yield Fault(order, str(error), error, diverged="not finite" in str(error))
-            except FedloomError:
-                raise  # a mistake in the configuration is not the client's
-            except Exception as error:
-                yield Fault(order, f"{type(error).__name__}: {error}", error)
+            yield self.train_one(algorithm, round, order, expected)
+
+    def train_one(
+        self, algorithm: Algorithm, round: Round, order: Order, expected: Mapping[str, tuple[int, ...]]
+    ) -> Reply | Fault:
+        """Let one client train; `expected` is what `expectations` gives for this round."""
+        try:
+            return self._train_one(algorithm, round, order, expected)
+        except RefusedReply as error:
+            return Fault(order, str(error), error, diverged="not finite" in str(error))
+        except FedloomError:
+            raise  # a mistake in the configuration is not the client's
+        except Exception as error:
+            return Fault(order, f"{type(error).__name__}: {error}", error)
 
     def _train_one(
-        self, algorithm: Algorithm, round: Round, order: Order, expected: dict[str, tuple[int, ...]]
+        self, algorithm: Algorithm, round: Round, order: Order, expected: Mapping[str, tuple[int, ...]]
     ) -> Reply:
         cohort = self.cohort(round, order)
         inbox = dict(order.inbox)
