@@ -178,7 +178,13 @@ def test_frozen_weights_are_those_of_the_initial_stage() -> None:
 
 @pytest.mark.parametrize("name", sorted(entry.name for entry in algorithms if entry.name not in ("ala", "fedala")))
 def test_every_method_starts_where_a_wrapper_says_or_is_refused(name: str) -> None:
-    needs = {"umf": "umf(fedavg)", "stages": "stages(fedavg)", "pfedme": "pfedme(regularisation=5)"}
+    needs = {
+        "umf": "umf(fedavg)",
+        "stages": "stages(fedavg)",
+        "pfedme": "pfedme(regularisation=5)",
+        "fedavg_c": "fedavg_c(finetune_epochs=1)",
+        "fedprox_c": "fedprox_c(finetune_epochs=1)",
+    }
     expression = needs.get(name, name)
     try:
         inner = build(expression)

@@ -257,7 +257,7 @@ def test_averaged_buffers_make_silobn_fedavg() -> None:
 # --- the moment of evaluation ---
 
 
-@pytest.mark.parametrize("expression", ["fedavg_c", "fedrep", "fedper", "per_fedavg"])
+@pytest.mark.parametrize("expression", ["fedrep", "fedper", "per_fedavg"])
 def test_after_train_scores_what_training_left(expression: str) -> None:
     world = everybody(norm=True)
     run = world.run(build(f"{expression}(eval_point=after_train)"))
