@@ -181,15 +181,13 @@ def test_every_method_starts_where_a_wrapper_says_or_is_refused(name: str) -> No
     needs = {
         "umf": "umf(fedavg)",
         "stages": "stages(fedavg)",
+        "secure": "secure(fedmr)",
+        "clustered": "clustered(fedavg)",
         "pfedme": "pfedme(regularisation=5)",
         "fedavg_c": "fedavg_c(finetune_epochs=1)",
         "fedprox_c": "fedprox_c(finetune_epochs=1)",
     }
-    expression = needs.get(name, name)
-    try:
-        inner = build(expression)
-    except InvalidValue:
-        inner = build(f"{name}(fedavg)")
+    inner = build(needs.get(name, name))
     world = World(norm=True, participation=1.0, rounds=3, training=PLAIN)
     if not inner.single_download:
         with pytest.raises(InvalidValue, match=f"{name}.* download several models"):
