@@ -270,6 +270,6 @@ def test_on_a_terminal_progress_is_bars() -> None:
         assert "5/8" in text.getvalue()
         assert "1/4" in text.getvalue()
         assert "25.0 %" in text.getvalue()
-        assert "fedmr[x], seed 0" in text.getvalue()
+        assert "seed 0: fedmr[x]" in text.getvalue()
         shown(Event("ended", two, 4, {"round": 4, "accuracy": 0.75}, 4.0))
     assert "fedmr[x], seed 0: accuracy 75.0 % after 4 rounds" in text.getvalue()

@@ -51,11 +51,14 @@ class Comparison:
         run under way finishes its round, and `KeyboardInterrupt` is raised. Whatever is wrong with the configuration of
         any run is raised before the first round of any.
         """
-        tasks = self._check(fresh)
-        if self.configuration.workers > 1 and len(self.names) > 1:
-            failed = run_in_workers(self.configuration, self.names, watch, fresh, stopped)
+        waiting, tasks = self._check(fresh)
+        for name in self.names:
+            if name not in waiting:
+                watch(Event("skipped", name, self.configuration.schedule.rounds))
+        if self.configuration.workers > 1 and len(waiting) > 1:
+            failed = run_in_workers(self.configuration, waiting, watch, fresh, stopped)
         else:
-            failed = self._run_here(watch, fresh, stopped, tasks)
+            failed = self._run_here(waiting, watch, fresh, stopped, tasks)
         self.write(self.summaries(failed), failed)
         return failed
 
@@ -94,25 +97,25 @@ class Comparison:
             "directory": str(run_directory(self.configuration, run.algorithm, run.seed).path),
         }
 
-    def _check(self, fresh: bool) -> dict[int, Task]:
-        """Make the task of every seed and set every method up once; returns the tasks of seeds with runs to make."""
+    def _check(self, fresh: bool) -> tuple[list[RunName], dict[int, Task]]:
+        """Make the task of every seed and set every method up once; returns the runs to make and the tasks of their seeds."""
         places = {name: run_directory(self.configuration, *name) for name in self.names}
         if not fresh:
             for name, place in places.items():
                 place.require(self.configuration.resolved(*name))
         waiting = [name for name, place in places.items() if fresh or not place.finished]
         if not waiting:
-            return {}
+            return [], {}
         dataset = make_dataset(self.configuration.data.name)
         tasks = {seed: self.configuration.task(seed, dataset) for seed in dict.fromkeys(name.seed for name in waiting)}
         for name in waiting:
             if name.seed == waiting[0].seed:
                 task, schedule = tasks[name.seed], dataclasses.replace(self.configuration.schedule, seed=name.seed)
                 Federation(build(name.algorithm), task, RowsEngine(task), schedule)
-        return tasks
+        return waiting, tasks
 
     def _run_here(
-        self, watch: Watch, fresh: bool, stopped: Callable[[], bool], tasks: dict[int, Task]
+        self, waiting: Sequence[RunName], watch: Watch, fresh: bool, stopped: Callable[[], bool], tasks: dict[int, Task]
     ) -> dict[RunName, str]:
         def passing(event: Event) -> None:
             watch(event)
@@ -120,7 +123,7 @@ class Comparison:
                 raise KeyboardInterrupt
 
         failed: dict[RunName, str] = {}
-        for name in self.names:
+        for name in waiting:
             reason = attempt(self.configuration, name, passing, fresh, tasks.__getitem__)
             if reason is not None:
                 failed[name] = reason

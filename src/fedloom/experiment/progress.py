@@ -107,7 +107,10 @@ class Bars(Display):
         super().__call__(event)
         if event.kind == "started":
             self._bars[event.run] = self._progress.add_task(
-                Text(str(event.run)).markup, total=self.rounds, completed=event.finished, accuracy=""
+                Text(f"seed {event.run.seed}: {event.run.algorithm}").markup,
+                total=self.rounds,
+                completed=event.finished,
+                accuracy="",
             )
         elif event.kind == "round":
             self._progress.update(self._bars[event.run], completed=event.finished)
