@@ -301,9 +301,11 @@ def test_evaluations_take_place_when_due() -> None:
     run.run()
     assert [r["round"] for r in run.history if "accuracy" in r] == [3, 6, 7]
     assert [r["round"] for r in run.history if "personal_accuracy" in r] == [2, 4, 6, 7]
+    assert [r["round"] for r in run.history if "client_accuracy" in r] == [2, 3, 4, 6, 7]
+    assert [line["round"] for line in run.client_history] == [2, 4, 6, 7]
     never = federation(FedAvg(), rounds=2, personal_every=0)
     never.run()
-    assert not any("personal_accuracy" in record for record in never.history)
+    assert not any(name.startswith(("client_", "personal_")) for record in never.history for name in record)
 
 
 @settings(deadline=None, max_examples=60)
@@ -333,8 +335,9 @@ def test_the_chosen_cadence_costs_less_than_a_tenth_and_not_needlessly_little(
     batch = min(training.batch_size or math.inf, float(sizes.mean()))
     local = TRAINING_PASSES * (batches * batch if training.steps is not None else training.epochs * float(sizes.mean()))
     round_cost = max(1, int(participation * 6 + 1e-9)) * local
-    overall = len(task.test) / (every * round_cost)
-    clients = 5 * (local + 2 * float(np.mean(TEST_SIZES))) / (personal * round_cost) if personal else 0.0
+    own = 5 * float(np.mean(TEST_SIZES)) if personal else 0.0
+    overall = (len(task.test) + own) / (every * round_cost)
+    clients = (5 * local + 2 * own) / (personal * round_cost) if personal else 0.0
     if evaluate_every is None and personal_every is None:
         assert overall + clients <= SHARE + 1e-9
         assert overall <= SHARE / 2 + 1e-9

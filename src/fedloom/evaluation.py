@@ -71,24 +71,25 @@ class Evaluation:
         self.every, self.personal_every = cadence(task, schedule, trainers, len(self.clients) + len(self.newcomers))
 
     def measure(self, algorithm: Algorithm, round: Round, integers: Tensor) -> tuple[Record, Record | None]:
-        """The figures due after `round`, and those of each client when these are due; `integers` are the global model's
+        """The figures due after `round`, and those of each client when personal models are due; `integers` are the global model's
         integer buffers."""
         figures: Record = {}
         if self._due(round, self.every):
             score = self.evaluator.score(algorithm.model(), self.task.test, integers)
             figures |= {"accuracy": score.accuracy, "loss": score.loss, **algorithm.diagnose()}
-        if not self.clients or not self._due(round, self.personal_every):
-            return figures, None
-        upcoming = round.at(round.number + 1)
-        tallies = {
-            "client": self._global(algorithm, self.clients, integers),
-            "personal": self._personal(algorithm, upcoming, self.clients, integers),
-        }
-        if self.newcomers:
-            tallies["new_client"] = self._personal(algorithm, upcoming, self.newcomers, integers)
+        tallies: dict[str, Tally] = {}
+        personal = self._due(round, self.personal_every)
+        if self.personal_every and (personal or self._due(round, self.every)):
+            tallies["client"] = self._global(algorithm, self.clients, integers)
+        if personal:
+            upcoming = round.at(round.number + 1)
+            tallies["personal"] = self._personal(algorithm, upcoming, self.clients, integers)
+            if self.newcomers:
+                tallies["new_client"] = self._personal(algorithm, upcoming, self.newcomers, integers)
         for name, tally in tallies.items():
             figures |= tally.figures(name)
-        return figures, {"round": round.number, **{name: self._table(tally) for name, tally in tallies.items()}}
+        table = {"round": round.number, **{name: self._table(tally) for name, tally in tallies.items()}}
+        return figures, table if personal else None
 
     def _due(self, round: Round, every: int) -> bool:
         return every > 0 and (round.number % every == 0 or round.number == self.rounds)
@@ -128,27 +129,26 @@ class Evaluation:
 
 
 def cadence(task: Task, schedule: Schedule, trainers: int, evaluated: int) -> tuple[int, int]:
-    """Every how many rounds the global model is scored, and every how many the clients are; 0 is never.
+    """Every how many rounds the global model is scored, and every how many personal models are; 0 is never.
 
     What the schedule leaves open is chosen such that evaluation costs at most `SHARE` of training, counted in samples that
     pass forward: training K clients costs 3 K s, with s the samples of one client's local training; the global model, one
-    pass over the test set; clients, 3 s + 2 m each, as if personalising were one more local training (no method here does
-    more) and with m own test samples for the global and for the personal model. So the choice depends on no clock and on no
-    method, and methods that are compared are evaluated in the same rounds.
+    pass over the test set and the clients' own; a client, 3 s + 2 m, as if personalising were one more local training (no
+    method here does more) and with m own test samples for the global and for the personal model. So the choice depends on no
+    clock and on no method, and methods that are compared are evaluated in the same rounds.
     """
     settings, sizes = task.training, task.partition.sizes[:trainers]
     mean = float(sizes.mean())
     batch = mean if settings.batch_size is None else min(mean, settings.batch_size)
     local = TRAINING_PASSES * (settings.epochs * mean if settings.steps is None else settings.steps * batch)
     training = schedule.participants(trainers) * local
-    personal = evaluated > 0 and schedule.personal_every != 0
-    share = SHARE / 2 if personal else SHARE
-    every = schedule.evaluate_every or math.ceil(len(task.test) / (share * training))
-    if not personal or task.local_test is None:
-        return every, 0
-    left = max(SHARE - len(task.test) / (every * training), SHARE / 2)
-    cost = evaluated * (local + 2 * float(task.local_test.sizes.mean()))
-    return every, schedule.personal_every or math.ceil(cost / (left * training))
+    if evaluated == 0 or schedule.personal_every == 0 or task.local_test is None:
+        return schedule.evaluate_every or math.ceil(len(task.test) / (SHARE * training)), 0
+    own = float(task.local_test.sizes.mean())
+    overall = len(task.test) + evaluated * own
+    every = schedule.evaluate_every or math.ceil(overall / (SHARE / 2 * training))
+    left = max(SHARE - overall / (every * training), SHARE / 2)
+    return every, schedule.personal_every or math.ceil(evaluated * (local + 2 * own) / (left * training))
 
 
 def newcomers_last(task: Task, count: int, seed: int) -> tuple[Task, Sequence[int]]:

@@ -15,10 +15,11 @@ class Schedule:
     a selected client does not answer (for studying it; drawn from its own stream). `new_clients` is the share of clients,
     floor(new_clients * clients) of them drawn at random, that never train and only use what the others made.
 
-    Evaluations take place every so many rounds and after the last one. `evaluate_every`: the global model on the global test
-    set. `personal_every`: models on the clients' own test data, where the task has such (`local_test`); 0 is never. None
-    chooses the smallest numbers that keep all evaluation below a tenth of the work of training, by counting samples (see
-    `evaluation.cadence`). `personal_clients`: at most so many clients, the same ones each time, are evaluated on their own data.
+    Evaluations take place every so many rounds and after the last one. `evaluate_every`: the global model, on the global test
+    set and on the clients' own test data where the task has such (`local_test`). `personal_every`: the models that the clients
+    would use, on their own test data; 0 leaves that data alone. None chooses the smallest numbers that keep all evaluation
+    below a tenth of the work of training, by counting samples (see `evaluation.cadence`). `personal_clients`: at most so many
+    clients, the same ones each time, are evaluated on their own data.
     """
 
     rounds: int = 100

@@ -1,0 +1,130 @@
+"""What evaluation costs of a run at the cadence that is chosen by default, and what one pass over all clients saves.
+
+Three federations whose clients hold test data of their own: a small one with every client in each round, one with few of many
+clients, and one whose clients are convolutional nets. Each is run with plain averaging and with the dearest kind of
+personalisation, one more local training before use. The share is seconds of evaluation over seconds of the run, from the
+run's own timings.
+
+    python benchmarks/evaluation.py [--cadences 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm, Message
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.allocator import keep_pages
+from fedloom.cohort import Cohort
+from fedloom.data import Dataset, Samples
+from fedloom.engines.local import RowsEngine
+from fedloom.evaluation import Evaluation
+from fedloom.federation import Federation
+from fedloom.schedule import Schedule
+from fedloom.scoring import Evaluator
+from fedloom.task import Task, make_task
+from outcome import tell
+
+
+@dataclass
+class FineTuned(FedAvg):
+    """Every client trains the global model once more before it uses it."""
+
+    def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
+        return cohort.fit(inbox["model"]).model
+
+
+def images(count: int, channels: int, size: int) -> Dataset:
+    """Random images and labels; a tenth as many for the global test set."""
+    draw = torch.Generator().manual_seed(0)
+    inputs = torch.randint(256, (count + count // 10, channels, size, size), generator=draw, dtype=torch.uint8)
+    everything = Samples(inputs, torch.randint(10, (len(inputs),), generator=draw))
+    means = (0.5,) * channels
+    return Dataset("random", everything[:count], everything[count:], 10, means, means)
+
+
+def federations() -> list[tuple[str, Task, float]]:
+    """Name, task and participation."""
+    sgd = {"learning_rate": 0.005, "batch_size": 10}
+    return [
+        (
+            "digits, mlp, 20 clients, all take part",
+            make_task("digits", clients=20, partition="dirichlet(0.5)", model="mlp", training=sgd, local_test=0.25),
+            1.0,
+        ),
+        (
+            "28x28, mlp, 100 clients, a tenth takes part",
+            make_task(images(4_000, 1, 28), clients=100, partition="iid", model="mlp", training=sgd, local_test=0.25),
+            0.1,
+        ),
+        (
+            "28x28, cnn4, 20 clients, all take part",
+            make_task(images(600, 1, 28), clients=20, partition="iid", model="cnn4", training=sgd, local_test=0.25),
+            1.0,
+        ),
+    ]
+
+
+def share(algorithm: Algorithm, task: Task, participation: float, cadences: int) -> dict[str, Any]:
+    """One run over `cadences` evaluations of the clients."""
+    probe = Evaluation(task, RowsEngine(task), Schedule(1, participation), task.clients)
+    schedule = Schedule(cadences * probe.personal_every, participation, checkpoint_every=10_000)
+    run = Federation(algorithm, task, RowsEngine(task), schedule)
+    run.run()
+    total = sum(timing["seconds"] for timing in run.timings)
+    spent = sum(timing["evaluate_seconds"] for timing in run.timings)
+    return {
+        "method": type(algorithm).__name__,
+        "global_every": probe.every,
+        "clients_every": probe.personal_every,
+        "rounds": schedule.rounds,
+        "seconds": total,
+        "evaluation_share": spent / total,
+    }
+
+
+def pass_seconds(task: Task, repeats: int = 5) -> tuple[float, float]:
+    """Median seconds of the global model on all clients' own test data: in one pass, and client by client."""
+    evaluator = Evaluator(task.model, task.layout, task.dataset)
+    own = task.local_test
+    assert own is not None  # every task here has it
+    together, apart = [], []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        evaluator.tally(task.initial, task.train, own, range(task.clients))
+        between = time.perf_counter()
+        for client in range(task.clients):
+            evaluator.tally(task.initial, task.train, own, [client])
+        together.append(between - began)
+        apart.append(time.perf_counter() - between)
+    return statistics.median(together), statistics.median(apart)
+
+
+def main() -> None:
+    """Measure all federations and print two tables."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cadences", type=int, default=2, help="how many evaluations of the clients a run lasts")
+    parser.add_argument("--threads", type=int, default=1)
+    chosen = parser.parse_args()
+    torch.set_num_threads(chosen.threads)
+    keep_pages()
+    shares: list[dict[str, Any]] = []
+    passes: list[dict[str, Any]] = []
+    for name, task, participation in federations():
+        methods = (FedAvg(), FineTuned())
+        shares += [{"federation": name, **share(method, task, participation, chosen.cadences)} for method in methods]
+        together, apart = pass_seconds(task)
+        passes.append({"federation": name, "together_ms": 1000 * together, "apart_ms": 1000 * apart})
+    tell("Global model on the clients' own test data", passes)
+    tell("Share of evaluation in a run", shares)
+
+
+if __name__ == "__main__":
+    main()
