@@ -1,0 +1,41 @@
+"""Secure model recombination: clients exchange layers before they train or upload, so that nobody knows whose a layer is.
+
+`conduct` is the server's side and `Peer` a client's; a `Transport` carries bytes between them. `rehearse` says what an
+exchange with given choices does to rows in a simulation. What is protected, and what is not: docs/secure.md.
+"""
+
+from __future__ import annotations
+
+from fedloom.secure.draws import Choices, secret_choices, stream_choices
+from fedloom.secure.exchange import Rehearsal, Rules, rehearse
+from fedloom.secure.faults import SERVER, ExchangeAborted, Misbehaviour
+from fedloom.secure.layers import from_layers, layer_sizes, to_layers
+from fedloom.secure.messages import Terms
+from fedloom.secure.peer import Peer
+from fedloom.secure.server import Exchanged, ServerKey, conduct
+from fedloom.secure.snapshot import restore, snapshot
+from fedloom.secure.transport import InMemoryTransport, Transport
+
+__all__ = [
+    "SERVER",
+    "Choices",
+    "ExchangeAborted",
+    "Exchanged",
+    "InMemoryTransport",
+    "Misbehaviour",
+    "Peer",
+    "Rehearsal",
+    "Rules",
+    "ServerKey",
+    "Terms",
+    "Transport",
+    "conduct",
+    "from_layers",
+    "layer_sizes",
+    "rehearse",
+    "restore",
+    "secret_choices",
+    "snapshot",
+    "stream_choices",
+    "to_layers",
+]

@@ -1,0 +1,88 @@
+"""Envelopes and signatures, all from `cryptography`: HPKE (RFC 9180), Ed25519 and, for given identities, ECDSA.
+
+HPKE draws a fresh X25519 key pair for every envelope, so that no key is ever used with two nonces, and sealing the same
+content twice gives unrelated bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
+
+from fedloom.errors import InvalidValue
+
+PrivateIdentity = Ed25519PrivateKey | ec.EllipticCurvePrivateKey
+"""A peer's lasting key: Ed25519, or on a NIST curve as SuperNodes have."""
+
+PublicIdentity = Ed25519PublicKey | ec.EllipticCurvePublicKey
+
+OVERHEAD = 48
+"""Bytes that sealing adds: the sender's fresh public key (32) and the tag (16)."""
+
+SIGNATURE = 64
+"""Bytes of an Ed25519 signature."""
+
+_LENGTH = struct.Struct(">Q")
+
+
+def _suite() -> Suite:
+    return Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305)
+
+
+def seal(content: bytes, key: bytes, context: bytes) -> bytes:
+    """Seal for the owner of the X25519 public key; only the same `context` opens it."""
+    return _suite().encrypt(content, X25519PublicKey.from_public_bytes(key), context)
+
+
+def unseal(envelope: bytes, key: X25519PrivateKey, context: bytes) -> bytes | None:
+    """The content, or None when key, context or envelope are not those of the sealing."""
+    try:
+        return _suite().decrypt(envelope, key, context)
+    except (InvalidTag, ValueError):
+        return None
+
+
+def pad(content: bytes, size: int) -> bytes:
+    """The content's length, the content, and zeros up to `size` bytes of content. Raises `InvalidValue` when it is longer."""
+    if len(content) > size:
+        raise InvalidValue(f"{len(content)} bytes do not fit into {size}")
+    return _LENGTH.pack(len(content)) + content + bytes(size - len(content))
+
+
+def unpad(padded: bytes) -> bytes | None:
+    """What was padded, or None when that is not what it is."""
+    if len(padded) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack_from(padded)
+    content = padded[_LENGTH.size : _LENGTH.size + length]
+    return content if len(content) == length else None
+
+
+def padded_size(size: int) -> int:
+    """Bytes of a sealed envelope whose content was padded to `size`."""
+    return _LENGTH.size + size + OVERHEAD
+
+
+def sign(content: bytes, identity: PrivateIdentity) -> bytes:
+    """A signature by a lasting identity."""
+    if isinstance(identity, Ed25519PrivateKey):
+        return identity.sign(content)
+    return identity.sign(content, ec.ECDSA(hashes.SHA384()))
+
+
+def is_signed(content: bytes, signature: bytes, identity: PublicIdentity) -> bool:
+    """Whether the signature is this identity's."""
+    try:
+        if isinstance(identity, Ed25519PublicKey):
+            identity.verify(signature, content)
+        else:
+            identity.verify(signature, content, ec.ECDSA(hashes.SHA384()))
+    except InvalidSignature:
+        return False
+    return True

@@ -1,0 +1,46 @@
+"""What can go wrong in an exchange, by name."""
+
+from __future__ import annotations
+
+from fedloom.checks import require_one_of
+from fedloom.errors import FedloomError
+
+SERVER = -1
+"""The server's number where a fault names it."""
+
+KINDS = {
+    "left": "stopped answering",
+    "impostor": "is not who it says: its keys are not signed by the identity known for it",
+    "altered": "a letter from it was altered",
+    "damaged": "a letter from it cannot be read",
+    "replayed": "a letter from it belongs to another stage or exchange",
+    "disagrees": "takes part on other terms: other rules, peers, keys or layers, or another server key",
+    "misdirected": "a letter from it was brought to the wrong peer",
+    "duplicated": "something from it came twice",
+    "missing": "something that it announced or owes did not come",
+    "unannounced": "it sent more than it announced or owes",
+    "invalid": "what it sent does not fit the exchange",
+}
+
+
+class Misbehaviour(FedloomError):
+    """A peer (or the carrier, who stands between) broke the exchange: `peer`, the `kind` (one of `KINDS`), and, where another
+    peer noticed it, that `witness`. A witness can lie, and cannot tell a sender's deed from the carrier's where a letter was
+    altered or is missing."""
+
+    def __init__(self, kind: str, peer: int, detail: str = "", witness: int | None = None) -> None:
+        require_one_of("kind", kind, tuple(KINDS))
+        self.kind, self.peer, self.detail, self.witness = kind, peer, detail, witness
+        name = "the server" if peer == SERVER else f"peer {peer}"
+        more = f" ({detail})" if detail else ""
+        seen = "" if witness is None else f", says peer {witness}"
+        super().__init__(f"{name}: {KINDS[kind]}{more}{seen}")
+
+
+class ExchangeAborted(FedloomError):
+    """The exchange did not happen; every peer has the model that it had before. `faults` says why."""
+
+    def __init__(self, faults: list[Misbehaviour], remaining: int, fewest: int) -> None:
+        self.faults = faults
+        last = f": {faults[-1]}" if faults else ""
+        super().__init__(f"exchange aborted with {remaining} of at least {fewest} peers left{last}")

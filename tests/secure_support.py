@@ -1,0 +1,103 @@
+"""Peers with random layers, a server that knows them, and what the simulator says they would end with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from fedloom.randomness import stream
+from fedloom.secure import (
+    InMemoryTransport,
+    Misbehaviour,
+    Peer,
+    Rules,
+    ServerKey,
+    Terms,
+    conduct,
+    rehearse,
+    stream_choices,
+)
+from fedloom.secure.draws import Choices
+from fedloom.secure.envelopes import PrivateIdentity
+from fedloom.secure.messages import (
+    RETURNED,
+    SENT,
+    Letter,
+    read_note,
+)
+
+SIZES = (40, 24, 96)
+KEY = ServerKey()
+
+
+def choices_of(seed: int) -> Callable[[Terms], Choices]:
+    return lambda terms: stream_choices(lambda purpose, peer: stream(seed, purpose, round=terms.round, client=peer))
+
+
+class World:
+    """Peers 10, 11, ... with random layers, and a server."""
+
+    def __init__(
+        self,
+        count: int = 4,
+        sizes: Sequence[int] = SIZES,
+        rules: Rules | None = None,
+        seed: int = 1,
+        fewest: int = 2,
+        kinds: Mapping[int, type[Peer]] | None = None,
+    ) -> None:
+        self.rules = Rules(2, 1, len(sizes)) if rules is None else rules
+        self.seed, self.fewest = seed, fewest
+        self.numbers = tuple(10 + k for k in range(count))
+        self.identities: dict[int, PrivateIdentity] = {k: Ed25519PrivateKey.generate() for k in self.numbers}
+        known = {k: identity.public_key() for k, identity in self.identities.items()}
+        self.peers = {
+            k: (kinds or {}).get(k, Peer)(k, self.identities[k], known, self.rules, fewest=1, choices=choices_of(seed))
+            for k in self.numbers
+        }
+        generator = torch.Generator().manual_seed(seed)
+        self.models = {
+            k: [torch.randint(256, (n,), generator=generator).to(torch.uint8).numpy().tobytes() for n in sizes]
+            for k in self.numbers
+        }
+
+    def offer(self) -> None:
+        for number, peer in self.peers.items():
+            peer.offer(self.models[number])
+
+    def terms(self, when: str = "before_upload", round: int = 1) -> Terms:
+        return Terms("run", round, when, 0, self.numbers, KEY.public)
+
+    def exchange(
+        self, transport: InMemoryTransport, when: str = "before_upload", round: int = 1
+    ) -> tuple[Terms, list[Misbehaviour]]:
+        self.offer()
+        outcome = conduct(transport, self.terms(when, round), self.rules, fewest=self.fewest)
+        return outcome.terms, outcome.faults
+
+    def outcome(self, terms: Terms) -> dict[int, list[bytes]]:
+        """The models after the exchange, opened by the server where they are sealed for it."""
+        held = {k: self.peers[k].layers for k in terms.peers}
+        assert all(self.peers[k].committed for k in terms.peers)
+        return KEY.open_models(held, terms) if terms.when == "before_upload" else held
+
+    def expected(self, terms: Terms) -> dict[int, list[bytes]]:
+        """The models after the exchange as the simulator has it."""
+        choices = choices_of(self.seed)(terms)
+        sources = rehearse(terms.peers, len(SIZES), self.rules, choices, terms.when).sources
+        return {
+            k: [self.models[terms.peers[source[place]]][unit] for unit, source in enumerate(sources)]
+            for place, k in enumerate(terms.peers)
+        }
+
+
+def is_parcel(letter: Letter) -> bool:
+    return letter.body[:4] == b"flsx" and read_note(letter.body, letter.sender).kind in (SENT, RETURNED)
+
+
+def flipped(body: bytes, place: int) -> bytes:
+    changed = bytearray(body)
+    changed[place] ^= 1
+    return bytes(changed)
