@@ -1,0 +1,336 @@
+"""The processes engine: worker processes train the clients, one each at a time, on models that all of them share in memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm
+from fedloom.checks import require_at_least
+from fedloom.engines.base import Fault, Order, Reply, expectations
+from fedloom.engines.channel import Channel, Parcel, pack
+from fedloom.engines.shared import Pool
+from fedloom.engines.worker import VARIABLE, Assignment, Broken, Done, Failed, Setup, Work, slim
+from fedloom.errors import FedloomError, InvalidValue
+from fedloom.round import Round
+from fedloom.scoring import Tally
+from fedloom.store import BUDGET, ClientStore
+from fedloom.task import Task
+
+ATTEMPTS = 3
+"""A client whose worker dies so often fails."""
+
+Answer = Done | Failed | Tally
+
+_PROGRAM = "from fedloom.engines.worker import main; main()"
+
+
+class ProcessesEngine:
+    """Trains clients in `workers` processes of `threads` threads each, with the numbers of the rows engine on as many threads.
+
+    The workers start once and stay. They read the task's data, the models that are sent and what clients remember in memory
+    shared with this process, and write trained models into one shared matrix, so that no model is pickled. Each free worker is
+    given the waiting client with the most samples. What a client does depends on the round, the seed, its number, its inbox and
+    its memory alone, and its memory changes here, when its reply is in: so when a worker dies it is replaced, and its client
+    trains again with the same result. A client whose worker dies three times fails, and says so.
+
+    The task's training samples are moved into shared memory, so that they are held once.
+    `memory_budget`: bytes of client memory kept here; the clients not used for longest spill to files beyond it.
+
+    Raises `InvalidValue` for numbers out of range, a task that is not on the CPU, or something in it that cannot be pickled,
+    such as a model class defined inside a function; `FedloomError` inside a worker, and where no worker can start.
+    """
+
+    def __init__(self, task: Task, workers: int = 2, threads: int = 1, memory_budget: int = BUDGET) -> None:
+        require_at_least("workers", workers, 1)
+        require_at_least("threads", threads, 1)
+        if os.name != "posix":
+            raise InvalidValue("engine 'processes' needs a POSIX system: use engine 'rows'")
+        if VARIABLE in os.environ:
+            raise FedloomError(
+                "a worker process began the run anew: put what starts it below if __name__ == '__main__':"
+            )
+        self.workers, self.threads = workers, threads
+        self.store = ClientStore(budget=memory_budget)
+        self.pool = Pool()
+        self._crew: list[_Worker] = []
+        self._failed_starts = 0
+        weakref.finalize(self, _dismiss, self._crew)
+        self._setup = pack(Setup.of_this_process(), self.pool)
+        self._share(task)
+        self._hire()
+
+    def begin(self, task: Task, directory: Path | None) -> None:
+        if task is not self.task:
+            self._share(task)
+        self.store.begin(directory)
+
+    def _share(self, task: Task) -> None:
+        if task.initial.is_cuda:
+            raise InvalidValue(f"engine 'processes' works on the CPU, but the task is on {task.initial.device}")
+        for tensor in (task.train.inputs, task.train.labels):
+            if self.pool.find(tensor) is None:
+                tensor.data = self.pool.place([tensor])[0]
+        self.task = task
+        self._briefing = self._pack(slim(task))
+        self.pool.trim()
+
+    # --- the work of a round ---
+
+    def train(self, algorithm: Algorithm, round: Round, orders: Sequence[Order]) -> Iterator[Reply | Fault]:
+        expected = expectations(algorithm, round, self.task.layout)
+        matrices = self._matrices(expected, round, orders)
+
+        def work(order: Order, inbox: dict[str, Tensor]) -> Work:
+            uploads = order.slot is not None
+            places = {name: matrix[order.slot] for name, matrix in matrices.items()} if uploads else {}
+            return Work("train", order.client, order.slot, inbox, self.store.read(order.client), places)
+
+        for order, answer in self._results(Assignment(algorithm, round, expected), orders, work):
+            if isinstance(answer, Done):
+                if answer.written:
+                    self.store.write(order.client, answer.written)
+                placed = {name: matrices[name][order.slot] for name in answer.placed}
+                yield Reply(order, {**placed, **answer.tensors}, answer.metrics, matrices)
+            else:
+                assert isinstance(answer, Failed)
+                yield Fault(order, answer.reason, answer.error, answer.diverged)
+
+    def evaluate(self, algorithm: Algorithm, round: Round, orders: Sequence[Order]) -> Iterator[Tally]:
+        if self.task.local_test is None:
+            raise InvalidValue("the clients have no test data of their own: give the task local_test, such as 0.25")
+
+        def work(order: Order, inbox: dict[str, Tensor]) -> Work:
+            return Work("evaluate", order.client, order.slot, inbox, self.store.read(order.client), {})
+
+        for _, answer in self._results(Assignment(algorithm, round, {}), orders, work):
+            if isinstance(answer, Failed) and answer.error is not None:
+                raise answer.error
+            assert isinstance(answer, Tally)
+            yield answer
+
+    def _matrices(
+        self, expected: Mapping[str, tuple[int, ...]], round: Round, orders: Sequence[Order]
+    ) -> dict[str, Tensor]:
+        """One row for each slot, `[slots, ...]`, for every tensor expected, in the type of the model."""
+        slots = max([len(round.selected), *(order.slot + 1 for order in orders if order.slot is not None)])
+        shapes = [(slots, *shape) for shape in expected.values()]
+        return {
+            name: self.pool.empty([shape], [self.task.layout.dtype])[0]
+            for name, shape in zip(expected, shapes, strict=True)
+        }
+
+    def _results(
+        self, assignment: Assignment, orders: Sequence[Order], work: Callable[[Order, dict[str, Tensor]], Work]
+    ) -> Iterator[tuple[Order, Answer]]:
+        """Every client's answer as it comes. Leaving early ends the workers that are busy, since they write to shared memory."""
+        self._dismiss_busy()
+        told = self._pack(assignment)
+        shared = self._shared_inbox(orders)
+        waiting = deque(self._longest_first(orders))
+        deaths: Counter[int] = Counter()
+
+        def give(worker: _Worker) -> None:
+            order = waiting.popleft()
+            inbox = {name: shared.get(id(rows), rows) for name, rows in order.inbox.items()}
+            try:
+                worker.begin(self._briefing, told, order, self._pack(work(order, inbox)))
+            except OSError:  # it died while it had nothing to do
+                waiting.appendleft(order)
+                self._crew.remove(worker)
+                worker.end()
+
+        try:
+            while waiting or any(worker.order for worker in self._crew):
+                if waiting:
+                    self._hire()
+                for worker in [worker for worker in self._crew if worker.ready and worker.order is None]:
+                    if waiting:
+                        give(worker)
+                for worker in self._speaking():
+                    order = worker.order
+                    answer = self._listen(worker)
+                    if order is None:
+                        continue
+                    if answer is None:
+                        deaths[id(order)] += 1
+                        if deaths[id(order)] < ATTEMPTS:
+                            waiting.appendleft(order)
+                            continue
+                        reason = f"its worker process died {ATTEMPTS} times ({worker.ending})"
+                        answer = Failed(reason, FedloomError(f"client {order.client}: {reason}"))
+                    elif waiting:
+                        give(worker)  # before the answer is dealt with, so that the worker does not wait for that
+                    yield order, answer
+        finally:
+            self._dismiss_busy()
+
+    def _longest_first(self, orders: Sequence[Order]) -> list[Order]:
+        """A long client that starts last leaves the other workers idle; short ones fill the gaps at the end."""
+        partition = self.task.partition
+        return sorted(orders, key=lambda order: len(partition[order.client]), reverse=True)
+
+    def _shared_inbox(self, orders: Sequence[Order]) -> dict[int, Tensor]:
+        """What several clients are sent, once in shared memory; by the identity of the tensor."""
+        counts = Counter(id(rows) for order in orders for rows in order.inbox.values())
+        tensors = {id(rows): rows for order in orders for rows in order.inbox.values() if counts[id(rows)] > 1}
+        apart = {key: rows for key, rows in tensors.items() if self.pool.find(rows) is None}
+        return dict(zip(apart, self.pool.place(list(apart.values())), strict=True)) if apart else {}
+
+    def _listen(self, worker: _Worker) -> Answer | None:
+        """What a worker says: an answer, or None when it is ready for the first time or dead."""
+        try:
+            answer = worker.receive()
+        except (EOFError, OSError):
+            self._crew.remove(worker)
+            worker.end(patience=1.0)
+            if not worker.ready:
+                self._failed_starts += 1
+                if self._failed_starts >= ATTEMPTS:
+                    self._failed_starts = 0
+                    raise FedloomError(f"worker processes cannot start ({worker.ending})") from None
+            return None
+        self._failed_starts = 0
+        if isinstance(answer, Broken):
+            raise answer.error
+        return answer
+
+    def _pack(self, message: object) -> Parcel:
+        """Raises `InvalidValue` for what cannot travel to another process."""
+        try:
+            return pack(message, self.pool)
+        except Exception as error:
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            raise InvalidValue(
+                f"engine 'processes' cannot send this to its workers ({text}): define classes and functions "
+                "at the top level of a module, or use engine 'rows'"
+            ) from error
+
+    # --- the workers ---
+
+    def _hire(self) -> None:
+        while len(self._crew) < self.workers:
+            self._crew.append(_Worker.start(self.threads, self.pool, self._setup))
+
+    def _speaking(self) -> list[_Worker]:
+        listened = {worker.channel.connection: worker for worker in self._crew if worker.order or not worker.ready}
+        return [listened[line] for line in wait(list(listened)) if isinstance(line, Connection)]
+
+    def _dismiss_busy(self) -> None:
+        for worker in [worker for worker in self._crew if worker.order is not None]:
+            self._crew.remove(worker)
+            worker.end()
+
+    # --- what clients remember ---
+
+    def commit(self) -> None:
+        self.store.commit()
+
+    def rollback(self) -> bool:
+        return self.store.rollback()
+
+    def memory(self) -> dict[str, Tensor]:
+        return self.store.state()
+
+    def release_memory(self) -> None:
+        self.store.release()
+
+    def restore_memory(self, memory: dict[str, Tensor]) -> None:
+        self.store.restore(memory)
+
+    def close(self) -> None:
+        _dismiss(self._crew)
+        self.store.close()
+
+
+@dataclass(eq=False)
+class _Worker:
+    """A worker process as its parent sees it, and the client it is busy with."""
+
+    process: subprocess.Popen[bytes]
+    channel: Channel
+    setup: Parcel | None
+    briefing: Parcel | None = None
+    told: Parcel | None = None
+    order: Order | None = None
+    parcel: Parcel | None = None  # what it was sent for that client
+    ready: bool = False
+
+    @classmethod
+    def start(cls, threads: int, pool: Pool, setup: Parcel) -> _Worker:
+        """Start a process; it says so when it is ready. The caller's program is not run again in it."""
+        ours, theirs = Pipe()
+        descriptor = theirs.fileno()
+        paths = [path or os.getcwd() for path in sys.path]
+        surroundings = {
+            **os.environ,
+            VARIABLE: "1",
+            "PYTHONPATH": os.pathsep.join(paths),
+            "OMP_NUM_THREADS": str(threads),
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _PROGRAM, str(descriptor), str(threads)],
+            stdin=subprocess.DEVNULL,
+            env=surroundings,
+            pass_fds=[descriptor],
+            process_group=0,  # Ctrl-C in a terminal is for this process alone
+        )
+        theirs.close()
+        return cls(process, Channel(ours, pool), setup)
+
+    def begin(self, briefing: Parcel, told: Parcel, order: Order, parcel: Parcel) -> None:
+        """Let it work, after whatever it must know first and does not know yet. Raises `OSError` when it is dead."""
+        self.order, self.parcel = order, parcel
+        if self.setup is not None:
+            self.channel.send(self.setup)
+            self.setup = None
+        if self.briefing is not briefing:
+            self.channel.send(briefing)
+            self.briefing, self.told = briefing, None
+        if self.told is not told:
+            self.channel.send(told)
+            self.told = told
+        self.channel.send(parcel)
+
+    def receive(self) -> Answer | Broken | None:
+        """What it says next; tensors are ours."""
+        answer: Answer | Broken | None = self.channel.receive()
+        self.ready = True
+        self.order = self.parcel = None
+        if isinstance(answer, Done):
+            tensors = {name: tensor.clone() for name, tensor in answer.tensors.items()}
+            written = {name: tensor.clone() for name, tensor in answer.written.items()}
+            return Done(tensors, answer.placed, answer.metrics, written)
+        return answer
+
+    def end(self, patience: float = 0.0) -> None:
+        """End the process, which holds nothing that anybody would miss; one that is ending by itself gets `patience` seconds."""
+        self.order = self.parcel = None
+        self.channel.connection.close()
+        try:
+            self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    @property
+    def ending(self) -> str:
+        """How the process ended."""
+        code = self.process.wait()
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _dismiss(crew: list[_Worker]) -> None:
+    while crew:
+        crew.pop().end()

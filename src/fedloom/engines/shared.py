@@ -1,0 +1,124 @@
+"""Memory that several processes see: regions without a name, and tensors that lie in them.
+
+A region has no name that could be left behind and does not count against the size of /dev/shm: it is gone when the last
+process that has it mapped is gone, however that ended.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import weakref
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64
+SMALLEST = 1 << 16
+"""Bytes of the smallest region. Sizes are powers of two, so that regions fit again; pages never touched cost nothing."""
+
+
+class Region:
+    """A piece of memory that a process opened and others map by its descriptor."""
+
+    def __init__(self, number: int, size: int) -> None:
+        self.number, self.size = number, size
+        self.descriptor = _anonymous(size)
+        self.close = weakref.finalize(self, os.close, self.descriptor)
+        self.memory = mmap.mmap(self.descriptor, size)
+        self.address = int(np.frombuffer(self.memory, np.uint8).ctypes.data)
+
+
+class Pool:
+    """Regions of this process. A region that was lent comes back when the last tensor in it is gone, and is lent again: its
+    pages are there already, where new ones would cost several times the copy that fills them."""
+
+    def __init__(self) -> None:
+        self.regions: dict[int, Region] = {}
+        self._idle: defaultdict[int, list[int]] = defaultdict(list)  # numbers, by size
+        self._addresses: list[tuple[int, int]] = []  # (address, number), sorted
+        self._next = 0
+
+    def empty(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+        """Tensors that are not filled in, together in one region."""
+        sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+        starts, end = [], 0
+        for size in sizes:
+            starts.append(end)
+            end += -(-size // ALIGNMENT) * ALIGNMENT
+        lent = self._lend(end)
+        return [
+            lent[start : start + size].view(dtype).view(*shape)
+            for start, size, shape, dtype in zip(starts, sizes, shapes, dtypes, strict=True)
+        ]
+
+    def place(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of the tensors, together in one region. What is expanded stays so."""
+        once = [unexpanded(tensor.detach()) for tensor in tensors]
+        copies = self.empty([tensor.shape for tensor in once], [tensor.dtype for tensor in once])
+        for copy, tensor in zip(copies, once, strict=True):
+            copy.copy_(tensor)
+        return [copy.expand(tensor.shape) for copy, tensor in zip(copies, tensors, strict=True)]
+
+    def find(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Region and offset of a contiguous tensor that lies in one, else None."""
+        if not tensor.is_contiguous() or tensor.numel() == 0 or tensor.is_cuda:
+            return None
+        address = tensor.data_ptr()
+        place = bisect_right(self._addresses, address, key=lambda entry: entry[0]) - 1
+        if place < 0:
+            return None
+        base, number = self._addresses[place]
+        return (number, address - base) if address < base + self.regions[number].size else None
+
+    def trim(self) -> None:
+        """Give up the regions that nobody uses."""
+        for numbers in self._idle.values():
+            for number in numbers:
+                del self.regions[number]
+            numbers.clear()
+        self._index()
+
+    def _lend(self, size: int) -> Tensor:
+        """A region of at least `size` bytes, as bytes."""
+        rounded = 1 << (max(size, SMALLEST) - 1).bit_length()
+        numbers = self._idle[rounded]
+        if not numbers:
+            self.regions[self._next] = Region(self._next, rounded)
+            numbers.append(self._next)
+            self._next += 1
+            self._index()
+        number = numbers.pop()
+        array = np.frombuffer(self.regions[number].memory, np.uint8)
+        weakref.finalize(array, numbers.append, number).atexit = False
+        return torch.from_numpy(array)
+
+    def _index(self) -> None:
+        self._addresses = sorted((region.address, number) for number, region in self.regions.items())
+
+
+def unexpanded(tensor: Tensor) -> Tensor:
+    """The part of a tensor that its expanded axes repeat: one entry of each.
+
+    It saves memory, and sums over an expanded tensor may round differently from sums over the same numbers laid out in full.
+    """
+    if 0 not in tensor.stride():
+        return tensor
+    return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+
+
+def _anonymous(size: int) -> int:
+    """The descriptor of a new file without a name."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("fedloom")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, size)
+    return descriptor

@@ -1,0 +1,100 @@
+"""What the tests of the processes engine run inside its workers, which import it by this name."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fedloom.algorithm import Message
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.cohort import Cohort
+from fedloom.errors import InvalidValue
+from fedloom.task import Task
+from fedloom.training import Training
+from small_task import CLASSES, Remembering, small_task
+
+
+class WideNet(nn.Module):
+    """Batch norm and dropout again, and enough weights that they do not travel inside messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(5, 48)
+        self.norm = nn.BatchNorm1d(48)
+        self.middle = nn.Linear(48, 32)
+        self.drop = nn.Dropout(0.2)
+        self.out = nn.Linear(32, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.out(self.drop(torch.tanh(self.middle(torch.relu(self.norm(self.hidden(inputs)))))))
+        return logits
+
+
+def wide_task() -> Task:
+    """The small task's six unequal clients with the wide model."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return replace(small_task(), model=WideNet(), training=Training(learning_rate=0.05, batch_size=4))
+
+
+@dataclass
+class Deadly(Remembering):
+    """A method whose client `victim` kills its own process, after it has written to its memory, the first `times` times."""
+
+    victim: int = 0
+    times: int = 1
+    directory: str = ""
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        reply = super().train(cohort, inbox)
+        marks = Path(self.directory)
+        if cohort.clients[0] == self.victim and len(list(marks.iterdir())) < self.times:
+            (marks / str(os.getpid())).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return reply
+
+
+class Private(Exception):
+    """An error that does not survive pickling."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+@dataclass
+class Failing(FedAvg):
+    """Client 0 divides by zero, client 1 raises an error of its own, client 2 sends something not finite, client 3 too little."""
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        client = cohort.clients[0]
+        reply = super().train(cohort, inbox)
+        if client == 0:
+            _ = 1 // 0
+        if client == 1:
+            raise Private(1, 2)
+        if client == 2:
+            reply["model"][0, 0] = torch.nan
+        if client == 3:
+            reply["model"] = reply["model"][:, 1:]
+        return reply
+
+
+@dataclass
+class Misconfigured(FedAvg):
+    """Something about the method itself is wrong."""
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        raise InvalidValue("mu must be at least 0, not -1")
+
+
+@dataclass
+class Peeking(FedAvg):
+    """A client half that looks at what only the server has."""
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        return {"model": self.state["model"].unsqueeze(0)}

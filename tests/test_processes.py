@@ -1,0 +1,428 @@
+"""The processes engine gives the numbers of the rows engine, whatever dies; and leaves nothing behind, however it ends."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm, algorithms, build
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.fedmr import FedMR
+from fedloom.engines.base import Fault, Order, Reply
+from fedloom.engines.channel import INLINE, Channel, pack
+from fedloom.engines.local import RowsEngine
+from fedloom.engines.processes import ProcessesEngine
+from fedloom.engines.shared import Pool
+from fedloom.errors import FedloomError, InvalidValue
+from fedloom.federation import Federation
+from fedloom.round import Round
+from fedloom.schedule import Schedule
+from fedloom.task import Task
+from process_support import Deadly, Failing, Misconfigured, Peeking, wide_task
+from small_task import TRAIN_SIZES, Remembering, small_task
+
+CLIENTS = len(TRAIN_SIZES)
+TASK = wide_task()
+
+WRAPPERS = {
+    "stages": "stages(fedavg:1, fedmr)",
+    "umf": "umf(feddc)",
+    "clustered": "clustered(fedmr)",
+    "ala": "ala(fedmr)",
+    "secure": "secure(fedmr)",
+}
+METHODS = sorted(WRAPPERS.get(entry.name, entry.name) for entry in algorithms)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ProcessesEngine]:
+    made = ProcessesEngine(TASK)
+    yield made
+    made.close()
+
+
+def run(
+    algorithm: Algorithm,
+    engine: ProcessesEngine | RowsEngine,
+    *,
+    task: Task = TASK,
+    rounds: int = 3,
+    participation: float = 1.0,
+    **settings: float,
+) -> Federation:
+    schedule = Schedule(rounds, participation, **{"seed": 3, "evaluate_every": 1, **settings})  # type: ignore[arg-type]
+    federation = Federation(algorithm, task, engine, schedule)
+    federation.run()
+    return federation
+
+
+def assert_same(found: Federation, expected: Federation) -> None:
+    """Every figure, the whole state and all that clients remember, bit for bit."""
+    assert found.history == expected.history
+    assert found.client_history == expected.client_history
+    states = found.algorithm.full_state(), expected.algorithm.full_state()
+    memories = found.engine.memory(), expected.engine.memory()
+    for one, two in (states, memories):
+        assert one.keys() == two.keys()
+        for name, tensor in two.items():
+            torch.testing.assert_close(one[name], tensor, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+# --- the same numbers ---
+
+
+@pytest.mark.parametrize("expression", METHODS)
+def test_methods_give_the_numbers_of_the_rows_engine(engine: ProcessesEngine, expression: str) -> None:
+    settings = {"personal_every": 2, "dropout": 0.2}
+    found = run(build(expression), engine, **settings)
+    assert_same(found, run(build(expression), RowsEngine(TASK), **settings))
+    assert found.client_history
+
+
+def test_new_clients_are_evaluated_alike(engine: ProcessesEngine) -> None:
+    settings = {"personal_every": 1, "new_clients": 0.34}
+    found = run(Remembering(), engine, **settings)
+    assert "new_client_accuracy" in found.history[-1]
+    assert_same(found, run(Remembering(), RowsEngine(TASK), **settings))
+
+
+def test_a_run_goes_on_from_its_checkpoint(engine: ProcessesEngine, tmp_path: Path) -> None:
+    schedule = Schedule(rounds=4, participation=1.0, seed=3, evaluate_every=1)
+    halted = Federation(Remembering(), TASK, engine, schedule, tmp_path)
+    halted.step()
+    halted.step()
+    halted.save()
+    resumed = Federation(Remembering(), TASK, engine, schedule, tmp_path)
+    assert resumed.finished == 2
+    resumed.run()
+    assert_same(resumed, run(Remembering(), RowsEngine(TASK), rounds=4))
+
+
+def test_other_types_and_other_tasks(engine: ProcessesEngine) -> None:
+    small = small_task()
+    double = replace(small, model=small.model.double(), train=replace(small.train, inputs=small.train.inputs.double()))
+    double = replace(double, test=replace(small.test, inputs=small.test.inputs.double()))
+    assert_same(run(Remembering(), engine, task=double), run(Remembering(), RowsEngine(double), task=double))
+    assert engine.store.read(0)["rounds"].dtype == torch.int64
+
+
+# --- deaths and failures ---
+
+
+def test_a_worker_that_dies_is_replaced_and_its_client_trains_again(engine: ProcessesEngine, tmp_path: Path) -> None:
+    list(engine.train(set_up(engine, FedAvg()), *orders(engine)))
+    times = 2
+    before = {worker.process.pid for worker in engine._crew}
+    found = run(Deadly(victim=2, times=times, directory=str(tmp_path)), engine)
+    died = {int(mark.name) for mark in tmp_path.iterdir()}
+    assert len(died) == times
+    assert died & before
+    assert not died & {worker.process.pid for worker in engine._crew}
+    expected = run(Remembering(), RowsEngine(TASK))
+    assert_same(found, expected)
+
+
+def test_a_client_that_keeps_killing_its_worker_fails_and_the_others_do_not(
+    engine: ProcessesEngine, tmp_path: Path
+) -> None:
+    method = Deadly(victim=2, times=3, directory=str(tmp_path))
+    found = run(method, engine, rounds=1)
+    assert found.history[0]["faults"] == [
+        {"client": 2, "reason": "its worker process died 3 times (killed by SIGKILL)"}
+    ]
+    assert [client for client in range(CLIENTS) if engine.store.names(client)] == [0, 1, 3, 4, 5]
+
+
+def test_workers_killed_between_two_rounds_are_replaced(engine: ProcessesEngine) -> None:
+    schedule = Schedule(rounds=3, participation=1.0, seed=3, evaluate_every=1)
+    federation = Federation(Remembering(), TASK, engine, schedule)
+    federation.step()
+    for worker in engine._crew:
+        os.kill(worker.process.pid, signal.SIGKILL)
+    federation.run()
+    assert_same(federation, run(Remembering(), RowsEngine(TASK)))
+
+
+def test_clients_that_fail_are_named_with_the_reasons_of_the_rows_engine(engine: ProcessesEngine) -> None:
+    found = run(Failing(), engine)
+    order = found.history[0]["clients"].index
+    assert [fault["client"] for fault in found.history[0]["faults"]] == sorted((0, 1, 2, 3), key=order)
+    assert_same(found, run(Failing(), RowsEngine(TASK), participation=1.0))
+
+
+def test_a_round_in_which_everybody_fails_raises_the_first_clients_error(engine: ProcessesEngine) -> None:
+    with pytest.raises(ZeroDivisionError):
+        run(Failing(), engine, rounds=1, participation=0.17, seed=_seed_that_selects(0))
+    with pytest.raises(RuntimeError, match="1 and 2"):
+        run(Failing(), engine, rounds=1, participation=0.17, seed=_seed_that_selects(1))
+
+
+def _seed_that_selects(client: int) -> int:
+    for seed in range(1000):
+        if FedAvg().select(Round(1, 1, seed, CLIENTS, 1, 0.1, 0.1)).clients == (client,):
+            return seed
+    raise AssertionError("no seed selects the client")
+
+
+def test_a_wrong_setting_ends_the_round_and_leaves_the_engine_usable(engine: ProcessesEngine) -> None:
+    with pytest.raises(InvalidValue, match="mu must be at least 0, not -1"):
+        run(Misconfigured(), engine)
+    assert_same(run(FedAvg(), engine), run(FedAvg(), RowsEngine(TASK)))
+
+
+def test_the_servers_state_does_not_reach_clients(engine: ProcessesEngine) -> None:
+    with pytest.raises(AttributeError, match="state"):
+        run(Peeking(), engine, rounds=1)
+
+
+def orders(engine: ProcessesEngine) -> tuple[Round, list[Order]]:
+    inbox = {"model": engine.task.initial.unsqueeze(0), "integers": engine.task.initial_integers.unsqueeze(0)}
+    selected = tuple(range(CLIENTS))
+    return Round(1, 1, 0, CLIENTS, CLIENTS, 0.1, 0.1, selected=selected), [Order(k, k, inbox) for k in selected]
+
+
+def set_up(engine: ProcessesEngine, algorithm: Algorithm) -> Algorithm:
+    return Federation(algorithm, TASK, engine, Schedule(rounds=1, participation=1.0)).algorithm
+
+
+def test_a_round_left_early_disturbs_nothing(engine: ProcessesEngine) -> None:
+    algorithm = set_up(engine, Remembering())
+    round, work = orders(engine)
+    results = engine.train(algorithm, round, work)
+    assert isinstance(next(results), Reply)
+    results.close()
+    assert all(worker.order is None for worker in engine._crew)
+    assert_same(run(Remembering(), engine), run(Remembering(), RowsEngine(TASK)))
+
+
+def test_clients_with_more_samples_go_first(engine: ProcessesEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm = set_up(engine, FedAvg())
+    began: list[int] = []
+    read = engine.store.read
+    monkeypatch.setattr(engine.store, "read", lambda client: (began.append(client), read(client))[1])
+    assert len(list(engine.train(algorithm, *orders(engine)))) == CLIENTS
+    assert began == sorted(range(CLIENTS), key=lambda client: -TRAIN_SIZES[client])
+
+
+def test_methods_that_cannot_travel_are_refused_in_one_line(engine: ProcessesEngine) -> None:
+    class Inside(FedAvg):
+        pass
+
+    with pytest.raises(InvalidValue, match=r"top level of a module.*'rows'") as caught:
+        run(Inside(), engine)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{"workers": 0}, {"threads": 0}, {"workers": -1}])
+def test_numbers_out_of_range_are_refused(options: dict[str, int]) -> None:
+    name, value = next(iter(options.items()))
+    with pytest.raises(InvalidValue, match=f"^{name} must be at least 1, not {value}$"):
+        ProcessesEngine(small_task(), **options)
+
+
+# --- shared memory ---
+
+
+def test_replies_and_samples_lie_in_shared_memory_and_regions_are_used_again(engine: ProcessesEngine) -> None:
+    assert engine.pool.find(engine.task.train.inputs) is not None
+    schedule = Schedule(rounds=12, participation=1.0, seed=3, evaluate_every=20)
+    method = FedMR()
+    federation = Federation(method, TASK, engine, schedule)
+    for _ in range(4):
+        federation.step()
+    assert engine.pool.find(method.state["pool"]) is not None
+    regions = set(engine.pool.regions)
+    for _ in range(6):
+        federation.step()
+    assert set(engine.pool.regions) == regions
+
+
+def test_replies_stay_as_they_are_when_later_rounds_run(engine: ProcessesEngine) -> None:
+    algorithm = set_up(engine, Remembering())
+    round, work = orders(engine)
+    first = [result for result in engine.train(algorithm, round, work) if not isinstance(result, Fault)]
+    copies = [reply.tensors["model"].clone() for reply in first]
+    assert len(first) == CLIENTS
+    for number in (2, 3, 4):
+        assert len(list(engine.train(algorithm, replace(round, number=number), work))) == CLIENTS
+    for reply, copy in zip(first, copies, strict=True):
+        assert torch.equal(reply.tensors["model"], copy)
+
+
+def test_a_region_is_lent_again_when_its_last_tensor_is_gone() -> None:
+    pool = Pool()
+    one, two = pool.place([torch.arange(6.0), torch.arange(5)])
+    part = one[2:4]
+    number = pool.find(one)
+    assert number is not None
+    assert pool.find(part) == (number[0], number[1] + 8)
+    assert pool.find(torch.ones(3)) is None
+    assert pool.find(one.view(2, 3).T) is None
+    del one, two
+    gc.collect()
+    (other,) = pool.empty([(4,)], [torch.float32])
+    assert pool.find(other) != number
+    assert part.tolist() == [2.0, 3.0]
+    del part, other
+    gc.collect()
+    pool.empty([(4,)], [torch.float32])
+    pool.trim()
+    assert pool.regions == {}
+
+
+def channels() -> tuple[Channel, Channel]:
+    ours, theirs = multiprocessing.Pipe()
+    assert isinstance(ours, Connection)
+    assert isinstance(theirs, Connection)
+    return Channel(ours, Pool()), Channel(theirs, Pool())
+
+
+TENSORS: dict[str, Tensor] = {
+    "small": torch.arange(3, dtype=torch.float64),
+    "large": torch.arange(INLINE, dtype=torch.float32).view(64, -1),
+    "turned": torch.arange(INLINE, dtype=torch.int64).view(64, -1).T,
+    "half": torch.ones(INLINE, dtype=torch.bfloat16),
+    "scalar": torch.tensor(2.5),
+    "truth": torch.arange(2 * INLINE) % 3 == 0,
+    "empty": torch.empty(0, 4),
+    "expanded": torch.arange(3.0).view(3, 1).expand(3, INLINE),
+}
+
+
+def test_tensors_of_every_kind_travel() -> None:
+    left, right = channels()
+    with left.connection, right.connection:
+        for _ in range(3):
+            left.send(pack({**TENSORS, "again": TENSORS["large"]}, left.pool))
+            found = right.receive()
+            assert found["again"] is found["large"]
+            for name, tensor in TENSORS.items():
+                assert found[name].dtype == tensor.dtype
+                assert torch.equal(found[name], tensor), name
+                assert name == "turned" or found[name].stride() == tensor.stride(), name
+            del found
+        gc.collect()
+        assert len(left.pool.regions) == 1
+
+
+def test_a_tensor_in_shared_memory_is_written_to_from_the_other_end() -> None:
+    left, right = channels()
+    with left.connection, right.connection:
+        (ours,) = left.pool.place([torch.zeros(3)])
+        left.send(pack(ours, left.pool))
+        right.receive().fill_(7)
+        assert ours.tolist() == [7, 7, 7]
+
+
+# --- nothing outlives the parent ---
+
+HEAD = """
+import sys, time
+import torch
+from dataclasses import dataclass
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.engines.processes import ProcessesEngine
+from fedloom.federation import Federation
+from fedloom.schedule import Schedule
+from small_task import small_task
+torch.set_num_threads(1)
+
+class Own(FedAvg):
+    def train(self, cohort, inbox):
+        time.sleep({seconds})
+        return super().train(cohort, inbox)
+
+def work(method):
+    engine = ProcessesEngine(small_task(), workers={workers})
+    federation = Federation(method, engine.task, engine, Schedule(rounds=2, participation=1.0))
+    print(*(worker.process.pid for worker in engine._crew), flush=True)
+    federation.step()
+    print("trained", flush=True)
+    federation.step()
+"""
+
+
+def script(directory: Path, tail: str, seconds: float = 0.0, workers: int = 1) -> list[str]:
+    path = directory / "script.py"
+    path.write_text(HEAD.format(seconds=seconds, workers=workers) + tail)
+    return [sys.executable, "-W", "error", str(path)]
+
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+GUARDED = "if __name__ == '__main__':\n    work(Own())\n"
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_workers_end_with_their_parent_however_it_ends(tmp_path: Path, how: signal.Signals) -> None:
+    before = set(os.listdir("/dev/shm"))
+    command = script(tmp_path, GUARDED, seconds=0.3, workers=2)
+    with subprocess.Popen(
+        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stderr is not None
+        workers = [int(word) for word in parent.stdout.readline().split()]
+        assert len(workers) == 2
+        assert all(is_alive(worker) for worker in workers)
+        assert parent.stdout.readline() == "trained\n"
+        parent.send_signal(how)
+        said = parent.stderr.read()
+        assert parent.wait() == -how
+    until = time.monotonic() + 20
+    while any(is_alive(worker) for worker in workers):
+        assert time.monotonic() < until, "a worker outlived its parent"
+        time.sleep(0.02)
+    assert said.count("Traceback") == (1 if how == signal.SIGINT else 0)  # the script's own
+    assert "leaked" not in said
+    assert "Warning" not in said
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def is_alive(process: int) -> bool:
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_script_may_define_its_own_method(tmp_path: Path) -> None:
+    done = subprocess.run(script(tmp_path, GUARDED), env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.stdout.endswith("trained\n")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_script_without_a_guard_is_told_so_in_one_line(tmp_path: Path) -> None:
+    tail = "try:\n    work(Own())\nexcept Exception as error:\n    print(error)\n    raise\n"
+    done = subprocess.run(script(tmp_path, tail), env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    line = next(line for line in done.stdout.splitlines() if "cannot import 'Own'" in line)
+    assert "put what starts it below if __name__ == '__main__'" in line
+
+
+def test_a_session_without_a_file_is_told_so_in_one_line() -> None:
+    program = HEAD.format(seconds=0, workers=1) + "work(Own())\n"
+    done = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1] == (
+        "fedloom.errors.FedloomError: worker processes cannot import 'Own' from an interactive session: "
+        "define it in a file of its own"
+    )
+
+
+def test_a_worker_does_not_start_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDLOOM_WORKER", "1")
+    with pytest.raises(FedloomError, match="below if __name__ == '__main__'"):
+        ProcessesEngine(small_task())
