@@ -6,7 +6,7 @@ worker, a real site), and with K = many where they are stacked and advance toget
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,31 +14,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.data.augmentation import flip_crop
+from fedloom.batches import Feed, Turn, alone, together
 from fedloom.data.dataset import Dataset, Samples
+from fedloom.descent import Correction as Correction
+from fedloom.descent import Descent
+from fedloom.descent import Given as Given
+from fedloom.descent import Slope as Slope
 from fedloom.layout import Layout, Unit
 from fedloom.replica import Batch, Objective, Replica, cross_entropy
 from fedloom.round import Round
 from fedloom.store import Memory
 from fedloom.training import Training, epoch_orders
 
-Given = Mapping[str, Tensor]
-"""What a method hands to its hooks: named tensors with one row a client, `[k, ...]`."""
-
-Correction = Callable[[Tensor, Tensor, Given], Tensor]
-"""(weights `[k, T]`, gradient `[k, T]`, given) -> the gradient to use; it may change the gradient in place."""
-
-
-Slope = Callable[[Tensor, Batch, Given], tuple[Tensor, Tensor]]
-"""(weights `[k, P]`, batch, given) -> loss `[k]` and the gradient `[k, T]` to use, from `Cohort.gradient` wherever the method
-wants it taken."""
-
 Step = Callable[[dict[str, Tensor], Batch], Tensor]
 """(state, batch) -> loss `[k]`; it changes the tensors of the state, `[k, ...]`, in place."""
-
-AHEAD = 1 << 23
-"""How many input values are gathered ahead of the steps that use them (32 MiB as floats): one copy instead of one a step."""
-
 
 FEATURES_AT_ONCE = 256
 """How many samples pass forward at once when only features are wanted."""
@@ -82,7 +71,7 @@ class Cohort:
         self.metrics: dict[str, Tensor] = {}
         self._dataset = dataset
         self._samples = samples
-        self._prepared: Tensor | None = None
+        self._feeds = [Feed(own, dataset) for own in samples]
 
     def stream(self, purpose: str) -> list[torch.Generator]:
         """One random stream a client, at its beginning."""
@@ -96,9 +85,13 @@ class Cohort:
         round = replace(self.round, number=0) if lasting else self.round
         streams = [round.stream(purpose, client) for client in self.clients]
         chosen = [choose(samples, generator) for samples, generator in zip(self._samples, streams, strict=True)]
+        return self._with(chosen)
+
+    def _with(self, samples: Sequence[Samples]) -> Cohort:
+        """The same clients with other samples."""
         part = Cohort(
             self.clients,
-            chosen,
+            samples,
             self._dataset,
             self.replica,
             self.training,
@@ -114,15 +107,17 @@ class Cohort:
         classifier alone (`head_cross_entropy`). None where features are not a function of each sample alone."""
         if self.training.augmentation != "none":
             return None
-        held, found = self._samples[0], []
-        for first in range(0, len(held), FEATURES_AT_ONCE):
-            inputs = self._dataset.prepare(held[first : first + FEATURES_AT_ONCE].inputs)
-            features = self.replica.features(rows, inputs.unsqueeze(0))
-            if features is None:
-                return None
-            found.append(features[0])
-        seen = Samples(torch.cat(found), held.labels)
-        return self.subset(lambda samples, generator: seen, "features")
+        seen = []
+        for place, held in enumerate(self._samples):
+            found = []
+            for first in range(0, len(held), FEATURES_AT_ONCE):
+                inputs = self._dataset.prepare(held[first : first + FEATURES_AT_ONCE].inputs)
+                features = self.replica.features(rows[place : place + 1], inputs.unsqueeze(0))
+                if features is None:
+                    return None
+                found.append(features[0])
+            seen.append(Samples(torch.cat(found), held.labels))
+        return self._with(seen)
 
     @property
     def labels(self) -> list[Tensor]:
@@ -143,7 +138,7 @@ class Cohort:
         """The model that the task starts from, `[1, P]`: what a client has of the parts that it was never sent."""
         return self.replica.initial.unsqueeze(0)
 
-    def batches(
+    def turns(
         self,
         *,
         purpose: str = "batches",
@@ -152,48 +147,32 @@ class Cohort:
         batch_size: int | None = None,
         shuffle: bool = True,
         drop_last: bool | None = None,
-    ) -> Iterator[Batch]:
-        """The batches of local training with a leading client axis, in the order of each client's stream.
+    ) -> Iterator[Turn]:
+        """The batches of local training with a leading client axis, in the order of each client's stream; clients take turns
+        where they cannot go on together.
 
         Whatever is not given comes from `training`. A second pass in the same round draws another order under another
         `purpose`.
         """
         settings = self.training
-        samples = self._samples[0]
         own_length = epochs is not None or steps is not None
-        orders = epoch_orders(
-            len(samples),
-            self.round.stream(purpose, self.clients[0]) if shuffle else None,
-            batch_size=settings.batch_size if batch_size is None else batch_size,
-            epochs=epochs or settings.epochs,
-            steps=steps if own_length else settings.steps,
-            drop_last=settings.drop_last if drop_last is None else drop_last,
-            smallest=2 if self.replica.needs_pairs else 1,
-        )
+        orders = [
+            epoch_orders(
+                len(samples),
+                self.round.stream(purpose, client) if shuffle else None,
+                batch_size=settings.batch_size if batch_size is None else batch_size,
+                epochs=epochs or settings.epochs,
+                steps=steps if own_length else settings.steps,
+                drop_last=settings.drop_last if drop_last is None else drop_last,
+                smallest=2 if self.replica.needs_pairs else 1,
+            )
+            for client, samples in zip(self.clients, self._samples, strict=True)
+        ]
         augmented = settings.augmentation == "flip_crop"
-        noise = self.round.stream(f"{purpose}/augmentation", self.clients[0]) if augmented else None
-        values = max(1, samples.inputs[0].numel())
-        if self._prepared is None and noise is None and len(samples) * values <= AHEAD:
-            self._prepared = self._dataset.prepare(samples.inputs)
-        step = 0
-        for order, sizes in orders:
-            at_once = max(1, AHEAD // (values * sizes[0]))
-            for first in range(0, len(sizes), at_once):
-                chosen = sizes[first : first + at_once]
-                index = order[sum(sizes[:first]) : sum(sizes[:first]) + sum(chosen)].to(samples.labels.device)
-                inputs = self._gather(index, noise).unsqueeze(0).split(chosen, 1)
-                labels = samples.labels[index].unsqueeze(0).split(chosen, 1)
-                for one, two in zip(inputs, labels, strict=True):
-                    yield Batch(one, two, step)
-                    step += 1
-
-    def _gather(self, index: Tensor, noise: torch.Generator | None) -> Tensor:
-        """The inputs of some of the client's samples, ready for the model."""
-        if noise is not None:
-            return self._dataset.prepare(flip_crop(self._samples[0].inputs[index], noise))
-        if self._prepared is not None:
-            return self._prepared[index]
-        return self._dataset.prepare(self._samples[0].inputs[index])
+        noises = self.stream(f"{purpose}/augmentation") if augmented else [None] * len(orders)
+        if len(orders) == 1:
+            return iter([Turn(None, alone(self._feeds[0], orders[0], noises[0]))])
+        return together(self._feeds, orders, noises)
 
     def gradient(
         self, rows: Tensor, batch: Batch, objective: Objective = cross_entropy, given: Given | None = None
@@ -229,44 +208,28 @@ class Cohort:
         Each step takes one batch, the gradient of `objective` (or what `slope` gives in its place), then `correction`,
         clipping, weight decay and momentum as `training` says. With `only`, just those slices of the parameters move.
         """
-        weights = start.clone()
         settings = self.training if learning_rate is None else replace(self.training, learning_rate=learning_rate)
         rate = self.round.learning_rate if learning_rate is None else learning_rate
-        held = given or {}
-        losses: list[Tensor] = []
+        weights = start.clone()
+        state = {"weights": weights}
+        if settings.optimiser == "sgd" and settings.momentum:
+            state["velocity"] = torch.empty_like(weights[:, : self.layout.trainable])
+        losses = _Losses(len(self.clients))
         self.replica.train_only(only)
         try:
-            batches = self.batches(
+            descent = Descent(self.replica, settings, rate, weights, only, objective, slope, correction)
+            for turn in self.turns(
                 purpose=purpose, epochs=epochs, steps=steps, batch_size=batch_size, drop_last=drop_last
-            )
-            if settings.optimiser == "sgd" and settings.clip is None and correction is None and slope is None:
-                # Nothing looks at the whole gradient: each tensor is updated from where autograd left its gradient.
-                apply = sgd(settings, rate, self.replica.tensors(weights))
-                for batch in batches:
-                    loss, gradients = self.replica.tensor_gradients(weights, batch, objective, held)
-                    losses.append(loss)
-                    apply(gradients)
-            else:
-                trainable = weights[:, : self.layout.trainable]
-                update = make_update(settings, rate, trainable, only)
-                for batch in batches:
-                    if slope is None:
-                        loss, gradient = self.gradient(weights, batch, objective, held)
-                    else:
-                        loss, gradient = slope(weights, batch, held)
-                    losses.append(loss)
-                    with torch.no_grad():
-                        if correction is not None:
-                            gradient = correction(trainable, gradient, held)
-                        if settings.clip is not None:
-                            gradient = clipped(gradient, settings.clip)
-                        update(gradient)
+            ):
+                part = turn.take(state)
+                step = descent.over(turn.members(len(weights)), part, turn.take(given or {}))
+                losses.add(turn, [step(batch) for batch in turn.batches])
+                turn.put(state, part)
         finally:
             self.replica.train_only(None)
-        count = torch.full((len(self.clients),), len(losses))
-        mean = torch.stack(losses).mean(0) if losses else torch.full_like(count, torch.nan, dtype=weights.dtype)
+        mean = losses.mean(weights)
         self.metrics["training_loss"] = mean
-        return Trained(weights, count, mean)
+        return Trained(weights, losses.counts(), mean)
 
     def each_batch(
         self,
@@ -284,87 +247,61 @@ class Cohort:
         Whatever belongs to a client goes into `state`, since a step is given only the clients that have its batch. With
         `only`, gradients are taken for those slices alone, and zero elsewhere.
         """
+        losses = _Losses(len(self.clients))
         self.replica.train_only(only)
         try:
-            batches = self.batches(purpose=purpose, epochs=epochs, shuffle=shuffle, drop_last=drop_last)
-            losses = [step(state, batch) for batch in batches]
+            for turn in self.turns(purpose=purpose, epochs=epochs, shuffle=shuffle, drop_last=drop_last):
+                part = turn.take(state)
+                losses.add(turn, [step(part, batch) for batch in turn.batches])
+                turn.put(state, part)
         finally:
             self.replica.train_only(None)
-        if not losses:
-            return torch.full((len(self.clients),), torch.nan, dtype=self.layout.dtype)
-        return torch.stack(losses).mean(0)
+        return losses.mean(self.initial)
+
+    def batches(self, purpose: str = "batches") -> Iterator[Batch]:
+        """All batches of local training, one after another."""
+        for turn in self.turns(purpose=purpose):
+            yield from turn.batches
 
     def loss(self, rows: Tensor, *, samples: Sequence[Samples] | None = None, batch_size: int = 1024) -> Tensor:
         """Mean cross entropy `[k]` of each row on its client's samples (or on those given), in evaluation mode."""
-        held = self._samples[0] if samples is None else samples[0]
-        total = torch.zeros((), dtype=rows.dtype, device=rows.device)
-        for first in range(0, len(held), batch_size):
-            part = held[first : first + batch_size]
-            logits = self.replica.logits(rows, self._dataset.prepare(part.inputs).unsqueeze(0))[0]
-            total += F.cross_entropy(logits, part.labels, reduction="sum")
-        mean: Tensor = total / len(held)
-        return mean.unsqueeze(0)
+        means = []
+        for place, held in enumerate(self._samples if samples is None else samples):
+            total = torch.zeros((), dtype=rows.dtype, device=rows.device)
+            for first in range(0, len(held), batch_size):
+                part = held[first : first + batch_size]
+                inputs = self._dataset.prepare(part.inputs).unsqueeze(0)
+                logits = self.replica.logits(rows[place : place + 1], inputs)[0]
+                total += F.cross_entropy(logits, part.labels, reduction="sum")
+            means.append(total / len(held))
+        return torch.stack(means)
 
 
-def clipped(gradient: Tensor, limit: float) -> Tensor:
-    """Each row of `[k, T]` scaled down to a norm of at most `limit`."""
-    norm = gradient.norm(dim=1, keepdim=True)
-    scaled: Tensor = gradient * (limit / (norm + 1e-6)).clamp(max=1.0)
-    return scaled
+class _Losses:
+    """The losses of k clients' steps."""
 
+    def __init__(self, clients: int) -> None:
+        self.clients = clients
+        self.found: list[tuple[Turn, list[Tensor]]] = []
 
-def make_update(settings: Training, rate: float, weights: Tensor, only: Unit | None) -> Callable[[Tensor], None]:
-    """A fresh optimiser over `weights [k, T]` as a function that applies one gradient `[k, T]` in place.
+    def add(self, turn: Turn, losses: list[Tensor]) -> None:
+        """One turn's losses, `[g]` each."""
+        if losses:
+            self.found.append((turn, losses))
 
-    It moves each slice of `only`; the optimisers of torch get one flat tensor a slice.
-    """
-    parts = [slice(None)] if only is None else [part for part in only if part.stop <= weights.shape[1]]
-    pieces = [weights[:, part] for part in parts]
-    if settings.optimiser == "sgd":
-        apply = sgd(settings, rate, pieces)
-        return lambda gradient: apply([gradient[:, part] for part in parts])
-    tensors = [torch.nn.Parameter(piece) for piece in pieces]
-    optimiser = _torch_optimiser(settings, rate, tensors)
+    def counts(self) -> Tensor:
+        """The steps of each client, `[k]`."""
+        counts = torch.zeros(self.clients, dtype=torch.int64)
+        for turn, losses in self.found:
+            counts[turn.members(self.clients)] += len(losses)
+        return counts
 
-    def step(gradient: Tensor) -> None:
-        for tensor, part in zip(tensors, parts, strict=True):
-            tensor.grad = gradient[:, part]
-        optimiser.step()
-
-    return step
-
-
-def sgd(settings: Training, rate: float, weights: list[Tensor]) -> Callable[[Sequence[Tensor]], None]:
-    """A fresh SGD over `weights` as a function that applies one gradient for each in place (it may overwrite them)."""
-    momentum = settings.momentum
-    nesterov = bool(settings.optimiser_options.get("nesterov", False))
-    dampening = float(settings.optimiser_options.get("dampening", 0.0))
-    velocity: list[Tensor] = []
-
-    @torch.no_grad()
-    def apply(gradients: Sequence[Tensor]) -> None:
-        step = list(gradients)
-        if settings.weight_decay:
-            torch._foreach_add_(step, weights, alpha=settings.weight_decay)
-        if momentum:
-            if velocity:
-                torch._foreach_mul_(velocity, momentum)
-                torch._foreach_add_(velocity, step, alpha=1 - dampening)
-            else:
-                velocity.extend(gradient.clone() for gradient in step)
-            step = list(torch._foreach_add(step, velocity, alpha=momentum)) if nesterov else velocity
-        torch._foreach_add_(weights, step, alpha=-rate)
-
-    return apply
-
-
-def _torch_optimiser(settings: Training, rate: float, tensors: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    known = {name.lower(): name for name in dir(torch.optim)}
-    kind = getattr(torch.optim, known[settings.optimiser])
-    options = dict(settings.optimiser_options)
-    if settings.momentum and settings.optimiser == "rmsprop":
-        options["momentum"] = settings.momentum
-    if settings.weight_decay:
-        options["weight_decay"] = settings.weight_decay
-    optimiser: torch.optim.Optimizer = kind(tensors, lr=rate, **options)
-    return optimiser
+    def mean(self, like: Tensor) -> Tensor:
+        """Over the steps of each client, `[k]`; NaN for one without a step."""
+        if all(turn.clients is None for turn, _ in self.found):
+            every = [loss for _, losses in self.found for loss in losses]
+            return torch.stack(every).mean(0) if every else like.new_full((self.clients,), torch.nan)
+        total = like.new_zeros(self.clients)
+        for turn, losses in self.found:
+            total[turn.members(self.clients)] += torch.stack(losses).sum(0)
+        return total / self.counts().to(total)

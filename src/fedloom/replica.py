@@ -13,6 +13,10 @@ from torch.nn import functional as F
 
 from fedloom.layout import Layout, Unit
 from fedloom.models.structure import head_name
+from fedloom.training import Training
+
+Rows = slice | Tensor
+"""Some of the rows of `[k, ...]`."""
 
 
 class Batch(NamedTuple):
@@ -21,6 +25,7 @@ class Batch(NamedTuple):
     inputs: Tensor
     labels: Tensor
     step: int = 0  # which step of this call, from 0
+    clients: Rows | None = None  # whose samples they are, where that is not everybody in the cohort
 
 
 class Net(Protocol):
@@ -42,8 +47,8 @@ class Net(Protocol):
 Objective = Callable[[Net, Batch, Mapping[str, Tensor]], Tensor]
 """One client's loss: its net, its batch, what the method gave for it (a row of each `[k, ...]` tensor) -> a scalar."""
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""Mean loss of logits `[b, classes]` against labels `[b]`."""
+FoldedStep = Callable[[Tensor, Tensor | None, Batch], Tensor]
+"""(rows `[k, P]`, velocity `[k, T]` where there is momentum, batch) -> loss `[k]`: forward, backward and update at once."""
 
 
 def cross_entropy(net: Net, batch: Batch, given: Mapping[str, Tensor]) -> Tensor:
@@ -78,30 +83,36 @@ class BoundNet:
         return FrozenNet(self.frozen, self.layout, row)
 
 
-class FrozenNet:
-    """`Net` of a module in evaluation mode with the weights of a row; works on one row and under `vmap` alike."""
+class CalledNet:
+    """`Net` of a module that is called with tensors of a row; works on one row and under `vmap` alike."""
 
-    def __init__(self, module: nn.Module, layout: Layout, row: Tensor) -> None:
-        self.module, self.layout = module, layout
-        self.tensors = layout.tensors(row.detach())
+    def __init__(self, module: nn.Module, layout: Layout, tensors: Mapping[str, Tensor], frozen: nn.Module) -> None:
+        self.module, self.layout, self.tensors, self.frozen = module, layout, tensors, frozen
         self.classifier_name = head_name(module)
         self.classifier = module.get_submodule(self.classifier_name)
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        logits: Tensor = functional_call(self.module, self.tensors, (inputs,))
+        logits: Tensor = functional_call(self.module, dict(self.tensors), (inputs,))
         return logits
 
     def both(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         return _features_and_logits(self.classifier, lambda: self(inputs))
 
     def head(self, features: Tensor) -> Tensor:
-        prefix = f"{self.classifier_name}."
+        prefix = f"{self.classifier_name}." if self.classifier_name else ""
         own = {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
         logits: Tensor = functional_call(self.classifier, own, (features,))
         return logits
 
     def at(self, row: Tensor) -> Net:
-        return FrozenNet(self.module, self.layout, row)
+        return FrozenNet(self.frozen, self.layout, row)
+
+
+class FrozenNet(CalledNet):
+    """`Net` of a module in evaluation mode with the weights of a row."""
+
+    def __init__(self, module: nn.Module, layout: Layout, row: Tensor) -> None:
+        super().__init__(module, layout, layout.tensors(row.detach()), module)
 
 
 def _features_and_logits(classifier: nn.Module, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
@@ -169,15 +180,19 @@ class Replica:
         loss, gradients = self.tensor_gradients(rows, batch, objective, given)
         return loss, torch.cat([gradient.reshape(1, -1) for gradient in gradients], 1)
 
-    def tensors(self, rows: Tensor) -> list[Tensor]:
-        """The parameters that train, as views of `rows`; `tensor_gradients` gives one gradient for each."""
-        self.bind(rows)
-        return list(self._trained)
+    def pieces(self, rows: Tensor) -> list[Tensor]:
+        """The parameters that train, as views of `rows [1, T or more]`; `tensor_gradients` gives one gradient for each."""
+        slots = [slot for slot, p in zip(self._slots, self._parameters, strict=True) if p.requires_grad]
+        return [rows[0, slot.slice].view(slot.shape) for slot in slots]
+
+    def folded(self, settings: Training, rate: float) -> FoldedStep | None:
+        """A whole step of SGD in one, where this replica knows a way (it does not)."""
+        return None
 
     def tensor_gradients(
         self, rows: Tensor, batch: Batch, objective: Objective, given: Mapping[str, Tensor]
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Loss `[1]` and the gradient of every tensor of `tensors(rows)`, zero for one that the loss does not use."""
+        """Loss `[1]` and the gradient of every tensor of `pieces(rows)`, zero for one that the loss does not use."""
         self.bind(rows)
         one = Batch(batch.inputs[0], batch.labels[0], batch.step)
         loss = objective(self.net, one, {name: value[0] for name, value in given.items()})

@@ -96,4 +96,4 @@ def divided(batch: Batch, count: int, needs_pairs: bool) -> list[Batch]:
     if size < (2 if needs_pairs else 1):
         return [batch] * count
     cuts = [slice(part * size, (part + 1) * size) for part in range(count)]
-    return [Batch(batch.inputs[:, cut], batch.labels[:, cut], batch.step) for cut in cuts]
+    return [batch._replace(inputs=batch.inputs[:, cut], labels=batch.labels[:, cut]) for cut in cuts]
