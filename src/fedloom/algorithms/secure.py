@@ -1,0 +1,158 @@
+"""Secure model recombination around FedMR and its like, in a simulation: layers change hands as peers would exchange them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm, Message, Plan, Replies, Wrapper, algorithms, describe
+from fedloom.algorithms.ala import Ala
+from fedloom.algorithms.clustered import Clustered
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.fedmr import FedMR, Indep
+from fedloom.algorithms.fedmut import FedMut
+from fedloom.algorithms.stages import Stages
+from fedloom.algorithms.umf import Umf
+from fedloom.checks import require_one_of
+from fedloom.errors import InvalidValue
+from fedloom.layout import Unit
+from fedloom.round import Round
+from fedloom.secure.draws import stream_choices
+from fedloom.secure.exchange import Rehearsal, Rules, rehearse
+from fedloom.secure.layers import layer_sizes
+
+
+@algorithms.register("secure")
+@dataclass
+class Secure(Wrapper):
+    """Secure recombination over FedMR: clients exchange layers before training and before upload, unseen by the server.
+
+    In each of `repeats` a client sends n layers, n uniform in [`low`, `high`], to other clients of the round at random, and for
+    each layer that it received returns a random one of the same index. Every layer stays in the round exactly once, so sums
+    and distances over the models are exact, and the server may recombine once more. Without `high`, n goes up to a quarter of
+    the layers in the first repeat, and to all of them later. `when` is `before_upload`, `before_train` or `both`: a server
+    that knows which model it sent to whom can recognise layers that were exchanged before upload alone.
+
+    What moves together is what FedMR's `unit` says. Choices come from streams of (round, client, stage), those of
+    `fedloom.secure.Peer` when it rehearses, so that both move the same layers. Clients that do not reply take no part in the
+    exchange before upload; one that received a model and is lost takes along the layers it held, and its slot keeps what the
+    server dispatched. `peer_bytes` is what the clients of the last round sent each other (equation 26, without envelopes).
+
+    Averages must not depend on whose a model is: FedMR, Indep, FedMut and `fedavg(weighted=false)` qualify, in `stages`, `umf`,
+    `ala` and `clustered(by='size')` too. Sample counts, losses and integer buffers still travel with names on them.
+    Source: Hu et al., arXiv 2208.07677, appendix B, algorithm 2; exchanging before training as well is this project's advice.
+    """
+
+    repeats: int = 2
+    low: int = 1
+    high: int | None = None
+    when: Literal["both", "before_upload", "before_train"] = "both"
+
+    def __post_init__(self) -> None:
+        require_one_of("when", self.when, ("both", "before_upload", "before_train"))
+        self.rules()
+        _require_anonymous(self.method)
+        _moving_together(self.method)
+
+    def rules(self) -> Rules:
+        """What the clients of an exchange keep to."""
+        return Rules(self.repeats, self.low, self.high)
+
+    def units(self) -> list[Unit]:
+        """The slices of a row that move together."""
+        return self.layout.units(*_moving_together(self.method))
+
+    # --- the server half ---
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        nothing = torch.zeros(1, dtype=torch.int64)
+        self.state = {"train_bytes": nothing, "upload_bytes": nothing, "peer_bytes": nothing}
+        self.rules().bounds(len(self.units()))
+        expected = dict(self.method.expects(plan.opening()))
+        if expected != {"model": (plan.layout.size,)}:
+            raise InvalidValue(
+                f"secure: clients of {describe(self.method)} do not return one whole model and nothing else"
+            )
+
+    def send(self, round: Round) -> Message:
+        message = self.method.send(round)
+        rows, count = message["model"], len(round.selected)
+        self.state["train_bytes"] = torch.zeros(1, dtype=torch.int64)
+        if not self._exchanges("before_train") or len(rows) < count or count < 2:
+            return message
+        # A row beyond the selected ones is for clients that train without uploading: they take no part.
+        rehearsal = self.rehearse(round, round.selected, "before_train")
+        self.state["train_bytes"] = torch.tensor([rehearsal.bytes(self._sizes())])
+        moved = exchanged(rows[:count], self.units(), rehearsal.sources)
+        return {**message, "model": torch.cat([moved, rows[count:]])}
+
+    def receive(self, round: Round, replies: Replies) -> None:
+        if self._exchanges("before_upload"):
+            rehearsal = self.rehearse(round, replies.clients.tolist(), "before_upload")
+            moved = exchanged(replies["model"], self.units(), rehearsal.sources)
+            replies = replace(replies, tensors={**replies.tensors, "model": moved})
+            self.state["upload_bytes"] = torch.tensor([rehearsal.bytes(self._sizes())])
+        self.method.receive(round, replies)
+
+    def finish(self, round: Round) -> None:
+        # Without any reply there was no exchange before upload, and `receive` was not called.
+        nothing = torch.zeros(1, dtype=torch.int64)
+        total = self.state["train_bytes"] + self.state["upload_bytes"]
+        self.state = {"train_bytes": nothing, "upload_bytes": nothing, "peer_bytes": total}
+        super().finish(round)
+
+    def diagnose(self) -> dict[str, float]:
+        return {**self.method.diagnose(), "peer_bytes": float(self.state["peer_bytes"])}
+
+    def rehearse(self, round: Round, clients: Sequence[int], when: str) -> Rehearsal:
+        """What the exchange `when` of this round does between these clients; a pure function of its arguments."""
+        return rehearse(clients, len(self.units()), self.rules(), stream_choices(round.stream), when)
+
+    def _exchanges(self, when: str) -> bool:
+        return self.when in ("both", when)
+
+    def _sizes(self) -> list[int]:
+        return layer_sizes(self.units(), self.plan.initial)
+
+
+def exchanged(rows: Tensor, units: Sequence[Unit], sources: Sequence[Sequence[int]]) -> Tensor:
+    """New rows with `result[k, unit u] = rows[sources[u][k], unit u]`; slices outside all units stay in place."""
+    result = rows.clone()
+    for unit, source in zip(units, sources, strict=True):
+        index = torch.tensor(source, device=rows.device)
+        for part in unit:
+            result[:, part] = rows[:, part].index_select(0, index)
+    return result
+
+
+def _require_anonymous(method: Algorithm) -> None:
+    """Raise `InvalidValue` unless the server half treats all uploads of a round alike."""
+    uniform = isinstance(method, (Indep, FedMut)) or (type(method) is FedAvg and not method.weighted)
+    carries = isinstance(method, (Stages, Umf)) or type(method) is Ala
+    if carries or (isinstance(method, Clustered) and method.by == "size"):
+        for inner in method.inner():
+            _require_anonymous(inner)
+    elif not uniform:
+        hint = ": use fedavg(weighted=false)" if type(method) is FedAvg else ""
+        raise InvalidValue(
+            f"secure: {describe(method)} needs to know whose an upload is, which the exchange hides{hint}"
+        )
+
+
+def _moving_together(method: Algorithm) -> tuple[Literal["layer", "tensor", "segment"], float]:
+    """FedMR's unit and fraction, or layers where nothing else is asked for. Raises `InvalidValue` when they differ."""
+    found = {
+        (inner.unit, inner.fraction if inner.unit == "segment" else 1.0)
+        for inner in method.nested()
+        if isinstance(inner, FedMR)
+    }
+    if len(found) > 1:
+        raise InvalidValue(
+            f"secure: {describe(method)} moves different units; make each of its stages secure by itself"
+        )
+    return found.pop() if found else ("layer", 1.0)

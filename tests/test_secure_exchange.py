@@ -1,0 +1,321 @@
+"""The four stages by themselves and in the simulator: what they preserve, what they cost, and how unpredictable they are."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+from torch import Tensor
+
+from fedloom.algorithm import Message, Replies, build, describe
+from fedloom.algorithms.secure import Secure, exchanged
+from fedloom.engines.local import RowsEngine
+from fedloom.errors import InvalidValue
+from fedloom.federation import Federation
+from fedloom.population import squared_distances
+from fedloom.randomness import stream
+from fedloom.round import Round
+from fedloom.schedule import Schedule
+from fedloom.secure import Rehearsal, Rules, rehearse, stream_choices
+from fedloom.secure.draws import Choices, StreamDraws, sample
+from fedloom.secure.exchange import Repeat, Sent
+from naive import World
+
+
+def seeded(seed: int) -> Choices:
+    return stream_choices(lambda purpose, peer: stream(seed, purpose, client=peer))
+
+
+def one_stream(seed: int) -> Choices:
+    """All choices from one stream that goes on: quick, for many exchanges in a row."""
+    draws = StreamDraws(stream(seed, "test"))
+    return lambda peer, purpose: draws
+
+
+@st.composite
+def settings_of_an_exchange(draw: st.DrawFn) -> tuple[int, int, Rules]:
+    units = draw(st.integers(1, 6))
+    low = draw(st.integers(1, units))
+    high = draw(st.none() | st.integers(low, units))
+    return draw(st.integers(1, 7)), units, Rules(draw(st.integers(1, 4)), low, high)
+
+
+# --- what is preserved ---
+
+
+@given(settings_of_an_exchange(), st.integers(0, 2**32))
+@settings(max_examples=80, deadline=None)
+def test_every_layer_of_every_model_stays_exactly_once(case: tuple[int, int, Rules], seed: int) -> None:
+    count, units, rules = case
+    peers = [3 * k + 1 for k in reversed(range(count))]
+    sources = rehearse(peers, units, rules, seeded(seed), "before_upload").sources
+    assert [sorted(source) for source in sources] == [list(range(count))] * units
+    rows = torch.randint(-1000, 1000, (count, 3 * units), generator=stream(seed, "rows")).double()
+    slices = [(slice(2 * u, 2 * u + 2), slice(2 * units + u, 2 * units + u + 1)) for u in range(units)]
+    before = rows.clone()
+    moved = exchanged(rows, slices, sources)
+    assert torch.equal(rows, before)
+    for place in range(count):
+        for unit, parts in enumerate(slices):
+            for part in parts:
+                assert torch.equal(moved[place, part], rows[sources[unit][place], part])
+    center = torch.randint(-1000, 1000, (3 * units,), generator=stream(seed, "center")).double()
+    assert torch.equal(moved.sum(0), rows.sum(0))  # whole numbers: sums are exact in any order
+    assert torch.equal((moved - center).square().sum(), (rows - center).square().sum())
+    assert squared_distances(moved).sum() == squared_distances(rows).sum()
+
+
+def test_one_peer_keeps_everything() -> None:
+    rehearsal = rehearse([5], 3, Rules(2, 3, 3), seeded(0), "before_train")
+    assert rehearsal == Rehearsal([[0], [0], [0]], [[0, 0, 0], [0, 0, 0]])
+
+
+def test_all_buffers_are_empty_before_the_second_stage_when_all_layers_are_sent() -> None:
+    draws = StreamDraws(stream(1, "test"))
+    peer = Repeat(0, [0, 1, 2], ["a", "b"])
+    going = peer.send(2, 2, draws)
+    assert peer.buffers == [[], []]
+    assert sorted((sent.layer, sent.item) for sent in going) == [(0, "a"), (1, "b")]
+    returned = peer.exchange([Sent(1, 0, "x"), Sent(2, 0, "y")], draws)
+    assert sorted((sent.peer, sent.layer) for sent in returned) == [(1, 0), (2, 0)]
+    assert sorted(sent.item for sent in returned) == ["x", "y"]
+    assert peer.buffers == [[], []]
+    with pytest.raises(InvalidValue, match="what was returned is not what was sent"):
+        peer.rebuild([Sent(sent.peer, 0, "z") for sent in going])
+    assert peer.rebuild([Sent(sent.peer, sent.layer, "z") for sent in going]) == ["z", "z"]
+
+
+def test_two_peers_swap_or_keep() -> None:
+    found = {tuple(rehearse([0, 1], 1, Rules(1, 1, 1), seeded(s), "before_upload").sources[0]) for s in range(20)}
+    assert found == {(0, 1)}  # each is alone in the other's empty buffer and comes back
+    found = {tuple(rehearse([0, 1], 2, Rules(1, 1, 1), seeded(s), "before_upload").sources[0]) for s in range(40)}
+    assert found == {(0, 1), (1, 0)}
+
+
+def test_choices_do_not_depend_on_the_order_of_arrival() -> None:
+    letters = [Sent(peer, layer, f"{peer}{layer}") for peer in (1, 2, 3) for layer in (0, 1)]
+    outcomes = []
+    for arrived in (letters, letters[::-1], sample(letters, 6, StreamDraws(stream(2, "test")))):
+        peer = Repeat(0, [0, 1, 2, 3], ["00", "01"])
+        outcomes.append(peer.exchange(arrived, StreamDraws(stream(3, "test"))))
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+
+
+# --- what it costs ---
+
+
+def test_bytes_are_equation_26_and_on_average_equation_27() -> None:
+    peers, sizes, rules = range(5), [7, 100, 31, 2], Rules(2, 1, 3)
+    choices, total, exchanges = one_stream(4), 0, 1500
+    for _ in range(exchanges):
+        total += rehearse(peers, 4, rules, choices, "before_upload").bytes(sizes)
+    expected = 2 * (1 + 3) * 5 / 4 * sum(sizes)
+    assert rules.expected_share(4) * 5 * sum(sizes) == expected
+    assert total / exchanges == pytest.approx(expected, rel=0.01)
+    counted = rehearse(peers, 4, rules, seeded(1), "before_upload")
+    assert counted.bytes(sizes) == sum(
+        2 * n * size for sent in counted.sent for n, size in zip(sent, sizes, strict=True)
+    )
+    assert all(1 * 5 <= sum(sent) <= 3 * 5 for sent in counted.sent)
+
+
+def test_without_an_upper_bound_the_first_repeat_sends_at_most_a_quarter() -> None:
+    assert Rules(3).bounds(10) == [(1, 3), (1, 10), (1, 10)]
+    assert Rules(2, low=5).bounds(10) == [(5, 5), (5, 10)]
+    assert Rules(2, 1, 2).bounds(2) == [(1, 2), (1, 2)]
+
+
+# --- how unpredictable it is ---
+
+
+def exact_destinations(count: int, sent: Fraction) -> list[Fraction]:
+    """Probability that layer 0 of peer 0 ends at each peer after one repeat, by going through all that can happen.
+
+    Each peer sends this index with probability `sent`, to one of the others; at each recipient, what it holds is spread
+    uniformly over those that must be answered and, if it kept its own, itself.
+    """
+    result = [Fraction(0)] * count
+    options = [[peer, *(other for other in range(count) if other != peer)] for peer in range(count)]
+    for goes in itertools.product(*options):
+        chance = Fraction(1)
+        for peer, to in enumerate(goes):
+            chance *= 1 - sent if to == peer else sent / (count - 1)
+        together = [peer for peer, to in enumerate(goes) if to == goes[0]]
+        for peer in together:
+            result[peer] += chance / len(together)
+    assert sum(result) == 1
+    return result
+
+
+@pytest.mark.parametrize(("count", "units", "low", "high"), [(3, 1, 1, 1), (3, 2, 1, 2), (4, 3, 1, 2), (5, 2, 2, 2)])
+def test_where_a_layer_ends_follows_the_exact_distribution(count: int, units: int, low: int, high: int) -> None:
+    exact = exact_destinations(count, Fraction(low + high, 2 * units))
+    choices, number = one_stream(count), 3000
+    found: Counter[int] = Counter()
+    for _ in range(number):
+        found[
+            rehearse(range(count), units, Rules(1, low, high), choices, "before_upload").sources[units - 1].index(0)
+        ] += 1
+    observed = [found[peer] for peer in range(count)]
+    assert chisquare(observed, [float(p) * number for p in exact]).pvalue > 1e-3
+    away = observed[1:]
+    assert len(set(exact[1:])) == 1  # once away from home, a layer can be anywhere alike
+    assert chisquare(away).pvalue > 1e-3
+
+
+def test_after_many_repeats_a_layer_is_anywhere_alike() -> None:
+    choices, found = one_stream(9), Counter[int]()
+    for _ in range(400):
+        for source in rehearse(range(4), 3, Rules(12, 1, 3), choices, "before_upload").sources:
+            found[source.index(2)] += 1
+    assert chisquare([found[peer] for peer in range(4)]).pvalue > 1e-3
+
+
+def test_layers_of_one_model_scatter_independently() -> None:
+    choices, found = one_stream(5), Counter[tuple[int, int]]()
+    for _ in range(1500):
+        first, second = rehearse(range(3), 2, Rules(8, 1, 2), choices, "before_upload").sources
+        found[first.index(0), second.index(0)] += 1
+    assert chisquare([found[pair] for pair in itertools.product(range(3), repeat=2)]).pvalue > 1e-3
+
+
+# --- in the simulator ---
+
+
+def federation(expression: str, rounds: int = 3, directory: Path | None = None, dropout: float = 0.0) -> Federation:
+    task = World(norm=True).task()
+    schedule = Schedule(rounds=rounds, participation=0.6, seed=3, evaluate_every=1, dropout=dropout)
+    return Federation(build(expression), task, RowsEngine(task), schedule, directory)
+
+
+def test_the_exchange_moves_what_is_sent_and_what_comes_back() -> None:
+    run = federation("secure(indep, repeats=3, low=1, high=3)")
+    method = run.algorithm
+    assert isinstance(method, Secure)
+    run.step()
+    pool = method.method.state["pool"].clone()
+    units, round = run.task.layout.units("layer"), Round(2, 3, 3, 7, 4, 0.1, 0.1, selected=(5, 0, 6, 2))
+    sent = method.send(round)["model"]
+    choices = stream_choices(lambda purpose, peer: stream(3, purpose, round=2, client=peer))
+    expected = rehearse([5, 0, 6, 2], 3, Rules(3, 1, 3), choices, "before_train").sources
+    for unit, source in zip(units, expected, strict=True):
+        for place, origin in enumerate(source):
+            assert all(torch.equal(sent[place, part], pool[origin, part]) for part in unit)
+    assert not torch.equal(sent, pool)
+    rows = torch.randn(3, run.task.layout.size, dtype=torch.float64)
+    replies = Replies({"model": rows.clone()}, torch.tensor([5, 6, 2]), torch.tensor([0, 2, 3]), torch.ones(3))
+    method.receive(round, replies)
+    after = rehearse([5, 6, 2], 3, Rules(3, 1, 3), choices, "before_upload").sources
+    assert torch.equal(method.method.state["pool"][1], pool[1])  # it dropped out: its slot is as it was
+    for unit, source in zip(units, after, strict=True):
+        for slot, origin in zip((0, 2, 3), source, strict=True):
+            assert all(torch.equal(method.method.state["pool"][slot, part], rows[origin, part]) for part in unit)
+    method.finish(round)
+    sizes = [sum(part.stop - part.start for part in unit) * 8 for unit in units]
+    both = [
+        rehearse(clients, 3, Rules(3, 1, 3), choices, when).bytes(sizes)
+        for clients, when in (((5, 0, 6, 2), "before_train"), ((5, 6, 2), "before_upload"))
+    ]
+    assert method.diagnose()["peer_bytes"] == sum(both)
+    method.send(round)
+    method.finish(round)  # nobody replied: there was no exchange before upload
+    assert method.diagnose()["peer_bytes"] == both[0]
+
+
+@pytest.mark.parametrize("when", ["both", "before_upload", "before_train"])
+def test_the_mean_is_fedmr_s_and_the_record_has_the_peers_bytes(when: str) -> None:
+    plain, secure = federation("fedmr", rounds=1), federation(f"secure(fedmr, when={when})", rounds=1)
+    plain.step()
+    record, _ = secure.step()
+    # In the first round all models start equal, so that it makes no difference who holds which layer.
+    torch.testing.assert_close(secure.algorithm.model(), plain.algorithm.model(), rtol=1e-12, atol=1e-12)
+    for part in (part for unit in secure.task.layout.units("layer") for part in unit):
+        pools = [run.algorithm.full_state() for run in (plain, secure)]
+        one, two = (
+            sorted(map(tuple, next(t for n, t in p.items() if n.endswith("pool"))[:, part].tolist())) for p in pools
+        )
+        assert one == two
+    assert record["bytes_up"] == plain.history[0]["bytes_up"]
+    assert record["peer_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "secure(fedmr)",
+        "secure(fedmr(unit='tensor'), repeats=3, low=2, high=4, when='before_train')",
+        "secure(fedmr(unit='segment', fraction=0.5), when='before_upload')",
+        "secure(fedmr(local=fedprox(mu=0.1)), high=2)",
+        "secure(fedmut)",
+        "secure(stages(fedavg(weighted=false):1, fedmr))",
+        "stages(fedavg:1, secure(fedmr))",
+        "umf(secure(fedmr))",
+        "secure(umf(fedmr))",
+        "ala(secure(fedmr))",
+        "secure(clustered(fedmr, by='size'))",
+    ],
+)
+def test_it_nests_resumes_bit_for_bit_and_describes_itself(expression: str, tmp_path: Path) -> None:
+    whole = federation(expression, dropout=0.2)
+    held = whole.algorithm.full_state()
+    before = {name: tensor.clone() for name, tensor in held.items()}
+    whole.run()
+    assert all(torch.equal(held[name], tensor) for name, tensor in before.items())  # replaced, never edited
+    halted = federation(expression, directory=tmp_path, dropout=0.2)
+    halted.step()
+    halted.save()
+    resumed = federation(expression, directory=tmp_path, dropout=0.2)
+    resumed.run()
+    assert resumed.history == whole.history
+    found = resumed.algorithm.full_state()
+    assert all(torch.equal(found[name], tensor) for name, tensor in whole.algorithm.full_state().items())
+    assert build(describe(whole.algorithm)) == build(expression)
+
+
+def test_idle_clients_are_sent_the_global_model_unmoved() -> None:
+    run = federation("secure(umf(fedmr), repeats=3)")
+    run.step()
+    round = Round(2, 3, 3, 7, 4, 0.1, 0.1, selected=(5, 0, 6, 2))
+    message: Message = run.algorithm.send(round)
+    inner: Tensor = run.algorithm.inner()[0].send(round)["model"]
+    assert torch.equal(message["model"][4], inner[4])
+    assert not torch.equal(message["model"][:4], inner[:4])
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("secure(fedmr, repeats=0)", "repeats must be at least 1, not 0"),
+        ("secure(fedmr, low=0)", "low must be at least 1, not 0"),
+        ("secure(fedmr, low=3, high=2)", "high must be at least low, which is 3, not 2"),
+        (
+            "secure(fedmr, when='before_uplod')",
+            "when must be 'both', 'before_upload' or 'before_train', not 'before_uplod'",
+        ),
+        ("secure(fedavg)", r"fedavg needs to know whose an upload is.*use fedavg\(weighted=false\)"),
+        ("secure(scaffold)", "scaffold needs to know whose an upload is"),
+        ("secure(fedamp)", "fedamp needs to know whose an upload is"),
+        ("secure(clustered(fedmr))", "needs to know whose an upload is"),
+        ("secure(stages(fedmr:1, fedmr(unit='tensor')))", "moves different units"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(expression: str, text: str) -> None:
+    with pytest.raises(InvalidValue, match=text) as caught:
+        build(expression)
+    assert "\n" not in str(caught.value)
+
+
+def test_more_layers_than_there_are_is_refused() -> None:
+    with pytest.raises(InvalidValue, match="high must be at most 3, the number of layers that a model has, not 9"):
+        federation("secure(fedmr, high=9)")
+    with pytest.raises(InvalidValue, match=r"every peer takes part once, not \[1, 1\]"):
+        rehearse([1, 1], 2, Rules(), seeded(0), "before_upload")
+    assert math.isclose(Rules(2, 1, 3).expected_share(4), 2.0)
