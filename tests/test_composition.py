@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedloom.algorithm import algorithms, build, describe
+from every_method import EVERY_METHOD
+from fedloom.algorithm import build, describe
 from fedloom.engines.local import RowsEngine
 from fedloom.federation import Federation
 from fedloom.schedule import Schedule
@@ -83,13 +84,7 @@ def test_a_nesting_describes_itself(expression: str) -> None:
     assert describe(again) == describe(method)
 
 
-WRAPPERS = {
-    "stages": "stages(fedavg:1, fedmr)",
-    "umf": "umf(feddc)",
-    "clustered": "clustered(fedmr)",
-    "ala": "ala(fedmr)",
-}
-EVERY = sorted({*(WRAPPERS.get(entry.name, entry.name) for entry in algorithms), *NESTINGS})
+EVERY = sorted({*EVERY_METHOD, *NESTINGS})
 
 
 @pytest.mark.parametrize("expression", EVERY)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedloom.algorithm import algorithms, build
+from every_method import EVERY_METHOD
+from fedloom.algorithm import build
 from fedloom.engines.base import Order
 from fedloom.engines.local import RowsEngine
 from fedloom.errors import InvalidValue
@@ -269,13 +269,6 @@ def test_methods_that_read_gradients_off_the_steps_ask_for_sgd(name: str) -> Non
     assert len(World(training=Training(optimiser="adam")).run(build("scaffold(option=1)")).models) == 4
 
 
-def expressions() -> Iterator[str]:
-    """Every registered method; one that wraps others gets FedAvg."""
-    for entry in algorithms:
-        needed = [name for name, p in entry.parameters.items() if p.default is p.empty]
-        yield entry.name + ("(fedavg:2, fedavg)" if entry.make.variadic else "(fedavg)" if needed else "")
-
-
 @pytest.fixture(scope="module")
 def digits() -> Task:
     training = Training(learning_rate=0.05, momentum=0.5, epochs=2, batch_size=20)
@@ -285,7 +278,7 @@ def digits() -> Task:
     return make_task("digits", clients=6, partition="dirichlet(1.0)", model=model, training=training)
 
 
-@pytest.mark.parametrize("name", list(expressions()))
+@pytest.mark.parametrize("name", EVERY_METHOD)
 def test_every_registered_method_learns(name: str, digits: Task) -> None:
     federation = Federation(build(name), digits, RowsEngine(digits), Schedule(rounds=4, participation=1.0))
     federation.run()

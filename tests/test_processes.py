@@ -18,7 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, algorithms, build
+from every_method import EVERY_METHOD
+from fedloom.algorithm import Algorithm, build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedmr import FedMR
 from fedloom.engines.base import Fault, Order, Reply
@@ -36,15 +37,6 @@ from small_task import TRAIN_SIZES, Remembering, small_task
 
 CLIENTS = len(TRAIN_SIZES)
 TASK = wide_task()
-
-WRAPPERS = {
-    "stages": "stages(fedavg:1, fedmr)",
-    "umf": "umf(feddc)",
-    "clustered": "clustered(fedmr)",
-    "ala": "ala(fedmr)",
-    "secure": "secure(fedmr)",
-}
-METHODS = sorted(WRAPPERS.get(entry.name, entry.name) for entry in algorithms)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +76,7 @@ def assert_same(found: Federation, expected: Federation) -> None:
 # --- the same numbers ---
 
 
-@pytest.mark.parametrize("expression", METHODS)
+@pytest.mark.parametrize("expression", EVERY_METHOD)
 def test_methods_give_the_numbers_of_the_rows_engine(engine: ProcessesEngine, expression: str) -> None:
     settings = {"personal_every": 2, "dropout": 0.2}
     found = run(build(expression), engine, **settings)

@@ -1,0 +1,15 @@
+"""Every registered method once, as an expression; a new method joins by itself, a new wrapper with one line here."""
+
+from __future__ import annotations
+
+from fedloom.algorithm import algorithms
+
+# Wrappers need a method to wrap.
+WRAPPERS = {
+    "stages": "stages(fedavg:1, fedmr)",
+    "umf": "umf(feddc)",
+    "clustered": "clustered(fedmr)",
+    "ala": "ala(fedmr)",
+    "secure": "secure(fedmr)",
+}
+EVERY_METHOD = sorted(WRAPPERS.get(entry.name, entry.name) for entry in algorithms)
