@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,28 @@ HOPELESS = 1000
 """A global model whose loss is this many times that of guessing has diverged: such weights do not come back."""
 
 
+class Observer(Protocol):
+    """Watches the rounds of a federation without any influence on them, and keeps what it notes through a resumption."""
+
+    def begin(self, federation: Federation) -> None:
+        """The federation is set up, and about to resume."""
+
+    def finished(self) -> int:
+        """How many rounds from the first on have all their notes on disk: none is resumed after a later one."""
+
+    def resume(self, finished: int) -> None:
+        """Go on after round `finished`."""
+
+    def observe(self, round: Round, orders: Sequence[Order], replies: Replies) -> None:
+        """What the clients were sent and what came back, before the method receives it. The round may still fail."""
+
+    def commit(self, number: int) -> None:
+        """The round that was observed has succeeded."""
+
+    def sync(self) -> None:
+        """Wait until all notes are on the disk."""
+
+
 class Federation:
     """One method on one task in one engine, round after round.
 
@@ -34,7 +56,7 @@ class Federation:
     is much. A federation made again with the same arguments continues from the newest checkpoint.
 
     Clients have the task's numbers in all figures. Where some never train (`Schedule.new_clients`), `self.task` has these
-    last, and methods and engine count by that order.
+    last, and methods and engine count by that order. `observers` are told of every round.
     """
 
     def __init__(
@@ -45,7 +67,9 @@ class Federation:
         schedule: Schedule,
         directory: Path | None = None,
         identity: str = "",
+        observers: Sequence[Observer] = (),
     ) -> None:
+        self.observers = observers
         self.algorithm, self.engine, self.schedule = algorithm, engine, schedule
         newcomers = schedule.newcomers(task.clients)
         self.task, self.numbers = newcomers_last(task, newcomers, schedule.seed)
@@ -78,6 +102,8 @@ class Federation:
         self.checkpoints = None if directory is None else Checkpoints(directory, identity)
         names = ("metrics.jsonl", "timings.jsonl", "clients.jsonl")
         self._logs = [] if directory is None else [RoundLog(directory / name) for name in names]
+        for observer in observers:
+            observer.begin(self)
         self._resume()
 
     @property
@@ -145,6 +171,9 @@ class Federation:
         results = self.engine.train(self.algorithm, round, orders)
         replies, faults, received_bytes = self._collect(round, selection, results)
         trained = time.perf_counter()
+        for observer in self.observers:
+            observer.observe(round, orders, replies)
+        observed = time.perf_counter()
         if INTEGERS in replies.tensors:
             self.integers = replies.tensors.pop(INTEGERS).amax(0)
         if len(replies):
@@ -167,9 +196,11 @@ class Federation:
             "round": round.number,
             "seconds": ended - began,
             "train_seconds": trained - began,
-            "server_seconds": received - trained,
+            "server_seconds": received - observed,
             "evaluate_seconds": ended - received,
         }
+        if self.observers:
+            timing["record_seconds"] = observed - trained
         return {name: _finite(value) for name, value in (record | figures).items()}, timing, clients
 
     def _require_sense(self, round: Round, loss: float | None) -> None:
@@ -235,6 +266,8 @@ class Federation:
         return Replies(tensors, clients, slots, weights, metrics), faults, size
 
     def _record(self, record: Record, timing: Record, clients: Record | None) -> None:
+        for observer in self.observers:
+            observer.commit(record["round"])
         lines = ((self.history, record), (self.timings, timing), (self.client_history, clients))
         for place, (history, line) in enumerate(lines):
             if line is not None:
@@ -249,6 +282,8 @@ class Federation:
             figures, _, clients = self._logs
             figures.sync()
             clients.sync()
+            for observer in self.observers:
+                observer.sync()
             server = {**self.algorithm.full_state(), "integers": self.integers}
             self.checkpoints.save(Checkpoint(self.finished, server, self.engine.memory()))
             self.engine.release_memory()
@@ -257,10 +292,12 @@ class Federation:
         if self.checkpoints is None:
             return
         remove_unfinished(self.checkpoints.directory)
-        recorded = without_gap(self._logs[0].read())
+        recorded = min([without_gap(self._logs[0].read()), *(observer.finished() for observer in self.observers)])
         found = self.checkpoints.latest(recorded, lambda checkpoint: self.engine.restore_memory(checkpoint.clients))
         finished = 0 if found is None else found.round
         self.history, self.timings, self.client_history = (log.resume(finished) for log in self._logs)
+        for observer in self.observers:
+            observer.resume(finished)
         if found is not None:
             server = dict(found.server)
             self.integers = server.pop("integers")

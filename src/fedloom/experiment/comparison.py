@@ -18,6 +18,8 @@ from fedloom.experiment.workers import attempt, run_in_workers
 from fedloom.expression import parse
 from fedloom.federation import Federation
 from fedloom.files import write_text
+from fedloom.recording.recorder import build_recorders
+from fedloom.recording.recording import Recording
 from fedloom.report import summary as figures
 from fedloom.report import write_report
 from fedloom.report.summary import Row, RunSummary, summarise
@@ -111,7 +113,8 @@ class Comparison:
         for name in waiting:
             if name.seed == waiting[0].seed:
                 task, schedule = tasks[name.seed], dataclasses.replace(self.configuration.schedule, seed=name.seed)
-                Federation(build(name.algorithm), task, RowsEngine(task), schedule)
+                recording = Recording(build_recorders(self.configuration.record))
+                Federation(build(name.algorithm), task, RowsEngine(task), schedule, observers=[recording])
         return waiting, tasks
 
     def _run_here(

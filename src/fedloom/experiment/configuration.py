@@ -19,6 +19,7 @@ from fedloom.data.partition import partitions
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.expression import Call, allowed, parse
 from fedloom.models import models
+from fedloom.recording.recorder import build_recorders, expression
 from fedloom.registry import Registry
 from fedloom.schedule import Schedule
 from fedloom.task import Task, make_task
@@ -44,7 +45,8 @@ class Configuration(BaseModel):
 
     The keys of `schedule` stand at the top of a file, beside these. Results lie in `directory`, by default `runs/<name>`.
     `workers` runs go on at a time, each with `threads` threads (by default PyTorch's number, shared out to the workers);
-    neither changes what is computed, beyond the last digits of sums.
+    neither changes what is computed, beyond the last digits of sums. `record` says what is written down beside the figures,
+    such as `["objective(every=10)", "ala(client=8)", "trajectory(client=4)"]`.
     """
 
     model_config = _STRICT
@@ -56,6 +58,7 @@ class Configuration(BaseModel):
     seeds: list[int] = []
     schedule: Schedule = Schedule()
     targets: list[float] = []
+    record: list[str] = []
     directory: str | None = None
     threads: int | None = None
     workers: int = 1
@@ -83,12 +86,14 @@ class Configuration(BaseModel):
 
     def resolved(self, algorithm: str, seed: int) -> dict[str, Any]:
         """Everything that one run's figures depend on, with defaults filled in; plain values, ready for JSON."""
+        recorders = [expression(recorder) for recorder in build_recorders(self.record)]
         return {
             "algorithm": describe(build(algorithm)),
             **schedule_values(dataclasses.replace(self.schedule, seed=seed)),
             "model": self.model,
             "data": self.data.model_dump(),
             "training": dataclasses.asdict(self.training),
+            **({"record": recorders} if recorders else {}),
         }
 
 
@@ -255,10 +260,26 @@ def _check_expressions(found: Configuration) -> None:
     for position, method in enumerate(methods):
         if method in methods[:position]:
             raise InvalidValue(f"algorithms lists {method!r} twice")
+    _check_recorders(found)
     _named("data.name", found.data.name, lambda text: _looked_up(datasets, text))
     _named("data.partition", found.data.partition, lambda text: _looked_up(partitions, text))
     if ":" not in found.model:
         _named("model", found.model, lambda text: _looked_up(models, text))
+
+
+def _check_recorders(found: Configuration) -> None:
+    """Each recorder must have something to record in one of the methods."""
+    for text in found.record:
+        _named("record", text, lambda one: build_recorders([one]))
+    try:
+        recorders = build_recorders(found.record)
+    except InvalidValue as error:
+        raise InvalidValue(f"record: {error}") from None
+    texts = found.algorithms or ([] if found.algorithm is None else [found.algorithm])
+    for recorder in recorders:
+        reasons = [recorder.unfit(build(text)) for text in texts]
+        if reasons and all(reasons):
+            raise InvalidValue(f"record: {recorder.name}: nothing to record for {', '.join(texts)}: {reasons[0]}")
 
 
 def _named(key: str, text: str, make: Any) -> Any:

@@ -6,6 +6,7 @@ task.json              label counts of the clients, class names, sizes
 environment.json       versions and machine of the latest start
 metrics.jsonl          one line a round, the same in every repetition
 timings.jsonl          seconds of each round
+recorded.jsonl         on request, what was noted of each round (with recorded/, models that were kept); recording.json, all of it
 checkpoint-*           the state to go on from
 model.safetensors      the final model, by the names of the module's `state_dict`
 result.json            the figures at the end; written last, so that its presence says that the run is finished
@@ -29,6 +30,7 @@ from fedloom.checkpoint import RoundLog
 from fedloom.errors import CheckpointError
 from fedloom.experiment.environment import environment, version_changes
 from fedloom.files import UNFINISHED, remove_unfinished, write_text
+from fedloom.recording.recording import RESULT as RECORDED
 from fedloom.report.summary import RunSummary
 
 _LONGEST = 80  # of a folder's name that is made from an expression
@@ -36,7 +38,8 @@ _LONGEST = 80  # of a folder's name that is made from an expression
 # What a run writes, and so all that starting afresh may remove.
 _FILES = (
     "configuration.json", "split.npz", "test-split.npz", "task.json", "environment.json", "metrics.jsonl", "timings.jsonl",
-    "clients.jsonl", "clients", "checkpoint-*", "model.safetensors", "result.json", "report.html", f".*{UNFINISHED}",
+    "clients.jsonl", "clients", "checkpoint-*", "model.safetensors", "result.json", "report.html", "recorded",
+    "recorded.jsonl", RECORDED, f".*{UNFINISHED}",
 )  # fmt: skip
 
 
@@ -126,7 +129,15 @@ class RunDirectory:
             task["class_names"],
             configuration,
             self._read("environment.json"),
+            self._recorded(),
         )
+
+    def _recorded(self) -> list[dict[str, Any]]:
+        path = self.path / RECORDED
+        try:
+            return list(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else []
+        except ValueError:
+            raise CheckpointError(f"{path} is damaged: start again with --fresh") from None
 
     def _read(self, name: str) -> dict[str, Any]:
         path = self.path / name

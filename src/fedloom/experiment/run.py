@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import nn
 
 from fedloom.algorithm import Algorithm, build, describe
 from fedloom.engines.local import RowsEngine
+from fedloom.errors import InvalidValue
 from fedloom.evaluation import Record
 from fedloom.experiment.artifact import save_model
 from fedloom.experiment.configuration import Configuration, schedule_values
@@ -26,6 +27,8 @@ from fedloom.experiment.environment import environment
 from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.federation import Federation
 from fedloom.files import write_text
+from fedloom.recording.recorder import Recorder, build_recorders, expression
+from fedloom.recording.recording import Recording
 from fedloom.report import summary as figures
 from fedloom.report import write_report
 from fedloom.report.summary import RunSummary
@@ -47,6 +50,7 @@ class Result:
     federation: Federation
     task: Task
     configuration: dict[str, Any]
+    recording: Recording | None = None
 
     @cached_property
     def model(self) -> nn.Module:
@@ -93,7 +97,13 @@ class Result:
             about["class_names"],
             self.configuration,
             environment(),
+            self.recorded,
         )
+
+    @cached_property
+    def recorded(self) -> list[dict[str, Any]]:
+        """What was recorded on request, one entry a recorder."""
+        return [] if self.recording is None else self.recording.results()
 
     def report(self, path: str | Path) -> None:
         """Write a page of figures and tables that needs no other file."""
@@ -114,13 +124,15 @@ def run(
     personal_every: int | None = None,
     personal_clients: int = 1000,
     new_clients: float = 0.0,
+    record: Sequence[str] = (),
     on_round: OnRound | None = None,
 ) -> Result:
     """Train `algorithm`, such as `FedMR()` or `"fedmr(unit=segment, fraction=0.5)"`, on the task.
 
     How long and how often is told as to `Schedule`. With a `directory`, figures, checkpoints and the final model are kept
     there: the same call goes on where it was interrupted, and only reads what is there when the run is finished. `algorithm`
-    itself stays as it is.
+    itself stays as it is. `record` says what is written down beside the figures, such as `["objective(every=10)"]`
+    (`Result.recorded`); the run is the same without.
     Raises `InvalidValue` for a figure out of range, `CheckpointError` for the directory of another run, and `Diverged` when
     no client's model is finite any more.
     """
@@ -136,20 +148,25 @@ def run(
         personal_clients,
         new_clients,
     )
-    described = _described(method, task, schedule)
+    recorders = _fitting(build_recorders(record), method)
+    described = _described(method, task, schedule, recorders)
     if directory is None:
-        federation = Federation(method, task, RowsEngine(task), schedule)
+        recording = Recording(recorders) if recorders else None
+        federation = Federation(method, task, RowsEngine(task), schedule, observers=_present(recording))
+        for notice in _notices(federation, recording):
+            _logger.warning(notice)
         federation.run(on_round)
-        return Result(federation, task, described)
+        return Result(federation, task, described, recording)
     place = RunDirectory(Path(directory))
     with place.locked():
         for notice in place.begin(described):
             _logger.warning(notice)
-        federation = _open(method, task, schedule, place, described)
-        for notice in federation.notices:
+        recording = Recording(recorders, place.path) if recorders else None
+        federation = _open(method, task, schedule, place, described, recording)
+        for notice in _notices(federation, recording):
             _logger.warning(notice)
         federation.run(on_round)
-        result = Result(federation, task, described)
+        result = Result(federation, task, described, recording)
         _finish(result, place, type(task.model).__name__)
     return result
 
@@ -181,27 +198,32 @@ def run_configured(
             return place.summary(name.algorithm)
         task = (make_task or configuration.task)(name.seed)
         notices = place.begin(resolved, fresh)
-        federation = _open(
-            build(name.algorithm), task, dataclasses.replace(configuration.schedule, seed=name.seed), place, resolved
-        )
-        for notice in [*notices, *federation.notices]:
+        schedule = dataclasses.replace(configuration.schedule, seed=name.seed)
+        recording = Recording(build_recorders(configuration.record), place.path) if configuration.record else None
+        federation = _open(build(name.algorithm), task, schedule, place, resolved, recording)
+        for notice in [*notices, *_notices(federation, recording)]:
             watch(Event("notice", name, text=notice))
         watch(Event("started", name, federation.finished))
         federation.run(
             lambda record, timing: watch(Event("round", name, federation.finished, record, timing["seconds"]))
         )
-        _finish(Result(federation, task, resolved), place, configuration.model)
+        _finish(Result(federation, task, resolved, recording), place, configuration.model)
         found = place.summary(name.algorithm)
     watch(Event("ended", name, configuration.schedule.rounds, federation.history[-1], figures.seconds(found) or 0.0))
     return found
 
 
 def _open(
-    method: Algorithm, task: Task, schedule: Schedule, place: RunDirectory, described: Mapping[str, Any]
+    method: Algorithm,
+    task: Task,
+    schedule: Schedule,
+    place: RunDirectory,
+    described: Mapping[str, Any],
+    recording: Recording | None,
 ) -> Federation:
     """The federation in its directory, after its last checkpoint; what it will need to be read is written first."""
     identity = _identity(task, described)
-    federation = Federation(method, task, RowsEngine(task), schedule, place.path, identity)
+    federation = Federation(method, task, RowsEngine(task), schedule, place.path, identity, _present(recording))
     task.partition.save(place.path / "split.npz")
     if task.local_test is not None:
         task.local_test.save(place.path / "test-split.npz")
@@ -209,9 +231,28 @@ def _open(
     return federation
 
 
+def _present(recording: Recording | None) -> list[Recording]:
+    return [] if recording is None else [recording]
+
+
+def _notices(federation: Federation, recording: Recording | None) -> list[str]:
+    """What there is to say at the start, a line each."""
+    return federation.notices + ([] if recording is None else recording.notices)
+
+
+def _fitting(recorders: list[Recorder], method: Algorithm) -> list[Recorder]:
+    """The recorders, each of which must have something to record."""
+    for recorder in recorders:
+        if reason := recorder.unfit(method):
+            raise InvalidValue(f"record: {recorder.name}: nothing to record for {describe(method)}: {reason}")
+    return recorders
+
+
 def _finish(result: Result, place: RunDirectory, expression: str) -> None:
     """Write the model, then the figures at the end, whose file says that the run is finished."""
     task, summary = result.task, result.summary
+    if result.recording is not None:
+        result.recording.write(result.recorded)
     about = {"algorithm": summary.algorithm, "seed": str(summary.seed), "data": task.dataset.name}
     save_model(place.path / "model.safetensors", result.model, expression, task.dataset.spec, about)
     ends = {
@@ -225,7 +266,7 @@ def _finish(result: Result, place: RunDirectory, expression: str) -> None:
     write_text(place.path / "result.json", to_json(ends))
 
 
-def _described(method: Algorithm, task: Task, schedule: Schedule) -> dict[str, Any]:
+def _described(method: Algorithm, task: Task, schedule: Schedule, recorders: Sequence[Recorder]) -> dict[str, Any]:
     """What a run in Python depends on, in the words of a configuration, as far as plain values can say it."""
     return {
         "algorithm": describe(method),
@@ -233,6 +274,7 @@ def _described(method: Algorithm, task: Task, schedule: Schedule) -> dict[str, A
         "model": type(task.model).__name__,
         "data": {"name": task.dataset.name, "clients": task.clients},
         "training": dataclasses.asdict(task.training),
+        **({"record": [expression(recorder) for recorder in recorders]} if recorders else {}),
     }
 
 

@@ -85,7 +85,7 @@ def learning_curves(
         if drawn.seeds > 1:
             traces.append(_band(name, style, drawn))
         traces.append(_line(name, style, drawn, form))
-    return _figure(
+    return framed(
         traces,
         380,
         xaxis={"title": _X_TITLES[x], "rangemode": "tozero", **_x_form(x)},
@@ -125,7 +125,7 @@ def accuracy_by_seed(runs: Sequence[RunSummary], measure: str = "final") -> go.F
             **common,
         )
         traces += [mean, dots]
-    return _figure(
+    return framed(
         traces,
         _bar_height(runs),
         xaxis={"title": f"{measure.capitalize()} test accuracy", "tickformat": ".2~%"},
@@ -171,7 +171,7 @@ def label_distribution(
     # One trace leaves out what is empty; the order of the axes must not depend on what is there.
     across = {"categoryarray": [str(k) for k in shown], "range": [-0.7, len(shown) - 0.3]}
     up = {"categoryarray": names, "range": [-0.7, classes - 0.3]}
-    return _figure(
+    return framed(
         [bubbles],
         min(720, max(240, 110 + 26 * classes)),
         xaxis={"title": "Client", "type": "category", "showgrid": False, **across},
@@ -235,7 +235,7 @@ def _band(name: str, style: Style, drawn: Curve) -> go.Scatter:
         mode="lines",
         line={"width": 0},
         fill="toself",
-        fillcolor=_pale(style.colour, 0.16),
+        fillcolor=pale(style.colour, 0.16),
         hoverinfo="skip",
         showlegend=False,
         name=html.escape(name),
@@ -257,7 +257,7 @@ def _bar(name: str, colour: str, opacity: float, value: float, hover: str) -> go
 
 
 def _bars(traces: Sequence[go.Bar], runs: Sequence[RunSummary], title: str, form: dict[str, Any]) -> go.Figure:
-    return _figure(
+    return framed(
         traces,
         _bar_height(runs),
         barmode="stack",
@@ -275,12 +275,12 @@ def _x_form(x: str) -> dict[str, Any]:
     return {"tickformat": "~s", "ticksuffix": "B", "hoverformat": ".3s"} if x == "bytes" else {}
 
 
-def _pale(colour: str, opacity: float) -> str:
+def pale(colour: str, opacity: float) -> str:
     red, green, blue = (int(colour[k : k + 2], 16) for k in (1, 3, 5))
     return f"rgba({red},{green},{blue},{opacity})"
 
 
-def _figure(traces: Sequence[Any], height: int, **layout: Any) -> go.Figure:
+def framed(traces: Sequence[Any], height: int, **layout: Any) -> go.Figure:
     """A figure with what all share; ground and text are left see-through enough for light and dark pages.
 
     The layout is made in one go: changing a Plotly layout costs far more than making it.

@@ -16,9 +16,16 @@ from plotly.offline import get_plotlyjs
 
 from fedloom.errors import InvalidValue
 from fedloom.files import write_text
-from fedloom.report import figures
+from fedloom.report import figures, recorded
 from fedloom.report.curves import AXES
-from fedloom.report.sections import comparison_table, fault_table, headline, method_chips, what_was_run
+from fedloom.report.sections import (
+    comparison_table,
+    fault_table,
+    headline,
+    method_chips,
+    recorded_section,
+    what_was_run,
+)
 from fedloom.report.summary import RunSummary, by_algorithm, summarise
 
 _AXIS_NAMES = {"round": "Rounds", "bytes": "Bytes", "seconds": "Seconds"}
@@ -86,6 +93,7 @@ def render(
     settings = runs[0].configuration
     rows = summarise(runs, settings.get("targets", ()) if targets is None else targets)
     curves, spent, labels = _curve_slots(runs), _cost_slots(runs), _label_slot(runs)
+    noted = _recorded_slots(runs)
     comparison = [_seed_slot(runs)] if max(row.seeds for row in rows) > 1 else []
     body = "".join(
         [
@@ -99,12 +107,13 @@ def render(
             ""
             if labels is None
             else f"<section>{_head('Data of the clients', _seed_choice(labels))}{labels.html}</section>",
+            recorded_section(_all(noted)),
             fault_table(runs),
             what_was_run(runs, command or str(settings.get("command", ""))),
             "</main><footer>Made by fedloom. The page holds all its data and needs no network.</footer>",
         ]
     )
-    slots = [*comparison, *curves, *spent, *([] if labels is None else [labels])]
+    slots = [*comparison, *curves, *spent, *([] if labels is None else [labels]), *noted]
     assets = files("fedloom.report") / "assets"
     return Template((assets / "page.html").read_text(encoding="utf-8")).substitute(
         title=escape(title),
@@ -198,6 +207,12 @@ def _label_slot(runs: Sequence[RunSummary]) -> Slot | None:
     }
     caption = f"Each bubble's area is the number of a client's training samples of a class; {samples:,} in all.{some}"
     return Slot("labels", "Label distribution.", caption, variants, "labels")
+
+
+def _recorded_slots(runs: Sequence[RunSummary]) -> list[Slot]:
+    """What was recorded on request: of each method the first seed that has it."""
+    drawn = [drawing for drawing in recorded.drawings(runs) if drawing.figure.data]
+    return [Slot(f"recorded-{k}", one.title, one.caption, {"": one.figure}) for k, one in enumerate(drawn)]
 
 
 def _seed_choice(slot: Slot) -> str:

@@ -86,6 +86,13 @@ def what_was_run(runs: Sequence[RunSummary], command: str) -> str:
     return f"<section><div class=head><h2>What was run</h2></div><div class=facts>{blocks}</div>{repeat}</section>"
 
 
+def recorded_section(figures: str) -> str:
+    """The figures of what was recorded on request; empty without any."""
+    if not figures:
+        return ""
+    return f"<section><div class=head><h2>What was recorded</h2></div><div class=pair>{figures}</div></section>"
+
+
 def fault_table(runs: Sequence[RunSummary]) -> str:
     """Who did not answer or was refused, by method and reason, the most frequent first; empty without faults."""
     times: Counter[tuple[str, str]] = Counter()

@@ -25,7 +25,8 @@ class RunSummary:
     `records` and `timings` are the lines of `metrics.jsonl` and `timings.jsonl`, in the order of the rounds.
     `label_counts` holds the training samples of each client and class, `[clients][classes]` (may be empty when unknown);
     `configuration` is what was run and `environment` the versions and the machine it ran on. Two keys of the configuration
-    mean something to the report: `command`, the line that repeats the run, and nothing else is required.
+    mean something to the report: `command`, the line that repeats the run, and nothing else is required. `recorded` holds
+    what was recorded on request (`Recording.results`), one entry a recorder.
     """
 
     algorithm: str
@@ -36,6 +37,7 @@ class RunSummary:
     class_names: list[str] | None = None
     configuration: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
+    recorded: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,197 @@
+"""The recording of one run: it watches the federation's rounds, keeps the notes through kills, and gathers them at the end.
+
+In the run's directory: `recorded.jsonl`, a line a round; `recorded/round-*.safetensors`, the models that are kept;
+`recording.json`, all of it as reports draw it, when the run is finished.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fedloom.algorithm import Replies, describe
+from fedloom.checkpoint import RoundLog, without_gap
+from fedloom.engines.base import INTEGERS, Order
+from fedloom.engines.local import RowsEngine
+from fedloom.engines.processes import ProcessesEngine
+from fedloom.errors import InvalidValue
+from fedloom.federation import Federation
+from fedloom.files import flush, read_tensors, remove_unfinished, write_tensors, write_text
+from fedloom.recording.recorder import Exchange, Note, Recorder, Scene, whole_models
+from fedloom.round import Round
+from fedloom.scoring import Evaluator
+
+RESULT = "recording.json"
+
+
+class Recording:
+    """Lets recorders note what they want of each round; the run itself is the same with and without.
+
+    A round's notes are kept when the round is, so that a run that is resumed records the same bytes. `notices`: which
+    recorders were left out because this method has nothing for them, a line each.
+    """
+
+    def __init__(self, recorders: Sequence[Recorder], directory: Path | None = None) -> None:
+        self.recorders = list(recorders)
+        self.directory = directory
+        self.notices: list[str] = []
+        self._log = None if directory is None else RoundLog(directory / "recorded.jsonl")
+        self._lines: list[dict[str, Any]] = []
+        self._tensors: dict[int, dict[str, Tensor]] = {}  # without a directory, of all rounds; else of none
+        self._pending: dict[str, Note] = {}
+        self._unsynced: list[Path] = []
+
+    def begin(self, federation: Federation) -> None:
+        """Take the federation, which is set up. Raises `InvalidValue` when a recorder asks for what it cannot have."""
+        if not isinstance(federation.engine, RowsEngine | ProcessesEngine):
+            raise InvalidValue(
+                f"record works in simulations, where the clients' samples are at hand, not in {type(federation.engine).__name__}"
+            )
+        task, method = federation.task, federation.algorithm
+        evaluator = Evaluator(task.model, task.layout, task.dataset)
+        trainers = task.clients - federation.schedule.newcomers(task.clients)
+        self._scene = Scene(task, federation.schedule.rounds, trainers, federation.numbers, evaluator)
+        whole, fit = whole_models(method), []
+        for recorder in self.recorders:
+            try:
+                recorder.require(self._scene)
+            except InvalidValue as error:
+                raise InvalidValue(f"record: {recorder.name}: {error}") from None
+            reason = recorder.unfit(method) or (whole if type(recorder).note is not Recorder.note else "")
+            if reason:
+                self.notices.append(f"{recorder.name} is not recorded for {describe(method)}: {reason}")
+            else:
+                fit.append(recorder)
+        self.recorders = fit
+        self._attach(federation)
+        if self.directory is not None:
+            remove_unfinished(self._folder)
+
+    def _attach(self, federation: Federation) -> None:
+        attached = {r.name: r.attach(federation.algorithm, self._scene) for r in self.recorders}
+        self._heard = {name: hear for name, hear in attached.items() if hear is not None}
+        if self._heard and isinstance(federation.engine, ProcessesEngine):
+            raise InvalidValue(
+                f"record: {next(iter(self._heard))}: the clients learn in other processes, out of hearing"
+            )
+
+    @property
+    def _folder(self) -> Path:
+        assert self.directory is not None
+        return self.directory / "recorded"
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"round-{number:07d}.safetensors"
+
+    def finished(self) -> int:
+        """How many rounds from the first on have all their notes on disk."""
+        lines = [] if self._log is None else self._log.read()
+        whole = without_gap(lines)
+        lost = (k for k, line in enumerate(lines[:whole]) if line["kept"] and not self._path(line["round"]).exists())
+        return next(lost, whole)
+
+    def resume(self, finished: int) -> None:
+        """Go on after round `finished`; what was noted of later ones is dropped."""
+        if self._log is not None:
+            self._lines = self._log.resume(finished)
+
+    def observe(self, round: Round, orders: Sequence[Order], replies: Replies) -> None:
+        """Note what recorders want of this round, which may still fail. Nothing given is changed or kept without a copy."""
+        exchanges = _exchanges(orders, replies)
+        self._pending = {}
+        for recorder in self.recorders:
+            hear = self._heard.get(recorder.name)
+            heard = None if hear is None else hear(round.number)
+            note = recorder.note(round.number, exchanges, self._scene) if heard is None else Note(heard)
+            if note is not None:
+                self._pending[recorder.name] = note
+
+    def commit(self, number: int) -> None:
+        """The round has succeeded: its notes are kept. Models are on disk before the line that counts on them."""
+        tensors = {f"{name}/{key}": t for name, note in self._pending.items() for key, t in note.tensors.items()}
+        notes = {name: _plain(note.value) for name, note in self._pending.items()}
+        line = {"round": number, "kept": bool(tensors), "notes": notes}
+        self._pending = {}
+        if self._log is None:
+            self._tensors[number] = tensors
+        elif tensors:
+            self._folder.mkdir(exist_ok=True)
+            write_tensors(self._path(number), tensors, {}, durable=False)
+            self._unsynced.append(self._path(number))
+        self._lines.append(line)
+        if self._log is not None:
+            self._log.append(line)
+
+    def sync(self) -> None:
+        """Wait until all notes are on the disk."""
+        for path in self._unsynced:
+            flush(path)
+        self._unsynced = []
+        if self._log is not None:
+            self._log.sync()
+
+    def results(self) -> list[dict[str, Any]]:
+        """What each recorder has found, ready for JSON and for reports; recorders without a single note are left out.
+
+        Raises `DamagedCheckpoint` when a model that was kept cannot be read.
+        """
+        found = []
+        for recorder in self.recorders:
+            series = [
+                (line["round"], line["notes"][recorder.name]) for line in self._lines if recorder.name in line["notes"]
+            ]
+            if series:
+                found.append(
+                    recorder.result(series, self._kept(recorder, [number for number, _ in series]), self._scene)
+                )
+        return [_plain(one) for one in found]
+
+    def write(self, results: Sequence[Mapping[str, Any]]) -> None:
+        """Write the results into the run's directory."""
+        if self.directory is not None:
+            write_text(self.directory / RESULT, json.dumps(list(results)) + "\n")
+
+    def _kept(self, recorder: Recorder, numbers: Sequence[int]) -> dict[int, Mapping[str, Tensor]]:
+        prefix = f"{recorder.name}/"
+        kept = {line["round"] for line in self._lines if line["kept"]}
+        found: dict[int, Mapping[str, Tensor]] = {}
+        for number in numbers:
+            if number in kept:
+                tensors = self._tensors[number] if self._log is None else read_tensors(self._path(number))[0]
+                found[number] = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        return found
+
+
+def _exchanges(orders: Sequence[Order], replies: Replies) -> list[Exchange]:
+    """What the clients that replied received and uploaded, in the order of the slots; none where it is not one model each."""
+    if "model" not in replies.tensors or any("model" not in order.inbox for order in orders):
+        return []
+    sent = {order.slot: order.inbox for order in orders if order.slot is not None}
+    integers = replies.tensors.get(INTEGERS)
+    found = []
+    for place, slot in enumerate(replies.slots.tolist()):
+        inbox = sent[slot]
+        found.append(
+            Exchange(
+                int(replies.clients[place]),
+                inbox["model"][0],
+                replies["model"][place],
+                inbox[INTEGERS][0] if INTEGERS in inbox else None,
+                None if integers is None else integers[place],
+            )
+        )
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no word for infinite or undefined figures."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

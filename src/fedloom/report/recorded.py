@@ -1,0 +1,248 @@
+"""The figures of what runs recorded on request (`fedloom.recording`), as Plotly figures."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.colors import sample_colorscale
+
+from fedloom.report.figures import Style, framed, pale, styles
+from fedloom.report.summary import RunSummary, by_algorithm
+
+ROUNDS = 12
+"""Rounds of ALA's learning that are drawn, evenly spaced, the first and the last among them."""
+
+DRAWN = 12
+"""Figures of one page at most."""
+
+SEQUENCE = "Viridis"
+"""Colours from early to late, and from low to high; told apart by people with any common colour blindness."""
+
+_LINE = "#d55e00"
+
+_EARLY, _LATE = 0.35, 0.88
+"""The part of the colours that is seen on white and on near black alike."""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure with its title and what to say below it."""
+
+    title: str
+    caption: str
+    figure: go.Figure
+
+
+def drawings(runs: Sequence[RunSummary]) -> list[Drawing]:
+    """All that the runs recorded, of each method the first seed that recorded anything, up to `DRAWN` figures."""
+    chosen = [run for group in by_algorithm(runs).values() if (run := _first_recorded(group)) is not None]
+    several = len(by_algorithm(runs)) > 1
+    looks = styles(runs)
+    found: list[Drawing] = []
+    if any(one["kind"] == "objective" for run in chosen for one in run.recorded):
+        found.append(_objectives(chosen, looks))
+    for run in chosen:
+        whose = f" {run.algorithm}, seed {run.seed}." if several else f" Seed {run.seed}."
+        for one in run.recorded:
+            if one["kind"] == "ala":
+                found.append(_blending(run.algorithm, one, whose))
+            elif one["kind"] == "trajectory":
+                found.append(_trajectory(run.algorithm, one, whose))
+    return found[:DRAWN]
+
+
+def objective_steps(method: str, recorded: Mapping[str, Any], style: Style) -> list[go.Scatter]:
+    """The objective before (circles) and after (dots) local training, and the steps between them, round by round."""
+    rounds, before, after = recorded["rounds"], recorded["before"], recorded["after"]
+    common: dict[str, Any] = {"legendgroup": method, "name": html.escape(method), "showlegend": False}
+    steps = go.Scatter(
+        x=[place for number in rounds for place in (number, number, None)],
+        y=[value for pair in zip(before, after, strict=True) for value in (*pair, None)],
+        mode="lines",
+        line={"color": pale(style.colour, 0.4), "width": 1.5},
+        hoverinfo="skip",
+        **common,
+    )
+    ends = [
+        go.Scatter(
+            x=rounds,
+            y=values,
+            mode="lines+markers",
+            line={"color": pale(style.colour, 0.55), "width": 1, "dash": dash},
+            marker={"symbol": symbol, "size": 8, "color": style.colour, "line": {"width": 2, "color": style.colour}},
+            hovertemplate=f"round %{{x}}, {when} local training: %{{y:.4~g}}<extra>%{{fullData.name}}</extra>",
+            **common,
+        )
+        for values, when, symbol, dash in (
+            (before, "before", "circle-open", "dot"),
+            (after, "after", "circle", "solid"),
+        )
+    ]
+    return [steps, *ends]
+
+
+def blending_losses(method: str, recorded: Mapping[str, Any]) -> go.Figure:
+    """The loss of each epoch of ALA's learning, a line a round from early to late; up to `ROUNDS` rounds."""
+    rounds, losses = recorded["rounds"], recorded["losses"]
+    shown = sorted({int(k) for k in np.linspace(0, len(rounds) - 1, min(len(rounds), ROUNDS)).round()})
+    span = max(1, rounds[shown[-1]] - rounds[shown[0]])
+    colours = sample_colorscale(
+        SEQUENCE, [_EARLY + (_LATE - _EARLY) * (rounds[k] - rounds[shown[0]]) / span for k in shown]
+    )
+    lines = [
+        go.Scatter(
+            x=list(range(1, len(losses[k]) + 1)),
+            y=losses[k],
+            mode="lines+markers",
+            line={"color": colour, "width": 2},
+            marker={"size": 6},
+            hovertemplate=f"round {rounds[k]}, epoch %{{x}}: %{{y:.4~g}}<extra></extra>",
+            name=f"round {rounds[k]}",
+            legendgroup=method,
+        )
+        for k, colour in zip(shown, colours, strict=True)
+    ]
+    scale = _scale_of_rounds(rounds[shown[0]], rounds[shown[-1]], method)
+    return framed(
+        [*lines, *scale],
+        380,
+        xaxis={"title": "Epoch of learning the weights", "dtick": 1 if max(map(len, losses)) <= 12 else None},
+        yaxis={"title": "Training loss"},
+        hovermode="closest",
+    )
+
+
+def trajectory_path(method: str, recorded: Mapping[str, Any]) -> go.Figure:
+    """The path of a client's models over its local loss in the plane of their two principal components; without a plane, the
+    loss of the models over the rounds."""
+    rounds, losses = recorded["rounds"], recorded["losses"]
+    if "points" not in recorded:
+        line = go.Scatter(
+            x=rounds, y=losses, mode="lines+markers", line={"color": _LINE}, legendgroup=method, showlegend=False
+        )
+        return framed([line], 380, xaxis={"title": "Round"}, yaxis={"title": "Training loss"})
+    x, y = zip(*recorded["points"], strict=True)
+    surface = go.Contour(
+        x=recorded["x"],
+        y=recorded["y"],
+        z=recorded["surface"],
+        colorscale=SEQUENCE,
+        reversescale=True,
+        ncontours=24,
+        line={"width": 0.5, "color": "rgba(255,255,255,0.5)"},
+        colorbar={"title": {"text": "Loss"}, "thickness": 12, "outlinewidth": 0},
+        hovertemplate="loss %{z:.4~g}<extra></extra>",
+        legendgroup=method,
+    )
+    # A light line below the dark one, so that the path is seen on high and on low ground.
+    halo = go.Scatter(
+        x=x,
+        y=y,
+        mode="lines",
+        line={"color": "#ffffff", "width": 5},
+        hoverinfo="skip",
+        showlegend=False,
+        legendgroup=method,
+    )
+    path = go.Scatter(
+        x=x,
+        y=y,
+        customdata=list(zip(rounds, losses, strict=True)),
+        mode="lines+markers",
+        line={"color": "#101010", "width": 1.5},
+        marker={"size": 7, "color": _LINE, "line": {"width": 1, "color": "#ffffff"}},
+        hovertemplate="round %{customdata[0]}, loss %{customdata[1]:.4~g}<extra></extra>",
+        showlegend=False,
+        legendgroup=method,
+    )
+    ends = go.Scatter(
+        x=[x[0], x[-1]],
+        y=[y[0], y[-1]],
+        mode="markers",
+        marker={"size": 13, "symbol": ["circle", "star"], "color": _LINE, "line": {"width": 1.5, "color": "#ffffff"}},
+        hoverinfo="skip",
+        showlegend=False,
+        legendgroup=method,
+    )
+    first, second = (f"{name} component ({share:.0%} of the variance)" for name, share in _components(recorded))
+    return framed(
+        [surface, halo, path, ends],
+        460,
+        xaxis={"title": first, "showgrid": False, "range": _ends(recorded["x"])},
+        yaxis={"title": second, "showgrid": False, "range": _ends(recorded["y"])},
+        hovermode="closest",
+    )
+
+
+def _first_recorded(runs: Sequence[RunSummary]) -> RunSummary | None:
+    return next((run for run in runs if run.recorded), None)
+
+
+def _objectives(runs: Sequence[RunSummary], looks: Mapping[str, Style]) -> Drawing:
+    traces = [
+        trace
+        for run in runs
+        for one in run.recorded
+        if one["kind"] == "objective"
+        for trace in objective_steps(run.algorithm, one, looks[run.algorithm])
+    ]
+    figure = framed(traces, 380, xaxis={"title": "Round"}, yaxis={"title": "Training objective"}, hovermode="closest")
+    caption = (
+        "over the round's clients, weighted by samples: circles, of the models received, before local training; "
+        "dots, of the models uploaded."
+    )
+    return Drawing("Training objective", f"{caption} {_seeds(runs)}", figure)
+
+
+def _seeds(runs: Sequence[RunSummary]) -> str:
+    seeds = sorted({run.seed for run in runs})
+    return f"Seed {', '.join(map(str, seeds))}." if seeds else ""
+
+
+def _blending(method: str, one: Mapping[str, Any], whose: str) -> Drawing:
+    caption = f"of client {one['client']} over the epochs, a line a round.{whose}"
+    return Drawing("Loss while learning ALA's weights", caption, blending_losses(method, one))
+
+
+def _trajectory(method: str, one: Mapping[str, Any], whose: str) -> Drawing:
+    over = (
+        "over its training loss in the plane of their two principal components"
+        if "points" in one
+        else "span no plane; their training loss"
+    )
+    first, last = one["rounds"][0], one["rounds"][-1]
+    span = f"from round {first} (circle) to {last} (star)" if "points" in one else f"rounds {first} to {last}"
+    caption = f"{over}, {span}.{whose}"
+    return Drawing(f"Models of client {one['client']}", caption, trajectory_path(method, one))
+
+
+def _components(recorded: Mapping[str, Any]) -> list[tuple[str, float]]:
+    return list(zip(("First", "Second"), recorded["explained"], strict=True))
+
+
+def _ends(ticks: Sequence[float]) -> list[float]:
+    return [ticks[0], ticks[-1]]
+
+
+def _scale_of_rounds(first: int, last: int, method: str) -> list[go.Scatter]:
+    """A bar that says which colour is which round; it belongs to a trace without points."""
+    if first == last:
+        return []
+    marker = {
+        "color": [first],
+        "cmin": first,
+        "cmax": last,
+        "colorscale": sample_colorscale(SEQUENCE, np.linspace(_EARLY, _LATE, 9).tolist()),
+        "colorbar": {"title": {"text": "Round"}, "thickness": 12, "outlinewidth": 0},
+        "showscale": True,
+    }
+    return [
+        go.Scatter(
+            x=[None], y=[None], mode="markers", marker=marker, hoverinfo="skip", showlegend=False, legendgroup=method
+        )
+    ]

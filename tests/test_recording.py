@@ -1,0 +1,362 @@
+"""What runs record on request, against plain loops; that the run is the same without; that nothing is lost by a kill."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+import fedloom as fl
+from fedloom.algorithm import Message, Replies, algorithms, build
+from fedloom.algorithms.ala import Ala
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.cohort import Cohort
+from fedloom.engines.local import RowsEngine
+from fedloom.engines.processes import ProcessesEngine
+from fedloom.errors import FedloomError, InvalidValue
+from fedloom.experiment.comparison import Comparison
+from fedloom.experiment.configuration import configuration
+from fedloom.experiment.directory import RunDirectory
+from fedloom.experiment.events import RunName
+from fedloom.federation import Federation
+from fedloom.recording.plane import principal_plane
+from fedloom.recording.recorder import build_recorders, expression, recorders
+from fedloom.recording.recording import Recording
+from fedloom.report.page import render
+from fedloom.round import Round
+from fedloom.schedule import Schedule
+from fedloom.task import Task
+from small_task import small_task
+
+ALL = ("objective(every=2)", "ala(client=3)", "trajectory(client=2, first=2, last=6, grid=3)")
+SAME = ("metrics.jsonl", "clients.jsonl", "model.safetensors")
+
+
+class Witness(FedAvg):
+    """FedAvg that keeps what its clients received and what came back, on the side."""
+
+    def setup(self, plan: Any) -> None:
+        super().setup(plan)
+        self.received: list[dict[int, Tensor]] = []
+        self.uploaded: list[dict[int, Tensor]] = []
+        self.entering: dict[int, Tensor] = {}
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        self.entering[cohort.clients[0]] = inbox["model"][0].clone()
+        return super().train(cohort, inbox)
+
+    def receive(self, round: Round, replies: Replies) -> None:
+        clients = replies.clients.tolist()
+        self.received.append({client: self.entering[client] for client in clients})
+        self.uploaded.append({client: row.clone() for client, row in zip(clients, replies["model"], strict=True)})
+        super().receive(round, replies)
+
+
+def naive_loss(task: Task, row: Tensor, client: int) -> float:
+    """Mean cross entropy on a client's training samples, one at a time."""
+    module = task.module(row).eval()
+    losses = []
+    for index in task.partition[client]:
+        with torch.no_grad():
+            logits = module(task.train.inputs[int(index)].unsqueeze(0))
+        losses.append(float(F.cross_entropy(logits, task.train.labels[int(index)].unsqueeze(0))))
+    return sum(losses) / len(losses)
+
+
+def naive_objective(task: Task, rows: dict[int, Tensor]) -> float:
+    total = sum(len(task.partition[client]) for client in rows)
+    return sum(len(task.partition[client]) * naive_loss(task, row, client) for client, row in rows.items()) / total
+
+
+def recorded(result: Any, kind: str) -> dict[str, Any]:
+    return next(one for one in result.recorded if one["kind"] == kind)
+
+
+def recording_of(
+    method: fl.Algorithm, task: Task, expressions: tuple[str, ...], schedule: Schedule
+) -> tuple[Federation, dict[str, Any]]:
+    recording = Recording(build_recorders(expressions))
+    federation = Federation(method, task, RowsEngine(task), schedule, observers=[recording])
+    federation.run()
+    return federation, {one["kind"]: one for one in recording.results()}
+
+
+def test_the_objective_is_that_of_plain_loops() -> None:
+    task, method = small_task(), Witness()
+    schedule = Schedule(rounds=5, participation=0.5, seed=1, dropout=0.3)
+    _, found = recording_of(method, task, ("objective(every=2)",), schedule)
+    assert found["objective"]["rounds"] == [2, 4]
+    for place, number in enumerate((2, 4)):
+        for when, models in (("before", method.received), ("after", method.uploaded)):
+            naive = naive_objective(task, models[number - 1])
+            assert found["objective"][when][place] == pytest.approx(naive, rel=1e-5)
+    assert found["objective"]["after"][0] != pytest.approx(found["objective"]["before"][0], rel=1e-3)
+
+
+def test_clients_that_never_train_do_not_shift_the_numbers() -> None:
+    task, method = small_task(), Witness()
+    schedule = Schedule(rounds=4, participation=1.0, seed=1, new_clients=0.3)
+    federation = Federation(Witness(), task, RowsEngine(task), schedule)
+    trained = [int(number) for number in federation.numbers][:4]
+    moved = next(number for place, number in enumerate(trained) if place != number)
+    _, found = recording_of(method, task, (f"trajectory(client={moved})",), schedule)
+    mine = trained.index(moved)
+    naive = [naive_loss(task, models[mine], moved) for models in method.uploaded]
+    assert found["trajectory"]["losses"] == pytest.approx(naive, rel=1e-5)
+    newcomer = int(federation.numbers[-1])
+    with pytest.raises(InvalidValue, match=f"record: .*client {newcomer} never trains"):
+        recording_of(Witness(), task, (f"trajectory(client={newcomer})",), schedule)
+
+
+def test_ala_is_heard_epoch_by_epoch() -> None:
+    heard: list[tuple[int, list[float]]] = []
+
+    def listen(number: int, clients: tuple[int, ...], losses: list[Tensor]) -> None:
+        if clients == (3,):
+            heard.append((number, [float(loss[0]) for loss in losses]))
+
+    method = build("ala(fedavg, epochs=3, start_round=2, max_epochs=15)")
+    assert isinstance(method, Ala)
+    method.observe = listen
+    schedule = Schedule(rounds=6, participation=1.0, seed=1)
+    _, found = recording_of(method, small_task(), ("ala(client=3)",), schedule)
+    assert list(zip(found["ala"]["rounds"], found["ala"]["losses"], strict=True)) == heard
+    assert found["ala"]["rounds"] == [2, 3, 4, 5, 6]
+    assert [len(losses) for losses in found["ala"]["losses"][1:]] == [3] * 4
+    assert len(found["ala"]["losses"][0]) > 10
+
+
+def test_the_trajectory_is_that_of_the_client_over_its_own_loss() -> None:
+    task, method = small_task(), Witness()
+    schedule = Schedule(rounds=7, participation=1.0, seed=1)
+    _, found = recording_of(method, task, ("trajectory(client=2, first=3, last=6, grid=4)",), schedule)
+    one, models = found["trajectory"], [method.uploaded[number - 1][2] for number in range(3, 7)]
+    assert one["rounds"] == [3, 4, 5, 6]
+    assert one["losses"] == pytest.approx([naive_loss(task, row, 2) for row in models], rel=1e-5)
+
+    rows, trainable = torch.stack(models).double().numpy(), task.layout.trainable
+    centre = rows.mean(0)
+    _, _, axes = np.linalg.svd(rows[:, :trainable] - centre[:trainable], full_matrices=False)
+    axes = axes[:2] * np.sign([axis[np.abs(axis).argmax()] for axis in axes[:2]])[:, None]
+    points = (rows[:, :trainable] - centre[:trainable]) @ axes.T
+    assert np.allclose(one["points"], points, rtol=1e-6, atol=1e-9)
+    for axis, ticks in ((0, one["x"]), (1, one["y"])):
+        low, high = points[:, axis].min(), points[:, axis].max()
+        beyond = 0.2 * (high - low)
+        assert np.allclose(ticks, np.linspace(low - beyond, high + beyond, 4))
+    for (i, up), (j, along) in itertools.product(enumerate(one["y"]), enumerate(one["x"])):
+        row = centre.copy()
+        row[:trainable] += along * axes[0] + up * axes[1]
+        assert one["surface"][i][j] == pytest.approx(naive_loss(task, torch.from_numpy(row).float(), 2), rel=1e-4)
+
+
+@given(st.integers(3, 9), st.integers(2, 40), st.integers(0, 10_000))
+@settings(deadline=None, max_examples=25)
+def test_the_plane_is_that_of_numpys_svd(count: int, width: int, seed: int) -> None:
+    rows = torch.randn(count, width, generator=torch.Generator().manual_seed(seed)) * torch.linspace(3, 1, width)
+    plane = principal_plane(rows)
+    assert plane is not None
+    centred = rows.double().numpy() - rows.double().numpy().mean(0)
+    _, singular, _ = np.linalg.svd(centred, full_matrices=False)
+    assert np.allclose(plane.axes @ plane.axes.T, np.eye(2), atol=1e-7)
+    assert np.allclose(np.linalg.norm(plane.points, axis=0), singular[:2])
+    assert np.allclose(plane.explained, singular[:2] ** 2 / (singular**2).sum())
+    assert np.allclose(plane.points, centred @ plane.axes.numpy().T)
+    assert all(axis[axis.abs().argmax()] > 0 for axis in plane.axes)
+    assert torch.allclose(plane.at(*plane.points[0].tolist()) - plane.centre, plane.points[0] @ plane.axes)
+
+
+def test_models_in_line_or_too_few_span_no_plane() -> None:
+    line = torch.arange(5.0).unsqueeze(1) * torch.randn(1, 8, generator=torch.Generator().manual_seed(1))
+    assert principal_plane(line) is None
+    assert principal_plane(torch.ones(4, 8)) is None
+    assert principal_plane(torch.eye(2)) is None
+    task = small_task()
+    _, found = recording_of(FedAvg(), task, ("trajectory(client=1, last=2)",), Schedule(rounds=2, participation=1.0))
+    assert len(found["trajectory"]["losses"]) == 2
+    assert "points" not in found["trajectory"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with everything recorded, `whole`, and the same run without, `bare`."""
+    folder = tmp_path_factory.mktemp("recorded")
+    run(folder / "whole", ALL)
+    run(folder / "bare", ())
+    return folder
+
+
+class Stopped(Exception):
+    pass
+
+
+def run(place: Path, record: tuple[str, ...], stop_at: int | None = None) -> Any:
+    def stop(figures: dict[str, Any], times: dict[str, Any]) -> None:
+        if figures["round"] == stop_at:
+            raise Stopped
+
+    return fl.run(
+        "ala(fedavg, max_epochs=12)", small_task(), rounds=8, participation=1.0, seed=4, evaluate_every=1, dropout=0.1,
+        checkpoint_every=3, personal_every=4, directory=place, record=record, on_round=stop,
+    )  # fmt: skip
+
+
+def test_the_run_is_the_same_with_and_without(folder: Path) -> None:
+    for name in SAME:
+        assert (folder / "whole" / name).read_bytes() == (folder / "bare" / name).read_bytes(), name
+    assert not list((folder / "bare").glob("record*"))
+    assert "record" not in json.loads((folder / "bare" / "configuration.json").read_text())
+    timings = [json.loads(line) for line in (folder / "whole" / "timings.jsonl").read_text().splitlines()]
+    assert all(timing["record_seconds"] > 0 for timing in timings)
+
+
+def killed_in_round(place: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a kill would leave it: the round's notes and figures are written, the checkpoint is rounds behind."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Federation, "save", lambda self: None if self.finished == number else SAVE(self))
+        with pytest.raises(Stopped):
+            run(place, ALL, stop_at=number)
+
+
+SAVE = Federation.save
+
+
+@pytest.mark.parametrize("number", [2, 5, 7])
+def test_a_killed_run_goes_on_to_the_same_bytes(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    killed_in_round(tmp_path / "run", number, monkeypatch)
+    assert json.loads((tmp_path / "run/recorded.jsonl").read_text().splitlines()[-1])["round"] == number
+    with (tmp_path / "run/recorded.jsonl").open("a") as file:
+        file.write('{"round": 6, "ke')
+    assert run(tmp_path / "run", ALL).history[-1]["round"] == 8
+    kept = sorted(path.name for path in (folder / "whole/recorded").iterdir())
+    assert len(kept) >= 4
+    assert sorted(path.name for path in (tmp_path / "run/recorded").iterdir()) == kept
+    for name in (*SAME, "recorded.jsonl", "recording.json", *(f"recorded/{name}" for name in kept)):
+        assert (tmp_path / "run" / name).read_bytes() == (folder / "whole" / name).read_bytes(), name
+
+
+def test_lost_notes_are_made_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for lost in ("recorded.jsonl", "recorded"):
+        place = tmp_path / lost
+        killed_in_round(place, 5, monkeypatch)
+        shutil.rmtree(place / lost) if (place / lost).is_dir() else (place / lost).unlink()
+        run(place, ALL)
+        for name in (*SAME, "recorded.jsonl", "recording.json"):
+            assert (place / name).read_bytes() == (folder / "whole" / name).read_bytes(), name
+
+
+def test_a_finished_run_gives_back_what_it_recorded(folder: Path) -> None:
+    summary = RunDirectory(folder / "whole").summary()
+    assert {one["kind"] for one in summary.recorded} == {"objective", "ala", "trajectory"}
+    assert run(folder / "whole", ALL).recorded == summary.recorded
+    with pytest.raises(FedloomError, match=r"record = \[.*ala.*not None"):
+        run(folder / "whole", ())
+
+
+def test_the_report_shows_it(folder: Path) -> None:
+    summary = RunDirectory(folder / "whole").summary()
+    page = render("Recorded", [summary])
+    assert "What was recorded" in page
+    data = json.loads(page.partition('id="figures">')[2].partition("</script>")[0])
+    drawn = [data[f"recorded-{k}"]["variants"][""]["data"] for k in range(3)]
+    assert f"recorded-{len(drawn)}" not in data
+    one = {entry["kind"]: entry for entry in summary.recorded}
+    assert len(drawn[1]) == len(one["ala"]["rounds"]) + 1  # a line a round, and the scale
+    assert drawn[2][0]["type"] == "contour"
+    assert len(one["trajectory"]["surface"]) == 3
+    assert "What was recorded" not in render("Bare", [RunDirectory(folder / "bare").summary()])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("objetive", "unknown recorder 'objetive': did you mean 'objective'? (there are: ala, objective, trajectory)"),
+        ("ala(clent=3)", "ala has no parameter 'clent': did you mean 'client'? (it has: client)"),
+        ("objective(every=0)", "every must be at least 1, not 0"),
+        ("objective(every=often)", "objective: every must be a whole number, not 'often'"),
+        ("trajectory(first=5, last=3)", "last must be at least 5, not 3"),
+        ("objective:3", "objective:3: nothing may follow here, but :3 does"),
+    ],
+)
+def test_what_is_wrong_is_said_at_the_start(text: str, message: str) -> None:
+    with pytest.raises(FedloomError) as refused:
+        fl.run("fedala", small_task(), rounds=2, record=[text])
+    assert str(refused.value) == message
+    with pytest.raises(InvalidValue) as refused:
+        configuration({"algorithm": "fedala", "record": [text]})
+    assert str(refused.value) == f"record = {text!r}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("method", "texts", "message"),
+    [
+        ("fedavg", ["ala"], "record: ala of client 0: nothing to record for fedavg: it does not learn with ala"),
+        ("fedala", ["ala(client=6)"], "record: ala of client 6: client must be between 0 and 5, not 6"),
+        ("fedavg", ["trajectory(last=3)"], "record: trajectory of client 0: last must be at most 2, .* not 3"),
+        ("fedavg", ["objective", "objective(every=3)"], "objective is recorded once, not twice"),
+    ],
+)
+def test_what_a_run_cannot_give_is_refused(method: str, texts: list[str], message: str) -> None:
+    with pytest.raises(InvalidValue, match=message):
+        fl.run(method, small_task(), rounds=2, record=texts)
+
+
+def test_methods_without_whole_models_are_left_out_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    result = fl.run("fedper", small_task(), rounds=1, participation=1.0, record=["objective(every=1)"])
+    assert result.recorded == []
+    assert "objective is not recorded for fedper: its clients keep part of the model to themselves" in caplog.text
+    assert fl.run("fedfomo", small_task(), rounds=1, record=["objective(every=1)"]).recorded == []
+    assert "its clients download several models" in caplog.text
+
+
+def test_engines_whose_clients_are_elsewhere_are_refused() -> None:
+    task, schedule = small_task(), Schedule(rounds=1)
+    federation = Federation(FedAvg(), task, RowsEngine(task), schedule)
+    federation.engine = object()  # type: ignore[assignment]
+    with pytest.raises(InvalidValue, match=r"record works in simulations, .* not in object"):
+        Recording(build_recorders(["objective"])).begin(federation)
+    federation = Federation(build("ala(fedavg)"), task, RowsEngine(task), schedule)
+    federation.engine = ProcessesEngine.__new__(ProcessesEngine)
+    with pytest.raises(InvalidValue, match="record: ala of client 0: the clients learn in other processes"):
+        Recording(build_recorders(["ala"])).begin(federation)
+
+
+def test_a_comparison_records_where_there_is_something(tmp_path: Path) -> None:
+    found = configuration(
+        {
+            "name": "both", "directory": str(tmp_path), "algorithms": ["fedavg", "fedala"], "rounds": 3, "participation": 1.0,
+            "model": "logistic", "data": {"clients": 4, "partition": "iid"}, "record": ["objective(every=1)", "ala(client=3)"],
+        }
+    )  # fmt: skip
+    notices: list[str] = []
+    comparison = Comparison(found, (RunName("fedavg", 0), RunName("fedala", 0)))
+    assert comparison.run(lambda event: notices.append(event.text)) == {}
+    assert "ala of client 3 is not recorded for fedavg: it does not learn with ala" in notices
+    kinds = [[one["kind"] for one in run.recorded] for run in comparison.summaries({})]
+    assert kinds == [["objective"], ["objective", "ala"]]
+    assert "What was recorded" in (tmp_path / "report.html").read_text()
+
+
+def every_recorder() -> Iterator[str]:
+    return (entry.name for entry in recorders)
+
+
+@pytest.mark.parametrize("name", list(every_recorder()))
+def test_a_recorder_is_written_as_it_is_read(name: str) -> None:
+    (one,) = build_recorders([name])
+    assert build_recorders([expression(one)]) == [one]
+    assert recorders[name].summary
+    assert name in algorithms or name in ("objective", "trajectory")
