@@ -15,7 +15,10 @@ from fedloom.experiment.events import Event, RunName
 from fedloom.report.tables import time_text
 
 _PAUSE = 10.0
-"""Seconds between two lines where there is no terminal."""
+"""Seconds between two lines where there is no terminal, at least."""
+
+_SHARE = 0.1
+"""Part of the time since the start that passes between two lines, so that a long run does not fill its log."""
 
 
 class Display:
@@ -66,7 +69,7 @@ class Lines(Display):
         if event.kind != "round":
             return
         self._done += 1
-        if now - self._spoke < _PAUSE:
+        if now - self._spoke < max(_PAUSE, _SHARE * (now - self._began)):
             return
         self._spoke = now
         left = (self.runs * self.rounds - sum(self.finished.values())) * (now - self._began) / self._done

@@ -19,6 +19,9 @@ from fedloom.report.tables import NEVER, comparison, percent
 WIDE = 150
 """Columns of a terminal from which on the comparison's cells are shown with all that they say."""
 
+SOME = "†"
+"""Follows the mean of the seeds that reached a target where others did not."""
+
 _SHORT_TITLES = {
     "Final accuracy, %": "Final %",
     "Best accuracy, %": "Best %",
@@ -37,7 +40,7 @@ def comparison_table(rows: Sequence[Row], width: int) -> Table:
     caption = (f"mean ± std over {seeds} seeds, " if seeds > 1 else "") + f"{rounds} rounds"
     if width < WIDE and rows[0].reaches:
         shares = ", ".join(f"{percent(reach.target)} %" for reach in rows[0].reaches)
-        caption += f"; {shares}: rounds to that accuracy ({NEVER} never)"
+        caption += f"; {shares}: rounds to that accuracy ({NEVER} never, {SOME} not with every seed)"
     caption += f"; {faults} times a client was absent, failed or was refused" if faults else ""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, caption=caption, caption_justify="left")
     for k in wanted:
@@ -61,9 +64,8 @@ def _short(row: Row) -> dict[str, str]:
     """What fits a narrow terminal of the cells that are long, by their columns' titles."""
     cells = {"Final accuracy, %": _share(row.final), "Best accuracy, %": _share(row.best)}
     for reach in row.reaches:
-        some = "" if reach.reached in (0, reach.seeds) else f" ({reach.reached}/{reach.seeds})"
         mean = NEVER if reach.rounds is None else f"{reach.rounds.mean:.0f}"
-        cells[f"Rounds to {percent(reach.target)} %"] = mean + some
+        cells[f"Rounds to {percent(reach.target)} %"] = mean + (SOME if 0 < reach.reached < reach.seeds else "")
     if row.seconds is not None:
         minutes, seconds = divmod(round(row.seconds.mean), 60)
         cells["Time"] = f"{minutes}:{seconds:02d}"
