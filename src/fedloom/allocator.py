@@ -21,4 +21,5 @@ def keep_pages() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     wishes = ((_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD), (_TRIM_THRESHOLD, _LARGEST), (_TOP_PAD, 64 * 2**20))
-    return all([bool(mallopt(parameter, value)) for parameter, value in wishes])
+    granted = [bool(mallopt(parameter, value)) for parameter, value in wishes]
+    return all(granted)
