@@ -134,7 +134,7 @@ def batch_share() -> dict[str, float]:
         inputs = data.prepare(rows.inputs)
         prepared = time.perf_counter()
         optimiser.zero_grad()
-        nn.functional.cross_entropy(model(inputs), rows.labels).backward()  # type: ignore[no-untyped-call]
+        nn.functional.cross_entropy(model(inputs), rows.labels).backward()
         optimiser.step()
         times.append((1e3 * (prepared - began), 1e3 * (time.perf_counter() - began)))
     warm = times[_STEPS // 4 :]  # the first steps warm caches up

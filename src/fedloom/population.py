@@ -63,7 +63,7 @@ def _cycles(source: list[int]) -> list[list[int]]:
 
 def cosine_similarity(rows: Tensor) -> Tensor:
     """cos(rows[i], rows[j]), `[K, P]` to `[K, K]`; a zero row has similarity 0 to every other row and to itself."""
-    normed = rows / rows.norm(dim=1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
+    normed: Tensor = rows / rows.norm(dim=1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
     return (normed @ normed.T).clamp_(-1, 1)
 
 
