@@ -132,18 +132,21 @@ class Layout:
         if kind == "tensor":
             return [(slot.slice,) for slot in self.slots]
         if kind == "layer":
-            return [self.slices(lambda slot, layer=layer: slot.layer == layer) for layer in self.layers]  # type: ignore[misc]
+            return [self._owned({layer}) for layer in self.layers]
         if kind != "segment":
             raise InvalidValue(f"unit {kind!r} is not one of 'layer', 'tensor', 'segment'")
         if not 0 < fraction <= 1:
             raise InvalidValue(f"fraction {fraction} is not in (0, 1]")
         count = len(self.layers)
         # The subtrahend keeps a quotient that is whole in decimal notation whole in binary: 3 / (0.1 * 30) is 1, not 1.0000001.
-        segment = {layer: math.ceil(j / (fraction * count) - 1e-9) for j, layer in enumerate(self.layers, start=1)}
-        return [
-            self.slices(lambda slot, number=number: segment[slot.layer] == number)  # type: ignore[misc]
-            for number in sorted(set(segment.values()))
-        ]
+        segments: dict[int, set[str]] = {}
+        for j, layer in enumerate(self.layers, start=1):
+            segments.setdefault(math.ceil(j / (fraction * count) - 1e-9), set()).add(layer)
+        return [self._owned(layers) for layers in segments.values()]
+
+    def _owned(self, layers: set[str]) -> Unit:
+        """The slices of all tensors that these layers own themselves."""
+        return self.slices(lambda slot: slot.layer in layers)
 
     def slices(self, wanted: Callable[[Slot], bool]) -> Unit:
         """The slices of all wanted slots, neighbours merged."""

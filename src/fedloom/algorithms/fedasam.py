@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from fedloom.round import Round
 
 
 @dataclass
-class SharpnessAware(Algorithm):
+class SharpnessAware(Algorithm, ABC):
     """FedAvg whose clients step with the gradient at w + e(w): the worst point near w, to first order, on the same batch.
 
     Subclasses say what e(w) is, of size `rho`. Batch-norm statistics move in both passes; with `statistics_once` only in the
@@ -89,9 +90,9 @@ class SharpnessAware(Algorithm):
         rate = self._learning_rate(cohort.round)
         return {"model": cohort.fit(inbox["model"], slope=slope, learning_rate=rate).model}
 
+    @abstractmethod
     def ascent(self, layout: Layout, weights: Tensor, gradient: Tensor) -> Tensor:
         """e(w) `[k, T]` for the weights and gradients of k clients."""
-        raise NotImplementedError
 
 
 @algorithms.register("fedsam")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from fedloom.round import Round
 
 
 @dataclass
-class ServerOptimiser(Algorithm):
+class ServerOptimiser(Algorithm, ABC):
     """w <- w_t + step(D_t) with D_t = sum_i p_i (w_i - w_t) over the trainable parameters; statistics are averaged.
 
     p_i by samples; `weighted=false` takes 1/K. Subclasses say what `step` is.
@@ -30,9 +31,9 @@ class ServerOptimiser(Algorithm):
         following[trainable] = current + self.step(following[trainable] - current)
         self.state["model"] = following
 
+    @abstractmethod
     def step(self, update: Tensor) -> Tensor:
         """How the server moves, `[T]`, for the clients' mean update `[T]`."""
-        raise NotImplementedError
 
 
 def _require_fraction(name: str, value: float) -> None:
