@@ -112,6 +112,7 @@ class Algorithm:
     wraps: ClassVar[tuple[str, ...]] = ()  # names of the fields that hold inner methods
     single_download: ClassVar[bool] = True  # a client is sent one model, so that a wrapper can change where it starts
     scores_start: ClassVar[bool] = True  # `personalise` depends on where training would start, not on memory alone
+    stackable: ClassVar[bool] = True  # the client half treats every row by itself, so that clients may advance together
     variadic: ClassVar[bool] = False  # positional arguments are (method, last round) pairs of the first field
 
     # --- the server half ---

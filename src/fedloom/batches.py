@@ -38,10 +38,11 @@ class Turn:
         return {name: tensor[self.clients] for name, tensor in tensors.items()}
 
     def put(self, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> None:
-        """Write back what `take` had to copy."""
+        """Write back what `take` had to copy (a row that was expanded to all clients cannot have been changed)."""
         if isinstance(self.clients, Tensor):
             for name, part in parts.items():
-                tensors[name][self.clients] = part
+                if tensors[name].stride(0):
+                    tensors[name][self.clients] = part
 
     def members(self, count: int) -> list[int]:
         """The places of these clients among the `count` of the cohort."""

@@ -147,12 +147,13 @@ class Cohort:
         batch_size: int | None = None,
         shuffle: bool = True,
         drop_last: bool | None = None,
+        active: Tensor | None = None,
     ) -> Iterator[Turn]:
         """The batches of local training with a leading client axis, in the order of each client's stream; clients take turns
         where they cannot go on together.
 
         Whatever is not given comes from `training`. A second pass in the same round draws another order under another
-        `purpose`.
+        `purpose`. With `active [k]` bool, only the clients marked there have batches.
         """
         settings = self.training
         own_length = epochs is not None or steps is not None
@@ -166,7 +167,9 @@ class Cohort:
                 drop_last=settings.drop_last if drop_last is None else drop_last,
                 smallest=2 if self.replica.needs_pairs else 1,
             )
-            for client, samples in zip(self.clients, self._samples, strict=True)
+            if active is None or bool(active[place])
+            else iter(())
+            for place, (client, samples) in enumerate(zip(self.clients, self._samples, strict=True))
         ]
         augmented = settings.augmentation == "flip_crop"
         noises = self.stream(f"{purpose}/augmentation") if augmented else [None] * len(orders)
@@ -241,16 +244,18 @@ class Cohort:
         epochs: int | None = None,
         shuffle: bool = True,
         drop_last: bool | None = None,
+        active: Tensor | None = None,
     ) -> Tensor:
         """Run `step` on every batch and return the mean of its losses `[k]`: for methods whose inner loop is not `fit`'s.
 
         Whatever belongs to a client goes into `state`, since a step is given only the clients that have its batch. With
-        `only`, gradients are taken for those slices alone, and zero elsewhere.
+        `only`, gradients are taken for those slices alone, and zero elsewhere. With `active [k]` bool, only the clients marked
+        there take steps.
         """
         losses = _Losses(len(self.clients))
         self.replica.train_only(only)
         try:
-            for turn in self.turns(purpose=purpose, epochs=epochs, shuffle=shuffle, drop_last=drop_last):
+            for turn in self.turns(purpose=purpose, epochs=epochs, shuffle=shuffle, drop_last=drop_last, active=active):
                 part = turn.take(state)
                 losses.add(turn, [step(part, batch) for batch in turn.batches])
                 turn.put(state, part)

@@ -215,9 +215,9 @@ class Replica:
             return None
         self.bind(rows)
         with torch.random.fork_rng(devices=[rows.device] if rows.is_cuda else []):
-            before = _generator_state(rows)
+            before = generator_state(rows)
             features, logits = self.net.both(inputs[0])
-            drawn = not torch.equal(before, _generator_state(rows))
+            drawn = not torch.equal(before, generator_state(rows))
         return None if drawn or not torch.equal(self.net.head(features), logits) else features.unsqueeze(0)
 
     @torch.no_grad()
@@ -236,6 +236,6 @@ class Replica:
         return self.layout.flatten_integers(self.module).unsqueeze(0)
 
 
-def _generator_state(tensor: Tensor) -> Tensor:
+def generator_state(tensor: Tensor) -> Tensor:
     """Where torch's own generator of the tensor's device stands."""
     return torch.cuda.get_rng_state(tensor.device) if tensor.is_cuda else torch.get_rng_state()

@@ -101,10 +101,11 @@ class Ala(Wrapper):
         memory, uploads = cohort.memory, cohort.uploads
         trained = self.method.complete(cohort, reply["model"])
         top = self.top(cohort)
+        known = memory.knows(_name("model", top))  # the others had nothing to blend, so they learned nothing
         memory.write(_name("model", top), take(trained, top), uploads)
         if blend.losses:
-            memory.write(_name("weights", top), blend.weights, uploads)
-            memory.write(_name("learned", top), blend.learned, uploads)
+            memory.write(_name("weights", top), blend.weights, uploads & known)
+            memory.write(_name("learned", top), blend.learned, uploads & known)
         if self.eval_point == "after_train":
             memory.write("ala_trained", trained, uploads)
         self._report(cohort, blend)
@@ -195,7 +196,9 @@ class Ala(Wrapper):
         while bool(active.any()) and len(losses) < self.max_epochs:
             before = state["weights"].clone()
             _write(state["model"], top, torch.addcmul(old, update, before))
-            mean = part.each_batch(step, state, only=top, purpose="ala", epochs=1, shuffle=False, drop_last=False)
+            mean = part.each_batch(
+                step, state, only=top, purpose="ala", epochs=1, shuffle=False, drop_last=False, active=active
+            )
             loss = state["last"] if self.epoch_loss == "last" else mean
             state["weights"] = torch.where(active.to(before.device).unsqueeze(1), state["weights"], before)
             losses.append(torch.where(active.to(loss.device), loss, torch.nan))
@@ -223,7 +226,7 @@ class Ala(Wrapper):
         if blend.losses:
             history = torch.stack(blend.losses)
             epochs = (~history.isnan()).sum(0)
-            cohort.metrics["ala_epochs"] = epochs
+            cohort.metrics["ala_epochs"] = torch.where(epochs > 0, epochs, torch.nan)
             cohort.metrics["ala_loss"] = history.gather(0, (epochs - 1).clamp_min(0).unsqueeze(0))[0]
             if self.observe is not None:
                 self.observe(cohort.round.number, cohort.clients, blend.losses)

@@ -162,9 +162,11 @@ class FedGen(Algorithm):
             predicted = net(batch.inputs)
             imagined = functional_call(module, weights, (labels, given["imagined_noise"][batch.step]))
             alpha = self.alpha * decay * (self.generator_batch / count if self.batch_ratio else 1)
+            # F.kl_div written out, since that cannot be batched over clients.
+            divergence = (torch.xlogy(target, target) - target * predicted.log_softmax(1)).sum() / count
             return (
                 F.cross_entropy(predicted, batch.labels)
-                + self.beta * decay * F.kl_div(predicted.log_softmax(1), target, reduction="batchmean")
+                + self.beta * decay * divergence
                 + alpha * F.cross_entropy(net.head(imagined), labels)
             )
 

@@ -1,0 +1,243 @@
+"""The stacked engine: clients advance together, many models in one batched step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm, Message, describe
+from fedloom.checks import require_at_least
+from fedloom.cohort import Cohort
+from fedloom.engines.base import INTEGERS, Fault, Order, Reply, expectations, inspect_reply
+from fedloom.engines.local import RowsEngine, figures_of
+from fedloom.errors import FedloomError, InvalidValue, RefusedReply
+from fedloom.replica import Batch, Replica, cross_entropy, generator_state
+from fedloom.replica_stack import StackedReplica
+from fedloom.round import Round
+from fedloom.scoring import Tally
+from fedloom.store import BUDGET, Memory
+from fedloom.task import Task
+
+STACK_VALUES = 1 << 21
+"""Numbers in the weights of one stack on a CPU: ten models of 200,000. Larger stacks leave its caches and get slower."""
+
+SHARE_OF_MEMORY = 0.6
+"""Of the free memory of an accelerator, what stacks may take."""
+
+ROWS_HELD = 8
+"""Rows of P numbers that one model in training may need at a time: download, weights, velocity, gradient and a method's own."""
+
+
+class StackedEngine(RowsEngine):
+    """Trains clients in lock step, `chunk` of them at a time, with the numbers of the rows engine to float tolerance.
+
+    `chunk` is by default what suits the processor: as many models as its caches or, on an accelerator, its free memory hold.
+    Clients with most samples share a chunk, so that few stand still. `unstackable` tells why models of this task cannot be
+    stacked (None where they can), `alone` why methods were not, by their expressions: there clients train one after another.
+    """
+
+    def __init__(self, task: Task, memory_budget: int = BUDGET, chunk: int | None = None) -> None:
+        super().__init__(task, memory_budget)
+        if chunk is not None:
+            require_at_least("chunk", chunk, 1)
+        self.stack = StackedReplica(task.model, task.layout)
+        self.alone: dict[str, str] = {}
+        trial = _Trial(task, self.replica, self.stack)
+        self.unstackable, self._draws = trial.unstackable, trial.draws
+        self.chunk = chunk or default_chunk(task, self.replica)
+
+    def train(self, algorithm: Algorithm, round: Round, orders: Sequence[Order]) -> Iterator[Reply | Fault]:
+        expected = expectations(algorithm, round, self.task.layout)
+        for chunk in self._chunks(algorithm, orders):
+            yield from self._train(algorithm, round, chunk, expected)
+
+    def _train(
+        self, algorithm: Algorithm, round: Round, orders: Sequence[Order], expected: Mapping[str, tuple[int, ...]]
+    ) -> Iterator[Reply | Fault]:
+        if len(orders) == 1:
+            yield self.train_one(algorithm, round, orders[0], expected)
+            return
+        cohort, inbox = self._together(round, orders)
+        try:
+            message = algorithm.train(cohort, inbox)
+        except FedloomError:
+            raise  # a mistake in the configuration is not the clients'
+        except torch.OutOfMemoryError:
+            self.chunk = max(1, len(orders) // 2)
+            for part in (orders[: self.chunk], orders[self.chunk :]):
+                yield from self._train(algorithm, round, part, expected)
+            return
+        except Exception as error:
+            # One client's failure is not that of the others: each trains by itself, with the same result.
+            self.alone[describe(algorithm)] = f"{type(error).__name__}: {error}"
+            yield from super().train(algorithm, round, orders)
+            return
+        if self.task.layout.integers:
+            message[INTEGERS] = self.stack.integers()
+        yield from _answers(orders, message, cohort, expected)
+
+    def evaluate(self, algorithm: Algorithm, round: Round, orders: Sequence[Order]) -> Iterator[Tally]:
+        own = self.task.local_test
+        if own is None:
+            raise InvalidValue("the clients have no test data of their own: give the task local_test, such as 0.25")
+        for chunk in self._chunks(algorithm, orders):
+            if len(chunk) == 1:
+                yield from super().evaluate(algorithm, round, chunk)
+                continue
+            cohort, inbox = self._together(round, chunk)
+            rows = algorithm.personalise(cohort, {name: tensor.clone() for name, tensor in inbox.items()})
+            integers = self.stack.integers()
+            for place, order in enumerate(chunk):
+                held = integers[place] if self.task.layout.integers else None
+                yield self.evaluator.tally(rows[place], self.task.train, own, [order.client], held)
+
+    def _chunks(self, algorithm: Algorithm, orders: Sequence[Order]) -> list[list[Order]]:
+        """The orders in chunks of about equal length, largest clients first; one by one where they cannot be stacked."""
+        apart = next((type(method).__name__ for method in algorithm.nested() if not method.stackable), None)
+        if apart is not None:
+            self.alone[describe(algorithm)] = f"{apart} trains one client at a time"
+        size = 1 if apart or self.unstackable else self.chunk
+        clients = torch.tensor([order.client for order in orders], dtype=torch.int64)
+        falling = self.task.sizes(clients).argsort(descending=True, stable=True).tolist()
+        count = math.ceil(len(orders) / size)
+        edges = [place * len(orders) // max(1, count) for place in range(count + 1)]
+        return [[orders[k] for k in falling[a:b]] for a, b in pairwise(edges)]
+
+    def _together(self, round: Round, orders: Sequence[Order]) -> tuple[Cohort, Message]:
+        """The cohort of several clients, and their inboxes with one row each."""
+        clients = [order.client for order in orders]
+        inbox = {name: _joined([order.inbox[name] for order in orders]) for name in orders[0].inbox}
+        integers = inbox.pop(INTEGERS, None)
+        streams = [round.stream("layers", client) for client in clients] if self._draws else []
+        self.stack.begin(len(clients), streams)
+        if integers is not None:
+            self.stack.load_integers(integers)
+        cohort = Cohort(
+            clients,
+            [self.task.samples(client) for client in clients],
+            self.task.dataset,
+            self.stack,
+            self.task.training,
+            round,
+            Memory(self.store, clients),
+            [order.slot is not None for order in orders],
+        )
+        return cohort, inbox
+
+
+def _answers(
+    orders: Sequence[Order], message: Message, cohort: Cohort, expected: Mapping[str, tuple[int, ...]]
+) -> Iterator[Reply | Fault]:
+    """One answer a client; whoever's is refused remembers nothing of the round."""
+    answers: list[Reply | Fault] = []
+    kept = []
+    for place, order in enumerate(orders):
+        tensors = {name: rows[place] for name, rows in message.items()}
+        try:
+            if order.slot is not None:
+                inspect_reply(tensors, expected)
+        except RefusedReply as error:
+            answers.append(Fault(order, str(error), error, diverged="not finite" in str(error)))
+            continue
+        kept.append(place)
+        answers.append(Reply(order, tensors, figures_of(cohort, place)))
+    cohort.memory.commit(kept)
+    yield from answers
+
+
+def _joined(rows: Sequence[Tensor]) -> Tensor:
+    """One row each, `[k, ...]`, of rows `[1, ...]`; what all were sent alike is not copied."""
+    first = rows[0]
+    if all(row.data_ptr() == first.data_ptr() and row.shape == first.shape for row in rows):
+        return first.expand(len(rows), *first.shape[1:])
+    return torch.cat(list(rows))
+
+
+class _Trial:
+    """Two small clients take a gradient alone and together: whether that comes to the same, and whether layers draw.
+
+    `unstackable` is the reason where models of this architecture cannot be stacked: it branches on its data, draws by itself
+    in a way that cannot be given to each client, keeps statistics that a stack would lose, or has several number types.
+    """
+
+    def __init__(self, task: Task, one: Replica, many: StackedReplica) -> None:
+        self.draws = False
+        self.unstackable: str | None = None
+        index = torch.arange(4, device=task.train.labels.device) % len(task.train)
+        samples = task.train[index]
+        inputs = task.dataset.prepare(samples.inputs)
+        self.batch = Batch(inputs.unflatten(0, (2, 2)), samples.labels.unflatten(0, (2, 2)))
+        self.rows = torch.stack([task.initial, 0.9 * task.initial])
+        self.integers = task.initial_integers.repeat(2, 1)
+        try:
+            apart = self._apart(one)
+            together = self._together(many)
+        except Exception as error:
+            self.unstackable = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            return
+        scale = max(1.0, *(float(expected.abs().max()) for expected in apart[:3]))
+        tolerance = scale * (1e-9 if task.layout.dtype == torch.float64 else 1e-3)
+        alike = all(
+            torch.allclose(a.double(), b.double(), rtol=0, atol=tolerance, equal_nan=True)
+            for a, b in zip(apart, together, strict=True)
+        )
+        if not alike and not (self.draws and self.rows.is_cuda):
+            self.unstackable = "a stack of two models does not compute what each of them does"
+
+    def _apart(self, one: Replica) -> tuple[Tensor, ...]:
+        found: list[tuple[Tensor, ...]] = []
+        for client in range(2):
+            rows = self.rows[client : client + 1].clone()
+            one.load_integers(self.integers[client : client + 1])
+            with torch.random.fork_rng(devices=[rows.device] if rows.is_cuda else []):
+                torch.manual_seed(client)
+                before = generator_state(rows)
+                batch = Batch(self.batch.inputs[client : client + 1], self.batch.labels[client : client + 1])
+                loss, gradient = one.gradient(rows, batch, cross_entropy, {})
+                self.draws |= not torch.equal(before, generator_state(rows))
+            found.append((loss, gradient.clone(), rows, one.integers()))
+        return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+
+    def _together(self, many: StackedReplica) -> tuple[Tensor, ...]:
+        rows = self.rows.clone()
+        many.begin(2, [torch.Generator().manual_seed(client) for client in range(2)] if self.draws else [])
+        many.load_integers(self.integers)
+        loss, gradient = many.gradient(rows, self.batch, cross_entropy, {})
+        return loss, gradient.clone(), rows, many.integers()
+
+
+def default_chunk(task: Task, replica: Replica) -> int:
+    """How many models to stack: what fits the processor's caches, or an accelerator's free memory."""
+    if task.initial.is_cuda:
+        free, _ = torch.cuda.mem_get_info(task.initial.device)
+        return max(1, int(SHARE_OF_MEMORY * free / bytes_of_training(task, replica)))
+    return max(4, min(64, STACK_VALUES // task.layout.size))
+
+
+def bytes_of_training(task: Task, replica: Replica) -> int:
+    """Bytes that one model needs while it trains: its rows, and what a step's forward pass keeps for its backward pass (measured
+    on one sample, or two for batch norm)."""
+    count = 2 if replica.needs_pairs else 1
+    samples = task.train[:count]
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    row = task.initial.clone().unsqueeze(0)
+    batch = Batch(task.dataset.prepare(samples.inputs).unsqueeze(0), samples.labels.unsqueeze(0))
+    with (
+        torch.random.fork_rng(devices=[row.device] if row.is_cuda else []),
+        torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+    ):
+        replica.gradient(row, batch, cross_entropy, {})
+    weights = task.layout.size * row.element_size()
+    activations = max(0, sum(kept.values()) - weights) // count + batch.inputs[0, 0].numel() * row.element_size()
+    largest = int(task.partition.sizes.max())
+    size = largest if task.training.batch_size is None else min(task.training.batch_size, largest)
+    return ROWS_HELD * weights + 2 * size * activations
