@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from fedloom.algorithm import algorithms, build
+from fedloom.algorithm import Message, algorithms, build
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.chain import LinearChain
+from fedloom.cohort import Cohort
+from fedloom.data import Dataset, Partition, Samples
 from fedloom.engines.local import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.federation import Federation
+from fedloom.layout import Layout
+from fedloom.replica import Batch, cross_entropy
+from fedloom.replica_stack import StackedReplica
 from fedloom.schedule import Schedule
-from fedloom.task import Task
+from fedloom.task import Task, make_task
 from fedloom.training import Training
 from naive import World
+from small_task import small_task
 
 SIZES = (9, 22, 5, 14, 13, 7)
 TRAINING = Training(learning_rate=0.05, momentum=0.5, weight_decay=1e-2, decay=0.9, epochs=2, batch_size=4)
@@ -111,3 +123,233 @@ def test_every_way_to_train_gives_the_numbers_of_rows(changes: dict[str, Any], n
     task = world(norm, **changes)
     assert_same(federated(RowsEngine, task, "fedprox"), federated(StackedEngine, task, "fedprox"))
     assert_same(federated(RowsEngine, task, "fedavg"), federated(StackedEngine, task, "fedavg", chunk=3))
+
+
+# --- layers that draw, statistics, images ---
+
+
+class Drawing(nn.Module):
+    """Every kind of dropout between two layers, as modules and as functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lower = nn.Conv2d(1, 4, 3)
+        self.drop = nn.Dropout2d(0.4)
+        self.head = nn.Linear(4 * 36, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(torch.relu(self.drop(self.lower(x))), 0.3, self.training)
+        logits: Tensor = self.head(x.flatten(1))
+        return logits
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedrep", "ditto", "fedsam"])
+def test_dropout_draws_each_clients_own_masks(method: str) -> None:
+    """Statistics, counts of batches and personal scores too; the model is in single precision."""
+    task = small_task()
+    schedule = Schedule(rounds=3, participation=0.8, seed=2, evaluate_every=1, personal_every=1)
+    runs = [Federation(build(method), task, engine(task), schedule) for engine in (RowsEngine, StackedEngine)]
+    before = torch.get_rng_state()
+    for run in runs:
+        run.run()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert_same(*runs, tolerance=1e-5)
+    assert "personal_accuracy" in runs[0].history[-1]
+
+
+def image_task(module: nn.Module, **changes: Any) -> Task:
+    """Bytes that are normalised, held by five unequal clients."""
+    draw = torch.Generator().manual_seed(2)
+    images = torch.randint(0, 256, (sum(SIZES), 1, 8, 8), generator=draw, dtype=torch.uint8)
+    samples = Samples(images, torch.randint(10, (sum(SIZES),), generator=draw))
+    data = Dataset("bytes", samples, samples, 10, mean=(0.5,), std=(0.3,))
+    partition = Partition.from_sizes(np.arange(sum(SIZES)), SIZES)
+    training = replace(TRAINING, **changes)
+    return Task(data, samples, samples, partition, module, training)
+
+
+@pytest.mark.parametrize("augmentation", ["none", "flip_crop"])
+def test_images_are_prepared_augmented_and_dropped_alike(augmentation: str) -> None:
+    task = image_task(Drawing(), augmentation=augmentation)
+    assert_same(federated(RowsEngine, task, "fedavg"), federated(StackedEngine, task, "fedavg"), tolerance=1e-5)
+
+
+def test_statistics_of_a_stack_move() -> None:
+    """Were they no contiguous blocks while vmap runs, batch norm's moves would be lost without a word."""
+    task = world()
+    stack = StackedReplica(task.model, task.layout)
+    rows = task.initial.repeat(3, 1)
+    stack.begin(3, [])
+    inputs = torch.randn(3, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    labels = torch.zeros(3, 6, dtype=torch.int64)
+    stack.gradient(rows, Batch(inputs, labels), cross_entropy, {})
+    lower = dict(task.model.named_parameters())
+    activations = inputs @ lower["lower.weight"].T + lower["lower.bias"]
+    slots = {slot.name: slot.slice for slot in task.layout.slots}
+    torch.testing.assert_close(rows[:, slots["norm.running_mean"]], 0.1 * activations.mean(1).detach())
+    torch.testing.assert_close(rows[:, slots["norm.running_var"]], 0.9 + 0.1 * activations.var(1).detach())
+    assert stack.integers().tolist() == [[1], [1], [1]]
+
+
+# --- what cannot be stacked, and what goes wrong ---
+
+
+class Branching(nn.Module):
+    """Branches on its data, which a batched step cannot do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(5, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(x if float(x.sum()) > 0 else -x)
+        return logits
+
+
+class Noisy(Branching):
+    """Draws by itself, from torch's global generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(x + torch.randn_like(x))
+        return logits
+
+
+@pytest.mark.parametrize(("module", "reason"), [(Branching, "item()"), (Noisy, "random")])
+def test_a_model_that_cannot_be_stacked_trains_client_by_client(module: type[nn.Module], reason: str) -> None:
+    task = replace(world(False), model=module())
+    runs = [federated(engine, task, "fedavg") for engine in (RowsEngine, StackedEngine)]
+    engine = runs[1].engine
+    assert isinstance(engine, StackedEngine)
+    assert reason in str(engine.unstackable)
+    assert torch.equal(runs[0].algorithm.model(), runs[1].algorithm.model())
+
+
+class OneByOne(FedAvg):
+    stackable = False
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        assert len(cohort.clients) == 1
+        return super().train(cohort, inbox)
+
+
+class Failing(FedAvg):
+    """Client 2 fails, client 4 uploads what is not finite."""
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        if 2 in cohort.clients:
+            raise OSError("the disk is full")
+        message = super().train(cohort, inbox)
+        message["model"][torch.tensor(cohort.clients) == 4] = torch.nan
+        cohort.memory["seen"] = torch.ones(len(cohort.clients), 1)
+        return message
+
+
+def test_a_method_that_cannot_be_stacked_says_so() -> None:
+    task = world()
+    engine = StackedEngine(task)
+    Federation(OneByOne(), task, engine, Schedule(rounds=1, participation=1.0)).run()
+    assert engine.alone == {"onebyone": "OneByOne trains one client at a time"}
+
+
+@pytest.mark.parametrize("chunk", [2, 6])
+def test_a_client_that_fails_harms_no_other(chunk: int) -> None:
+    task = world()
+    runs = [
+        Federation(Failing(), task, engine, Schedule(rounds=2, participation=1.0))
+        for engine in (RowsEngine(task), StackedEngine(task, chunk=chunk))
+    ]
+    for run in runs:
+        run.run()
+    assert sorted(fault["client"] for fault in runs[1].history[0]["faults"]) == [2, 4]
+    assert runs[1].history[0]["faults"] == runs[0].history[0]["faults"]
+    assert runs[0].engine.memory().keys() == runs[1].engine.memory().keys()
+    torch.testing.assert_close(runs[1].algorithm.model(), runs[0].algorithm.model(), rtol=1e-8, atol=1e-8)
+
+
+def test_a_stack_that_does_not_fit_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = world()
+    expected = federated(RowsEngine, task, "fedavg")
+    gradient, seen = StackedReplica.tensor_gradients, []
+
+    def scarce(self: StackedReplica, rows: Tensor, *rest: Any) -> Any:
+        seen.append(len(rows))
+        if self._counts is not None and len(self._counts) > 2:
+            raise torch.OutOfMemoryError("no memory is left")
+        return gradient(self, rows, *rest)
+
+    engine = StackedEngine(task, chunk=6)
+    monkeypatch.setattr(StackedReplica, "tensor_gradients", scarce)
+    schedule = Schedule(rounds=3, participation=0.7, seed=3, evaluate_every=1)
+    run = Federation(build("fedavg"), task, engine, schedule)
+    run.run()
+    assert_same(expected, run)
+    assert engine.chunk == 2
+    assert max(seen) > 2
+
+
+# --- linear layers without autograd ---
+
+
+def linear_layers(*widths: int) -> nn.Module:
+    """Layers of these widths with ReLU between, in double precision."""
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        layers: list[nn.Module] = [nn.Flatten()]
+        for before, after in pairwise(widths):
+            layers += [nn.Linear(before, after), nn.ReLU()]
+        return nn.Sequential(*layers[:-1]).double()
+
+
+@pytest.mark.parametrize("widths", [(5, 7, 6, 4), (5, 4)], ids=str)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_a_chain_folds_its_update_into_the_products(
+    widths: tuple[int, ...], momentum: float, weight_decay: float
+) -> None:
+    task = replace(world(momentum=momentum, weight_decay=weight_decay), model=linear_layers(*widths))
+    chain = LinearChain.of(task.model, task.layout)
+    assert chain is not None
+    assert chain.folded(task.training, 0.1) is not None
+    assert_same(federated(RowsEngine, task, "fedavg"), federated(StackedEngine, task, "fedavg"))
+
+
+def test_the_projects_own_models_of_linear_layers_are_chains() -> None:
+    for model in ("mlp", "logistic"):
+        task = make_task("digits", clients=2, model=model)
+        assert LinearChain.of(task.model, task.layout) is not None
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 4)),
+        nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 4)),
+        nn.Sequential(nn.ReLU(), nn.Linear(5, 4)),
+        nn.Sequential(nn.Conv1d(1, 1, 1), nn.Linear(5, 4)),
+        Branching(),
+    ],
+    ids=str,
+)
+def test_no_other_model_is_taken_for_a_chain(module: nn.Module) -> None:
+    assert LinearChain.of(module, Layout(module)) is None
+
+
+def test_a_layer_used_twice_or_around_another_is_no_chain() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lower, self.head = nn.Linear(5, 5), nn.Linear(5, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits: Tensor = self.head(x + self.lower(x))
+            return logits
+
+    class Twice(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            logits: Tensor = self.head(self.lower(self.lower(x)))
+            return logits
+
+    for module in (Residual(), Twice()):
+        assert LinearChain.of(module, Layout(module)) is None
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(5, 5, bias=False), nn.ReLU(), nn.Identity(), nn.Linear(5, 4))
+    assert LinearChain.of(plain, Layout(plain)) is not None

@@ -46,12 +46,11 @@ class LinearChain:
         for before, node in pairwise(nodes[:-1]):
             if node.args[:1] != (before,) or len(before.users) != 1:
                 return None
-            if _flattens(module, node):
-                if layers:
-                    return None
-            elif _rectifies(module, node) and layers:
+            if _kind(module, node) is nn.Identity or (_flattens(module, node) and not layers):
+                continue
+            if _rectifies(module, node) and layers:
                 layers[-1] = replace(layers[-1], rectified=True)
-            elif node.op == "call_module" and type(module.get_submodule(node.target)) is nn.Linear:
+            elif _kind(module, node) is nn.Linear:
                 layers.append(LinearLayer(slots[f"{node.target}.weight"], slots.get(f"{node.target}.bias"), False))
             else:
                 return None
@@ -117,17 +116,20 @@ def _matrix(rows: Tensor, slot: Slot) -> Tensor:
     return rows[:, slot.slice].view(len(rows), slot.shape[0], -1)
 
 
+def _kind(module: nn.Module, node: fx.Node) -> type[nn.Module] | None:
+    """The class of the submodule that a node calls, if it calls one."""
+    return type(module.get_submodule(str(node.target))) if node.op == "call_module" else None
+
+
 def _flattens(module: nn.Module, node: fx.Node) -> bool:
     if node.op == "call_module":
         found = module.get_submodule(str(node.target))
-        return (isinstance(found, nn.Flatten) and (found.start_dim, found.end_dim) == (1, -1)) or type(
-            found
-        ) is nn.Identity
+        return isinstance(found, nn.Flatten) and (found.start_dim, found.end_dim) == (1, -1)
     named = node.op == "call_method" and node.target == "flatten"
     return (named or node.target is torch.flatten) and node.args[1:] == (1,) and not node.kwargs
 
 
 def _rectifies(module: nn.Module, node: fx.Node) -> bool:
     if node.op == "call_module":
-        return type(module.get_submodule(str(node.target))) is nn.ReLU
+        return _kind(module, node) is nn.ReLU
     return node.target in (torch.relu, F.relu) or (node.op == "call_method" and node.target == "relu")

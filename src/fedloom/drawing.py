@@ -19,8 +19,8 @@ def dropout_of(streams: Sequence[torch.Generator]) -> AbstractContextManager[Any
     """While active, dropout under `vmap` takes the mask of row k from the k-th stream.
 
     A stream gives a client the masks that torch's global generator gives it when seeded alike and used by that client alone
-    (on the CPU; on CUDA torch draws dropout in another way, so that masks there are another sample of the same law). Without
-    streams nothing changes, and `vmap` refuses layers that draw.
+    (on the CPU, for values that lie in the usual order; on CUDA or in channels-last order torch draws another sample of the same
+    law). Without streams nothing changes, and `vmap` refuses layers that draw.
     """
     return _Dropout(streams) if streams else nullcontext()
 

@@ -28,7 +28,9 @@ def apply_flip_crop(images: Tensor, drawn: Tensor, padding: int = PADDING) -> Te
     rows = torch.arange(height, device=images.device) + down
     padded = F.pad(images, (padding, padding, padding, padding))
     index = torch.arange(count, device=images.device)[:, None, None]
-    return padded[index, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
+    moved = padded[index, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+    # `contiguous` would leave the strides of a single channel as they are, and convolutions and dropout then go another way.
+    return moved.clone(memory_format=torch.contiguous_format)
 
 
 def flip_crop(images: Tensor, generator: torch.Generator, padding: int = PADDING) -> Tensor:
