@@ -17,8 +17,10 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.chain import LinearChain
 from fedloom.cohort import Cohort
 from fedloom.data import Dataset, Partition, Samples
+from fedloom.engines.choose import make_engine
 from fedloom.engines.local import RowsEngine
 from fedloom.engines.stacked import StackedEngine
+from fedloom.errors import InvalidValue
 from fedloom.federation import Federation
 from fedloom.layout import Layout
 from fedloom.replica import Batch, cross_entropy
@@ -353,3 +355,56 @@ def test_a_layer_used_twice_or_around_another_is_no_chain() -> None:
         assert LinearChain.of(module, Layout(module)) is None
     plain = nn.Sequential(nn.Flatten(), nn.Linear(5, 5, bias=False), nn.ReLU(), nn.Identity(), nn.Linear(5, 4))
     assert LinearChain.of(plain, Layout(plain)) is not None
+
+
+# --- which engine ---
+
+
+def test_an_engine_is_made_by_its_name() -> None:
+    task = world()
+    engine = make_engine("stacked", task, chunk=3)
+    assert isinstance(engine, StackedEngine)
+    assert engine.chunk == 3
+    assert str(engine.chosen) == "stacked"
+    for name, options, words in (
+        ("stakced", {}, "did you mean 'stacked'"),
+        ("rows", {"chunk": 3}, "chunk"),
+        ("stacked", {"chunk": 0}, "at least 1"),
+    ):
+        with pytest.raises(InvalidValue, match=words):
+            make_engine(name, task, **options)
+
+
+def test_auto_takes_the_fastest_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = world()
+    seconds = {"StackedEngine": iter([9.0, 1.0, 2.0]), "RowsEngine": iter([9.0, 3.0, 4.0])}
+    now = [0.0]
+    train = {kind: kind.train for kind in (RowsEngine, StackedEngine)}
+
+    def timed(self: RowsEngine, *rest: Any) -> Any:
+        answers = list(train[type(self)](self, *rest))
+        now[0] += next(seconds[type(self).__name__])
+        return iter(answers)
+
+    for kind in train:
+        monkeypatch.setattr(kind, "train", timed)
+    monkeypatch.setattr("fedloom.engines.choose.time.perf_counter", lambda: now[0])
+    engine = make_engine("auto", task)
+    monkeypatch.undo()
+    assert isinstance(engine, StackedEngine)
+    assert engine.chosen is not None
+    assert engine.chosen.name == "stacked"
+    assert engine.chosen.seconds == {"rows": 3.0, "stacked": 1.0}
+    assert str(engine.chosen) == "stacked (trial round: rows 3 s, stacked 1 s)"
+    assert engine.memory() == {}
+    schedule = Schedule(rounds=3, participation=0.7, seed=3, evaluate_every=1)
+    run = Federation(build("fedavg"), task, engine, schedule)
+    run.run()
+    assert_same(federated(RowsEngine, task, "fedavg"), run)
+
+
+def test_auto_passes_over_stacks_of_models_that_cannot_be_stacked() -> None:
+    task = replace(world(False), model=Branching())
+    chosen = make_engine("auto", task).chosen
+    assert chosen is not None
+    assert chosen.seconds.keys() == {"rows"}

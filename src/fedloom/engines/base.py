@@ -54,6 +54,18 @@ class Fault:
     diverged: bool = False
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Which engine was taken, and the seconds of a trial round in each that was measured (none where it was named)."""
+
+    name: str
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        measured = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in self.seconds.items())
+        return f"{self.name} (trial round: {measured})" if measured else self.name
+
+
 class Engine(Protocol):
     """Runs the client half of a method. Results may come in any order; the federation puts them in theirs."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm
 from fedloom.allocator import keep_pages
 from fedloom.cohort import Cohort
-from fedloom.engines.base import INTEGERS, Fault, Order, Reply, expectations, inspect_reply
+from fedloom.engines.base import INTEGERS, Choice, Fault, Order, Reply, expectations, inspect_reply
 from fedloom.errors import FedloomError, InvalidValue, RefusedReply
 from fedloom.randomness import stream_seed
 from fedloom.replica import Replica
@@ -28,6 +28,8 @@ class RowsEngine:
 
     `memory_budget`: bytes of client memory kept here; the clients not used for longest spill to files beyond it.
     """
+
+    chosen: Choice | None = None  # how it came to be this engine, where `make_engine` made it
 
     def __init__(self, task: Task, memory_budget: int = BUDGET) -> None:
         self.task = task

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm
 from fedloom.checks import require_at_least
-from fedloom.engines.base import Fault, Order, Reply, expectations
+from fedloom.engines.base import Choice, Fault, Order, Reply, expectations
 from fedloom.engines.channel import Channel, Parcel, pack
 from fedloom.engines.shared import Pool
 from fedloom.engines.worker import VARIABLE, Assignment, Broken, Done, Failed, Setup, Work, slim
@@ -51,6 +51,8 @@ class ProcessesEngine:
     Raises `InvalidValue` for numbers out of range, a task that is not on the CPU, or something in it that cannot be pickled,
     such as a model class defined inside a function; `FedloomError` inside a worker, and where no worker can start.
     """
+
+    chosen: Choice | None = None  # how it came to be this engine, where `make_engine` made it
 
     def __init__(self, task: Task, workers: int = 2, threads: int = 1, memory_budget: int = BUDGET) -> None:
         require_at_least("workers", workers, 1)
