@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,10 @@ from fedloom.engines.choose import make_engine
 from fedloom.engines.local import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import InvalidValue
+from fedloom.experiment import run as experiments
+from fedloom.experiment.configuration import configuration
+from fedloom.experiment.events import Event, RunName
+from fedloom.experiment.run import run_configured, run_directory
 from fedloom.federation import Federation
 from fedloom.layout import Layout
 from fedloom.replica import Batch, cross_entropy
@@ -367,7 +373,7 @@ def test_an_engine_is_made_by_its_name() -> None:
     assert engine.chunk == 3
     assert str(engine.chosen) == "stacked"
     for name, options, words in (
-        ("stakced", {}, "did you mean 'stacked'"),
+        ("stakced", {}, "did you mean .stacked."),
         ("rows", {"chunk": 3}, "chunk"),
         ("stacked", {"chunk": 0}, "at least 1"),
     ):
@@ -408,3 +414,37 @@ def test_auto_passes_over_stacks_of_models_that_cannot_be_stacked() -> None:
     chosen = make_engine("auto", task).chosen
     assert chosen is not None
     assert chosen.seconds.keys() == {"rows"}
+
+
+def test_a_configuration_names_its_engine(tmp_path: Path) -> None:
+    """With `auto` what was measured is told and kept; an unknown name is refused before any work."""
+    table = {
+        "algorithm": "fedavg",
+        "rounds": 2,
+        "engine": "auto",
+        "directory": str(tmp_path),
+        "data": {"name": "digits", "clients": 6},
+        "model": "logistic",
+    }
+    heard: list[Event] = []
+    experiment = configuration(table)
+    name = RunName("fedavg", 0)
+    run_configured(experiment, name, heard.append)
+    told = [event.text for event in heard if event.kind == "notice"]
+    assert len(told) == 1
+    assert "trial round: rows" in told[0]
+    kept = json.loads((run_directory(experiment, *name).path / "engine.json").read_text())
+    assert f"engine: {kept['name']} " in told[0]
+    assert {"rows", "stacked"} <= kept["seconds"].keys()
+    assert experiment.resolved(*name)["engine"] == "auto"
+    assert "engine" not in configuration({**table, "engine": "rows"}).resolved(*name)
+    with pytest.raises(InvalidValue, match=r"engine 'stackd' is not allowed.*stacked"):
+        configuration({**table, "engine": "stackd"})
+
+
+def test_a_run_in_python_takes_an_engine() -> None:
+    task = make_task("digits", clients=6, partition="dirichlet(0.5)", model="mlp(hidden=[16])")
+    one = experiments.run("fedavg", task, rounds=2, participation=0.5)
+    many = experiments.run("fedavg", task, rounds=2, participation=0.5, engine="stacked")
+    assert isinstance(many.federation.engine, StackedEngine)
+    assert_same(one.federation, many.federation, tolerance=1e-5)

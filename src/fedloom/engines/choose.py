@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from fedloom.algorithm import Algorithm, Plan
+from fedloom.checks import require_one_of
 from fedloom.engines.base import Choice, Order
 from fedloom.engines.local import RowsEngine
 from fedloom.engines.processes import ProcessesEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.errors import InvalidValue, suggestion
+from fedloom.errors import InvalidValue
 from fedloom.round import Round
 from fedloom.task import Task
 
@@ -44,15 +45,18 @@ def make_engine(name: str, task: Task, **options: Any) -> LocalEngine:
     """
     if name == "auto":
         return _fastest(task, options)
-    if name not in ENGINES:
-        known = (*ENGINES, "auto")
-        raise InvalidValue(f"engine {name!r} is not known:{suggestion(name, known)} (there are: {', '.join(known)})")
+    require_engine(name)
     try:
         engine = ENGINES[name](task, **options)
     except TypeError as error:
         raise InvalidValue(f"engine {name!r}: {error}") from error
     engine.chosen = Choice(name)
     return engine
+
+
+def require_engine(name: str) -> None:
+    """Raise `InvalidValue`, with the nearest name, unless an engine is called so."""
+    require_one_of("engine", name, (*ENGINES, "auto"))
 
 
 def _fastest(task: Task, options: dict[str, Any]) -> LocalEngine:

@@ -16,6 +16,7 @@ from fedloom.algorithm import build, describe
 from fedloom.checks import require_at_least, require_share
 from fedloom.data.dataset import Dataset, datasets
 from fedloom.data.partition import partitions
+from fedloom.engines.choose import require_engine
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.expression import Call, allowed, parse
 from fedloom.models import models
@@ -46,7 +47,8 @@ class Configuration(BaseModel):
     The keys of `schedule` stand at the top of a file, beside these. Results lie in `directory`, by default `runs/<name>`.
     `workers` runs go on at a time, each with `threads` threads (by default PyTorch's number, shared out to the workers);
     neither changes what is computed, beyond the last digits of sums. `record` says what is written down beside the figures,
-    such as `["objective(every=10)", "ala(client=8)", "trajectory(client=4)"]`.
+    such as `["objective(every=10)", "ala(client=8)", "trajectory(client=4)"]`. `engine` is `rows`, `stacked`, `processes`, or
+    `auto`, which takes the one that is fastest here; engines agree but for the last digits, so `auto` may not repeat those.
     """
 
     model_config = _STRICT
@@ -60,6 +62,7 @@ class Configuration(BaseModel):
     targets: list[float] = []
     record: list[str] = []
     directory: str | None = None
+    engine: str = "rows"
     threads: int | None = None
     workers: int = 1
     model: str = "mlp"
@@ -94,6 +97,7 @@ class Configuration(BaseModel):
             "data": self.data.model_dump(),
             "training": dataclasses.asdict(self.training),
             **({"record": recorders} if recorders else {}),
+            **({"engine": self.engine} if self.engine != "rows" else {}),
         }
 
 
@@ -249,6 +253,7 @@ def _check(found: Configuration) -> None:
     if found.data.local_test is not None and not 0 < found.data.local_test < 1:
         raise InvalidValue(f"data.local_test must lie between 0 and 1, not {found.data.local_test}")
     require_at_least("data.clients", found.data.clients, 0)
+    require_engine(found.engine)
     _check_expressions(found)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fedloom.algorithm import Algorithm, build, describe
-from fedloom.engines.local import RowsEngine
+from fedloom.engines.choose import LocalEngine, make_engine
 from fedloom.errors import InvalidValue
 from fedloom.evaluation import Record
 from fedloom.experiment.artifact import save_model
@@ -125,6 +125,7 @@ def run(
     personal_clients: int = 1000,
     new_clients: float = 0.0,
     record: Sequence[str] = (),
+    engine: str = "rows",
     on_round: OnRound | None = None,
 ) -> Result:
     """Train `algorithm`, such as `FedMR()` or `"fedmr(unit=segment, fraction=0.5)"`, on the task.
@@ -132,7 +133,8 @@ def run(
     How long and how often is told as to `Schedule`. With a `directory`, figures, checkpoints and the final model are kept
     there: the same call goes on where it was interrupted, and only reads what is there when the run is finished. `algorithm`
     itself stays as it is. `record` says what is written down beside the figures, such as `["objective(every=10)"]`
-    (`Result.recorded`); the run is the same without.
+    (`Result.recorded`); the run is the same without. `engine` is where clients train: `rows`, `stacked`, `processes` or `auto`,
+    which takes the fastest (`make_engine`).
     Raises `InvalidValue` for a figure out of range, `CheckpointError` for the directory of another run, and `Diverged` when
     no client's model is finite any more.
     """
@@ -149,10 +151,10 @@ def run(
         new_clients,
     )
     recorders = _fitting(build_recorders(record), method)
-    described = _described(method, task, schedule, recorders)
+    described = _described(method, task, schedule, recorders, engine)
     if directory is None:
         recording = Recording(recorders) if recorders else None
-        federation = Federation(method, task, RowsEngine(task), schedule, observers=_present(recording))
+        federation = Federation(method, task, make_engine(engine, task), schedule, observers=_present(recording))
         for notice in _notices(federation, recording):
             _logger.warning(notice)
         federation.run(on_round)
@@ -162,7 +164,7 @@ def run(
         for notice in place.begin(described):
             _logger.warning(notice)
         recording = Recording(recorders, place.path) if recorders else None
-        federation = _open(method, task, schedule, place, described, recording)
+        federation = _open(method, task, schedule, place, described, recording, engine)
         for notice in _notices(federation, recording):
             _logger.warning(notice)
         federation.run(on_round)
@@ -200,7 +202,8 @@ def run_configured(
         notices = place.begin(resolved, fresh)
         schedule = dataclasses.replace(configuration.schedule, seed=name.seed)
         recording = Recording(build_recorders(configuration.record), place.path) if configuration.record else None
-        federation = _open(build(name.algorithm), task, schedule, place, resolved, recording)
+        method = build(name.algorithm)
+        federation = _open(method, task, schedule, place, resolved, recording, configuration.engine)
         for notice in [*notices, *_notices(federation, recording)]:
             watch(Event("notice", name, text=notice))
         watch(Event("started", name, federation.finished))
@@ -220,10 +223,14 @@ def _open(
     place: RunDirectory,
     described: Mapping[str, Any],
     recording: Recording | None,
+    engine: str,
 ) -> Federation:
     """The federation in its directory, after its last checkpoint; what it will need to be read is written first."""
     identity = _identity(task, described)
-    federation = Federation(method, task, RowsEngine(task), schedule, place.path, identity, _present(recording))
+    made = make_engine(engine, task)
+    federation = Federation(method, task, made, schedule, place.path, identity, _present(recording))
+    if made.chosen is not None and made.chosen.seconds:
+        write_text(place.path / "engine.json", json.dumps(dataclasses.asdict(made.chosen)) + "\n")
     task.partition.save(place.path / "split.npz")
     if task.local_test is not None:
         task.local_test.save(place.path / "test-split.npz")
@@ -237,7 +244,10 @@ def _present(recording: Recording | None) -> list[Recording]:
 
 def _notices(federation: Federation, recording: Recording | None) -> list[str]:
     """What there is to say at the start, a line each."""
-    return federation.notices + ([] if recording is None else recording.notices)
+    engine = federation.engine
+    chosen = engine.chosen if isinstance(engine, LocalEngine) else None
+    measured = [f"engine: {chosen}"] if chosen is not None and chosen.seconds else []
+    return measured + federation.notices + ([] if recording is None else recording.notices)
 
 
 def _fitting(recorders: list[Recorder], method: Algorithm) -> list[Recorder]:
@@ -266,7 +276,9 @@ def _finish(result: Result, place: RunDirectory, expression: str) -> None:
     write_text(place.path / "result.json", to_json(ends))
 
 
-def _described(method: Algorithm, task: Task, schedule: Schedule, recorders: Sequence[Recorder]) -> dict[str, Any]:
+def _described(
+    method: Algorithm, task: Task, schedule: Schedule, recorders: Sequence[Recorder], engine: str
+) -> dict[str, Any]:
     """What a run in Python depends on, in the words of a configuration, as far as plain values can say it."""
     return {
         "algorithm": describe(method),
@@ -275,6 +287,7 @@ def _described(method: Algorithm, task: Task, schedule: Schedule, recorders: Seq
         "data": {"name": task.dataset.name, "clients": task.clients},
         "training": dataclasses.asdict(task.training),
         **({"record": [expression(recorder) for recorder in recorders]} if recorders else {}),
+        **({"engine": engine} if engine != "rows" else {}),
     }
 
 
