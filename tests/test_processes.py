@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedmr import FedMR
 from fedloom.engines.base import Fault, Order, Reply
 from fedloom.engines.channel import INLINE, Channel, pack
+from fedloom.engines.choose import make_engine
 from fedloom.engines.local import RowsEngine
 from fedloom.engines.processes import ProcessesEngine
 from fedloom.engines.shared import Pool
@@ -218,11 +220,19 @@ def test_methods_that_cannot_travel_are_refused_in_one_line(engine: ProcessesEng
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("options", [{"workers": 0}, {"threads": 0}, {"workers": -1}])
-def test_numbers_out_of_range_are_refused(options: dict[str, int]) -> None:
-    name, value = next(iter(options.items()))
-    with pytest.raises(InvalidValue, match=f"^{name} must be at least 1, not {value}$"):
-        ProcessesEngine(small_task(), **options)
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"workers": 0}, "workers must be at least 1, not 0"),
+        ({"threads": -1}, "threads must be at least 1, not -1"),
+        ({"workers": 2.5}, "workers must be a whole number, not 2.5"),
+        ({"threads": "all"}, "threads must be a whole number, not 'all'"),
+        ({"worker": 2}, "engine 'processes': .*'worker'.*"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_in_one_line(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidValue, match=f"^{reason}$"):
+        make_engine("processes", TASK, **options)
 
 
 # --- shared memory ---

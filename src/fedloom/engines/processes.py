@@ -55,8 +55,10 @@ class ProcessesEngine:
     chosen: Choice | None = None  # how it came to be this engine, where `make_engine` made it
 
     def __init__(self, task: Task, workers: int = 2, threads: int = 1, memory_budget: int = BUDGET) -> None:
-        require_at_least("workers", workers, 1)
-        require_at_least("threads", threads, 1)
+        for name, number in (("workers", workers), ("threads", threads)):
+            if type(number) is not int:
+                raise InvalidValue(f"{name} must be a whole number, not {number!r}")
+            require_at_least(name, number, 1)
         if os.name != "posix":
             raise InvalidValue("engine 'processes' needs a POSIX system: use engine 'rows'")
         if VARIABLE in os.environ:
