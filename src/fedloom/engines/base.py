@@ -15,6 +15,7 @@ from fedloom.errors import RefusedReply
 from fedloom.layout import Layout
 from fedloom.round import Round
 from fedloom.scoring import Tally
+from fedloom.store import ClientStore
 from fedloom.task import Task
 
 INTEGERS = "integers"
@@ -110,6 +111,27 @@ def expectations(algorithm: Algorithm, round: Round, layout: Layout) -> dict[str
     """Name and shape of each tensor in a client's reply, integer buffers included."""
     expected = dict(algorithm.expects(round))
     return expected | {INTEGERS: (layout.integers,)} if layout.integers else expected
+
+
+class Remembering:
+    """The half of an engine that keeps what its clients remember in one store."""
+
+    store: ClientStore
+
+    def commit(self) -> None:
+        self.store.commit()
+
+    def rollback(self) -> bool:
+        return self.store.rollback()
+
+    def memory(self) -> dict[str, Tensor]:
+        return self.store.state()
+
+    def release_memory(self) -> None:
+        self.store.release()
+
+    def restore_memory(self, memory: dict[str, Tensor]) -> None:
+        self.store.restore(memory)
 
 
 def inspect_reply(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:

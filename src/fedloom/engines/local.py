@@ -13,7 +13,7 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm
 from fedloom.allocator import keep_pages
 from fedloom.cohort import Cohort
-from fedloom.engines.base import INTEGERS, Choice, Fault, Order, Reply, expectations, inspect_reply
+from fedloom.engines.base import INTEGERS, Choice, Fault, Order, Remembering, Reply, expectations, inspect_reply
 from fedloom.errors import FedloomError, InvalidValue, RefusedReply
 from fedloom.randomness import stream_seed
 from fedloom.replica import Replica
@@ -23,7 +23,7 @@ from fedloom.store import BUDGET, ClientStore, Memory
 from fedloom.task import Task
 
 
-class RowsEngine:
+class RowsEngine(Remembering):
     """Trains each client's row in place through a module whose parameters are views of it.
 
     `memory_budget`: bytes of client memory kept here; the clients not used for longest spill to files beyond it.
@@ -122,21 +122,6 @@ class RowsEngine:
             Memory(self.store, [order.client]),
             [order.slot is not None],
         )
-
-    def commit(self) -> None:
-        self.store.commit()
-
-    def rollback(self) -> bool:
-        return self.store.rollback()
-
-    def memory(self) -> dict[str, Tensor]:
-        return self.store.state()
-
-    def release_memory(self) -> None:
-        self.store.release()
-
-    def restore_memory(self, memory: dict[str, Tensor]) -> None:
-        self.store.restore(memory)
 
     def close(self) -> None:
         self.store.close()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm
 from fedloom.checks import require_at_least
-from fedloom.engines.base import Choice, Fault, Order, Reply, expectations
+from fedloom.engines.base import Choice, Fault, Order, Remembering, Reply, expectations
 from fedloom.engines.channel import Channel, Parcel, pack
 from fedloom.engines.shared import Pool
 from fedloom.engines.worker import VARIABLE, Assignment, Broken, Done, Failed, Setup, Work, slim
@@ -36,7 +36,7 @@ Answer = Done | Failed | Tally
 _PROGRAM = "from fedloom.engines.worker import main; main()"
 
 
-class ProcessesEngine:
+class ProcessesEngine(Remembering):
     """Trains clients in `workers` processes of `threads` threads each, with the numbers of the rows engine on as many threads.
 
     The workers start once and stay. They read the task's data, the models that are sent and what clients remember in memory
@@ -237,21 +237,6 @@ class ProcessesEngine:
             worker.end()
 
     # --- what clients remember ---
-
-    def commit(self) -> None:
-        self.store.commit()
-
-    def rollback(self) -> bool:
-        return self.store.rollback()
-
-    def memory(self) -> dict[str, Tensor]:
-        return self.store.state()
-
-    def release_memory(self) -> None:
-        self.store.release()
-
-    def restore_memory(self, memory: dict[str, Tensor]) -> None:
-        self.store.restore(memory)
 
     def close(self) -> None:
         _dismiss(self._crew)
