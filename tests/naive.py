@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from batch_order import batch_order
 from fedloom.algorithm import Algorithm
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
@@ -21,7 +22,7 @@ from fedloom.engines.local import RowsEngine
 from fedloom.federation import Federation, Schedule
 from fedloom.randomness import stream
 from fedloom.task import Task
-from fedloom.training import Training, batch_order
+from fedloom.training import Training
 
 State = dict[str, Tensor]
 Batch = tuple[Tensor, Tensor]

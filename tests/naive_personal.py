@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from batch_order import batch_order
 from fedloom.algorithm import Algorithm
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
@@ -24,7 +25,7 @@ from fedloom.randomness import stream
 from fedloom.round import Round
 from fedloom.schedule import Schedule
 from fedloom.task import Task
-from fedloom.training import Training, batch_order
+from fedloom.training import Training
 
 Extra = Callable[[nn.Module], Tensor]
 SIZES = (9, 14, 4, 21, 12)

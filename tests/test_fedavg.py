@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from batch_order import batch_order
 from fedloom.algorithm import Algorithm, build
 from fedloom.data import Dataset, Samples
 from fedloom.engines.local import RowsEngine
@@ -17,7 +18,6 @@ from fedloom.federation import Federation
 from fedloom.randomness import stream
 from fedloom.schedule import Schedule
 from fedloom.task import Task, make_task
-from fedloom.training import batch_order
 
 
 class Small(nn.Module):

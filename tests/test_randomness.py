@@ -6,10 +6,10 @@ import itertools
 
 import torch
 
+from batch_order import batch_order
 from fedloom.algorithm import uniform
 from fedloom.randomness import numpy_stream, stream, stream_seed
 from fedloom.round import Round
-from fedloom.training import batch_order
 
 
 def test_the_same_name_gives_the_same_numbers() -> None:

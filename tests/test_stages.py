@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from batch_order import batch_order
 from fedloom.algorithm import Algorithm, build, describe
 from fedloom.algorithms.stages import Stages, has_stopped_improving
 from fedloom.data.dataset import Dataset, Samples
@@ -19,7 +20,6 @@ from fedloom.federation import Federation
 from fedloom.randomness import stream
 from fedloom.schedule import Schedule
 from fedloom.task import Task
-from fedloom.training import batch_order
 from naive import State, World, assert_same, average, shares, uniform
 
 SLOW = 0.3  # an improvement that this data cannot keep up, so that the switch comes within a few rounds

@@ -94,20 +94,3 @@ def epoch_orders(
         given = sizes[:remaining]
         yield order[: sum(given)], given
         remaining -= len(given)
-
-
-def batch_order(
-    samples: int,
-    generator: torch.Generator | None,
-    *,
-    batch_size: int | None,
-    epochs: int = 1,
-    steps: int | None = None,
-    drop_last: bool = False,
-    smallest: int = 1,
-) -> Iterator[Tensor]:
-    """Positions of each batch's samples, batch after batch; see `epoch_orders`."""
-    for order, sizes in epoch_orders(
-        samples, generator, batch_size=batch_size, epochs=epochs, steps=steps, drop_last=drop_last, smallest=smallest
-    ):
-        yield from order.split(sizes)
