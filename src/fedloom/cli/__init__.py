@@ -1,0 +1,88 @@
+"""The command line. Errors are one line on stderr: 2 where the input is to blame, 1 where a run failed, 130 after Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import click
+import typer
+
+import fedloom
+from fedloom.cli import catalogue, running
+from fedloom.cli.shared import Failed, again
+from fedloom.errors import Diverged, FedloomError
+
+# In the order in which --help lists them. A command's heavy imports stand inside its function.
+commands: tuple[Callable[..., Any], ...] = (
+    running.run,
+    running.compare,
+    catalogue.algorithms,
+    catalogue.models,
+    catalogue.datasets,
+    catalogue.partitions,
+)
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in commands:
+    app.command()(command)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = app(given, prog_name="fedloom", standalone_mode=False)  # which makes 130 of a KeyboardInterrupt
+        if code == 130:
+            _say(f"stopped; to go on: {again(given)}" if given[0] in ("run", "compare") else "stopped")
+        return code if isinstance(code, int) else 0
+    except click.ClickException as error:
+        if "\n" in error.format_message():
+            error.show()  # called without anything: the help
+        else:
+            # typer and click each add the same suggestion
+            text = re.sub(r"( Did you mean [^?]*\?)\1", r"\1", error.format_message())
+            _say(f"{text.rstrip('.')} (see fedloom --help)")
+        return 2
+    except (Diverged, Failed) as error:
+        _say(str(error))
+        return 1
+    except FedloomError as error:
+        _say(str(error))
+        return 2
+    except OSError as error:
+        _say(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+        return 1
+    except Exception as error:
+        if "FEDLOOM_TRACEBACK" in os.environ:
+            traceback.print_exc()
+        _say(f"{type(error).__name__}: {error} (FEDLOOM_TRACEBACK=1 shows where)")
+        return 1
+
+
+def _say(text: str) -> None:
+    print(f"fedloom: {' '.join(text.split())}", file=sys.stderr)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"fedloom {fedloom.__version__}")
+        raise typer.Exit
+
+
+@app.callback(no_args_is_help=True)
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Federated learning on clients whose data differ: train, compare and look up methods."""

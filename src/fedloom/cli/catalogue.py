@@ -1,0 +1,49 @@
+"""`fedloom algorithms`, `models`, `datasets` and `partitions`: what there is, and what each is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fedloom.cli.shared import Name
+
+if TYPE_CHECKING:
+    from fedloom.registry import Registry
+
+
+def algorithms(name: Name = None) -> None:
+    """List the methods, or describe the one called NAME."""
+    from fedloom.algorithm import algorithms as registry
+
+    _list(registry, name)
+
+
+def models(name: Name = None) -> None:
+    """List the models, or describe the one called NAME."""
+    from fedloom.models import models as registry
+
+    _list(registry, name)
+
+
+def datasets(name: Name = None) -> None:
+    """List the data sets, or describe the one called NAME."""
+    from fedloom.data.dataset import datasets as registry
+
+    _list(registry, name)
+
+
+def partitions(name: Name = None) -> None:
+    """List the ways to share data out to clients, or describe the one called NAME."""
+    from fedloom.data.partition import partitions as registry
+
+    _list(registry, name)
+
+
+def _list(registry: Registry[Any], name: str | None) -> None:
+    from rich.console import Console
+
+    from fedloom.experiment.tables import description, overview
+
+    if name is None:
+        Console().print(overview(registry))
+    else:
+        print(description(registry[name]))
