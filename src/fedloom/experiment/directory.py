@@ -130,6 +130,7 @@ class RunDirectory:
             configuration,
             self._read("environment.json"),
             self._recorded(),
+            RoundLog(self.path / "clients.jsonl").read(),
         )
 
     def _recorded(self) -> list[dict[str, Any]]:

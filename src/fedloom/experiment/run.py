@@ -98,6 +98,7 @@ class Result:
             self.configuration,
             environment(),
             self.recorded,
+            self.federation.client_history,
         )
 
     @cached_property

@@ -26,7 +26,8 @@ class RunSummary:
     `label_counts` holds the training samples of each client and class, `[clients][classes]` (may be empty when unknown);
     `configuration` is what was run and `environment` the versions and the machine it ran on. Two keys of the configuration
     mean something to the report: `command`, the line that repeats the run, and nothing else is required. `recorded` holds
-    what was recorded on request (`Recording.results`), one entry a recorder.
+    what was recorded on request (`Recording.results`), one entry a recorder, and `clients` the lines of `clients.jsonl`: the
+    accuracy of each client in the rounds in which the clients' own models were evaluated.
     """
 
     algorithm: str
@@ -38,6 +39,7 @@ class RunSummary:
     configuration: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     recorded: list[dict[str, Any]] = field(default_factory=list)
+    clients: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
