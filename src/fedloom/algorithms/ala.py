@@ -96,11 +96,11 @@ class Ala(Wrapper):
     # --- the client half ---
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        blend = self.blend(cohort, inbox["model"])
+        top = self.top(cohort)
+        blend = self.blend(cohort, inbox["model"], top)
         reply = self.method.train(cohort, self._handed(inbox, blend))
         memory, uploads = cohort.memory, cohort.uploads
         trained = self.method.complete(cohort, reply["model"])
-        top = self.top(cohort)
         known = memory.knows(_name("model", top))  # the others had nothing to blend, so they learned nothing
         memory.write(_name("model", top), take(trained, top), uploads)
         if blend.losses:
@@ -115,7 +115,8 @@ class Ala(Wrapper):
         if self.eval_point == "after_train" and bool(cohort.memory.knows("ala_trained").all()):
             return cohort.memory.get("ala_trained", inbox["model"])
         if self.method.scores_start:
-            inbox = self._handed(inbox, self.blend(cohort, inbox["model"], learn=self.evaluation == "learn"))
+            learn = self.evaluation == "learn"
+            inbox = self._handed(inbox, self.blend(cohort, inbox["model"], self.top(cohort), learn=learn))
         model = self.method.personalise(cohort, inbox)
         return cohort.memory.get("ala_trained", model) if self.eval_point == "after_train" else model
 
@@ -143,9 +144,9 @@ class Ala(Wrapper):
         chosen = set().union(*groups[-self.p :])
         return layout.slices(lambda slot: slot.name in chosen)
 
-    def blend(self, cohort: Cohort, received: Tensor, *, learn: bool = True) -> Blend:
+    def blend(self, cohort: Cohort, received: Tensor, top: Unit, *, learn: bool = True) -> Blend:
         """The start that stands for the download `received [k, m]`, its weights learned first where `learn` says so."""
-        memory, top = cohort.memory, self.top(cohort)
+        memory = cohort.memory
         whole = self.method.complete(cohort, received)
         download = take(whole, top)
         weights = memory.get(_name("weights", top), torch.full_like(download[:1], self.initial_weight))
@@ -158,7 +159,7 @@ class Ala(Wrapper):
         update = download - old
         losses: list[Tensor] = []
         if learn and self.rate:
-            weights, losses = self._learned(cohort, whole, old, update, weights, known, ~learned.cpu())
+            weights, losses = self._learned(cohort, top, whole, old, update, weights, known, ~learned.cpu())
             learned = learned | known.to(learned.device)
         start = put(whole, top, old + update * weights)
         return Blend(take(start, self.method.travels(cohort)), weights, learned, losses)
@@ -166,6 +167,7 @@ class Ala(Wrapper):
     def _learned(
         self,
         cohort: Cohort,
+        top: Unit,
         whole: Tensor,
         old: Tensor,
         update: Tensor,
@@ -174,7 +176,6 @@ class Ala(Wrapper):
         first: Tensor,
     ) -> tuple[Tensor, list[Tensor]]:
         """The blending weights after learning, and the loss of each epoch. `first [k]`: whose initial stage this is."""
-        top = self.top(cohort)
         part, objective = cohort.subset(self._choose, "ala"), cross_entropy
         if top == cohort.layout.under(head_name(cohort.module)):
             # Everything below the classifier is held fixed, so that one forward pass serves every epoch.
