@@ -13,11 +13,14 @@ from typing import Any, get_args, get_type_hints
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from fedloom.algorithm import build, describe
-from fedloom.checks import require_at_least, require_share
+from fedloom.checks import require_at_least, require_one_of, require_share
 from fedloom.data.dataset import Dataset, datasets
 from fedloom.data.partition import partitions
 from fedloom.engines.choose import require_engine
 from fedloom.errors import FedloomError, InvalidValue
+from fedloom.experiment.settings import changed as with_changes
+from fedloom.experiment.settings import combinations, label
+from fedloom.experiment.validation import withhold
 from fedloom.expression import Call, allowed, parse
 from fedloom.models import models
 from fedloom.recording.recorder import build_recorders, expression
@@ -30,7 +33,11 @@ _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, arbitrary_types_a
 
 
 class Data(BaseModel):
-    """The table `[data]`: what is learned and how the clients share it (see `make_task`)."""
+    """The table `[data]`: what is learned and how the clients share it (see `make_task`).
+
+    With `validation`, such as 0.2, that share of each client's training samples takes the place of all test data, which is
+    then looked at nowhere (see `withhold`).
+    """
 
     model_config = _STRICT
 
@@ -39,6 +46,7 @@ class Data(BaseModel):
     partition: str = "dirichlet(0.5)"
     local_test: float | None = None
     merge: bool = False
+    validation: float | None = None
 
 
 class Configuration(BaseModel):
@@ -49,6 +57,10 @@ class Configuration(BaseModel):
     neither changes what is computed, beyond the last digits of sums. `record` says what is written down beside the figures,
     such as `["objective(every=10)", "ala(client=8)", "trajectory(client=4)"]`. `engine` is `rows`, `stacked`, `processes`, or
     `auto`, which takes the one that is fastest here; engines agree but for the last digits, so `auto` may not repeat those.
+
+    `targets`, `last` (evaluations in the mean of the last ones) and `against` (what methods are tested against: the `best`
+    or the `first`) only decide what tables show. `variants` are the settings of the table `[settings]` by their labels, each
+    a whole configuration whose `changes` say what it changed.
     """
 
     model_config = _STRICT
@@ -60,6 +72,8 @@ class Configuration(BaseModel):
     seeds: list[int] = []
     schedule: Schedule = Schedule()
     targets: list[float] = []
+    last: int = 10
+    against: str = "best"
     record: list[str] = []
     directory: str | None = None
     engine: str = "rows"
@@ -68,6 +82,13 @@ class Configuration(BaseModel):
     model: str = "mlp"
     data: Data = Data()
     training: Training = Training()
+    variants: dict[str, Configuration] = {}
+    changes: dict[str, Any] = {}
+
+    @property
+    def settings(self) -> dict[str, Configuration]:
+        """The configuration of each setting by its label; this one alone, labelled "", where no key varies."""
+        return self.variants or {"": self}
 
     @property
     def folder(self) -> Path:
@@ -76,7 +97,7 @@ class Configuration(BaseModel):
 
     def task(self, seed: int, dataset: Dataset | None = None) -> Task:
         """The task of one seed; `dataset` saves reading the data again."""
-        return make_task(
+        task = make_task(
             self.data.name if dataset is None else dataset,
             clients=self.data.clients,
             partition=self.data.partition,
@@ -86,6 +107,7 @@ class Configuration(BaseModel):
             merge=self.data.merge,
             seed=seed,
         )
+        return task if self.data.validation is None else withhold(task, self.data.validation, seed)
 
     def resolved(self, algorithm: str, seed: int) -> dict[str, Any]:
         """Everything that one run's figures depend on, with defaults filled in; plain values, ready for JSON."""
@@ -94,7 +116,8 @@ class Configuration(BaseModel):
             "algorithm": describe(build(algorithm)),
             **schedule_values(dataclasses.replace(self.schedule, seed=seed)),
             "model": self.model,
-            "data": self.data.model_dump(),
+            # What was added later is only said where it is used, so that older runs stay what they are.
+            "data": self.data.model_dump(exclude={"validation"} if self.data.validation is None else None),
             "training": dataclasses.asdict(self.training),
             **({"record": recorders} if recorders else {}),
             **({"engine": self.engine} if self.engine != "rows" else {}),
@@ -112,6 +135,11 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Configuration:
     The experiment is called like the file unless the file says otherwise. Raises `InvalidValue` or `UnknownName`, in one
     line, for anything that is not allowed.
     """
+    return configuration(read_table(path, overrides))
+
+
+def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """What a file and `key=value` overrides say, not checked yet. Raises as `load` does where it cannot be read."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -122,8 +150,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Configuration:
         raise InvalidValue(f"{path} is not a TOML file: {' '.join(str(error).split())}") from None
     table.setdefault("name", path.stem)
     for override in overrides:
-        _override(table, override)
-    return configuration(table)
+        put(table, override)
+    return table
 
 
 def configuration(table: Mapping[str, Any]) -> Configuration:
@@ -134,12 +162,25 @@ def configuration(table: Mapping[str, Any]) -> Configuration:
         if not isinstance(section, Mapping):
             raise InvalidValue(f"{name} must be a table with the keys {', '.join(known)}, not {section!r}")
         _require_known(section, f"{name}.", known)
-    values = {key: value for key, value in table.items() if key not in _SCHEDULE}
+    values = {key: value for key, value in table.items() if key not in (*_SCHEDULE, "settings")}
     values["schedule"] = _dataclass(Schedule, {key: table[key] for key in _SCHEDULE if key in table}, "")
     values["training"] = _dataclass(Training, table.get("training", {}), "training.")
     values["data"] = _model(Data, table.get("data", {}), "data.")
     found: Configuration = _model(Configuration, values, "")
     _check(found)
+    return found.model_copy(update={"variants": _variants(table)}) if "settings" in table else found
+
+
+def _variants(table: Mapping[str, Any]) -> dict[str, Configuration]:
+    """The configuration of each setting by its label, checked like any other."""
+    base = {key: value for key, value in table.items() if key != "settings"}
+    found = {}
+    for changes in combinations(table["settings"], VARYING):
+        try:
+            variant = configuration(with_changes(base, changes))
+        except FedloomError as error:
+            raise InvalidValue(f"settings, {label(changes)}: {error}") from None
+        found[label(changes)] = variant.model_copy(update={"changes": changes})
     return found
 
 
@@ -148,11 +189,20 @@ _SECTIONS = {"data": list(Data.model_fields), "training": [field.name for field 
 _SCHEDULE = [field.name for field in dataclasses.fields(Schedule) if field.name != "seed"]
 
 _KEYS = [
-    *(name for name in Configuration.model_fields if name not in ("schedule", *_SECTIONS)),
+    *(name for name in Configuration.model_fields if name not in ("schedule", "variants", "changes", *_SECTIONS)),
+    "settings",
     *_SCHEDULE,
     *(f"{section}.{name}" for section, names in _SECTIONS.items() for name in names),
 ]
 """Every key that a file may hold, with its table."""
+
+VARYING = [
+    *(name for name in _SCHEDULE if name != "checkpoint_every"),
+    "model",
+    "engine",
+    *(f"{section}.{name}" for section, names in _SECTIONS.items() for name in names),
+]
+"""The keys that settings may vary: those that figures depend on, but for the method and the seed."""
 
 
 def _require_known(table: Mapping[str, Any], prefix: str, known: Sequence[str]) -> None:
@@ -205,12 +255,12 @@ def _explained(error: ValidationError, prefix: str) -> InvalidValue:
     return InvalidValue(f"{prefix}{place} must be {allowed(error)}, not {first['input']!r}")
 
 
-def _override(table: dict[str, Any], text: str) -> None:
-    """Put `key=value` into the table; tables on the way are made."""
+def put(table: dict[str, Any], text: str, example: str = "rounds=50 or training.learning_rate=0.1") -> None:
+    """Put `key=value` into the table; tables on the way are made. Raises `InvalidValue`, with the `example`, otherwise."""
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", key):
-        raise InvalidValue(f"{text!r} is not key=value, such as rounds=50 or training.learning_rate=0.1")
+        raise InvalidValue(f"{text!r} is not key=value, such as {example}")
     *tables, last = key.split(".")
     for depth, name in enumerate(tables, start=1):
         table = table.setdefault(name, {})
@@ -245,6 +295,8 @@ def _check(found: Configuration) -> None:
         require_at_least("seed", seed, 0)
     for target in found.targets:
         require_share("target accuracy", target)
+    require_at_least("last", found.last, 1)
+    require_one_of("against", found.against, ("best", "first"))
     require_at_least("workers", found.workers, 1)
     if found.threads is not None:
         require_at_least("threads", found.threads, 1)
@@ -252,6 +304,8 @@ def _check(found: Configuration) -> None:
         raise InvalidValue(f"seeds must differ from each other, not {seeds}")
     if found.data.local_test is not None and not 0 < found.data.local_test < 1:
         raise InvalidValue(f"data.local_test must lie between 0 and 1, not {found.data.local_test}")
+    if found.data.validation is not None and not 0 < found.data.validation < 1:
+        raise InvalidValue(f"data.validation must lie between 0 and 1, not {found.data.validation}")
     require_at_least("data.clients", found.data.clients, 0)
     require_engine(found.engine)
     _check_expressions(found)

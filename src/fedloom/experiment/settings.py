@@ -1,0 +1,185 @@
+"""Settings: configuration keys with several values each, as a list or a range, and how they combine.
+
+[settings]
+data.partition = ["dirichlet(0.1)", "iid"]
+participation = { from = 0.1, to = 0.5, steps = 3 }
+combine = "product"    # every value with every other; "zip" takes the first of each, the second of each, ...
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedloom.checks import require_at_least, require_one_of, require_positive
+from fedloom.errors import InvalidValue, suggestion
+from fedloom.expression import show
+
+Changes = dict[str, Any]
+"""One setting: full keys with the value of each, such as `{"training.epochs": 5}`."""
+
+COMBINE = "combine"
+"""The one word in the table `[settings]` that is no configuration key."""
+
+_EXAMPLE = "a list such as [1, 5] or a range such as {from = 0.1, to = 0.5, steps = 3}"
+_RANGE = ("from", "to", "steps", "scale")
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`, both included; evenly spaced, or evenly in their logarithm. `steps` None: all between."""
+
+    low: float
+    high: float
+    steps: int | None = None
+    logarithmic: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether both ends are whole numbers, so that a search takes whole numbers between them."""
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+    def values(self) -> list[float]:
+        """The `steps` values; whole numbers where all of them are. Without superfluous digits: 0.3, not 0.30000000000000004."""
+        assert self.steps is not None
+        shares = [k / (self.steps - 1) for k in range(self.steps)]
+        if self.logarithmic:
+            found = [self.low * (self.high / self.low) ** share for share in shares]
+        else:
+            found = [self.low + (self.high - self.low) * share for share in shares]
+        found = [float(f"{value:.12g}") for value in found]
+        return [int(value) for value in found] if self.whole and all(map(float.is_integer, found)) else found
+
+
+Axis = list[Any] | Range
+"""What one key takes: these values, or any of a range."""
+
+
+def read_axes(table: object, known: Sequence[str], prefix: str, *, steps_needed: bool = True) -> dict[str, Axis]:
+    """The keys of a (nested) table with the values that each takes.
+
+    `known` are the full keys that may vary; `prefix` is put before a key in errors. Raises `InvalidValue` for an unknown key,
+    with the nearest, and for anything that is no list or range.
+    """
+    if not isinstance(table, Mapping):
+        raise InvalidValue(f"{prefix.rstrip('.')} must be a table of keys, each with {_EXAMPLE}, not {show(table)}")
+    return {
+        key: _axis(value, prefix + key, steps_needed) for key, value in _leaves(table, "", known, prefix)
+    }  # fmt: skip
+
+
+def combinations(table: Mapping[str, Any], known: Sequence[str]) -> list[Changes]:
+    """Every setting that a `[settings]` table asks for, in the order of its lists, the last key changing fastest."""
+    rest = {key: value for key, value in table.items() if key != COMBINE} if isinstance(table, Mapping) else table
+    lists = {key: values_of(axis) for key, axis in read_axes(rest, known, "settings.").items()}
+    way = table.get(COMBINE, "product") if isinstance(table, Mapping) else "product"
+    if not isinstance(way, str):
+        raise InvalidValue(f"settings.combine must be product or zip, not {show(way)}")
+    require_one_of("settings.combine", way, ("product", "zip"))
+    if not lists:
+        return []
+    if way == "product":
+        return [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
+    if len({len(values) for values in lists.values()}) > 1:
+        lengths = ", ".join(f"{key} has {len(values)}" for key, values in lists.items())
+        raise InvalidValue(f"settings with combine = 'zip' need lists of one length: {lengths}")
+    return [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
+
+
+def values_of(axis: Axis) -> list[Any]:
+    """All values of a list, or of a range with steps."""
+    return axis.values() if isinstance(axis, Range) else axis
+
+
+def label(changes: Mapping[str, Any]) -> str:
+    """A setting as people read and type it: `data.partition=iid, training.epochs=5`; empty without changes."""
+    return ", ".join(f"{key}={plain_text(value)}" for key, value in changes.items())
+
+
+def plain_text(value: Any) -> str:
+    """A value as it stands behind `key=` on the command line."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(plain_text, value))}]"
+    return value if isinstance(value, str) else show(value)
+
+
+def changed(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a nested table with the values of some full keys replaced."""
+    result = copy.deepcopy(dict(table))
+    for key, value in changes.items():
+        *tables, last = key.split(".")
+        inner = result
+        for name in tables:
+            inner = inner.setdefault(name, {})
+        inner[last] = value
+    return result
+
+
+def _leaves(
+    table: Mapping[str, Any], inside: str, known: Sequence[str], prefix: str
+) -> list[tuple[str, Any]]:  # fmt: skip
+    """The full keys of a nested table, each with what is given for it."""
+    found: list[tuple[str, Any]] = []
+    for name, value in table.items():
+        key = inside + name
+        opens = any(one.startswith(f"{key}.") for one in known)
+        if isinstance(value, Mapping) and (opens or (key in known and not value.keys() & set(_RANGE))):
+            found += _leaves(value, f"{key}.", known, prefix)
+        elif key in known or any(key.startswith(f"{one}.") and one.endswith("_options") for one in known):
+            found.append((key, value))
+        else:
+            raise InvalidValue(f"unknown key {prefix + key!r}:{_nearest(key, known, prefix)}")
+    return found
+
+
+def _nearest(key: str, known: Sequence[str], prefix: str) -> str:
+    """The nearest full key, or else the one whose last word is nearest, or else all."""
+    words = {one.rpartition(".")[2]: one for one in reversed(known)}
+    close = difflib.get_close_matches(key.rpartition(".")[2], words, n=1, cutoff=0.75)
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.8) or [words[word] for word in close]
+    return f" did you mean '{prefix}{near[0]}'?" if near else f" what may vary is {', '.join(known)}"
+
+
+def _axis(value: Any, key: str, steps_needed: bool) -> Axis:
+    if isinstance(value, Mapping):
+        return _range(value, key, steps_needed)
+    if not isinstance(value, list):
+        raise InvalidValue(f"{key} must be {_EXAMPLE}, not {show(value)}")
+    if not value:
+        raise InvalidValue(f"{key} lists no value: give {_EXAMPLE}")
+    texts = [plain_text(one) for one in value]
+    for position, text in enumerate(texts):
+        if text in texts[:position]:
+            raise InvalidValue(f"{key} lists {text} twice")
+    return value
+
+
+def _range(table: Mapping[str, Any], key: str, steps_needed: bool) -> Range:
+    for name in table:
+        if name not in _RANGE:
+            raise InvalidValue(
+                f"unknown key '{key}.{name}':{suggestion(name, _RANGE)} (a range has: {', '.join(_RANGE)})"
+            )
+    missing = [name for name in ("from", "to", *(["steps"] if steps_needed else [])) if name not in table]
+    if missing:
+        raise InvalidValue(
+            f"{key} lacks {' and '.join(missing)}: a range is such as {{from = 0.1, to = 0.5, steps = 3}}"
+        )
+    low, high, steps, scale = table["from"], table["to"], table.get("steps"), table.get("scale", "linear")
+    for name, number in (("from", low), ("to", high)):
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise InvalidValue(f"{key}.{name} must be a number, not {show(number)}")
+    if steps is not None:
+        if isinstance(steps, bool) or not isinstance(steps, int):
+            raise InvalidValue(f"{key}.steps must be a whole number, not {show(steps)}")
+        require_at_least(f"{key}.steps", steps, 2)
+    if not low < high:
+        raise InvalidValue(f"{key} must go from a smaller number to a larger one, not from {low} to {high}")
+    require_one_of(f"{key}.scale", str(scale), ("linear", "log"))
+    if scale == "log":
+        require_positive(f"{key}.from of a range with scale = 'log'", low)
+    return Range(low, high, steps, scale == "log")
