@@ -1,1 +1,1 @@
-"""What a run writes down on request, beside its figures: objectives around local training, ALA's learning, trajectories."""
+"""What a run writes down on request, beside its figures: objectives, ALA's learning, trajectories, how alike models are."""

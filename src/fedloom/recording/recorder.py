@@ -12,7 +12,7 @@ from fedloom.algorithm import Algorithm
 from fedloom.errors import InvalidValue
 from fedloom.expression import checked, parse, plain, show
 from fedloom.registry import Registry
-from fedloom.scoring import Evaluator
+from fedloom.scoring import Evaluator, Score
 from fedloom.task import Task
 
 Series = Sequence[tuple[int, Any]]
@@ -34,6 +34,10 @@ class Scene:
         tally = self.evaluator.tally(row, self.task.train, self.task.partition, [client], integers)
         return float(tally.loss[0]), int(tally.samples[0])
 
+    def test_score(self, row: Tensor, integers: Tensor | None) -> Score:
+        """The model `row [P]` on the global test set, in evaluation mode."""
+        return self.evaluator.score(row, self.task.test, integers)
+
     def place(self, number: int) -> int:
         """The client that the user knows by this number. Raises `InvalidValue` when there is none, or it never trains."""
         known = list(self.numbers)
@@ -46,8 +50,12 @@ class Scene:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What one client received in a round and what it uploaded: models `[P]` and, where there are any, integer buffers."""
+    """What one client received in a round and what it uploaded: models `[P]` and, where there are any, integer buffers.
 
+    `slot` is its place among the round's selected clients.
+    """
+
+    slot: int
     client: int
     received: Tensor
     uploaded: Tensor
@@ -86,6 +94,10 @@ class Recorder:
     def note(self, number: int, exchanges: Sequence[Exchange], scene: Scene) -> Note | None:
         """What there is to note of round `number`, in which the clients exchanged these models, in the order of the slots."""
         return None
+
+    def settle(self, value: Any, method: Algorithm, integers: Tensor, scene: Scene) -> Any:
+        """A round's noted value once the method has received the replies: what it makes of them may be added here."""
+        return value
 
     def result(self, series: Series, tensors: Mapping[int, Mapping[str, Tensor]], scene: Scene) -> dict[str, Any]:
         """All notes as what reports draw; `tensors` are those noted, by round."""

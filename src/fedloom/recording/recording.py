@@ -52,6 +52,7 @@ class Recording:
             raise InvalidValue(
                 f"record works in simulations, where the clients' samples are at hand, not in {type(federation.engine).__name__}"
             )
+        self._federation = federation
         task, method = federation.task, federation.algorithm
         evaluator = Evaluator(task.model, task.layout, task.dataset)
         trainers = task.clients - federation.schedule.newcomers(task.clients)
@@ -113,6 +114,7 @@ class Recording:
 
     def commit(self, number: int) -> None:
         """The round has succeeded: its notes are kept. Models are on disk before the line that counts on them."""
+        self._settle()
         tensors = {f"{name}/{key}": t for name, note in self._pending.items() for key, t in note.tensors.items()}
         notes = {name: _plain(note.value) for name, note in self._pending.items()}
         line = {"round": number, "kept": bool(tensors), "notes": notes}
@@ -126,6 +128,14 @@ class Recording:
         self._lines.append(line)
         if self._log is not None:
             self._log.append(line)
+
+    def _settle(self) -> None:
+        """Add to the pending notes what the method made of the round."""
+        method, integers = self._federation.algorithm, self._federation.integers
+        for recorder in self.recorders:
+            if (note := self._pending.get(recorder.name)) is not None:
+                value = recorder.settle(note.value, method, integers, self._scene)
+                self._pending[recorder.name] = Note(value, note.tensors)
 
     def sync(self) -> None:
         """Wait until all notes are on the disk."""
@@ -178,6 +188,7 @@ def _exchanges(orders: Sequence[Order], replies: Replies) -> list[Exchange]:
         inbox = sent[slot]
         found.append(
             Exchange(
+                slot,
                 int(replies.clients[place]),
                 inbox["model"][0],
                 replies["model"][place],

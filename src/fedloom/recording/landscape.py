@@ -1,0 +1,120 @@
+"""The loss around the final global model, in two directions that the model's own filters scale (FedMR, figure 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm
+from fedloom.checks import require_at_least, require_one_of, require_positive
+from fedloom.data.dataset import Samples
+from fedloom.layout import Layout
+from fedloom.randomness import stream
+from fedloom.recording.recorder import Exchange, Note, Recorder, Scene, Series, recorders
+from fedloom.scoring import Evaluator
+from fedloom.task import Task
+
+
+@recorders.register("landscape")
+@dataclass(frozen=True)
+class Landscape(Recorder):
+    """The loss of the final global model w and around it: L(w + a d1 + b d2) for a and b from -`radius` to `radius`.
+
+    d1 and d2 are Gaussian, then filter-normalised (`filter_normalised`): a step of 1 is as long, filter by filter, as the
+    model's own weights. They are drawn by `directions` alone, so that runs of one architecture are seen in the same
+    directions and at the same scale, whatever their method and seed. L is the mean cross entropy in evaluation mode on
+    `samples` evenly spaced samples of the clients' training data (`data=train`) or of the test set (`data=test`), at `grid` x
+    `grid` points; statistics of batch norm stay the model's. Costs grid^2 * samples forward passes, once, after the last round.
+
+    Source: Li et al. 2018, arXiv 1712.09913, section 4; Hu et al. 2022 (FedMR), figure 6 (figure 7 in the KDD 2024 version).
+    """
+
+    grid: int = 21
+    radius: float = 1.0
+    samples: int = 1000
+    data: str = "train"
+    directions: int = 0
+
+    def __post_init__(self) -> None:
+        require_at_least("grid", self.grid, 3)
+        require_positive("radius", self.radius)
+        require_at_least("samples", self.samples, 1)
+        require_one_of("data", self.data, ("train", "test"))
+        require_at_least("directions", self.directions, 0)
+
+    @property
+    def name(self) -> str:
+        return "landscape"
+
+    def note(self, number: int, exchanges: Sequence[Exchange], scene: Scene) -> Note | None:
+        return Note({}) if number == scene.rounds else None
+
+    def settle(self, value: Any, method: Algorithm, integers: Tensor, scene: Scene) -> Any:
+        return self.around(method.model(), scene.task, integers, scene.evaluator)
+
+    def result(self, series: Series, tensors: Mapping[int, Mapping[str, Tensor]], scene: Scene) -> dict[str, Any]:
+        return dict(series[-1][1])
+
+    def around(
+        self, model: Tensor, task: Task, integers: Tensor | None = None, evaluator: Evaluator | None = None
+    ) -> dict[str, Any]:
+        """The landscape around the model `[P]` on the task's samples, as reports draw it.
+
+        `surface[i][j]` is the loss at b = `y[i]`, a = `x[j]`; `loss` and `accuracy` are the model's own on the same samples. A
+        loss beyond all figures is None.
+        """
+        judge = evaluator or Evaluator(task.model, task.layout, task.dataset)
+        samples = self._chosen(task)
+        first, second = (
+            filter_normalised(gaussian(task.layout, self.directions, axis).to(model), model, task.layout)
+            for axis in ("first", "second")
+        )
+        ticks = np.linspace(-self.radius, self.radius, self.grid).tolist()
+        surface = [
+            [judge.score(model + along * first + up * second, samples, integers).loss for along in ticks]
+            for up in ticks
+        ]  # fmt: skip
+        own = judge.score(model, samples, integers)
+        return {
+            "kind": "landscape",
+            "x": ticks,
+            "y": ticks,
+            "surface": [[value if np.isfinite(value) else None for value in line] for line in surface],
+            "loss": own.loss,
+            "accuracy": own.accuracy,
+            "data": self.data,
+            "samples": len(samples),
+            "directions": self.directions,
+        }
+
+    def _chosen(self, task: Task) -> Samples:
+        pool = np.arange(len(task.test)) if self.data == "test" else np.sort(task.partition.indices)
+        places = np.linspace(0, len(pool) - 1, min(self.samples, len(pool))).round().astype(np.int64)
+        source = task.test if self.data == "test" else task.train
+        return source[torch.from_numpy(pool[places]).to(source.labels.device)]
+
+
+def gaussian(layout: Layout, directions: int, axis: str) -> Tensor:
+    """A standard normal row `[P]`, drawn by its name: the same for every model of one architecture."""
+    return torch.randn(layout.size, generator=stream(directions, f"landscape {axis}"), dtype=layout.dtype)
+
+
+def filter_normalised(direction: Tensor, model: Tensor, layout: Layout) -> Tensor:
+    """The direction `[P]` scaled filter by filter to the model's norms: d_f <- d_f |w_f| / |d_f|.
+
+    A filter is one row of a weight along its first dimension: a convolution's output channel, a linear layer's neuron. Biases,
+    the parameters of batch norm and all buffers get 0. Source: Li et al. 2018, section 4, and their code's `biasbn`.
+    """
+    result = torch.zeros_like(direction)
+    for slot in layout.slots:
+        if slot.stop <= layout.trainable and len(slot.shape) >= 2:
+            filters = direction[slot.slice].view(slot.shape[0], -1)
+            norms = model[slot.slice].view(slot.shape[0], -1).norm(dim=1, keepdim=True)
+            lengths = filters.norm(dim=1, keepdim=True).clamp_min(torch.finfo(direction.dtype).tiny)
+            result[slot.slice] = (filters * norms / lengths).reshape(-1)
+    return result

@@ -1,0 +1,204 @@
+"""What is recorded of whole models (similarity, local models against the global one, landscape), against plain loops."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fedloom as fl
+from fedloom.algorithm import Algorithm, Replies
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.fedmr import FedMR
+from fedloom.engines.local import RowsEngine
+from fedloom.errors import InvalidValue
+from fedloom.federation import Federation
+from fedloom.layout import Layout
+from fedloom.recording.landscape import Landscape, filter_normalised, gaussian
+from fedloom.recording.recorder import build_recorders
+from fedloom.recording.recording import Recording
+from fedloom.round import Round
+from fedloom.schedule import Schedule
+from fedloom.task import Task
+from small_task import small_task
+
+
+class Watched:
+    """Keeps, on the side, what came back in each round and in which slots, and the state that the round left."""
+
+    def setup(self, plan: Any) -> None:
+        super().setup(plan)  # type: ignore[misc]
+        self.uploaded: list[dict[int, Tensor]] = []
+        self.left: list[dict[str, Tensor]] = []
+
+    def receive(self: Any, round: Round, replies: Replies) -> None:
+        self.uploaded.append(dict(zip(replies.slots.tolist(), replies["model"].clone(), strict=True)))
+        super().receive(round, replies)  # type: ignore[misc]
+        self.left.append({"model": self.model().clone(), **{k: t.clone() for k, t in self.state.items()}})
+
+
+class WatchedAvg(Watched, FedAvg):
+    pass
+
+
+class WatchedMR(Watched, FedMR):
+    pass
+
+
+def recorded(method: Algorithm, task: Task, schedule: Schedule, *expressions: str) -> tuple[Federation, dict[str, Any]]:
+    recording = Recording(build_recorders(expressions))
+    federation = Federation(method, task, RowsEngine(task), schedule, observers=[recording])
+    federation.run()
+    return federation, {one["kind"]: one for one in recording.results()}
+
+
+def naive_cosine(rows: list[Tensor]) -> float:
+    """Pair by pair, number by number."""
+    found = []
+    for a, b in itertools.combinations([row.tolist() for row in rows], 2):
+        product = math.fsum(x * y for x, y in zip(a, b, strict=True))
+        found.append(product / math.sqrt(math.fsum(x * x for x in a) * math.fsum(y * y for y in b)))
+    return sum(found) / len(found)
+
+
+def naive_score(task: Task, row: Tensor, indices: list[int], test: bool = False) -> tuple[float, float]:
+    """Accuracy and loss on the named samples, one at a time."""
+    module, samples = task.module(row).eval(), task.test if test else task.train
+    right, losses = 0, []
+    for index in indices:
+        with torch.no_grad():
+            logits = module(samples.inputs[index].unsqueeze(0))
+        right += int(logits.argmax()) == int(samples.labels[index])
+        losses.append(float(F.cross_entropy(logits, samples.labels[index].unsqueeze(0))))
+    return right / len(losses), sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("method", [WatchedAvg(), WatchedMR()])
+def test_similarity_is_the_mean_over_pairs(method: Any) -> None:
+    task = small_task()
+    schedule = Schedule(rounds=6, participation=0.7, seed=1, dropout=0.3)
+    _, found = recorded(method, task, schedule, "similarity(every=2)")
+    one, trained = found["similarity"], task.layout.trainable
+    assert one["rounds"] == [number for number in (2, 4, 6) if len(method.uploaded[number - 1]) > 1]
+    for place, number in enumerate(one["rounds"]):
+        rows = [row[:trained] for row in method.uploaded[number - 1].values()]
+        assert one["uploaded"][place] == pytest.approx(naive_cosine(rows), abs=1e-5)
+        if isinstance(method, WatchedMR):
+            pool = [row[:trained] for row in method.left[number - 1]["pool"]]
+            assert one["pool"][place] == pytest.approx(naive_cosine(pool), abs=1e-5)
+    assert ("pool" in one) is isinstance(method, WatchedMR)
+    assert one["uploaded"][0] < 0.9999
+
+
+def test_a_round_with_a_single_reply_has_no_similarity() -> None:
+    _, found = recorded(FedAvg(), small_task(), Schedule(rounds=2, participation=0.1), "similarity")
+    assert found == {}
+
+
+def test_two_stages_have_a_pool_only_where_one_is_kept() -> None:
+    result = fl.run("stages(fedavg:2, fedmr)", small_task(), rounds=4, participation=0.5, record=["similarity"])
+    assert [value is None for value in result.recorded[0]["pool"]] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("method", [WatchedAvg(), WatchedMR()])
+def test_local_models_and_their_aggregate_are_scored_on_the_test_set(method: Any) -> None:
+    task = small_task()
+    schedule = Schedule(rounds=4, participation=0.7, seed=1, dropout=0.3, evaluate_every=1)
+    federation, found = recorded(method, task, schedule, "aggregate(every=2, models=3)")
+    one, every = found["aggregate"], list(range(len(task.test)))
+    assert one["rounds"] == [2, 4]
+    assert set(one["slots"]) <= {0, 1, 2}
+    for place, number in enumerate(one["rounds"]):
+        for k, slot in enumerate(one["slots"]):
+            row = method.uploaded[number - 1].get(slot)
+            measured = one["models"]["accuracy"][k][place], one["models"]["loss"][k][place]
+            if row is None:
+                assert measured == (None, None)
+            else:
+                assert measured == pytest.approx(naive_score(task, row, every, test=True), rel=1e-5)
+        figures = federation.history[number - 1]
+        assert one["global"]["accuracy"][place] == figures["accuracy"]
+        assert one["global"]["loss"][place] == figures["loss"]
+
+
+def naive_normalised(direction: Tensor, model: Tensor, layout: Layout) -> list[float]:
+    """Filter by filter, number by number."""
+    result = [0.0] * layout.size
+    for slot in layout.slots:
+        if slot.stop > layout.trainable or len(slot.shape) < 2:
+            continue
+        width = (slot.stop - slot.start) // slot.shape[0]
+        for start in range(slot.start, slot.stop, width):
+            own = math.sqrt(sum(float(model[k]) ** 2 for k in range(start, start + width)))
+            drawn = math.sqrt(sum(float(direction[k]) ** 2 for k in range(start, start + width)))
+            for k in range(start, start + width):
+                result[k] = float(direction[k]) * own / drawn
+    return result
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 3), st.integers(0, 9))
+def test_directions_are_normalised_filter_by_filter(into: int, out: int, kernel: int, seed: int) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        layout = Layout(module := nn.Sequential(nn.Conv2d(into, out, kernel), nn.BatchNorm2d(out), nn.Linear(out, 2)))
+    model, direction = layout.flatten(module), gaussian(layout, seed, "first")
+    scaled = filter_normalised(direction, model, layout)
+    assert scaled.tolist() == pytest.approx(naive_normalised(direction, model, layout), rel=1e-5, abs=1e-7)
+    assert torch.equal(gaussian(layout, seed, "first"), direction)
+    assert not torch.equal(gaussian(layout, seed, "second"), direction)
+
+
+@pytest.mark.parametrize("data", ["train", "test"])
+def test_the_landscape_is_the_loss_around_the_final_model(data: str) -> None:
+    task, schedule = small_task(), Schedule(rounds=3, participation=0.7, seed=1)
+    text = f"landscape(grid=5, radius=0.5, samples=11, data={data}, directions=4)"
+    federation, found = recorded(FedMR(), task, schedule, text)
+    one, model, layout = found["landscape"], federation.algorithm.model(), task.layout
+    pool = sorted(task.partition.indices.tolist()) if data == "train" else list(range(len(task.test)))
+    chosen = [pool[round(k * (len(pool) - 1) / 10)] for k in range(11)]
+    accuracy, loss = naive_score(task, model, chosen, data == "test")
+    assert (one["samples"], one["data"]) == (11, data)
+    assert one["accuracy"] == pytest.approx(accuracy)
+    assert one["loss"] == pytest.approx(loss, rel=1e-5)
+    assert one["surface"][2][2] == pytest.approx(loss, rel=1e-5)  # the middle is the model itself
+    assert one["x"] == one["y"] == [-0.5, -0.25, 0.0, 0.25, 0.5]
+    first, second = (
+        torch.tensor(naive_normalised(gaussian(layout, 4, axis), model, layout)) for axis in ("first", "second")
+    )
+    for i, j in ((0, 0), (0, 4), (3, 1), (4, 2)):
+        row = model + one["x"][j] * first + one["y"][i] * second
+        assert one["surface"][i][j] == pytest.approx(naive_score(task, row, chosen, data == "test")[1], rel=1e-4)
+
+
+def test_the_same_landscape_comes_out_later_of_the_model_alone(tmp_path: Path) -> None:
+    task = small_task()
+    result = fl.run("fedmr", task, rounds=2, directory=tmp_path, record=["landscape(grid=3)"])
+    federation = result.federation
+    again = Landscape(grid=3).around(federation.algorithm.model(), task, federation.integers)
+    assert again == json.loads((tmp_path / "recording.json").read_text())[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("similarity(every=0)", "every must be at least 1, not 0"),
+        ("aggregate(models=0)", "models must be at least 1, not 0"),
+        ("landscape(grid=2)", "grid must be at least 3, not 2"),
+        ("landscape(radius=0)", "radius must be greater than 0, not 0.0"),
+        ("landscape(data=tests)", "data 'tests' is not allowed: did you mean 'test'? (allowed: train, test)"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(text: str, message: str) -> None:
+    with pytest.raises(InvalidValue) as refused:
+        build_recorders([text])
+    assert str(refused.value) == message
