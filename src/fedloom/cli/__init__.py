@@ -13,7 +13,7 @@ import click
 import typer
 
 import fedloom
-from fedloom.cli import catalogue, running
+from fedloom.cli import catalogue, flower, running
 from fedloom.cli.shared import Failed, again
 from fedloom.errors import Diverged, FedloomError
 
@@ -35,6 +35,7 @@ app = typer.Typer(
 )
 for command in commands:
     app.command()(command)
+app.add_typer(flower.app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
