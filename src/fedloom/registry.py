@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from fedloom.errors import InvalidValue, UnknownName, suggestion
+from fedloom.plugins import import_from_environment
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -103,4 +104,9 @@ class Registry(Generic[T]):
         package = importlib.import_module(self.package)
         for module in pkgutil.iter_modules(package.__path__, f"{self.package}."):
             importlib.import_module(module.name)
-        self._imported = True
+        self._imported = True  # a plugin may look things up while it is imported
+        try:
+            import_from_environment()
+        except InvalidValue:
+            self._imported = False
+            raise

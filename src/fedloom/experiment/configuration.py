@@ -23,6 +23,7 @@ from fedloom.experiment.settings import combinations, label
 from fedloom.experiment.validation import withhold
 from fedloom.expression import Call, allowed, parse
 from fedloom.models import models
+from fedloom.plugins import import_plugins
 from fedloom.recording.recorder import build_recorders, expression
 from fedloom.registry import Registry
 from fedloom.schedule import Schedule
@@ -57,6 +58,7 @@ class Configuration(BaseModel):
     neither changes what is computed, beyond the last digits of sums. `record` says what is written down beside the figures,
     such as `["objective(every=10)", "ala(client=8)", "trajectory(client=4)"]`. `engine` is `rows`, `stacked`, `processes`, or
     `auto`, which takes the one that is fastest here; engines agree but for the last digits, so `auto` may not repeat those.
+    `plugins` are modules of the user's own that register methods, models or data, imported before anything is looked up.
 
     `targets`, `last` (evaluations in the mean of the last ones) and `against` (what methods are tested against: the `best`
     or the `first`) only decide what tables show. `variants` are the settings of the table `[settings]` by their labels, each
@@ -70,6 +72,7 @@ class Configuration(BaseModel):
     algorithms: list[str] = []
     seed: int = 0
     seeds: list[int] = []
+    plugins: list[str] = []
     schedule: Schedule = Schedule()
     targets: list[float] = []
     last: int = 10
@@ -286,6 +289,7 @@ def _value(text: str) -> Any:
 
 def _check(found: Configuration) -> None:
     """What types alone cannot say."""
+    import_plugins(found.plugins)
     if not re.fullmatch(r"\w[\w. +=-]*", found.name):
         raise InvalidValue(
             f"name {found.name!r} must begin with a letter, figure or _ and can name a folder: no slashes"

@@ -1,0 +1,60 @@
+"""Modules of the user's own: found by import path, from the current directory too.
+
+A plugin is a module that registers methods, models, data sets, partitions, recorders or trackers when it is imported. Those
+named in `FEDLOOM_PLUGINS` (separated by commas) are imported before anything is looked up, in every process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterable
+from operator import attrgetter
+from types import ModuleType
+from typing import Any
+
+from fedloom.errors import InvalidValue, suggestion
+
+VARIABLE = "FEDLOOM_PLUGINS"
+"""Names, in the environment, the modules that every process imports."""
+
+
+def import_plugins(names: Iterable[str], key: str = "plugins") -> None:
+    """Import the modules; a second time changes nothing. Raises `InvalidValue`, in one line, for one that cannot be imported."""
+    for name in names:
+        _imported(name, key)
+
+
+def import_from_environment() -> None:
+    """Import what `FEDLOOM_PLUGINS` names. Raises as `import_plugins` does."""
+    import_plugins(filter(None, map(str.strip, os.environ.get(VARIABLE, "").split(","))), VARIABLE)
+
+
+def found_at(path: str, key: str) -> Any:
+    """What `package.module:name` leads to. Raises `InvalidValue`, in one line, where that leads nowhere."""
+    module_name, _, attribute = path.partition(":")
+    if not module_name or not attribute:
+        raise InvalidValue(f"{key} {path!r} must be 'package.module:name'")
+    module = _imported(module_name, key)
+    try:
+        return attrgetter(attribute)(module)
+    except AttributeError:
+        near = suggestion(attribute, [name for name in vars(module) if not name.startswith("_")])
+        raise InvalidValue(
+            f"{key} {path!r}: module {module_name!r} has no {attribute!r}{near and ':' + near}"
+        ) from None
+
+
+def _imported(name: str, key: str) -> ModuleType:
+    if "/" in name or name.endswith(".py"):
+        wanted = name.removesuffix(".py").replace("/", ".").strip(".")
+        raise InvalidValue(f"{key}: {name!r} is a file: give the name of the module, such as {wanted!r}")
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())  # for good: worker processes and unpickling import it again
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # whatever the user's file raises while it is imported
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InvalidValue(f"{key}: cannot import {name!r}: {reason}") from error
