@@ -16,7 +16,7 @@ from fedloom.algorithm import build, describe
 from fedloom.checks import require_at_least, require_one_of, require_share
 from fedloom.data.dataset import Dataset, datasets
 from fedloom.data.partition import partitions
-from fedloom.engines.choose import require_engine
+from fedloom.engines.choose import require_engine, settled_by
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.experiment.settings import changed as with_changes
 from fedloom.experiment.settings import combinations, label
@@ -56,8 +56,9 @@ class Configuration(BaseModel):
     The keys of `schedule` stand at the top of a file, beside these. Results lie in `directory`, by default `runs/<name>`.
     `workers` runs go on at a time, each with `threads` threads (by default PyTorch's number, shared out to the workers);
     neither changes what is computed, beyond the last digits of sums. `record` says what is written down beside the figures,
-    such as `["objective(every=10)", "ala(client=8)", "trajectory(client=4)"]`. `engine` is `rows`, `stacked`, `processes`, or
-    `auto`, which takes the one that is fastest here; engines agree but for the last digits, so `auto` may not repeat those.
+    such as `["objective(every=10)", "ala(client=8)", "trajectory(client=4)"]`. `engine` is `rows`, `stacked`, `processes`,
+    `ray`, or `auto`, which takes the one that is fastest here; engines agree but for the last digits, so `auto` may not repeat
+    those. An engine may have options: `ray(workers=4, gpus=1)`, `ray://host:10001`.
     `plugins` are modules of the user's own that register methods, models or data, imported before anything is looked up.
 
     `targets`, `last` (evaluations in the mean of the last ones) and `against` (what methods are tested against: the `best`
@@ -123,7 +124,7 @@ class Configuration(BaseModel):
             "data": self.data.model_dump(exclude={"validation"} if self.data.validation is None else None),
             "training": dataclasses.asdict(self.training),
             **({"record": recorders} if recorders else {}),
-            **({"engine": self.engine} if self.engine != "rows" else {}),
+            **({"engine": engine} if (engine := settled_by(self.engine)) != "rows" else {}),
         }
 
 

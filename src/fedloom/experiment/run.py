@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fedloom.algorithm import Algorithm, build, describe
-from fedloom.engines.choose import LocalEngine, make_engine
+from fedloom.engines.choose import LocalEngine, make_engine, settled_by
 from fedloom.errors import InvalidValue
 from fedloom.evaluation import Record
 from fedloom.experiment.artifact import save_model
@@ -134,8 +134,8 @@ def run(
     How long and how often is told as to `Schedule`. With a `directory`, figures, checkpoints and the final model are kept
     there: the same call goes on where it was interrupted, and only reads what is there when the run is finished. `algorithm`
     itself stays as it is. `record` says what is written down beside the figures, such as `["objective(every=10)"]`
-    (`Result.recorded`); the run is the same without. `engine` is where clients train: `rows`, `stacked`, `processes` or `auto`,
-    which takes the fastest (`make_engine`).
+    (`Result.recorded`); the run is the same without. `engine` is where clients train: `rows`, `stacked`, `processes`,
+    `ray` or `auto`, which takes the fastest (`make_engine`).
     Raises `InvalidValue` for a figure out of range, `CheckpointError` for the directory of another run, and `Diverged` when
     no client's model is finite any more.
     """
@@ -288,7 +288,7 @@ def _described(
         "data": {"name": task.dataset.name, "clients": task.clients},
         "training": dataclasses.asdict(task.training),
         **({"record": [expression(recorder) for recorder in recorders]} if recorders else {}),
-        **({"engine": engine} if engine != "rows" else {}),
+        **({"engine": kind} if (kind := settled_by(engine)) != "rows" else {}),
     }
 
 
