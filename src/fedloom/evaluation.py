@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message
-from fedloom.data.partition import Partition
 from fedloom.engines.base import INTEGERS, Engine, Order, row_for
 from fedloom.errors import InvalidValue
 from fedloom.randomness import stream
@@ -79,13 +78,18 @@ class Evaluation:
             figures |= {"accuracy": score.accuracy, "loss": score.loss, **algorithm.diagnose()}
         tallies: dict[str, Tally] = {}
         personal = self._due(round, self.personal_every)
+        upcoming = round.at(round.number + 1)
         if self.personal_every and (personal or self._due(round, self.every)):
-            tallies["client"] = self._global(algorithm, self.clients, integers)
+            tallies["client"] = self._global(algorithm, upcoming, self.clients, integers)
         if personal:
-            upcoming = round.at(round.number + 1)
-            tallies["personal"] = self._personal(algorithm, upcoming, self.clients, integers)
+            own = _is_personal(algorithm)
+            tallies["personal"] = (
+                self._personal(algorithm, upcoming, self.clients, integers) if own else tallies["client"]
+            )
             if self.newcomers:
-                tallies["new_client"] = self._personal(algorithm, upcoming, self.newcomers, integers)
+                judge = self._personal if own else self._global
+                tallies["new_client"] = judge(algorithm, upcoming, self.newcomers, integers)
+        tallies = {name: tally for name, tally in tallies.items() if len(tally.clients)}  # absent sites answer nothing
         for name, tally in tallies.items():
             figures |= tally.figures(name)
         table = {"round": round.number, **{name: self._table(tally) for name, tally in tallies.items()}}
@@ -94,15 +98,16 @@ class Evaluation:
     def _due(self, round: Round, every: int) -> bool:
         return every > 0 and (round.number % every == 0 or round.number == self.rounds)
 
-    def _global(self, algorithm: Algorithm, clients: Sequence[int], integers: Tensor) -> Tally:
+    def _global(self, algorithm: Algorithm, upcoming: Round, clients: Sequence[int], integers: Tensor) -> Tally:
         own = self.task.local_test
         assert own is not None  # else there are no clients to evaluate
+        if self.task.elsewhere:
+            given = Algorithm()  # with it, clients use what they are sent
+            given.state = {"model": algorithm.model()}
+            return self._personal(given, upcoming, clients, integers)
         return self.evaluator.tally(algorithm.model(), self.task.train, own, clients, integers)
 
     def _personal(self, algorithm: Algorithm, upcoming: Round, clients: Sequence[int], integers: Tensor) -> Tally:
-        kind = type(algorithm)
-        if kind.personalise is Algorithm.personalise and kind.deploy is Algorithm.deploy:
-            return self._global(algorithm, clients, integers)  # every client uses the global model
         orders = self._orders(algorithm, upcoming, clients, integers)
         return Tally.joined([tally for block in orders for tally in self.engine.evaluate(algorithm, upcoming, block)])
 
@@ -164,12 +169,14 @@ def newcomers_last(task: Task, count: int, seed: int) -> tuple[Task, Sequence[in
     drawn = torch.randperm(task.clients, generator=stream(seed, "new clients"))[:count].sort().values.tolist()
     apart = set(drawn)
     numbers = [client for client in range(task.clients) if client not in apart] + drawn
-    own = None if task.local_test is None else _reordered(task.local_test, numbers)
-    return replace(task, partition=_reordered(task.partition, numbers), local_test=own), numbers
+    own = None if task.local_test is None else task.local_test.take(numbers)
+    return replace(task, partition=task.partition.take(numbers), local_test=own), numbers
 
 
-def _reordered(partition: Partition, numbers: Sequence[int]) -> Partition:
-    return Partition.of([partition[client] for client in numbers])
+def _is_personal(algorithm: Algorithm) -> bool:
+    """Whether clients use anything but the global model."""
+    kind = type(algorithm)
+    return kind.personalise is not Algorithm.personalise or kind.deploy is not Algorithm.deploy
 
 
 def _chosen(able: Any, schedule: Schedule) -> tuple[int, ...]:

@@ -260,7 +260,9 @@ class Federation:
         clients = torch.tensor([reply.order.client for reply in arrived], dtype=torch.int64)
         whole = len(arrived) == len(selection.clients)
         tensors = {name: matrix if whole else matrix[slots] for name, matrix in matrices.items()}
-        weights = self.task.sizes(clients) if selection.weights is None else torch.tensor(selection.weights)[slots]
+        told = torch.tensor([-1 if r.samples is None else r.samples for r in arrived], dtype=torch.int64)
+        sizes = torch.where(told < 0, self.task.sizes(clients), told)
+        weights = sizes if selection.weights is None else torch.tensor(selection.weights)[slots]
         names = {name for reply in arrived for name in reply.metrics}
         metrics = {n: torch.tensor([r.metrics[n] for r in arrived if n in r.metrics]) for n in sorted(names)}
         return Replies(tensors, clients, slots, weights, metrics), faults, size

@@ -42,6 +42,9 @@ class Tally:
     @classmethod
     def joined(cls, parts: Sequence[Tally]) -> Tally:
         """All parts in one, in the order of the clients' numbers."""
+        if not parts:
+            nothing = torch.empty(0, dtype=torch.int64)
+            return cls(nothing, nothing, nothing.double(), nothing)
         clients = torch.cat([part.clients for part in parts])
         order = clients.argsort()
         return cls(

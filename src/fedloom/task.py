@@ -28,7 +28,8 @@ class Task:
     """What is to be learned, whatever the method.
 
     `train` holds every client's samples, `partition` says whose they are; `test` is the global test set. With `local_test`,
-    each client also holds test samples of its own (also in `train`), distributed as its training samples are.
+    each client also holds test samples of its own (also in `train`), distributed as its training samples are. On the server
+    of real sites `train` is empty, and the partitions only say how many samples there are.
     """
 
     dataset: Dataset
@@ -50,6 +51,11 @@ class Task:
     def clients(self) -> int:
         """How many clients there are."""
         return len(self.partition)
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the clients' samples are at sites of their own."""
+        return self.partition.elsewhere
 
     @cached_property
     def layout(self) -> Layout:

@@ -55,6 +55,22 @@ class Partition:
         order = np.argsort(owners, kind="stable")
         return cls.from_sizes(samples[order[sizes[0] :]], sizes[1:])
 
+    @classmethod
+    def counted(cls, sizes: npt.ArrayLike) -> Partition:
+        """How many samples each client holds, and not which: they are at the clients' own sites."""
+        return cls(np.empty(0, np.int64), cls.from_sizes(np.empty(int(np.sum(sizes)), np.int64), sizes).offsets)
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether only the numbers of samples are known here."""
+        return len(self.indices) != self.offsets[-1]
+
+    def take(self, clients: Sequence[int]) -> Partition:
+        """These clients in this order, numbered from 0."""
+        if self.elsewhere:
+            return Partition.counted(self.sizes[list(clients)])
+        return Partition.of([self[client] for client in clients])
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 

@@ -36,13 +36,15 @@ class Reply:
     """One client's answer: named tensors without a client axis, and figures about its work.
 
     `gathered`: matrices `[slots, ...]` of this round in which the tensors lie already, each in the row of its slot, where the
-    engine had the replies written there; they are given away.
+    engine had the replies written there; they are given away. `samples`: how many the client trains on, where it is not the
+    task that knows.
     """
 
     order: Order
     tensors: Mapping[str, Tensor]
     metrics: Mapping[str, float]
     gathered: Mapping[str, Tensor] = field(default_factory=dict)
+    samples: int | None = None
 
 
 @dataclass(frozen=True)
