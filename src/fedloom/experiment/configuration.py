@@ -20,6 +20,7 @@ from fedloom.engines.choose import require_engine, settled_by
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.experiment.settings import changed as with_changes
 from fedloom.experiment.settings import combinations, label
+from fedloom.experiment.trackers.tracker import build_tracker
 from fedloom.experiment.validation import withhold
 from fedloom.expression import Call, allowed, parse
 from fedloom.models import models
@@ -60,6 +61,7 @@ class Configuration(BaseModel):
     `ray`, or `auto`, which takes the one that is fastest here; engines agree but for the last digits, so `auto` may not repeat
     those. An engine may have options: `ray(workers=4, gpus=1)`, `ray://host:10001`.
     `plugins` are modules of the user's own that register methods, models or data, imported before anything is looked up.
+    `trackers` hear of every round, such as `["tensorboard", "mlflow(uri='sqlite:///mlflow.db')", "module:Class"]`.
 
     `targets`, `last` (evaluations in the mean of the last ones) and `against` (what methods are tested against: the `best`
     or the `first`) only decide what tables show. `variants` are the settings of the table `[settings]` by their labels, each
@@ -74,6 +76,7 @@ class Configuration(BaseModel):
     seed: int = 0
     seeds: list[int] = []
     plugins: list[str] = []
+    trackers: list[str] = []
     schedule: Schedule = Schedule()
     targets: list[float] = []
     last: int = 10
@@ -325,6 +328,8 @@ def _check_expressions(found: Configuration) -> None:
         if method in methods[:position]:
             raise InvalidValue(f"algorithms lists {method!r} twice")
     _check_recorders(found)
+    for text in found.trackers:
+        _named("trackers", text, build_tracker)
     _named("data.name", found.data.name, lambda text: _looked_up(datasets, text))
     _named("data.partition", found.data.partition, lambda text: _looked_up(partitions, text))
     if ":" not in found.model:

@@ -39,7 +39,7 @@ _LONGEST = 80  # of a folder's name that is made from an expression
 _FILES = (
     "configuration.json", "split.npz", "test-split.npz", "task.json", "environment.json", "metrics.jsonl", "timings.jsonl",
     "clients.jsonl", "clients", "checkpoint-*", "model.safetensors", "result.json", "report.html", "recorded",
-    "recorded.jsonl", RECORDED, f".*{UNFINISHED}",
+    "recorded.jsonl", RECORDED, f".*{UNFINISHED}", "trackers.jsonl", "events.out.tfevents.*",
 )  # fmt: skip
 
 

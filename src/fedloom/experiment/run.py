@@ -25,8 +25,11 @@ from fedloom.experiment.configuration import Configuration, schedule_values
 from fedloom.experiment.directory import RunDirectory, folder_name, to_json
 from fedloom.experiment.environment import environment
 from fedloom.experiment.events import Event, RunName, Watch
+from fedloom.experiment.trackers.tracker import Tracker
+from fedloom.experiment.trackers.tracking import Tracking
 from fedloom.federation import Federation
 from fedloom.files import write_text
+from fedloom.plugins import import_plugins
 from fedloom.recording.recorder import Recorder, build_recorders, expression
 from fedloom.recording.recording import Recording
 from fedloom.report import summary as figures
@@ -127,6 +130,7 @@ def run(
     new_clients: float = 0.0,
     record: Sequence[str] = (),
     engine: str = "rows",
+    trackers: Sequence[str | Tracker] = (),
     on_round: OnRound | None = None,
 ) -> Result:
     """Train `algorithm`, such as `FedMR()` or `"fedmr(unit=segment, fraction=0.5)"`, on the task.
@@ -135,7 +139,7 @@ def run(
     there: the same call goes on where it was interrupted, and only reads what is there when the run is finished. `algorithm`
     itself stays as it is. `record` says what is written down beside the figures, such as `["objective(every=10)"]`
     (`Result.recorded`); the run is the same without. `engine` is where clients train: `rows`, `stacked`, `processes`,
-    `ray` or `auto`, which takes the fastest (`make_engine`).
+    `ray` or `auto`, which takes the fastest (`make_engine`). `trackers` hear of every round (`build_tracker`).
     Raises `InvalidValue` for a figure out of range, `CheckpointError` for the directory of another run, and `Diverged` when
     no client's model is finite any more.
     """
@@ -158,19 +162,24 @@ def run(
         federation = Federation(method, task, make_engine(engine, task), schedule, observers=_present(recording))
         for notice in _notices(federation, recording):
             _logger.warning(notice)
-        federation.run(on_round)
-        return Result(federation, task, described, recording)
+        result = Result(federation, task, described, recording)
+        with Tracking(trackers, None, _logger.warning) as tracking:
+            _tracked(federation, tracking, "fedloom", _label(result), described, on_round)
+            tracking.finish(_ends(result))
+        return result
     place = RunDirectory(Path(directory))
     with place.locked():
+        wanted = () if place.finished else trackers
         for notice in place.begin(described):
             _logger.warning(notice)
         recording = Recording(recorders, place.path) if recorders else None
         federation = _open(method, task, schedule, place, described, recording, engine)
         for notice in _notices(federation, recording):
             _logger.warning(notice)
-        federation.run(on_round)
         result = Result(federation, task, described, recording)
-        _finish(result, place, type(task.model).__name__)
+        with Tracking(wanted, place.path, _logger.warning) as tracking:
+            _tracked(federation, tracking, "fedloom", _label(result), described, on_round)
+            tracking.finish(_finish(result, place, type(task.model).__name__))
     return result
 
 
@@ -192,6 +201,7 @@ def run_configured(
     `fresh` starts again whatever is there. `watch` hears of every round; what it raises stops the run after that round.
     `make_task` gives the task of a seed where the caller keeps tasks. Raises as `run` does.
     """
+    import_plugins(configuration.plugins)  # in worker processes too
     resolved = configuration.resolved(name.algorithm, name.seed)
     place = run_directory(configuration, name.algorithm, name.seed)
     with place.locked():
@@ -208,10 +218,16 @@ def run_configured(
         for notice in [*notices, *_notices(federation, recording)]:
             watch(Event("notice", name, text=notice))
         watch(Event("started", name, federation.finished))
-        federation.run(
-            lambda record, timing: watch(Event("round", name, federation.finished, record, timing["seconds"]))
-        )
-        _finish(Result(federation, task, resolved, recording), place, configuration.model)
+        result = Result(federation, task, resolved, recording)
+        with Tracking(
+            configuration.trackers, place.path, lambda text: watch(Event("notice", name, text=text))
+        ) as tracking:
+
+            def told(record: Record, timing: Record) -> None:
+                watch(Event("round", name, federation.finished, record, timing["seconds"]))
+
+            _tracked(federation, tracking, configuration.name, _label(result), resolved, told)
+            tracking.finish(_finish(result, place, configuration.model))
         found = place.summary(name.algorithm)
     watch(Event("ended", name, configuration.schedule.rounds, federation.history[-1], figures.seconds(found) or 0.0))
     return found
@@ -259,14 +275,46 @@ def _fitting(recorders: list[Recorder], method: Algorithm) -> list[Recorder]:
     return recorders
 
 
-def _finish(result: Result, place: RunDirectory, expression: str) -> None:
-    """Write the model, then the figures at the end, whose file says that the run is finished."""
+def _tracked(
+    federation: Federation,
+    tracking: Tracking,
+    experiment: str,
+    label: str,
+    described: Mapping[str, Any],
+    on_round: OnRound | None,
+) -> None:
+    """Run the remaining rounds; trackers hear of each before anybody else does."""
+
+    def told(record: Record, timing: Record) -> None:
+        tracking.record(record, timing)
+        if on_round is not None:
+            on_round(record, timing)
+
+    tracking.begin(experiment, label, described, federation.history, federation.timings)
+    federation.run(told)
+
+
+def _label(result: Result) -> str:
+    """How a run is called among those of its experiment."""
+    return f"{folder_name(str(result.configuration['algorithm']))}/seed-{result.federation.schedule.seed}"
+
+
+def _finish(result: Result, place: RunDirectory, expression: str) -> dict[str, Any]:
+    """Write the model, then the figures at the end, whose file says that the run is finished; the answer is these figures."""
     task, summary = result.task, result.summary
     if result.recording is not None:
         result.recording.write(result.recorded)
     about = {"algorithm": summary.algorithm, "seed": str(summary.seed), "data": task.dataset.name}
     save_model(place.path / "model.safetensors", result.model, expression, task.dataset.spec, about)
-    ends = {
+    ends = _ends(result)
+    write_text(place.path / "result.json", to_json(ends))
+    return ends
+
+
+def _ends(result: Result) -> dict[str, Any]:
+    """The figures at the end."""
+    summary = result.summary
+    return {
         "rounds": len(summary.records),
         "accuracy": result.accuracy,
         "best_accuracy": result.best_accuracy,
@@ -274,7 +322,6 @@ def _finish(result: Result, place: RunDirectory, expression: str) -> None:
         "bytes_up": figures.bytes_up(summary),
         "seconds": figures.seconds(summary),
     }
-    write_text(place.path / "result.json", to_json(ends))
 
 
 def _described(

@@ -1,0 +1,122 @@
+"""MLflow: a run with parameters, metrics and the model's files, in a local database or on a server."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from fedloom.experiment.trackers.tracker import TrackedRun, require_installed, trackers
+
+_TAG = "fedloom.run"
+_LAST = "last_round"
+_FILES = ("model.safetensors", "configuration.json", "metrics.jsonl", "result.json")
+_LONGEST = 500  # characters of a parameter that every version of MLflow takes
+_MOST = 900  # metrics in one request
+
+
+@trackers.register("mlflow")
+@dataclass
+class MLflow:
+    """Parameters, the figures of each round, and the files of the finished run, for MLflow.
+
+    `uri` is where MLflow keeps its runs, such as `'sqlite:///mlflow.db'` or `'http://host:5000'`; by default where it keeps
+    them anyway (`MLFLOW_TRACKING_URI`). `experiment` is by default called as here. Figures are sent every `every` seconds,
+    since a request can take longer than a round. Needs the extra `mlflow`.
+    """
+
+    uri: str | None = None
+    experiment: str | None = None
+    every: float = 5.0
+
+    def __post_init__(self) -> None:
+        require_installed("mlflow", "mlflow", "mlflow", "'fedloom[mlflow]'")
+
+    def begin(self, run: TrackedRun) -> int:
+        """Make the run, or find it again by its tag. The answer is the last round that MLflow knows."""
+        self._run, self._waiting = run, list[Any]()
+        self._sent = time.monotonic()
+        with _quiet(), self._alone():
+            import mlflow
+
+            self._client = mlflow.MlflowClient(self.uri)
+            name = self.experiment or run.experiment
+            known = self._client.get_experiment_by_name(name)
+            place = self._client.create_experiment(name) if known is None else known.experiment_id
+            found = self._client.search_runs([place], f"tags.`{_TAG}` = '{run.token}'", max_results=1)
+            if found:
+                self._id = found[0].info.run_id
+                self._client.update_run(self._id, status="RUNNING")
+                return max((metric.step for metric in self._client.get_metric_history(self._id, _LAST)), default=0)
+            self._id = self._client.create_run(place, tags={_TAG: run.token}, run_name=run.label).info.run_id
+            parameters = _flat(run.configuration)
+            self._client.log_batch(
+                self._id,
+                params=[mlflow.entities.Param(name, str(value)[:_LONGEST]) for name, value in parameters.items()],
+            )
+        return 0
+
+    def record(self, round: int, figures: Mapping[str, float]) -> None:
+        """One metric a figure, the round as the step; sent at once or with later ones."""
+        from mlflow.entities import Metric
+
+        now = round_time = int(1000 * time.time())
+        if self._waiting and len(self._waiting) + len(figures) >= _MOST:
+            self._send()
+        self._waiting += [Metric(name, value, round_time, round) for name, value in figures.items()]
+        self._waiting.append(Metric(_LAST, round, now, round))
+        if time.monotonic() - self._sent >= self.every:
+            self._send()
+
+    def end(self, result: Mapping[str, float] | None) -> None:
+        """Send what waits, the figures at the end as `final_...`, and the files of a finished run."""
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        self._waiting += [Metric(f"final_{name}", value, now, 0) for name, value in (result or {}).items()]
+        self._send()
+        with _quiet():
+            if result is not None and self._run.directory is not None:
+                for path in (self._run.directory / name for name in _FILES):
+                    if path.exists():
+                        self._client.log_artifact(self._id, str(path))
+            self._client.set_terminated(self._id, "KILLED" if result is None else "FINISHED")
+
+    def _send(self) -> None:
+        """One request, which MLflow takes as a whole or not at all."""
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            with _quiet():
+                self._client.log_batch(self._id, metrics=waiting)
+        self._sent = time.monotonic()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Several processes that make the same new database or experiment at once would be in each other's way."""
+        digest = hashlib.sha256(f"{self.uri} {Path.home()} {Path.cwd()}".encode()).hexdigest()[:16]
+        with FileLock(Path(tempfile.gettempdir()) / f"fedloom-mlflow-{digest}.lock", timeout=60):
+            yield
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """MLflow and what it builds on warn of matters that no user of fedloom can change."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat

@@ -1,0 +1,80 @@
+"""TensorBoard: event files that `tensorboard --logdir` shows."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedloom.experiment.trackers.tracker import TrackedRun, require_installed, trackers
+
+_LAST = "last_round"
+
+
+@trackers.register("tensorboard")
+@dataclass
+class TensorBoard:
+    """Figures of each round as scalars for TensorBoard, in the run's directory or below `directory`.
+
+    `tensorboard --logdir runs/NAME` then shows all runs of an experiment; below a `directory` of your own they lie in
+    `EXPERIMENT/METHOD/seed-N`. Writing waits at most `flush_seconds`.
+    Needs the extra `tensorboard`; tensorflow is not needed.
+    """
+
+    directory: str | None = None
+    flush_seconds: int = 10
+
+    def __post_init__(self) -> None:
+        require_installed("tensorboard", "tensorboard", "tensorboard", "'fedloom[tensorboard]'")
+
+    def begin(self, run: TrackedRun) -> int:
+        """Open the event files; those of an earlier run that this one replaces are removed. The answer is the last round in
+        the files of this run."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = self._folder(run)
+        folder.mkdir(parents=True, exist_ok=True)
+        suffix = f".fedloom-{run.token[:12]}"
+        last = 0
+        for path in folder.glob("events.out.tfevents.*.fedloom-*"):
+            if path.name.endswith(suffix):
+                last = max(last, _last_round(path))
+            else:
+                path.unlink()
+        self._writer: Any = SummaryWriter(folder, flush_secs=self.flush_seconds, filename_suffix=suffix)
+        if not last:
+            settings = json.dumps(dict(run.configuration), indent=2, ensure_ascii=False)
+            self._writer.add_text("configuration", "".join(f"\t{line}\n" for line in settings.splitlines()), 0)
+        return last
+
+    def record(self, round: int, figures: Mapping[str, float]) -> None:
+        """One scalar a figure, the round as the step. The round's number comes last: it says that the others are there."""
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, round)
+        self._writer.add_scalar(_LAST, round, round)
+
+    def end(self, result: Mapping[str, float] | None) -> None:
+        """Close the files."""
+        self._writer.close()
+
+    def _folder(self, run: TrackedRun) -> Path:
+        if self.directory is not None:
+            return Path(self.directory) / run.experiment / run.label
+        return run.directory if run.directory is not None else Path("tensorboard") / run.experiment / run.label
+
+
+def _last_round(path: Path) -> int:
+    """The last round whose figures are all in an event file, which may be cut short."""
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    last = 0
+    with warnings.catch_warnings():  # the loader's own
+        warnings.simplefilter("ignore")
+        for event in LegacyEventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                if value.tag == _LAST:
+                    last = max(last, event.step)
+    return last

@@ -1,0 +1,135 @@
+"""Telling trackers of one run: every round once, whatever happens to the run, and never at the run's expense."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from fedloom.evaluation import Record
+from fedloom.experiment.trackers.tracker import TrackedRun, Tracker, build_tracker
+from fedloom.files import write_text
+
+FILE = "trackers.jsonl"
+"""In the run's directory: the run's token, then what each tracker was told."""
+
+
+class Tracking:
+    """Tells trackers of a run from `begin` to the end of the `with` block. A tracker that fails is left out from then on.
+
+    `say` is given one line about each that failed.
+    """
+
+    def __init__(
+        self, expressions: Sequence[str | Tracker], directory: Path | None, say: Callable[[str], None]
+    ) -> None:
+        self._trackers = {_name(one, k): build_tracker(one) for k, one in enumerate(expressions)}
+        self._path = None if directory is None or not expressions else directory / FILE
+        self._say = say
+        self._told: dict[str, int] = {}
+        self._result: Mapping[str, float] | None = None
+
+    def __enter__(self) -> Tracking:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name, tracker in list(self._trackers.items()):
+            self._attempt(name, lambda tracker=tracker: tracker.end(self._result))  # type: ignore[misc]
+
+    def begin(
+        self,
+        experiment: str,
+        label: str,
+        configuration: Mapping[str, Any],
+        records: Sequence[Record],
+        timings: Sequence[Record],
+    ) -> None:
+        """The run is about to go on after these rounds. What a tracker has not heard of them is made up for."""
+        if not self._trackers:
+            return
+        token = self._resume()
+        directory = None if self._path is None else self._path.parent
+        method, seed = str(configuration["algorithm"]), int(configuration["seed"])
+        run = TrackedRun(experiment, label, method, seed, configuration, token, directory)
+        for name, tracker in list(self._trackers.items()):
+
+            def start(name: str = name, tracker: Tracker = tracker) -> None:
+                there = tracker.begin(run)
+                if there is not None:
+                    self._told[name] = there
+
+            self._attempt(name, start)
+        seconds = {timing["round"]: timing for timing in timings}
+        for record in records:
+            self.record(record, seconds.get(record["round"], {}))
+
+    def record(self, record: Record, timing: Record) -> None:
+        """A round is over; trackers that know of it already are not told again."""
+        number, told = int(record["round"]), []
+        figures = _figures(record, timing)
+        for name, tracker in list(self._trackers.items()):
+            if self._told.get(name, 0) < number:
+                self._attempt(name, lambda tracker=tracker: tracker.record(number, figures))  # type: ignore[misc]
+                self._told[name] = number
+                told.append(name)
+        if told and self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(f"{json.dumps({'round': number, 'told': told})}\n")
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """The run came to its end with these figures."""
+        self._result = {name: float(value) for name, value in result.items() if _is_number(value)}
+
+    def _attempt(self, name: str, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:  # whatever a tracker does, the run is worth more
+            self._trackers.pop(name, None)
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            self._say(f"tracker {name} failed and hears no more of this run: {reason}")
+
+    def _resume(self) -> str:
+        """The run's token, an old one where the run goes on; what was told before is read again."""
+        lines = _lines(self._path) if self._path is not None and self._path.exists() else []
+        for line in lines[1:]:
+            for name in line.get("told", ()):
+                self._told[name] = max(self._told.get(name, 0), int(line["round"]))
+        if lines and isinstance(lines[0].get("token"), str):
+            return str(lines[0]["token"])
+        token = uuid.uuid4().hex
+        if self._path is not None:
+            write_text(self._path, json.dumps({"token": token}) + "\n")
+        return token
+
+
+def _name(expression: str | Tracker, place: int) -> str:
+    """How a tracker is called in notices and from one start of the run to the next."""
+    return expression if isinstance(expression, str) else f"{type(expression).__name__} {place + 1}"
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The lines that can be read; one cut short by a kill cannot."""
+    found = []
+    for line in path.read_bytes().splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found
+
+
+def _figures(record: Record, timing: Record) -> dict[str, float]:
+    """The numbers of a round: its figures, how many clients failed, and its times."""
+    named = {**record, "faults": len(record.get("faults", ())), **timing}
+    return {name: float(value) for name, value in named.items() if name != "round" and _is_number(value)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

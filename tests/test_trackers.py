@@ -1,0 +1,412 @@
+"""What trackers hear of a run, read back from real event files and a real MLflow database; and plugins."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import types
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+import fedloom as fl
+from fedloom.algorithm import algorithms
+from fedloom.checkpoint import RoundLog
+from fedloom.errors import FedloomError, InvalidValue
+from fedloom.experiment.configuration import Configuration, configuration
+from fedloom.experiment.events import Event, RunName
+from fedloom.experiment.run import run_configured
+from fedloom.experiment.trackers import TrackedRun, Tracking, build_tracker
+from fedloom.plugins import import_plugins
+from small_task import small_task
+
+JOB = {
+    "name": "job",
+    "rounds": 6,
+    "participation": 0.5,
+    "evaluate_every": 2,
+    "checkpoint_every": 4,
+    "model": "logistic",
+    "data": {"clients": 4, "partition": "iid"},
+}
+
+
+class Remembering:
+    """A tracker of the user's own that knows nothing of earlier starts; `all` outlives the single trackers."""
+
+    all: ClassVar[list[Remembering]] = []
+
+    def __init__(self, word: str = "") -> None:
+        self.word, self.rounds, self.result = word, dict[int, Mapping[str, float]](), None
+        Remembering.all.append(self)
+
+    def begin(self, run: TrackedRun) -> None:
+        self.run = run
+
+    def record(self, round: int, figures: Mapping[str, float]) -> None:
+        assert round not in self.rounds
+        self.rounds[round] = figures
+
+    def end(self, result: Mapping[str, float] | None) -> None:
+        self.result = result
+        self.ended = True
+
+
+class Broken:
+    """Fails in the round it is told to, 0 being the start and 99 the end."""
+
+    def __init__(self, round: int) -> None:
+        self.round = round
+
+    def begin(self, run: TrackedRun) -> None:
+        self.fail(0)
+
+    def record(self, round: int, figures: Mapping[str, float]) -> None:
+        self.fail(round)
+
+    def end(self, result: Mapping[str, float] | None) -> None:
+        self.fail(99)
+
+    def fail(self, round: int) -> None:
+        if round == self.round:
+            raise ConnectionError("the server is\ngone")
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing that the run does on its way out may count on more than what is on disk."""
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "test_trackers_here", sys.modules[__name__])
+    Remembering.all = []
+    with warnings.catch_warnings():  # TensorBoard's reader and MLflow warn of their own affairs
+        warnings.simplefilter("ignore")
+        yield
+
+
+def job(*trackers: str, **changes: Any) -> Configuration:
+    return configuration({**JOB, **changes, "trackers": list(trackers)})
+
+
+def go(given: Configuration, stop_after: int | None = None, fresh: bool = False) -> list[Event]:
+    """Run it, or stop it after a round as Ctrl-C does; what was said."""
+    said: list[Event] = []
+
+    def watch(event: Event) -> None:
+        said.append(event)
+        if event.kind == "round" and event.finished == stop_after:
+            raise KeyboardInterrupt
+
+    try:
+        run_configured(given, RunName("fedavg", 0), watch, fresh=fresh)
+    except KeyboardInterrupt:
+        assert stop_after is not None
+    return said
+
+
+def forget(rounds: int, folder: Path) -> None:
+    """Leave a run as a kill would that came long after checkpoint number `rounds`."""
+    for path in folder.glob("checkpoint-*.safetensors"):
+        if int(path.stem.partition("-")[2]) > rounds:
+            path.unlink()
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+
+def test_a_tracker_of_ones_own_hears_every_round_with_all_figures() -> None:
+    go(job("test_trackers_here:Remembering(word='hello')"))
+    told = Remembering.all[-1]
+    assert told.word == "hello"
+    assert (told.run.experiment, told.run.label, told.run.algorithm, told.run.seed) == (
+        "job",
+        "fedavg/seed-0",
+        "fedavg",
+        0,
+    )
+    assert told.run.directory == Path("runs/job/fedavg/seed-0")
+    assert told.run.configuration["model"] == "logistic"
+    records = RoundLog(told.run.directory / "metrics.jsonl").read()
+    assert [record["round"] for record in records] == list(told.rounds)
+    for record in records:
+        figures = told.rounds[record["round"]]
+        assert figures["bytes_up"] == record["bytes_up"]
+        assert figures["faults"] == 0
+        assert figures["seconds"] > 0
+        assert figures.get("accuracy") == record.get("accuracy")
+        assert "clients" not in figures
+    assert told.result is not None
+    assert told.result["accuracy"] == records[-1]["accuracy"]
+
+
+def test_a_run_in_python_takes_trackers_as_objects_too(tmp_path: Path) -> None:
+    first, second = Remembering(), Remembering()
+    result = fl.run("fedavg", small_task(), rounds=3, participation=0.5, trackers=[first, second])
+    assert list(first.rounds) == list(second.rounds) == [1, 2, 3]
+    assert first.run.directory is None
+    assert first.result is not None
+    assert first.result["accuracy"] == result.accuracy
+    kept = Remembering()
+    for _ in range(2):  # the second time the run is only read
+        fl.run("fedavg", small_task(), rounds=3, participation=0.5, directory=tmp_path / "kept", trackers=[kept])
+    assert list(kept.rounds) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_no_round_is_told_of_twice_when_a_run_goes_on(kill: bool) -> None:
+    folder = Path("runs/job/fedavg/seed-0")
+    given = job("test_trackers_here:Remembering", "tensorboard")
+    go(given, stop_after=5)
+    if kill:
+        forget(4, folder)
+    go(given)
+    earlier, later = Remembering.all[1:]  # the first was made for the check of the configuration
+    assert list(earlier.rounds) == [1, 2, 3, 4, 5]
+    assert earlier.result is None
+    assert list(later.rounds) == [6]
+    assert later.run.token == earlier.run.token
+    assert [step for step, _ in scalars(folder)["bytes_up"]] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_tracker_added_later_hears_of_the_rounds_before() -> None:
+    go(job("test_trackers_here:Remembering"), stop_after=4)
+    go(job("test_trackers_here:Remembering", "tensorboard"))
+    assert [step for step, _ in scalars(Path("runs/job/fedavg/seed-0"))["seconds"]] == [1, 2, 3, 4, 5, 6]
+
+
+def test_tensorboard_shows_the_figures_and_starting_afresh_replaces_them() -> None:
+    folder = Path("runs/job/fedavg/seed-0")
+    given = job("tensorboard", "tensorboard(directory='elsewhere')")
+    go(given)
+    first = scalars(folder)
+    records = RoundLog(folder / "metrics.jsonl").read()
+    expected = {r["round"]: r["accuracy"] for r in records if r.get("accuracy") is not None}
+    assert len(expected) == 3
+    assert dict(first["accuracy"]) == pytest.approx(expected)
+    assert dict(scalars(Path("elsewhere/job/fedavg/seed-0"))["accuracy"]) == pytest.approx(expected)
+    go(given, fresh=True)
+    for place in (folder, Path("elsewhere/job/fedavg/seed-0")):
+        assert [step for step, _ in scalars(place)["bytes_down"]] == [1, 2, 3, 4, 5, 6]
+
+
+def test_tensorboard_goes_on_after_an_event_file_that_was_cut_short() -> None:
+    folder = Path("runs/job/fedavg/seed-0")
+    given = job("tensorboard")
+    go(given, stop_after=5)
+    (path,) = folder.glob("events.out.tfevents.*")
+    path.write_bytes(path.read_bytes()[:-20])
+    go(given)
+    steps = Counter(step for step, _ in scalars(folder)["last_round"])
+    assert steps == dict.fromkeys(range(1, 7), 1)
+
+
+def test_mlflow_keeps_parameters_metrics_and_files(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{tmp_path}/store.db"
+    given = job(f"mlflow(uri='{uri}', every=0)")
+    go(given, stop_after=5)
+    client = MlflowClient(uri)
+    place = client.get_experiment_by_name("job")
+    assert place is not None
+    (stopped,) = client.search_runs([place.experiment_id])
+    assert stopped.info.status == "KILLED"
+    forget(4, Path("runs/job/fedavg/seed-0"))
+    go(given)
+    (found,) = client.search_runs([place.experiment_id])
+    assert (found.info.status, found.info.run_name) == ("FINISHED", "fedavg/seed-0")
+    assert found.data.params["data.partition"] == "iid"
+    records = RoundLog(Path("runs/job/fedavg/seed-0/metrics.jsonl")).read()
+    for name in ("accuracy", "bytes_up"):
+        history = [(metric.step, metric.value) for metric in client.get_metric_history(found.info.run_id, name)]
+        assert sorted(history) == [(r["round"], r[name]) for r in records if r.get(name) is not None]
+    assert found.data.metrics["final_accuracy"] == records[-1]["accuracy"]
+    assert {file.path for file in client.list_artifacts(found.info.run_id)} == {
+        "model.safetensors", "configuration.json", "metrics.jsonl", "result.json",
+    }  # fmt: skip
+    go(given, fresh=True)
+    assert len(client.search_runs([place.experiment_id])) == 2
+
+
+class FakeWandb(types.ModuleType):
+    """As much of wandb as a tracker may touch."""
+
+    def __init__(self, step: int = 0) -> None:
+        super().__init__("wandb")
+        self.step = step
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.summary: dict[str, float] = {}
+        self.exit_code: int | None = None
+        self.told: dict[str, Any] = {}
+
+    def init(self, **told: Any) -> FakeWandb:
+        self.told = told
+        self.resumed = self.step > 0
+        return self
+
+    def log(self, figures: dict[str, float], step: int) -> None:
+        self.logged.append((step, figures))
+
+    def finish(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+
+
+def test_weights_and_biases_is_told_as_its_documentation_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = "fedloom.experiment.trackers.wandb.require_installed"
+    with pytest.raises(FedloomError, match=r"tracker wandb needs 'wandb': pip install wandb"):
+        build_tracker("wandb")
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(there, lambda *_: None)
+    go(job("wandb(project='mine')"))
+    assert [step for step, _ in fake.logged] == [1, 2, 3, 4, 5, 6]
+    assert fake.logged[-1][1]["accuracy"] == fake.summary["final_accuracy"]
+    assert fake.exit_code == 0
+    assert (fake.told["project"], fake.told["mode"], fake.told["name"]) == ("mine", "offline", "fedavg/seed-0")
+    online = FakeWandb(step=4)  # three rounds are there: the next step is the fourth
+    monkeypatch.setitem(sys.modules, "wandb", online)
+    fl.run("fedavg", small_task(), rounds=5, participation=0.5, trackers=["wandb(mode=online)"])
+    assert [step for step, _ in online.logged] == [4, 5]
+
+
+@pytest.mark.parametrize("round", [0, 3, 99])
+def test_a_tracker_that_fails_costs_one_line_and_nothing_else(round: int) -> None:
+    said = go(job(f"test_trackers_here:Broken(round={round})", "test_trackers_here:Remembering"))
+    notices = [event.text for event in said if event.kind == "notice"]
+    assert notices == [
+        f"tracker test_trackers_here:Broken(round={round}) failed and hears no more of this run: "
+        "ConnectionError: the server is gone"
+    ]
+    assert said[-1].kind == "ended"
+    assert list(Remembering.all[-1].rounds) == [1, 2, 3, 4, 5, 6]
+    plain = go(job(directory="plain"))
+    assert plain[-1].record == said[-1].record
+
+
+def test_a_failing_tracker_is_warned_of_in_python(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "fedloom"):
+        fl.run("fedavg", small_task(), rounds=2, participation=0.5, trackers=[Broken(1)])
+    assert [record.getMessage() for record in caplog.records] == [
+        "tracker Broken 1 failed and hears no more of this run: ConnectionError: the server is gone"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("tensorbord", "unknown tracker 'tensorbord': did you mean 'tensorboard'?"),
+        ("tensorboard(folder='x')", "tensorboard has no parameter 'folder'"),
+        ("mlflow(every=often)", "mlflow: every must be a number, not 'often'"),
+        ("nowhere:Tracker", "cannot import 'nowhere'"),
+        ("test_trackers_here:Remembring", "did you mean 'Remembering'?"),
+        ("test_trackers_here:Broken", "cannot be made: TypeError"),
+        ("test_trackers_here:Killed", "lacks begin, record, end"),
+    ],
+)
+def test_what_is_wrong_with_a_tracker_is_said_before_the_first_round(expression: str, text: str) -> None:
+    with pytest.raises(FedloomError) as caught:
+        job(expression)
+    assert text in str(caught.value)
+    assert str(caught.value).startswith(f"trackers = {expression!r}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_interrupt_inside_a_tracker_stops_the_run() -> None:
+    class Stopping(Remembering):
+        def record(self, round: int, figures: Mapping[str, float]) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fl.run("fedavg", small_task(), rounds=2, participation=0.5, trackers=[Stopping()])
+
+
+def test_without_trackers_no_file_is_left(tmp_path: Path) -> None:
+    with Tracking([], tmp_path, pytest.fail) as tracking:
+        tracking.begin("job", "x", {"algorithm": "fedavg", "seed": 0}, [], [])
+        tracking.record({"round": 1}, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+PLUGIN = '''
+from dataclasses import dataclass
+
+from fedloom.algorithm import algorithms
+from fedloom.algorithms.fedavg import FedAvg
+
+
+@algorithms.register("plugged")
+@dataclass
+class Plugged(FedAvg):
+    """A method that a plugin brings."""
+'''
+
+
+def test_plugins_are_known_to_the_command_line_and_to_worker_processes(tmp_path: Path) -> None:
+    (tmp_path / "my_methods.py").write_text(PLUGIN)
+    table = 'plugins = ["my_methods"]\nalgorithms = ["plugged", "fedavg"]\nworkers = 2\nthreads = 1\nrounds = 2\n'
+    (tmp_path / "job.toml").write_text(table + 'model = "logistic"\n[data]\nclients = 4\npartition = "iid"\n')
+    command = [sys.executable, "-m", "fedloom"]
+    done = subprocess.run([*command, "compare", "job.toml"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "runs/job/comparison.json").read_text())
+    assert [row["algorithm"] for row in found["methods"]] == ["plugged", "fedavg"]
+    assert found["failed"] == []
+    listed = subprocess.run(
+        [*command, "algorithms", "plugged"],
+        env={**os.environ, "FEDLOOM_PLUGINS": "my_methods"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "A method that a plugin brings." in listed.stdout
+
+
+def test_a_plugin_that_cannot_be_imported_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "half_a_plugin.py").write_text("import no_such_module_at_all\n")
+    with pytest.raises(InvalidValue, match=r"^plugins: cannot import 'half_a_plugin': ModuleNotFoundError: No module"):
+        configuration({**JOB, "plugins": ["half_a_plugin"]})
+    with pytest.raises(InvalidValue, match=r"is a file: give the name of the module, such as 'my.methods'"):
+        import_plugins(["my/methods.py"])
+    (tmp_path / "taken.py").write_text(PLUGIN.replace("plugged", "fedprox"))
+    assert "fedprox" in algorithms
+    with pytest.raises(InvalidValue, match="two algorithms are named 'fedprox'"):
+        configuration({**JOB, "plugins": ["taken"]})
+
+
+def test_a_kill_in_the_middle_of_a_round_loses_no_figures(tmp_path: Path) -> None:
+    (tmp_path / "deadly.py").write_text(
+        "import os, signal\n"
+        "class Deadly:\n"
+        "    def begin(self, run): pass\n"
+        "    def record(self, round, figures):\n"
+        "        if round == 5 and not os.path.exists('marked'):\n"
+        "            open('marked', 'w').close()\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    def end(self, result): pass\n"
+    )
+    (tmp_path / "job.toml").write_text(
+        'algorithm = "fedavg"\nrounds = 6\ncheckpoint_every = 2\nmodel = "logistic"\nthreads = 1\n'
+        'trackers = ["tensorboard(flush_seconds=0)", "deadly:Deadly"]\n[data]\nclients = 4\n'
+    )
+    command = [sys.executable, "-m", "fedloom", "run", "job.toml"]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == -signal.SIGKILL
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    steps = Counter(step for step, _ in scalars(Path("runs/job/fedavg/seed-0"))["last_round"])
+    assert steps == dict.fromkeys(range(1, 7), 1)
