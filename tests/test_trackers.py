@@ -45,7 +45,8 @@ class Remembering:
     all: ClassVar[list[Remembering]] = []
 
     def __init__(self, word: str = "") -> None:
-        self.word, self.rounds, self.result = word, dict[int, Mapping[str, float]](), None
+        self.word, self.rounds = word, dict[int, Mapping[str, float]]()
+        self.result: Mapping[str, float] | None = None
         Remembering.all.append(self)
 
     def begin(self, run: TrackedRun) -> None:

@@ -165,7 +165,8 @@ def run(
         result = Result(federation, task, described, recording)
         with Tracking(trackers, None, _logger.warning) as tracking:
             _tracked(federation, tracking, "fedloom", _label(result), described, on_round)
-            tracking.finish(_ends(result))
+            if trackers:
+                tracking.finish(_ends(result))
         return result
     place = RunDirectory(Path(directory))
     with place.locked():
