@@ -196,7 +196,7 @@ def test_a_certificate_that_has_run_out_is_named(tmp_path: Path, monkeypatch: py
         (["--sites", "2", "--host", "10.0.0.256"], "host '10.0.0.256' must be a name"),
         (["--sites", "2", "--host", "https://fl.example.org"], "host 'https://fl.example.org' must be a name"),
         (["--sites", "2", "--host", "fl.example.org:8000"], "host 'fl.example.org:8000' must be a name"),
-        ([], "Missing option '--sites'"),
+        ([], "how many sites? Give --sites, such as --sites 3"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(

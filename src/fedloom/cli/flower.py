@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedloom.errors import InvalidValue
+
 if TYPE_CHECKING:
     from fedloom.deploy.keys import Keys
 
@@ -23,12 +25,14 @@ Folder = Annotated[Path, typer.Argument(metavar="DIR", hidden=True)]
 @app.command()
 def keys(
     folder: Folder,
-    sites: Annotated[int, typer.Option(help="How many sites there are.")],
+    sites: Annotated[int | None, typer.Option(help="How many sites there are.")] = None,
     host: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="A name or address sites reach the server by; may be given several times."),
     ] = None,
-    days: Annotated[int, typer.Option(help="How long the server's certificate is good for.")] = 825,
+    days: Annotated[
+        int, typer.Option(help="Days that the server's certificate is good for, 825 by default.", show_default=False)
+    ] = 825,
     fresh: Annotated[bool, typer.Option("--fresh", help="Make all keys anew, also those that are there.")] = False,
 ) -> None:
     """Make the keys of a federation in DIR: one folder for the server and one for each site.
@@ -37,6 +41,8 @@ def keys(
     """
     from fedloom.deploy.keys import make_keys
 
+    if sites is None:
+        raise InvalidValue("how many sites? Give --sites, such as --sites 3")
     _say_keys(make_keys(folder, sites, host or [], days, fresh), host or [])
 
 
@@ -51,3 +57,26 @@ def _say_keys(found: Keys, hosts: list[str]) -> None:
     print(f"  {server}: to the machine of the server (ca.crt, server.crt, server.key, the sites' public keys)")
     print(f"  {first}{last}: each to its site alone (ca.crt, site.key)")
     print(f"The certificate is good for {', '.join(('localhost', '127.0.0.1', *hosts))}. Files *.key are secrets.")
+
+
+@app.command()
+def init(
+    folder: Folder,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[FILE.toml] [KEY=VALUE]...", hidden=True)] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Write over files that are there.")] = False,
+) -> None:
+    """Write a Flower app into DIR that trains a configuration over real sites.
+
+    FILE.toml is the configuration, KEY=VALUE changes one of its keys, such as algorithm=fedavg or data.clients=5, the number
+    of sites. Without a file it is an example with three sites. The app's README.md says how to go on.
+    """
+    from fedloom.deploy.template import write_app
+
+    given = list(arguments or [])
+    file = Path(given.pop(0)) if given and "=" not in given[0] else None
+    made = write_app(folder, file, given, fresh)
+    chosen = made.configuration
+    print(
+        f"{folder}: {chosen.algorithm} on {chosen.data.name} over {made.sites} sites, {chosen.schedule.rounds} rounds"
+    )
+    print(f"how to go on: {folder / 'README.md'}")

@@ -1,0 +1,216 @@
+"""Flower on loopback as on real machines: a SuperLink with TLS and authentication, SuperNodes, and `flwr` itself, all processes.
+
+Each of these "machines" has a folder of its own, with the keys it would have and its own home for Flower.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedloom.deploy.keys import Keys, make_keys
+
+needs_flower = pytest.mark.skipif(
+    importlib.util.find_spec("flwr") is None, reason="Flower is missing: pip install 'fedloom[flower]'"
+)
+
+_PROGRAMS = Path(sys.executable).parent
+
+_ENVIRONMENT = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05",
+    "OMP_NUM_THREADS": "1",  # three sites on two cores
+    "PYTHONUNBUFFERED": "1",
+    "NO_COLOR": "1",
+    "PATH": f"{_PROGRAMS}{os.pathsep}{os.environ.get('PATH', '')}",  # Flower starts its programs by name
+}
+
+
+class Deployment:
+    """A SuperLink and its sites. `folder` holds all that they write; `keys` are theirs."""
+
+    def __init__(self, folder: Path, sites: int) -> None:
+        self.folder, self.count = folder, sites
+        self.keys: Keys = make_keys(folder / "keys", sites)
+        self.port = free_port()
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        connection = f'[superlink]\ndefault = "sites"\n\n[superlink.sites]\naddress = "127.0.0.1:{self.port}"\n'
+        home = self._home("operator")
+        (home / "config.toml").write_text(connection + f'root-certificates = "{self.keys.server / "ca.crt"}"\n')
+
+    def start_server(self) -> None:
+        """Start the SuperLink, or start it again, and wait until it answers. It remembers nodes and runs in its database."""
+        place = self.keys.server
+        self._start(
+            "server",
+            "flower-superlink", "--host", "127.0.0.1", "--port", str(self.port),
+            "--ssl-ca-certfile", str(place / "ca.crt"), "--ssl-certfile", str(place / "server.crt"),
+            "--ssl-keyfile", str(place / "server.key"), "--enable-supernode-auth",
+            "--database", str(self._home("server") / "superlink.db"),
+        )  # fmt: skip
+        trusted = ssl.create_default_context(cafile=str(place / "ca.crt"))
+
+        def answers() -> bool:
+            try:
+                with urllib.request.urlopen(
+                    f"https://127.0.0.1:{self.port}/health", timeout=2, context=trusted
+                ) as page:
+                    return bool(page.status == 200)
+            except OSError:
+                return False
+
+        self.wait_until(answers, 60, "the SuperLink to answer")
+
+    def register(self, site: int) -> None:
+        """Let the SuperLink know the public key of a site."""
+        self.flwr("supernode", "register", str(self.keys.public(site)))
+
+    def start_site(self, site: int, **settings: str | int) -> None:
+        """Start a site's SuperNode, or start it again; `settings` go to its node-config beside its number."""
+        place = self.keys.site(site)
+        values = {"partition-id": site, "num-partitions": self.count} | {
+            name.replace("_", "-"): value for name, value in settings.items()
+        }
+        self._start(
+            f"site-{site}",
+            "flower-supernode", "--root-certificates", str(place / "ca.crt"),
+            "--superlink", f"127.0.0.1:{self.port}", "--port", str(free_port()),
+            "--auth-supernode-private-key", str(place / "site.key"),
+            "--node-config", " ".join(f"{name}={json.dumps(value)}" for name, value in values.items()),
+        )  # fmt: skip
+
+    def kill(self, name: str) -> None:
+        """SIGKILL to `server` or `site-<number>` and every process it started, as when its machine is lost."""
+        process = self._processes.pop(name)
+        _kill_group(process)
+
+    def flwr(self, *arguments: str) -> dict[str, Any]:
+        """What `flwr ...` answers, in JSON."""
+        done = subprocess.run(
+            ["flwr", *arguments, "sites", "--format", "json"],
+            capture_output=True, text=True, timeout=120, env=self._environment("operator"), cwd=self.folder, check=False,
+        )  # fmt: skip
+        begin = done.stdout.find("{")
+        answer = json.loads(done.stdout[begin : done.stdout.rindex("}") + 1]) if begin >= 0 else {}
+        if done.returncode != 0 or not answer.get("success"):
+            raise AssertionError(f"flwr {' '.join(arguments)}: {done.stdout}{done.stderr}\n{self.logs()}")
+        return dict(answer)
+
+    def run(self, app: Path, **configuration: str | float) -> int:
+        """Start a run of the app; its number. `configuration` changes values of the app's own."""
+        values = [f"{name.replace('_', '-')}={json.dumps(value)}" for name, value in configuration.items()]
+        options = [part for value in values for part in ("--run-config", value)]
+        return int(self.flwr("run", str(app), *options)["run-id"])
+
+    def status(self, run: int) -> str:
+        """Such as `running`, `finished:completed` or `finished:failed`."""
+        runs = self.flwr("list", "--run-id", str(run))["runs"]
+        return str(runs[0]["status"])
+
+    def wait_for_run(self, run: int, seconds: float) -> str:
+        """Wait until a run has ended, and how it did."""
+        status = ""
+
+        def ended() -> bool:
+            nonlocal status
+            status = self.status(run)
+            return status.startswith("finished")
+
+        self.wait_until(ended, seconds, f"run {run} to end")
+        return status
+
+    def wait_for_sites(self, count: int, seconds: float = 60) -> None:
+        """Wait until `count` SuperNodes are online."""
+
+        def online() -> bool:
+            nodes = self.flwr("supernode", "list")["nodes"]
+            return sum(node["status"] == "online" for node in nodes) >= count
+
+        self.wait_until(online, seconds, f"{count} SuperNodes to be online")
+
+    def wait_until(self, done: Callable[[], bool], seconds: float, what: str) -> None:
+        """Wait for something; when a process of the deployment dies or time is up, fail with what everybody logged."""
+        end = time.monotonic() + seconds
+        while not done():
+            for name, process in self._processes.items():
+                if process.poll() is not None:
+                    raise AssertionError(f"{name} ended with {process.returncode}, waiting for {what}\n{self.logs()}")
+            if time.monotonic() > end:
+                raise AssertionError(f"{seconds} seconds were not enough for {what}\n{self.logs()}")
+            time.sleep(0.2)
+
+    def logs(self, lines: int = 60) -> str:
+        """The end of what each process wrote."""
+        texts = []
+        for path in sorted(self.folder.glob("*.log")):
+            end = path.read_text(errors="replace").splitlines()[-lines:]
+            texts.append("\n".join([f"--- {path.stem}", *end]))
+        return "\n".join(texts)
+
+    def stop(self) -> None:
+        """Kill everything that is left."""
+        for name in list(self._processes):
+            self.kill(name)
+
+    def _start(self, name: str, *command: str) -> None:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self._processes[name] = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment(name),
+                cwd=self._home(name),
+                start_new_session=True,
+            )
+
+    def _home(self, name: str) -> Path:
+        home = self.folder / "homes" / name
+        home.mkdir(parents=True, exist_ok=True)
+        return home
+
+    def _environment(self, name: str) -> dict[str, str]:
+        return {**os.environ, **_ENVIRONMENT, "FLWR_HOME": str(self._home(name))}
+
+
+@contextmanager
+def deployed(folder: Path, sites: int, settings: Callable[[int], dict[str, str | int]]) -> Iterator[Deployment]:
+    """A running deployment whose sites are registered and online; `settings` of a site go to its node-config."""
+    deployment = Deployment(folder, sites)
+    try:
+        deployment.start_server()
+        for site in range(sites):
+            deployment.register(site)
+            deployment.start_site(site, **settings(site))
+        deployment.wait_for_sites(sites)
+        yield deployment
+    finally:
+        deployment.stop()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=30)

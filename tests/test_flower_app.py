@@ -1,0 +1,160 @@
+"""The Flower app that `fedloom flower init` writes: its configuration, its data function, and whether Flower takes it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedloom.deploy.template import EXAMPLE, _literal, write_app
+from fedloom.experiment.configuration import configuration
+from forking_cli import main
+from superlink_support import needs_flower
+
+FILES = {
+    "pyproject.toml", "README.md", ".gitignore",
+    "federation/__init__.py", "federation/server.py", "federation/client.py", "federation/data.py",
+}  # fmt: skip
+
+JOB = """
+# How it went before.
+algorithms = ["fedavg", "fedmr(unit=tensor)"]
+seeds = [0, 1]
+rounds = 7
+plugins = []
+[data]
+clients = 4
+"""
+
+
+def told(app: Path) -> dict[str, Any]:
+    """What the server and the sites are told."""
+    return dict(tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
+
+
+def written(app: Path) -> set[str]:
+    return {str(path.relative_to(app)) for path in app.rglob("*") if path.is_file()}
+
+
+def test_without_a_file_it_is_the_example(tmp_path: Path) -> None:
+    made = write_app(tmp_path / "my-app")
+    assert written(tmp_path / "my-app") == FILES
+    assert (made.name, made.sites, made.configuration.algorithm) == ("my-app", 3, "fedmr")
+    text = told(tmp_path / "my-app")["configuration"]
+    assert tomllib.loads(text) == tomllib.loads(EXAMPLE)
+    assert "$" not in (tmp_path / "my-app" / "pyproject.toml").read_text()
+
+
+def test_a_file_that_names_one_method_is_taken_word_for_word(tmp_path: Path) -> None:
+    text = '# Why: "quotes" and \\ and é\nalgorithm = "fedavg"\n[data]\nclients = 5 # sites\n'
+    (tmp_path / "job.toml").write_text(text)
+    assert write_app(tmp_path / "app", tmp_path / "job.toml").sites == 5
+    assert told(tmp_path / "app")["configuration"].strip() == text.strip()
+    assert "keys --sites 5 " in (tmp_path / "app" / "README.md").read_text()
+
+
+def test_changes_and_a_chosen_method_end_in_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(JOB)
+    write_app(tmp_path / "app", tmp_path / "job.toml", ["algorithm=scaffold", "data.clients=6", "training.epochs=2"])
+    found = tomllib.loads(told(tmp_path / "app")["configuration"])
+    assert found == {
+        "name": "job", "algorithm": "scaffold", "rounds": 7, "plugins": [],
+        "data": {"clients": 6}, "training": {"epochs": 2},
+    }  # fmt: skip
+    assert configuration(found).schedule.rounds == 7
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.text("'\"\\\n\t\r", max_size=12))
+def test_any_text_comes_back_from_the_literal(text: str) -> None:
+    # TOML readers make \n of \r\n in multi-line strings; the text of a file has been read with \n already.
+    assert tomllib.loads(f"text = {_literal(text)}")["text"].removeprefix("\n").removesuffix("\n") in (
+        text,
+        text.removeprefix("\n").removesuffix("\n"),
+    )
+
+
+def test_files_that_are_there_are_not_written_over(tmp_path: Path) -> None:
+    app = tmp_path / "app"
+    write_app(app)
+    (app / "federation" / "data.py").write_text("mine = 1\n")
+    (app / "README.md").unlink()
+    before = {name: (app / name).read_text() for name in written(app)}
+    assert main(["flower", "init", str(app), "rounds=5"]) == 2
+    assert {name: (app / name).read_text() for name in written(app)} == before
+    assert main(["flower", "init", str(app), "rounds=5", "--fresh"]) == 0
+    assert written(app) == FILES
+    assert "mine" not in (app / "federation" / "data.py").read_text()
+    assert "rounds = 5" in told(app)["configuration"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["my_app"], "folder 'my_app' must have a name of letters, figures and hyphens"),
+        (["7-sites"], "begins with a letter"),
+        (["a" * 33], "at most 32 characters"),
+        (["app", "algoritm=fedavg"], "unknown key 'algoritm': did you mean 'algorithm'?"),
+        (["app", "algorithm=fedmrr"], "did you mean 'fedmr'?"),
+        (["app", "none.toml"], "cannot read none.toml"),
+        (
+            ["app", "job.toml"],
+            "no method to train: give algorithm=..., the file compares 'fedavg', 'fedmr(unit=tensor)'",
+        ),
+        (["app", "job.toml", "rounds"], "'rounds' is not key=value"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    text: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text(JOB)
+    assert main(["flower", "init", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert text in captured.err
+    assert captured.err.count("\n") == 1
+    assert written(tmp_path) == {"job.toml"}
+
+
+def test_the_data_function_reads_the_file_that_the_site_names(tmp_path: Path) -> None:
+    write_app(tmp_path / "app")
+    samples = np.random.default_rng(0).random((5, 64)).astype(np.float32)
+    labels = np.array([3, 1, 4, 1, 5])
+    np.savetxt(tmp_path / "site.csv", np.column_stack([samples, labels]), delimiter=",")
+    code = "from federation.data import load; inputs, labels = load(); print(inputs.shape, inputs.dtype, labels, inputs.sum())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path / "app", env={"SITE_DATA": str(tmp_path / "site.csv")}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    *words, total = done.stdout.split()
+    assert " ".join(words) == "(5, 1, 8, 8) float32 [3 1 4 1 5]"
+    assert float(total) == pytest.approx(float(samples.sum()), rel=1e-5)
+
+
+@needs_flower
+def test_flower_builds_it_and_leaves_keys_out(tmp_path: Path) -> None:
+    app = tmp_path / "my-app"
+    write_app(app, overrides=["data.clients=2"])
+    (app / "keys").mkdir()
+    (app / "keys" / "secret.py").write_text("secret = 1")
+    build = [str(Path(sys.executable).parent / "flwr"), "build"]
+    done = subprocess.run(build, cwd=app, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (bundle,) = app.glob("*.fab")
+    with zipfile.ZipFile(bundle) as archive:
+        names = set(archive.namelist())
+        packed = tomllib.loads(archive.read("pyproject.toml").decode())
+    assert names == (FILES - {".gitignore"}) | {".info/CONTENT"}
+    assert packed["tool"]["flwr"]["app"]["config"] == told(app)
