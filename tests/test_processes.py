@@ -198,7 +198,7 @@ def test_a_round_left_early_disturbs_nothing(engine: ProcessesEngine) -> None:
     results = engine.train(algorithm, round, work)
     assert isinstance(next(results), Reply)
     results.close()
-    assert all(worker.order is None for worker in engine._crew)
+    assert not any(worker.group for worker in engine._crew)
     assert_same(run(Remembering(), engine), run(Remembering(), RowsEngine(TASK)))
 
 

@@ -43,14 +43,19 @@ class RowsEngine(Remembering):
         keep_pages()
 
     def train(self, algorithm: Algorithm, round: Round, orders: Sequence[Order]) -> Iterator[Reply | Fault]:
-        expected = expectations(algorithm, round, self.task.layout)
+        return self.train_expecting(algorithm, round, orders, expectations(algorithm, round, self.task.layout))
+
+    def train_expecting(
+        self, algorithm: Algorithm, round: Round, orders: Sequence[Order], expected: Mapping[str, tuple[int, ...]]
+    ) -> Iterator[Reply | Fault]:
+        """`train` without the server's half of the method; `expected` is what `expectations` gives for this round."""
         for order in orders:
             yield self.train_one(algorithm, round, order, expected)
 
     def train_one(
         self, algorithm: Algorithm, round: Round, order: Order, expected: Mapping[str, tuple[int, ...]]
     ) -> Reply | Fault:
-        """Let one client train; `expected` is what `expectations` gives for this round."""
+        """Let one client train."""
         try:
             return self._train_one(algorithm, round, order, expected)
         except RefusedReply as error:

@@ -1,4 +1,4 @@
-"""The processes engine: worker processes train the clients, one each at a time, on models that all of them share in memory."""
+"""The processes engine: worker processes train the clients, one by one or in stacks, on models that all share in memory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,31 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Literal
 
+import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
-from fedloom.checks import require_at_least
+from fedloom.checks import require_at_least, require_one_of
 from fedloom.engines.base import Choice, Fault, Order, Remembering, Reply, expectations
 from fedloom.engines.channel import Channel, Parcel, pack
+from fedloom.engines.groups import grouped
 from fedloom.engines.shared import Pool
-from fedloom.engines.worker import VARIABLE, Assignment, Broken, Done, Failed, Setup, Work, slim
+from fedloom.engines.stacked import StackedEngine, apart
+from fedloom.engines.worker import (
+    VARIABLE,
+    Answers,
+    Assignment,
+    Briefing,
+    Broken,
+    Done,
+    Failed,
+    Setup,
+    Share,
+    Work,
+    slim,
+)
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.round import Round
 from fedloom.scoring import Tally
@@ -30,8 +46,6 @@ from fedloom.task import Task
 
 ATTEMPTS = 3
 """A client whose worker dies so often fails."""
-
-Answer = Done | Failed | Tally
 
 _PROGRAM = "from fedloom.engines.worker import main; main()"
 
@@ -45,6 +59,11 @@ class ProcessesEngine(Remembering):
     its memory alone, and its memory changes here, when its reply is in: so when a worker dies it is replaced, and its client
     trains again with the same result. A client whose worker dies three times fails, and says so.
 
+    With `inside="stacked"` a worker is given several clients of like sizes, which advance in lock step as in the stacked engine,
+    with the numbers of the rows engine to float tolerance; `chunk` is how many at most, by default what suits the processor.
+    When its worker dies, each of them trains again by itself. Where models or methods cannot be stacked, clients train one by
+    one all the same.
+
     The task's training samples are moved into shared memory, so that they are held once.
     `memory_budget`: bytes of client memory kept here; the clients not used for longest spill to files beyond it.
 
@@ -54,8 +73,17 @@ class ProcessesEngine(Remembering):
 
     chosen: Choice | None = None  # how it came to be this engine, where `make_engine` made it
 
-    def __init__(self, task: Task, workers: int = 2, threads: int = 1, memory_budget: int = BUDGET) -> None:
-        for name, number in (("workers", workers), ("threads", threads)):
+    def __init__(
+        self,
+        task: Task,
+        workers: int = 2,
+        threads: int = 1,
+        memory_budget: int = BUDGET,
+        inside: str = "rows",
+        chunk: int | None = None,
+    ) -> None:
+        require_one_of("inside", inside, ("rows", "stacked"))
+        for name, number in (("workers", workers), ("threads", threads), ("chunk", 1 if chunk is None else chunk)):
             if type(number) is not int:
                 raise InvalidValue(f"{name} must be a whole number, not {number!r}")
             require_at_least(name, number, 1)
@@ -65,7 +93,8 @@ class ProcessesEngine(Remembering):
             raise FedloomError(
                 "a worker process began the run anew: put what starts it below if __name__ == '__main__':"
             )
-        self.workers, self.threads = workers, threads
+        self.workers, self.threads, self.inside = workers, threads, inside
+        self._wanted_chunk = chunk
         self.store = ClientStore(budget=memory_budget)
         self.pool = Pool()
         self._crew: list[_Worker] = []
@@ -87,8 +116,16 @@ class ProcessesEngine(Remembering):
             if self.pool.find(tensor) is None:
                 tensor.data = self.pool.place([tensor])[0]
         self.task = task
-        self._briefing = self._pack(slim(task))
+        self.chunk = self._chunk_for(task)
+        self._briefing = self._pack(Briefing(slim(task), self.chunk))
         self.pool.trim()
+
+    def _chunk_for(self, task: Task) -> int:
+        """How many clients a worker may be given at a time; one where models of this task cannot be stacked."""
+        if self.inside == "rows":
+            return 1
+        stack = StackedEngine(task, chunk=self._wanted_chunk)
+        return 1 if stack.unstackable else stack.chunk
 
     # --- the work of a round ---
 
@@ -96,12 +133,12 @@ class ProcessesEngine(Remembering):
         expected = expectations(algorithm, round, self.task.layout)
         matrices = self._matrices(expected, round, orders)
 
-        def work(order: Order, inbox: dict[str, Tensor]) -> Work:
+        def share(order: Order, inbox: dict[str, Tensor]) -> Share:
             uploads = order.slot is not None
             places = {name: matrix[order.slot] for name, matrix in matrices.items()} if uploads else {}
-            return Work("train", order.client, order.slot, inbox, self.store.read(order.client), places)
+            return Share(order.client, order.slot, inbox, self.store.read(order.client), places)
 
-        for order, answer in self._results(Assignment(algorithm, round, expected), orders, work):
+        for order, answer in self._results("train", Assignment(algorithm, round, expected), orders, share):
             if isinstance(answer, Done):
                 if answer.written:
                     self.store.write(order.client, answer.written)
@@ -115,10 +152,10 @@ class ProcessesEngine(Remembering):
         if self.task.local_test is None:
             raise InvalidValue("the clients have no test data of their own: give the task local_test, such as 0.25")
 
-        def work(order: Order, inbox: dict[str, Tensor]) -> Work:
-            return Work("evaluate", order.client, order.slot, inbox, self.store.read(order.client), {})
+        def share(order: Order, inbox: dict[str, Tensor]) -> Share:
+            return Share(order.client, order.slot, inbox, self.store.read(order.client), {})
 
-        for _, answer in self._results(Assignment(algorithm, round, {}), orders, work):
+        for _, answer in self._results("evaluate", Assignment(algorithm, round, {}), orders, share):
             if isinstance(answer, Failed) and answer.error is not None:
                 raise answer.error
             assert isinstance(answer, Tally)
@@ -136,54 +173,60 @@ class ProcessesEngine(Remembering):
         }
 
     def _results(
-        self, assignment: Assignment, orders: Sequence[Order], work: Callable[[Order, dict[str, Tensor]], Work]
-    ) -> Iterator[tuple[Order, Answer]]:
-        """Every client's answer as it comes. Leaving early ends the workers that are busy, since they write to shared memory."""
+        self,
+        kind: Literal["train", "evaluate"],
+        assignment: Assignment,
+        orders: Sequence[Order],
+        share: Callable[[Order, dict[str, Tensor]], Share],
+    ) -> Iterator[tuple[Order, Done | Failed | Tally]]:
+        """Every answer as it comes. Leaving early ends the workers that are busy, since they write to shared memory."""
         self._dismiss_busy()
         told = self._pack(assignment)
         shared = self._shared_inbox(orders)
-        waiting = deque(self._longest_first(orders))
+        waiting = deque(self._groups(assignment.algorithm, orders))
         deaths: Counter[int] = Counter()
 
         def give(worker: _Worker) -> None:
-            order = waiting.popleft()
-            inbox = {name: shared.get(id(rows), rows) for name, rows in order.inbox.items()}
+            group = waiting.popleft()
+            inboxes = [{name: shared.get(id(rows), rows) for name, rows in order.inbox.items()} for order in group]
+            work = Work(kind, tuple(share(order, inbox) for order, inbox in zip(group, inboxes, strict=True)))
             try:
-                worker.begin(self._briefing, told, order, self._pack(work(order, inbox)))
+                worker.begin(self._briefing, told, group, self._pack(work))
             except OSError:  # it died while it had nothing to do
-                waiting.appendleft(order)
+                waiting.appendleft(group)
                 self._crew.remove(worker)
                 worker.end()
 
         try:
-            while waiting or any(worker.order for worker in self._crew):
+            while waiting or any(worker.group for worker in self._crew):
                 if waiting:
                     self._hire()
-                for worker in [worker for worker in self._crew if worker.ready and worker.order is None]:
+                for worker in [worker for worker in self._crew if worker.ready and not worker.group]:
                     if waiting:
                         give(worker)
                 for worker in self._speaking():
-                    order = worker.order
-                    answer = self._listen(worker)
-                    if order is None:
+                    group = worker.group
+                    answers = self._listen(worker)
+                    if not group:
                         continue
-                    if answer is None:
-                        deaths[id(order)] += 1
-                        if deaths[id(order)] < ATTEMPTS:
-                            waiting.appendleft(order)
-                            continue
-                        reason = f"its worker process died {ATTEMPTS} times ({worker.ending})"
-                        answer = Failed(reason, FedloomError(f"client {order.client}: {reason}"))
-                    elif waiting:
-                        give(worker)  # before the answer is dealt with, so that the worker does not wait for that
-                    yield order, answer
+                    if answers is not None:
+                        if waiting:
+                            give(worker)  # before the answers are dealt with, so that the worker does not wait for that
+                        yield from zip(group, answers, strict=True)
+                        continue
+                    deaths[id(group[0])] += len(group) == 1
+                    if deaths[id(group[0])] < ATTEMPTS:
+                        waiting.extendleft([order] for order in reversed(group))
+                        continue
+                    reason = f"its worker process died {ATTEMPTS} times ({worker.ending})"
+                    yield group[0], Failed(reason, FedloomError(f"client {group[0].client}: {reason}"))
         finally:
             self._dismiss_busy()
 
-    def _longest_first(self, orders: Sequence[Order]) -> list[Order]:
-        """A long client that starts last leaves the other workers idle; short ones fill the gaps at the end."""
-        partition = self.task.partition
-        return sorted(orders, key=lambda order: len(partition[order.client]), reverse=True)
+    def _groups(self, algorithm: Algorithm, orders: Sequence[Order]) -> list[list[Order]]:
+        """What the workers are given, in this order."""
+        sizes = self.task.sizes(torch.tensor([order.client for order in orders], dtype=torch.int64))
+        return grouped(orders, sizes, self.workers, 1 if apart(algorithm) else self.chunk)
 
     def _shared_inbox(self, orders: Sequence[Order]) -> dict[int, Tensor]:
         """What several clients are sent, once in shared memory; by the identity of the tensor."""
@@ -192,10 +235,10 @@ class ProcessesEngine(Remembering):
         apart = {key: rows for key, rows in tensors.items() if self.pool.find(rows) is None}
         return dict(zip(apart, self.pool.place(list(apart.values())), strict=True)) if apart else {}
 
-    def _listen(self, worker: _Worker) -> Answer | None:
-        """What a worker says: an answer, or None when it is ready for the first time or dead."""
+    def _listen(self, worker: _Worker) -> Answers | None:
+        """What a worker says: its answers, or None when it is ready for the first time or dead."""
         try:
-            answer = worker.receive()
+            answers = worker.receive()
         except (EOFError, OSError):
             self._crew.remove(worker)
             worker.end(patience=1.0)
@@ -206,9 +249,9 @@ class ProcessesEngine(Remembering):
                     raise FedloomError(f"worker processes cannot start ({worker.ending})") from None
             return None
         self._failed_starts = 0
-        if isinstance(answer, Broken):
-            raise answer.error
-        return answer
+        if isinstance(answers, Broken):
+            raise answers.error
+        return answers
 
     def _pack(self, message: object) -> Parcel:
         """Raises `InvalidValue` for what cannot travel to another process."""
@@ -228,11 +271,11 @@ class ProcessesEngine(Remembering):
             self._crew.append(_Worker.start(self.threads, self.pool, self._setup))
 
     def _speaking(self) -> list[_Worker]:
-        listened = {worker.channel.connection: worker for worker in self._crew if worker.order or not worker.ready}
+        listened = {worker.channel.connection: worker for worker in self._crew if worker.group or not worker.ready}
         return [listened[line] for line in wait(list(listened)) if isinstance(line, Connection)]
 
     def _dismiss_busy(self) -> None:
-        for worker in [worker for worker in self._crew if worker.order is not None]:
+        for worker in [worker for worker in self._crew if worker.group]:
             self._crew.remove(worker)
             worker.end()
 
@@ -245,15 +288,15 @@ class ProcessesEngine(Remembering):
 
 @dataclass(eq=False)
 class _Worker:
-    """A worker process as its parent sees it, and the client it is busy with."""
+    """A worker process as its parent sees it, and the clients it is busy with."""
 
     process: subprocess.Popen[bytes]
     channel: Channel
     setup: Parcel | None
     briefing: Parcel | None = None
     told: Parcel | None = None
-    order: Order | None = None
-    parcel: Parcel | None = None  # what it was sent for that client
+    group: Sequence[Order] = ()
+    parcel: Parcel | None = None  # what it was sent for these clients
     ready: bool = False
 
     @classmethod
@@ -278,9 +321,9 @@ class _Worker:
         theirs.close()
         return cls(process, Channel(ours, pool), setup)
 
-    def begin(self, briefing: Parcel, told: Parcel, order: Order, parcel: Parcel) -> None:
+    def begin(self, briefing: Parcel, told: Parcel, group: Sequence[Order], parcel: Parcel) -> None:
         """Let it work, after whatever it must know first and does not know yet. Raises `OSError` when it is dead."""
-        self.order, self.parcel = order, parcel
+        self.group, self.parcel = group, parcel
         if self.setup is not None:
             self.channel.send(self.setup)
             self.setup = None
@@ -292,20 +335,18 @@ class _Worker:
             self.told = told
         self.channel.send(parcel)
 
-    def receive(self) -> Answer | Broken | None:
+    def receive(self) -> Answers | Broken | None:
         """What it says next; tensors are ours."""
-        answer: Answer | Broken | None = self.channel.receive()
+        said: Answers | Broken | None = self.channel.receive()
         self.ready = True
-        self.order = self.parcel = None
-        if isinstance(answer, Done):
-            tensors = {name: tensor.clone() for name, tensor in answer.tensors.items()}
-            written = {name: tensor.clone() for name, tensor in answer.written.items()}
-            return Done(tensors, answer.placed, answer.metrics, written)
-        return answer
+        self.group, self.parcel = (), None
+        if said is None or isinstance(said, Broken):
+            return said
+        return tuple(_owned(answer) if isinstance(answer, Done) else answer for answer in said)
 
     def end(self, patience: float = 0.0) -> None:
         """End the process, which holds nothing that anybody would miss; one that is ending by itself gets `patience` seconds."""
-        self.order = self.parcel = None
+        self.group, self.parcel = (), None
         self.channel.connection.close()
         try:
             self.process.wait(patience)
@@ -318,6 +359,12 @@ class _Worker:
         """How the process ended."""
         code = self.process.wait()
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _owned(answer: Done) -> Done:
+    tensors = {name: tensor.clone() for name, tensor in answer.tensors.items()}
+    written = {name: tensor.clone() for name, tensor in answer.written.items()}
+    return Done(tensors, answer.placed, answer.metrics, written)
 
 
 def _dismiss(crew: list[_Worker]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm, Message, describe
 from fedloom.checks import require_at_least
 from fedloom.cohort import Cohort
-from fedloom.engines.base import INTEGERS, Fault, Order, Reply, expectations, inspect_reply
+from fedloom.engines.base import INTEGERS, Fault, Order, Reply, inspect_reply
 from fedloom.engines.local import RowsEngine, figures_of
 from fedloom.errors import FedloomError, InvalidValue, RefusedReply
 from fedloom.replica import Batch, Replica, cross_entropy, generator_state
@@ -50,8 +50,9 @@ class StackedEngine(RowsEngine):
         self.unstackable, self._draws = trial.unstackable, trial.draws
         self.chunk = chunk or default_chunk(task, self.replica)
 
-    def train(self, algorithm: Algorithm, round: Round, orders: Sequence[Order]) -> Iterator[Reply | Fault]:
-        expected = expectations(algorithm, round, self.task.layout)
+    def train_expecting(
+        self, algorithm: Algorithm, round: Round, orders: Sequence[Order], expected: Mapping[str, tuple[int, ...]]
+    ) -> Iterator[Reply | Fault]:
         for chunk in self._chunks(algorithm, orders):
             yield from self._train(algorithm, round, chunk, expected)
 
@@ -74,7 +75,7 @@ class StackedEngine(RowsEngine):
         except Exception as error:
             # One client's failure is not that of the others: each trains by itself, with the same result.
             self.alone[describe(algorithm)] = f"{type(error).__name__}: {error}"
-            yield from super().train(algorithm, round, orders)
+            yield from super().train_expecting(algorithm, round, orders, expected)
             return
         if self.task.layout.integers:
             message[INTEGERS] = self.stack.integers()
@@ -97,10 +98,10 @@ class StackedEngine(RowsEngine):
 
     def _chunks(self, algorithm: Algorithm, orders: Sequence[Order]) -> list[list[Order]]:
         """The orders in chunks of about equal length, largest clients first; one by one where they cannot be stacked."""
-        apart = next((type(method).__name__ for method in algorithm.nested() if not method.stackable), None)
-        if apart is not None:
-            self.alone[describe(algorithm)] = f"{apart} trains one client at a time"
-        size = 1 if apart or self.unstackable else self.chunk
+        reason = apart(algorithm)
+        if reason:
+            self.alone[describe(algorithm)] = reason
+        size = 1 if reason or self.unstackable else self.chunk
         clients = torch.tensor([order.client for order in orders], dtype=torch.int64)
         falling = self.task.sizes(clients).argsort(descending=True, stable=True).tolist()
         count = math.ceil(len(orders) / size)
@@ -127,6 +128,12 @@ class StackedEngine(RowsEngine):
             [order.slot is not None for order in orders],
         )
         return cohort, inbox
+
+
+def apart(algorithm: Algorithm) -> str | None:
+    """Why clients of this method train one at a time, or None where they may advance together."""
+    found = next((type(method).__name__ for method in algorithm.nested() if not method.stackable), None)
+    return None if found is None else f"{found} trains one client at a time"
 
 
 def _answers(

@@ -1,4 +1,4 @@
-"""A worker process: it trains one client at a time on the rows engine and remembers nothing between two clients.
+"""A worker process: it trains clients one at a time, or several in lock step, and remembers nothing between two pieces of work.
 
 It is started with `main`, finds the pipe to its parent open under a descriptor, and ends when the other end of the pipe is
 gone.
@@ -16,6 +16,7 @@ import threading
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
@@ -24,10 +25,11 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Plan
 from fedloom.allocator import keep_pages
-from fedloom.engines.base import Fault, Order
+from fedloom.engines.base import Fault, Order, Reply
 from fedloom.engines.channel import Channel, Parcel, Unpickler, pack
 from fedloom.engines.local import RowsEngine
 from fedloom.engines.shared import Pool
+from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import FedloomError
 from fedloom.round import Round
 from fedloom.scoring import Tally
@@ -78,15 +80,34 @@ class Assignment:
 
 
 @dataclass(frozen=True)
-class Work:
+class Briefing:
+    """What workers need of the task, and how many clients may advance together."""
+
+    task: Task
+    chunk: int
+
+
+@dataclass(frozen=True)
+class Share:
     """One client: what it was sent, what it remembers, and where its reply goes."""
 
-    kind: Literal["train", "evaluate"]
     client: int
     slot: int | None
     inbox: Tensors
     memory: Tensors
     places: Tensors
+
+    @property
+    def order(self) -> Order:
+        return Order(self.client, self.slot, self.inbox)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a worker does in one go: the clients that train, or whose models are judged."""
+
+    kind: Literal["train", "evaluate"]
+    shares: tuple[Share, ...]
 
 
 @dataclass(frozen=True)
@@ -106,6 +127,10 @@ class Failed:
     reason: str
     error: Exception | None
     diverged: bool = False
+
+
+Answers = tuple[Done | Failed | Tally, ...]
+"""One for each client: in their order where they trained, in any where their models were judged."""
 
 
 @dataclass(frozen=True)
@@ -154,42 +179,50 @@ class Worker:
             error = FedloomError(f"a worker process cannot take part: {text}")
         return pack(Broken(_portable(error)), self.pool)
 
-    def _take(self, message: Setup | Task | Assignment) -> None:
+    def _take(self, message: Setup | Briefing | Assignment) -> None:
         if isinstance(message, Setup):
             self.setup = message
             message.apply()
-        elif isinstance(message, Task):
-            self.engine = RowsEngine(message, memory_budget=sys.maxsize)
+        elif isinstance(message, Briefing):
+            kind = RowsEngine if message.chunk == 1 else partial(StackedEngine, chunk=message.chunk)
+            self.engine = kind(message.task, memory_budget=sys.maxsize)
         else:
             self.assignment = message
 
-    def _work(self, work: Work) -> Done | Failed | Tally:
+    def _work(self, work: Work) -> Answers:
         assert self.engine is not None
         assert self.assignment is not None
         engine, algorithm, round = self.engine, self.assignment.algorithm, self.assignment.round
         engine.store.begin(None)
-        if work.memory:
-            engine.store.write(work.client, work.memory)
-            engine.store.commit()
-        order = Order(work.client, work.slot, work.inbox)
+        for share in work.shares:
+            if share.memory:
+                engine.store.write(share.client, share.memory)
+        engine.store.commit()
+        orders = [share.order for share in work.shares]
         if work.kind == "evaluate":
             try:
-                return next(engine.evaluate(algorithm, round, [order]))
+                return tuple(engine.evaluate(algorithm, round, orders))
             except Exception as error:
-                return Failed(str(error), _portable(error))
-        result = engine.train_one(algorithm, round, order, self.assignment.expected)
+                return tuple(Failed(str(error), _portable(error)) for _ in orders)
+        found = engine.train_expecting(algorithm, round, orders, self.assignment.expected)
+        results = {id(result.order): result for result in found}
+        return tuple(self._answer(share, results[id(order)]) for share, order in zip(work.shares, orders, strict=True))
+
+    def _answer(self, share: Share, result: Reply | Fault) -> Done | Failed:
+        """What one client's training gave, with its reply written where that belongs."""
+        assert self.engine is not None
         if isinstance(result, Fault):
             return Failed(result.reason, None if result.error is None else _portable(result.error), result.diverged)
         rest, placed = {}, []
-        for name, tensor in result.tensors.items() if work.slot is not None else ():
-            place = work.places.get(name)
+        for name, tensor in result.tensors.items() if share.slot is not None else ():
+            place = share.places.get(name)
             if place is not None and place.dtype == tensor.dtype:
                 place.copy_(tensor)
                 placed.append(name)
             else:
                 rest[name] = tensor
-        remembered = engine.store.read(work.client)
-        written = {name: tensor for name, tensor in remembered.items() if tensor is not work.memory.get(name)}
+        remembered = self.engine.store.read(share.client)
+        written = {name: tensor for name, tensor in remembered.items() if tensor is not share.memory.get(name)}
         return Done(rest, tuple(placed), result.metrics, written)
 
     def _unpickler(self, data: bytes, tensors: list[Tensor]) -> pickle.Unpickler:
