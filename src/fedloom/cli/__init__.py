@@ -13,7 +13,7 @@ import click
 import typer
 
 import fedloom
-from fedloom.cli import catalogue, flower, running
+from fedloom.cli import catalogue, flower, running, watch
 from fedloom.cli.shared import Failed, again
 from fedloom.errors import Diverged, FedloomError
 
@@ -21,6 +21,7 @@ from fedloom.errors import Diverged, FedloomError
 commands: tuple[Callable[..., Any], ...] = (
     running.run,
     running.compare,
+    watch.watch,
     catalogue.algorithms,
     catalogue.models,
     catalogue.datasets,
