@@ -47,7 +47,7 @@ def arrays(
     check_normalise(normalise)
     if not path:
         raise InvalidValue("arrays needs path: an npz file or a folder of npy files (inputs, labels, ...)")
-    found = _read_arrays(Path(path))
+    found = read_arrays(Path(path))
     for key in found:
         if key not in _KEYS:
             near = suggestion(key, _KEYS)
@@ -129,15 +129,15 @@ def python(
     found, fails, or returns something else.
     """
     check_normalise(normalise)
-    given = _call(source)
+    given = call_source(source)
     if isinstance(given, Dataset):
         return given
     pair = isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, tuple) for part in given)
-    train, *rest = own_samples([_triple(part, source) for part in (given if pair else (given,))], layout, source)
+    train, *rest = own_samples([triple(part, source) for part in (given if pair else (given,))], layout, source)
     return own_dataset("python", train, rest[0] if rest else None, classes, normalise, test_fraction, seed, source)
 
 
-def _read_arrays(path: Path) -> dict[str, Any]:
+def read_arrays(path: Path) -> dict[str, Any]:
     """The arrays of an npz file or of the npy files in a folder, by name."""
     try:
         if path.is_dir():
@@ -154,7 +154,8 @@ def _read_arrays(path: Path) -> dict[str, Any]:
         raise DataError(f"{path}: damaged or not an npz or npy file ({' '.join(str(error).split())})") from error
 
 
-def _triple(part: object, source: str) -> tuple[Any, Any, Any]:
+def triple(part: object, source: str) -> tuple[Any, Any, Any]:
+    """(inputs, labels, client ids or None) of what a function returned. Raises `DataError` for anything else."""
     if not isinstance(part, tuple) or len(part) not in (2, 3):
         what = f"{len(part)} values" if isinstance(part, tuple) else f"a {type(part).__name__}"
         raise DataError(
@@ -163,7 +164,7 @@ def _triple(part: object, source: str) -> tuple[Any, Any, Any]:
     return part[0], part[1], part[2] if len(part) == 3 else None
 
 
-def _call(source: str) -> Any:
+def call_source(source: str) -> Any:
     """What the function named by `source` returns; any failure of it is the user's to mend, told in one line."""
     function = _function(source)
     try:
