@@ -50,6 +50,8 @@ class Ala(Wrapper):
     as they are, without learning first. What idle clients of `umf` would learn is not kept.
     `observe`, where set, is called with round, clients and the loss `[k]` of each epoch of learning (figure 3).
     Refuses methods whose clients download several models. Source: Zhang et al. 2023 (FedALA), algorithm 1, equations 3 to 5.
+    Use it when each client is served by a model of its own and the global model suits some clients badly; on top of any
+    method that sends one model.
     """
 
     p: int = 1
@@ -253,6 +255,7 @@ class FedALA(Ala):
 
     All parameters are those of `ala`; `buffers` says whether batch-norm statistics stay with the clients (`local`, as in the
     authors' code) or are averaged. Source: Zhang et al. 2023 (FedALA), algorithm 1.
+    Use it when every client wants the best model for its own data and traffic may not grow: it sends what FedAvg sends.
     """
 
     method: Algorithm = field(init=False)

@@ -31,6 +31,7 @@ class Apple(PartlyShared):
     Steps are plain: momentum, weight decay and clipping of local training do not apply. Needs all clients in every round.
     theta_i is scored; the global model is the mean of the cores by samples. Traffic: 1 + N models.
     Source: Luo and Wu 2022, algorithm 1; FedALA, appendix G.
+    Use it with few clients that are always there and fall into groups; every client downloads all core models.
     """
 
     relation_rate: float = 0.01

@@ -41,6 +41,7 @@ class Clustered(Wrapper):
     rows of their distances, cut where a group would exceed a cluster; the m largest groups open the clusters, the other
     clients fill them in random order (algorithm 2). `distance` is `cosine` (the angle; 0 beside a zero vector), `l1` or `l2`
     (squared). The server holds G_i of the clients seen, and the N x N distances. Source: Fraboni et al. 2021.
+    Use it when few of many clients take part in a round and similar ones should not crowd out the rest.
     """
 
     by: Literal["similarity", "size"] = "similarity"
@@ -134,6 +135,8 @@ class CluSamp(Clustered):
 
     `clustered(fedavg)` with the papers' choices: clusters by the angle between the clients' last displacements, each draw
     weighing 1/m. The parameters are those of `clustered`. Source: Fraboni et al. 2021; FedMR, section 5.
+    Use it when few of many unlike clients take part in a round: rounds represent the federation better than uniform
+    draws do.
     """
 
     method: Algorithm = field(init=False, default_factory=FedAvg)

@@ -22,6 +22,8 @@ class Ditto(PartlyShared):
     as in FedAvg and uploads that. Personal models start equal, hold statistics of their own and are what is scored (for a
     client that has not trained yet, the download). lambda = 0 is local training.
     Source: Li et al. 2021, algorithm 1; FedALA, appendix G.
+    Use it when clients differ much and you want a global model and personal ones at once; it costs a second local
+    training.
     """
 
     regularisation: float = 0.1

@@ -26,6 +26,8 @@ class FedAMP(PartlyShared):
     own w_i, not u_i, on L_i(w) + (lambda / (2 alpha)) ||w - u_i||^2 and uploads it; w_i is what is scored.
     `norm=plain` takes the norm unsquared, as PFLlib does. Needs all clients in every round.
     The global model is the mean of the clients' models. Source: Huang et al. 2021, algorithm 1; FedALA, appendix G.
+    Use it in cross-silo federations whose clients, all present in every round, form groups that nobody knows
+    beforehand.
     """
 
     alpha: float = 1000.0

@@ -18,6 +18,7 @@ class FedBN(PartlyShared):
 
     Raises `InvalidValue` for a model without batch-norm layers, where it would be FedAvg under another name.
     Source: Li et al. 2021 (FedBN), algorithm 1.
+    Use it when clients' inputs look different (other devices, other sites) and the model has batch norm.
     """
 
     def private(self, module: nn.Module) -> frozenset[str]:

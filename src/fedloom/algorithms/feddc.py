@@ -27,6 +27,7 @@ class FedDC(Drifting):
     Server: g <- g + (1/N) sum_i a_i (u_i - g_i); w <- mean_i w_i + (1/N) sum over all clients of h_i, uniform over the round;
     statistics are averaged. `divisor="base"` takes the first round's eta, as the authors' code does.
     Source: Gao et al. 2022, algorithm 1, in the form of the authors' code.
+    Use it when clients hold few classes each and can remember two vectors as long as the model.
     """
 
     divisor: Literal["current", "base"] = "current"

@@ -72,6 +72,7 @@ class FedDyn(Drifting):
     alpha_i = alpha mean_j n_j / n_i. Server: w <- mean_i w_i + (1/N) sum over all clients of h_i, uniform over the round;
     statistics are averaged. FedDyn usually needs a gradient clip. Source: Acar et al. 2021, algorithm 1, in the form of
     FedDC's code.
+    Use it when clients hold few classes each, take many local steps and can remember a vector; set a gradient clip.
     """
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:

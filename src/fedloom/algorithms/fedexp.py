@@ -22,6 +22,7 @@ class FedExP(Algorithm):
     averaged and never extrapolated. epsilon_t = epsilon (eta_t / eta_1)^2 shrinks with the local learning rate;
     `epsilon_by_clients` multiplies it by K, as the authors' code does. The global model is the mean of the server's last two
     iterates (after round 1 the first alone). Source: Jhunjhunwala et al. 2023, algorithm 1 and section 5.
+    Use it when FedAvg is stable but slow, and nothing is to be tuned on the server.
     """
 
     epsilon: float = 1e-3

@@ -31,6 +31,7 @@ class FedFomo(PartlyShared):
     validated on, the same in every round. In a client's first round there may be nothing to mix: it trains from the common start.
     The last trained model is scored; the global model is the clients' mean. Traffic: 1 + M models.
     Source: Zhang et al. 2021 (FedFomo), section 4; FedALA, appendix G.
+    Use it when a client gains from some others and loses by the rest, and can download several models a round.
     """
 
     models: int | None = None

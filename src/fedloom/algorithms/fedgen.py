@@ -56,6 +56,8 @@ class FedGen(Algorithm):
     In round t alpha and beta are multiplied by `coefficient_decay`^(t - 1), and with `batch_ratio` alpha by generator_batch
     over the batch's size (the authors: 0.98 and true). `noise` and `hidden` are the generator's widths;
     `generator_learning_rate` and `generator_weight_decay` are Adam's. Source: Zhu et al. 2021, algorithm 1; FedMR's settings.
+    Use it when clients hold few classes each and may tell the server their label counts; it asks nothing more of the
+    data.
     """
 
     alpha: float = 0.2

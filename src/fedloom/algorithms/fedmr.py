@@ -32,6 +32,7 @@ class Indep(Algorithm):
     `local` is the method whose client half trains, such as `local=fedprox(mu=0.01)`; plain SGD by default. It may be any method
     that is sent one model and returns one: its server half never runs, so a method that is sent more (SCAFFOLD's variate) or
     whose work is done on the server alone (a server optimiser) is refused. Source: FedMR, section 3.
+    Use it to see what recombination itself brings to `fedmr`; it is no method to deploy.
     """
 
     local: Algorithm | None = field(default=None, kw_only=True)
@@ -84,6 +85,8 @@ class FedMR(Indep):
     FedMR, 1 is FedAvg with equal weights from the next round on (a combination that the paper leaves open). It is a share, or
     [round, share] pairs, linear in between and constant outside: `blend=[[1, 1.0], [100, 0.0]]`.
     Source: Hu et al., arXiv 2208.07677, algorithm 1; KDD 2024.
+    Use it when clients' labels are skewed and averaging stalls in sharp minima; give it rounds, or averaging first
+    (`stages`).
     """
 
     unit: UnitKind = "layer"

@@ -19,6 +19,7 @@ class FedMut(Algorithm):
     and t0 counts the rounds before the one that made w_t; with K odd the last slot is sent w_t. So at r = 0 the mutations
     average to w_t. Only trainable parameters mutate; statistics are averaged. radius = 0 is FedAvg with equal weights.
     `mutation_rounds` is the number of rounds over which r falls to 0. Source: Hu et al. 2024 (FedMut), algorithm 1.
+    Use it as `fedmr`, for flat minima, where everybody should start close to one global model.
     """
 
     radius: float = 4.0

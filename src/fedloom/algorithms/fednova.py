@@ -20,6 +20,7 @@ class FedNova(Algorithm):
     ||a_i||_1 is how much a client's local gradients weigh in its displacement: its number of steps, or with momentum m,
     (tau - m (1 - m^tau) / (1 - m)) / (1 - m); it is uploaded beside the model. p_i by samples; statistics are averaged by
     samples. Clients of equal steps give FedAvg. Source: Wang et al. 2020, equations 6 and 7 with the tau_eff of section 4.
+    Use it when clients take very different numbers of local steps, through unequal data or devices.
     """
 
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:

@@ -18,6 +18,7 @@ class FedPer(PartlyShared):
 
     Base and personal part train together. Blocks are those the model declares, else its layers.
     Source: Arivazhagan et al. 2019, algorithm 1.
+    Use it when clients agree on features and differ in labels or in what labels mean; it sends less than FedAvg.
     """
 
     personal_blocks: int = 1

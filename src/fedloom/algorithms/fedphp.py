@@ -30,6 +30,7 @@ class FedPHP(PartlyShared):
     rounds (`clock=own`), or m = mu t / rounds with t the earlier rounds of all (`clock=round`, PFLlib). So the first h is the
     first trained model. h is scored (`deployed=history`), or the trained model (`deployed=local`, PFLlib).
     Reconstructed from the description in FedALA and from PFLlib. Source: Li et al. 2021 (FedPHP); FedALA, appendix G.
+    Use it when clients come back often enough for a slowly moving model of their own to be worth keeping.
     """
 
     mu: float = 0.9

@@ -20,6 +20,7 @@ class FedProx(Algorithm):
     The term is over the trainable parameters; models are averaged by samples. `prox_factor` stands in front of
     mu ||w - w_t||^2: 0.5 as in the paper, 1 as in FedDC's code (where the pull is thus twice mu). mu = 0 is FedAvg.
     Source: Li et al. 2020, algorithm 2.
+    Use it when local training runs long or uneven and FedAvg jumps; `mu` costs nothing and needs tuning.
     """
 
     mu: float = 0.01

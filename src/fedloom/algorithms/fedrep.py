@@ -22,6 +22,7 @@ class FedRep(PartlyShared):
     The base is held fixed while the head trains (its statistics move, as in training mode) and the head while the base does.
     Only the base travels and is averaged; heads start equal and never leave their clients. A client scores the received base
     under its own head. Source: Collins et al. 2021, algorithm 1; FedALA, appendix G (5 head epochs, 1 of the base).
+    Use it when a common representation serves all and each client's labels need a head of their own.
     """
 
     head_epochs: int = 5

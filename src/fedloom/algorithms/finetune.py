@@ -22,6 +22,7 @@ class FedAvgC(PartlyShared):
     `eval_only` fine-tuning is for scoring alone, and training starts from the download, as in FedAvg.
     The paper gives no number of epochs: its times per round imply about 14 more than FedAvg's one.
     Source: Zhang et al. 2023 (FedALA), section "Experiments".
+    Use it as the simplest personal model, and as the yardstick for the personalised methods.
     """
 
     finetune_epochs: int = 10
@@ -54,6 +55,7 @@ class FedProxC(FedAvgC):
 
     Fine-tuning as in `fedavg_c`; the centre of (mu / 2) ||w - w_t||^2 is the download.
     Source: Zhang et al. 2023 (FedALA), section "Experiments".
+    Use it as `fedavg_c` where clients have so little data that fine-tuning runs away from the download.
     """
 
     mu: float = 0.001

@@ -18,6 +18,7 @@ class LgFedAvg(PartlyShared):
 
     Both parts train together. Blocks are those the model declares, else its layers.
     Source: Liang et al. 2020 (Think locally, act globally), algorithm 1.
+    Use it when clients' inputs differ and labels mean the same everywhere: each client has features of its own.
     """
 
     global_blocks: int = 1

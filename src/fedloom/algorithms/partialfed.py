@@ -32,6 +32,7 @@ class PartialFed(PartlyShared):
     download in its part). `bias` is the first logit of "downloaded" (ties are in its favour). Steps are plain: momentum,
     weight decay and clipping of local training do not apply.
     Reconstructed from the paper's text. Source: Sun et al. 2021, section 3; FedALA, appendix G.
+    Use it in cross-silo federations where nobody knows which layers are better shared and which kept.
     """
 
     model_batches: int = 8

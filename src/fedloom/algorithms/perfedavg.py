@@ -25,6 +25,7 @@ class PerFedAvg(PartlyShared):
     left out; a client with less than one set divides what it has. `alpha` and `beta` are the learning rate where not given;
     `passes` repeats the local epochs (PFLlib makes 2). A client scores the model after one step of size alpha on one batch.
     Source: Fallah et al. 2020, algorithm 1 and section 5; FedALA, appendix G.
+    Use it when clients arrive that never trained and a single step on their data must do.
     """
 
     alpha: float | None = None

@@ -28,6 +28,7 @@ class PFedMe(PartlyShared):
     theta towards 0 in the inner steps. Steps are plain: momentum, weight decay and clipping of local training do not apply.
     w moves towards theta by the share lambda eta: beyond 1 it overshoots, which is warned of, and from 2 on it diverges,
     which is refused. Source: T Dinh et al. 2020, algorithm 1; FedALA, appendix G.
+    Use it when personal models should stay near a global one and clients can afford several gradients a batch.
     """
 
     regularisation: float = 15.0

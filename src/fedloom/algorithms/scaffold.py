@@ -36,6 +36,7 @@ class Scaffold(Algorithm):
     carries that much further; false is the paper's letter. `size_scaled` weighs clients by a_i = n_i / mean n as FedDC's
     code does: clients see c / a_i, the server adds a_i (c_i+ - c_i) / N. `divisor="base"` takes the first round's eta.
     Source: Karimireddy et al. 2020, algorithm 1.
+    Use it when clients take many local steps on skewed data, take part often, and traffic may double.
     """
 
     option: Literal[1, 2] = 2

@@ -47,6 +47,7 @@ class FedAvgM(ServerOptimiser):
     """FedAvg with momentum on the server: v <- momentum v + D_t, w <- w_t + learning_rate v.
 
     D_t is the mean update of the clients. momentum 0 and learning_rate 1 are FedAvg. Source: Hsu et al. 2019, section 4.3.
+    Use it when skewed clients make the server's model swing from round to round.
     """
 
     learning_rate: float = 1.0
@@ -72,6 +73,7 @@ class FedAdam(ServerOptimiser):
 
     D is the mean update of the clients, b1, b2 are `beta1`, `beta2`, eta is `learning_rate`, and tau, the least scale of a
     step, is `adaptivity`; v starts at tau^2 and nothing is bias-corrected. Source: Reddi et al. 2021, algorithm 2.
+    Use it when coordinates need steps of different size, as with embeddings and language models.
     """
 
     learning_rate: float = 0.01
@@ -109,6 +111,7 @@ class FedYogi(FedAdam):
 
     v thus moves by no more than the new squares, however large it is. Parameters as in FedAdam.
     Source: Reddi et al. 2021, algorithm 2.
+    Use it as `fedadam` where a burst of large updates would make Adam's steps small for long.
     """
 
     def second_moment(self, before: Tensor, square: Tensor) -> Tensor:

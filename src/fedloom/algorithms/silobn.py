@@ -15,4 +15,5 @@ class SiloBN(PartlyShared):
 
     For a model without floating-point buffers this is FedAvg; FedALA's code trains its FedAvg so.
     `buffers=average` is FedAvg for every model. Source: Andreux et al. 2020, section 3.
+    Use it when sites measure on different devices and the model has batch norm, but scale and shift should be common.
     """

@@ -36,6 +36,8 @@ class Stages(Algorithm):
     keeps back a tenth of its training samples (the same ones in every round), trains on the others, and returns the loss, on
     those kept back, of the model as it came; the server takes the mean weighted as replies are. Afterwards clients train on all
     their samples again.
+    Use it to let averaging learn the coarse model fast and recombination finish it, or to hand over between any two
+    methods.
     """
 
     stages: list[tuple[Algorithm, int | str | None]]

@@ -36,6 +36,7 @@ class Umf(Wrapper):
     A simulation trains just those idle clients that the next round selects, where that is known ahead: nobody else's g_i is
     ever read, so the numbers are the same; `simulate_all=true` trains all. Bytes down are counted once for each of the N
     clients (a broadcast medium carries that message once: divide by N). Source: FedUmf (Mathematics 2022), algorithm 1.
+    Use it when few clients take part in a round, all can listen, and local computing is cheaper than traffic.
     """
 
     alpha: float = 1.0
