@@ -104,6 +104,7 @@ def test_compare_prints_a_table_and_says_where_the_report_is(fed: Say, tmp_path:
     assert " * " in out  # nobody reaches 100 %
     assert max(map(len, out.splitlines())) <= 80
     assert out.splitlines()[-1] == f"report:  {Path('runs/job/report.html')}"
+    assert "2 seeds cannot show a difference by the exact test" in " ".join(out.split())
     assert (tmp_path / "runs/job/report.html").exists()
     again = fed("compare", "job.toml")
     assert again[1] == out

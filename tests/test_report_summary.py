@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.errors import InvalidValue
+from fedloom.report.export import to_csv, to_markdown
+from fedloom.report.sheet import sheet
 from fedloom.report.summary import (
     RunSummary,
     Spread,
@@ -27,7 +29,7 @@ from fedloom.report.summary import (
     seconds_to,
     summarise,
 )
-from fedloom.report.tables import byte_text, comparison, percent, time_text, to_csv, to_markdown
+from fedloom.report.tables import byte_text, comparison, percent, time_text
 
 
 def run_of(
@@ -168,8 +170,8 @@ def test_nothing_is_best_where_all_are_equal() -> None:
 
 
 def test_csv_holds_plain_numbers_that_read_back() -> None:
-    rows = summarise([run_of([0.1, 0.9], "ala(fedavg, s=80)", 0), run_of([0.1, 0.7], "ala(fedavg, s=80)", 1)], [0.75])
-    read = list(csv.DictReader(io.StringIO(to_csv(rows))))
+    one = sheet([run_of([0.1, 0.9], "ala(fedavg, s=80)", 0), run_of([0.1, 0.7], "ala(fedavg, s=80)", 1)], [0.75])
+    read = list(csv.DictReader(io.StringIO(to_csv([one]))))
     assert len(read) == 1
     assert read[0]["algorithm"] == "ala(fedavg, s=80)"
     assert float(read[0]["final"]) == pytest.approx(0.8)
@@ -179,11 +181,12 @@ def test_csv_holds_plain_numbers_that_read_back() -> None:
 
 
 def test_markdown_has_one_line_a_method_and_keeps_bars_out_of_cells() -> None:
-    text = to_markdown(summarise([run_of([0.5], "a|b"), run_of([0.25], "c")]))
-    lines = text.splitlines()
-    assert len(lines) == 4
-    assert lines[2].startswith(r"| a\|b | 1 | 1 | 50.00 |")
-    assert {line.replace(r"\|", "").count("|") for line in lines} == {lines[0].count("|")}
+    text = to_markdown([sheet([run_of([0.5], "a|b"), run_of([0.25], "c")])])
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(lines) == 8  # accuracies, and what they cost
+    assert lines[2].startswith(r"| a\|b | **50.00** | **50.00** |")
+    for table in (lines[:4], lines[4:]):
+        assert {line.replace(r"\|", "").count("|") for line in table} == {table[0].count("|")}
 
 
 def test_units_for_people() -> None:

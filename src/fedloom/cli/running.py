@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from fedloom.cli.shared import Failed, File, Fresh, Overrides, Quiet, again, patient, shown, use_threads
 from fedloom.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from fedloom.report.sheet import Sheet
 
 
 def run(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Quiet = False) -> None:
@@ -50,27 +54,49 @@ def run(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Qu
 
 
 def compare(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Quiet = False) -> None:
-    """Compare methods, over several seeds, on the same data.
+    """Compare methods, in several settings and over several seeds, on the same data.
 
-    FILE.toml is the configuration, KEY=VALUE changes one of its keys, such as seeds=[0,1,2] or rounds=50. Every method has
+    FILE.toml is the configuration, KEY=VALUE changes one of its keys, such as seeds=[0,1,2] or rounds=50, and
+    settings.KEY=[...] compares in several settings, such as settings.data.partition=[iid,dirichlet(0.1)]. Every method has
     the same clients, samples and initial models. The same command goes on after an interruption.
     """
-    from rich.console import Console
-
     from fedloom.experiment.comparison import Comparison
     from fedloom.experiment.configuration import load
-    from fedloom.experiment.tables import comparison_table
 
     configuration = load(file, overrides or [])
     comparison = Comparison.of(configuration, again(["compare", str(file), *(overrides or [])]))
     use_threads(configuration)
-    with shown(len(comparison.names), configuration.schedule.rounds, quiet) as watch, patient(watch) as stopped:
+    rounds = max(one.schedule.rounds for one in configuration.settings.values())
+    with shown(len(comparison.names), rounds, quiet) as watch, patient(watch) as stopped:
         failed = comparison.run(watch, fresh=fresh, stopped=stopped)
-    summaries = comparison.summaries(failed)
-    if summaries:
-        Console().print(comparison_table(comparison.rows(summaries), Console().width))
+    _print_tables(comparison.sheets(failed))
     folder = configuration.folder
-    print(f"figures: {folder / 'comparison.csv'}, {folder / 'comparison.json'}\nreport:  {folder / 'report.html'}")
+    print(f"figures: {folder / 'comparison.csv'}, .json, .md, .tex, {folder / 'differences.csv'}")
+    print(f"report:  {folder / ('*/report.html' if configuration.variants else 'report.html')}")
     if failed:
         name, reason = next(iter(failed.items()))
         raise Failed(f"{len(failed)} of {len(comparison.names)} runs failed, the first ({name}): {reason}")
+
+
+def _print_tables(sheets: Sequence[Sheet]) -> None:
+    """Each setting by itself, then all in one table, and what their seeds show."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from fedloom.experiment.tables import comparison_tables, difference_table, overall_tables
+    from fedloom.report.sheet import reading
+
+    console = Console(highlight=False)
+    for sheet in sheets:
+        if sheet.setting:
+            console.print(Text(f"\n{sheet.setting}", "bold"), soft_wrap=True)
+        for table in comparison_tables(sheet, console.width, explained=sheet is sheets[-1]):
+            console.print(table)
+    if len(sheets) > 1:
+        console.print(Text("\nall settings", "bold"))
+        for table in overall_tables(sheets, console.width):
+            console.print(table)
+    elif sheets and sheets[0].tests[sheets[0].measure]:
+        console.print(difference_table(sheets[0]))
+    for text in reading(sheets):
+        console.print(Text(text))

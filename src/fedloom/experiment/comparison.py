@@ -1,35 +1,32 @@
-"""Several methods with several seeds on the same data, splits and initial models, a few runs at a time."""
+"""Several methods in several settings with several seeds, on the same data, splits and initial models, a few runs at a time."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedloom.algorithm import build
-from fedloom.engines.local import RowsEngine
 from fedloom.errors import InvalidValue
 from fedloom.experiment.configuration import Configuration
-from fedloom.experiment.directory import to_json
+from fedloom.experiment.directory import folder_name, to_json
 from fedloom.experiment.events import Event, RunName, Watch
-from fedloom.experiment.run import run_directory
-from fedloom.experiment.workers import attempt, run_in_workers
+from fedloom.experiment.jobs import Here, Job, Pool, Tasks, placed, require_possible
+from fedloom.experiment.workers import Crew
 from fedloom.expression import parse
-from fedloom.federation import Federation
 from fedloom.files import write_text
-from fedloom.recording.recorder import build_recorders
-from fedloom.recording.recording import Recording
 from fedloom.report import summary as figures
 from fedloom.report import write_report
+from fedloom.report.export import differences_to_csv, to_csv, to_data, to_latex, to_markdown
+from fedloom.report.sheet import Sheet, sheet
 from fedloom.report.summary import Row, RunSummary, summarise
-from fedloom.report.tables import to_csv
-from fedloom.task import Task, make_dataset
+
+Failures = Mapping[RunName, str]
+"""What went wrong, on one line, by run."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The runs of a configuration, method by method within each seed."""
+    """The runs of a configuration: setting by setting, method by method within each seed."""
 
     configuration: Configuration
     names: tuple[RunName, ...]
@@ -42,7 +39,13 @@ class Comparison:
         if not methods:
             raise InvalidValue('nothing to compare: give algorithms, such as algorithms = ["fedavg", "fedmr"]')
         seeds = configuration.seeds or [configuration.seed]
-        return cls(configuration, tuple(RunName(str(parse(text)), seed) for seed in seeds for text in methods), command)
+        names = (
+            RunName(str(parse(text)), seed, setting)
+            for setting in configuration.settings
+            for seed in seeds
+            for text in methods
+        )
+        return cls(configuration, tuple(names), command)
 
     def run(
         self, watch: Watch, *, fresh: bool = False, stopped: Callable[[], bool] = lambda: False
@@ -53,81 +56,103 @@ class Comparison:
         run under way finishes its round, and `KeyboardInterrupt` is raised. Whatever is wrong with the configuration of
         any run is raised before the first round of any.
         """
-        waiting, tasks = self._check(fresh)
-        for name in self.names:
-            if name not in waiting:
-                watch(Event("skipped", name, self.configuration.schedule.rounds))
-        if self.configuration.workers > 1 and len(waiting) > 1:
-            failed = run_in_workers(self.configuration, waiting, watch, fresh, stopped)
-        else:
-            failed = self._run_here(waiting, watch, fresh, stopped, tasks)
-        self.write(self.summaries(failed), failed)
+        jobs = placed(self.configuration, self.names, reuse=not fresh)
+        if not fresh:
+            for job in jobs:
+                job.require()
+        waiting, tasks = [job for job in jobs if fresh or not job.finished], Tasks()
+        require_possible(waiting, tasks)
+        for job in jobs:
+            if job not in waiting:
+                watch(Event("skipped", job.name, job.configuration.schedule.rounds))
+        pool = make_pool(self.configuration, len(waiting), tasks)
+        try:
+            failed = pool.run(waiting, watch, fresh, stopped)
+        finally:
+            pool.close()
+        self.write(failed)
         return failed
 
-    def summaries(self, failed: dict[RunName, str]) -> list[RunSummary]:
-        """The figures of the runs that came to their end."""
-        done = [name for name in self.names if name not in failed]
-        return [run_directory(self.configuration, *name).summary(name.algorithm) for name in done]
+    def jobs(self) -> list[Job]:
+        """Every run with the directory it lies in."""
+        return placed(self.configuration, self.names)
+
+    def summaries(self, failed: Failures, setting: str | None = None) -> list[RunSummary]:
+        """The figures of the runs, in one setting or in all, that came to their end."""
+        chosen = [job for job in self.jobs() if setting is None or job.name.setting == setting]
+        return [job.summary() for job in chosen if job.name not in failed]
 
     def rows(self, summaries: Sequence[RunSummary]) -> list[Row]:
-        """One row a method."""
-        return summarise(summaries, self.configuration.targets)
+        """One row a method, of summaries in one setting."""
+        return summarise(summaries, self.configuration.targets, self.configuration.last)
 
-    def write(self, summaries: Sequence[RunSummary], failed: dict[RunName, str]) -> None:
-        """Write the figures as `comparison.json` and `comparison.csv`, and `report.html`."""
-        folder, rows = self.configuration.folder, self.rows(summaries)
-        runs = [self._figures(run) for run in summaries]
-        failures = [{"algorithm": name.algorithm, "seed": name.seed, "reason": text} for name, text in failed.items()]
-        found = {"methods": [dataclasses.asdict(row) for row in rows], "runs": runs, "failed": failures}
-        write_text(folder / "comparison.json", to_json(found))
-        write_text(folder / "comparison.csv", to_csv(rows))
-        if summaries:
-            write_report(
-                folder / "report.html", self.configuration.name, summaries, self.configuration.targets, self.command
-            )
+    def sheets(self, failed: Failures) -> list[Sheet]:
+        """The methods of each setting with at least one run, and which of their differences are real."""
+        jobs = [job for job in self.jobs() if job.name not in failed]
+        return [
+            self._sheet([job.summary() for job in jobs if job.name.setting == setting], setting)
+            for setting in dict.fromkeys(job.name.setting for job in jobs)
+        ]
 
-    def _figures(self, run: RunSummary) -> dict[str, Any]:
+    def write(self, failed: Failures) -> None:
+        """Write the figures as `comparison.json`, `.csv`, `.md` and `.tex`, the tests as `differences.csv`, and a
+        `report.html`, in the folder of each setting where there are several."""
+        folder, title = self.configuration.folder, self.configuration.name
+        done = [(job, job.summary()) for job in self.jobs() if job.name not in failed]
+        settings = dict.fromkeys(job.name.setting for job, _ in done)
+        parts = {setting: [run for job, run in done if job.name.setting == setting] for setting in settings}
+        sheets = [self._sheet(runs, setting) for setting, runs in parts.items()]
+        failures = [
+            {"algorithm": name.algorithm, "seed": name.seed, "setting": self._changes(name.setting), "reason": text}
+            for name, text in failed.items()
+        ]
+        runs = [self._figures(job, run) for job, run in done]
+        write_text(folder / "comparison.json", to_json({**to_data(sheets), "runs": runs, "failed": failures}))
+        write_text(folder / "comparison.csv", to_csv(sheets))
+        write_text(folder / "comparison.md", to_markdown(sheets, title))
+        write_text(folder / "comparison.tex", to_latex(sheets, title))
+        write_text(folder / "differences.csv", differences_to_csv(sheets))
+        for setting, found in parts.items():
+            place = folder / folder_name(setting) if setting else folder
+            about = f"{title}, {setting}" if setting else title
+            write_report(place / "report.html", about, found, self.configuration.targets, self.command)
+
+    def _sheet(self, runs: Sequence[RunSummary], setting: str) -> Sheet:
+        told = self.configuration
+        return sheet(
+            runs,
+            told.targets,
+            last=told.last,
+            against=told.against,
+            measure=told.measure,
+            setting=setting,
+            changes=self._changes(setting),
+        )
+
+    def _changes(self, setting: str) -> dict[str, Any]:
+        return self.configuration.settings[setting].changes
+
+    def _figures(self, job: Job, run: RunSummary) -> dict[str, Any]:
+        told = self.configuration
         return {
             "algorithm": run.algorithm,
             "seed": run.seed,
+            "setting": self._changes(job.name.setting),
             "accuracy": figures.final(run),
             "best_accuracy": figures.best(run),
-            "rounds_to": {f"{target:g}": figures.rounds_to(run, target) for target in self.configuration.targets},
+            "mean_of_last": figures.mean_of_last(run, told.last),
+            "personal_accuracy": figures.personal(run),
+            "rounds_to": {f"{target:g}": figures.rounds_to(run, target) for target in told.targets},
+            "bytes_to": {f"{target:g}": figures.bytes_to(run, target) for target in told.targets},
             "bytes_down": figures.bytes_down(run),
             "bytes_up": figures.bytes_up(run),
             "seconds": figures.seconds(run),
-            "directory": str(run_directory(self.configuration, run.algorithm, run.seed).path),
+            "directory": str(job.path),
         }
 
-    def _check(self, fresh: bool) -> tuple[list[RunName], dict[int, Task]]:
-        """Make the task of every seed and set every method up once; returns the runs to make and the tasks of their seeds."""
-        places = {name: run_directory(self.configuration, *name) for name in self.names}
-        if not fresh:
-            for name, place in places.items():
-                place.require(self.configuration.resolved(*name))
-        waiting = [name for name, place in places.items() if fresh or not place.finished]
-        if not waiting:
-            return [], {}
-        dataset = make_dataset(self.configuration.data.name)
-        tasks = {seed: self.configuration.task(seed, dataset) for seed in dict.fromkeys(name.seed for name in waiting)}
-        for name in waiting:
-            if name.seed == waiting[0].seed:
-                task, schedule = tasks[name.seed], dataclasses.replace(self.configuration.schedule, seed=name.seed)
-                recording = Recording(build_recorders(self.configuration.record))
-                Federation(build(name.algorithm), task, RowsEngine(task), schedule, observers=[recording])
-        return waiting, tasks
 
-    def _run_here(
-        self, waiting: Sequence[RunName], watch: Watch, fresh: bool, stopped: Callable[[], bool], tasks: dict[int, Task]
-    ) -> dict[RunName, str]:
-        def passing(event: Event) -> None:
-            watch(event)
-            if stopped():
-                raise KeyboardInterrupt
-
-        failed: dict[RunName, str] = {}
-        for name in waiting:
-            reason = attempt(self.configuration, name, passing, fresh, tasks.__getitem__)
-            if reason is not None:
-                failed[name] = reason
-        return failed
+def make_pool(configuration: Configuration, runs: int, tasks: Tasks) -> Pool:
+    """Where the runs of a configuration go on: in this process, or in workers where there are several runs for them."""
+    if configuration.workers > 1 and runs > 1:
+        return Crew(configuration.workers, configuration.threads)
+    return Here(tasks)

@@ -27,6 +27,7 @@ from fedloom.models import models
 from fedloom.plugins import import_plugins
 from fedloom.recording.recorder import build_recorders, expression
 from fedloom.registry import Registry
+from fedloom.report.summary import MEASURES
 from fedloom.schedule import Schedule
 from fedloom.task import Task, make_task
 from fedloom.training import Training
@@ -63,8 +64,9 @@ class Configuration(BaseModel):
     `plugins` are modules of the user's own that register methods, models or data, imported before anything is looked up.
     `trackers` hear of every round, such as `["tensorboard", "mlflow(uri='sqlite:///mlflow.db')", "module:Class"]`.
 
-    `targets`, `last` (evaluations in the mean of the last ones) and `against` (what methods are tested against: the `best`
-    or the `first`) only decide what tables show. `variants` are the settings of the table `[settings]` by their labels, each
+    `targets`, `last` (evaluations in the mean of the last ones), `against` (what methods are tested against: the `best` or
+    the `first`) and `measure` (what they are judged by: `final`, `best`, `last` or `personal`) only decide what tables show
+    and what `fedloom tune` looks for. `variants` are the settings of the table `[settings]` by their labels, each
     a whole configuration whose `changes` say what it changed.
     """
 
@@ -81,6 +83,7 @@ class Configuration(BaseModel):
     targets: list[float] = []
     last: int = 10
     against: str = "best"
+    measure: str = "last"
     record: list[str] = []
     directory: str | None = None
     engine: str = "rows"
@@ -116,8 +119,10 @@ class Configuration(BaseModel):
         )
         return task if self.data.validation is None else withhold(task, self.data.validation, seed)
 
-    def resolved(self, algorithm: str, seed: int) -> dict[str, Any]:
+    def resolved(self, algorithm: str, seed: int, setting: str = "") -> dict[str, Any]:
         """Everything that one run's figures depend on, with defaults filled in; plain values, ready for JSON."""
+        if setting:
+            return self.settings[setting].resolved(algorithm, seed)
         recorders = [expression(recorder) for recorder in build_recorders(self.record)]
         return {
             "algorithm": describe(build(algorithm)),
@@ -305,6 +310,7 @@ def _check(found: Configuration) -> None:
         require_share("target accuracy", target)
     require_at_least("last", found.last, 1)
     require_one_of("against", found.against, ("best", "first"))
+    require_one_of("measure", found.measure, MEASURES)
     require_at_least("workers", found.workers, 1)
     if found.threads is not None:
         require_at_least("threads", found.threads, 1)

@@ -20,7 +20,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,11 @@ class RunDirectory:
     def finished(self) -> bool:
         """Whether a run came to its end here."""
         return (self.path / "result.json").exists()
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """What the run here depends on. Raises `CheckpointError` when that file is missing or damaged."""
+        return self._read("configuration.json")
 
     def begin(self, configuration: Mapping[str, Any], fresh: bool = False) -> list[str]:
         """Make the directory that of this configuration; what there is to say about going on is returned, line by line.
@@ -149,6 +154,24 @@ class RunDirectory:
         except (OSError, ValueError):
             pass
         raise CheckpointError(f"{path} is missing or damaged: start again with --fresh")
+
+
+def finished_runs(folder: Path) -> dict[str, list[Path]]:
+    """The finished runs in the folder of an experiment, whatever setting they were made for, by `fingerprint`."""
+    found: dict[str, list[Path]] = {}
+    for pattern in ("*/seed-*", "*/*/seed-*"):
+        for path in sorted(folder.glob(f"{pattern}/configuration.json")):
+            place = RunDirectory(path.parent)
+            with suppress(CheckpointError):  # a damaged run is nobody's
+                if place.finished:
+                    found.setdefault(fingerprint(place.configuration), []).append(place.path)
+    return found
+
+
+def fingerprint(configuration: Mapping[str, Any]) -> str:
+    """A digest of a resolved configuration: equal for equal ones, where a key that is not set and one set to none are equal."""
+    settled = {key: value for key, value in _flat(configuration).items() if value is not None}
+    return hashlib.sha256(json.dumps(settled, sort_keys=True).encode()).hexdigest()
 
 
 def folder_name(expression: str) -> str:

@@ -8,13 +8,14 @@ from typing import Any, Literal, NamedTuple
 
 
 class RunName(NamedTuple):
-    """One run of a comparison: a method, as the user wrote it, and a seed."""
+    """One run of a comparison: a method, as the user wrote it, a seed, and the label of a setting where there are several."""
 
     algorithm: str
     seed: int
+    setting: str = ""
 
     def __str__(self) -> str:
-        return f"{self.algorithm}, seed {self.seed}"
+        return f"{self.algorithm}, seed {self.seed}" + (f", {self.setting}" if self.setting else "")
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,9 @@ class Display:
         elif event.kind == "skipped":
             self.line(f"{event.run}: finished before")
         elif event.kind == "ended":
-            self.line(f"{event.run}: accuracy {_percent(event)} after {self.rounds} rounds, {time_text(event.seconds)}")
+            self.line(
+                f"{event.run}: accuracy {_percent(event)} after {event.finished} rounds, {time_text(event.seconds)}"
+            )
         elif event.kind == "started" and event.finished:
             self.line(f"{event.run}: going on after round {event.finished}")
 
@@ -66,6 +68,8 @@ class Lines(Display):
     def __call__(self, event: Event) -> None:
         super().__call__(event)
         now = self.clock()
+        if event.kind == "started" and not self._done:
+            self._began = now  # making data and worker processes ready says nothing of the rounds to come
         if event.kind != "round":
             return
         self._done += 1
@@ -110,7 +114,7 @@ class Bars(Display):
         super().__call__(event)
         if event.kind == "started":
             self._bars[event.run] = self._progress.add_task(
-                Text(f"seed {event.run.seed}: {event.run.algorithm}").markup,
+                Text(_short(event.run)).markup,
                 total=self.rounds,
                 completed=event.finished,
                 accuracy="",
@@ -131,6 +135,11 @@ class Bars(Display):
 def display(console: Console, runs: int, rounds: int) -> Display:
     """The way of showing that suits the console."""
     return Bars(console, runs, rounds) if console.is_terminal else Lines(console, runs, rounds)
+
+
+def _short(run: RunName) -> str:
+    """What fits beside a bar; the setting stands last, where it may be cut."""
+    return f"seed {run.seed}: {run.algorithm}" + (f", {run.setting}" if run.setting else "")
 
 
 def _percent(event: Event) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fedloom.algorithm import Algorithm, build, describe
+from fedloom.engines.base import Engine
 from fedloom.engines.choose import LocalEngine, make_engine, settled_by
 from fedloom.errors import InvalidValue
 from fedloom.evaluation import Record
@@ -184,9 +185,10 @@ def run(
     return result
 
 
-def run_directory(configuration: Configuration, algorithm: str, seed: int) -> RunDirectory:
-    """Where a configured run lies."""
-    return RunDirectory(configuration.folder / folder_name(describe(build(algorithm))) / f"seed-{seed}")
+def run_directory(configuration: Configuration, algorithm: str, seed: int, setting: str = "") -> RunDirectory:
+    """Where a configured run lies: in the folder of its setting, where there are several, in that of its method."""
+    folder = configuration.folder / folder_name(setting) if setting else configuration.folder
+    return RunDirectory(folder / folder_name(describe(build(algorithm))) / f"seed-{seed}")
 
 
 def run_configured(
@@ -196,15 +198,19 @@ def run_configured(
     *,
     fresh: bool = False,
     make_task: Callable[[int], Task] | None = None,
+    path: Path | None = None,
+    engine: Callable[[Task], Engine] | None = None,
 ) -> RunSummary:
     """Run one method with one seed in its directory, or go on with it, or, when it is finished, only read its figures.
 
-    `fresh` starts again whatever is there. `watch` hears of every round; what it raises stops the run after that round.
-    `make_task` gives the task of a seed where the caller keeps tasks. Raises as `run` does.
+    `configuration` is that of the run's own setting. `fresh` starts again whatever is there. `watch` hears of every round;
+    what it raises stops the run after that round. `make_task` gives the task of a seed where the caller keeps tasks, `path`
+    is the directory where it is not the usual one, `engine` makes the engine where it is not the configuration's. Raises as `run`
+    does.
     """
     import_plugins(configuration.plugins)  # in worker processes too
     resolved = configuration.resolved(name.algorithm, name.seed)
-    place = run_directory(configuration, name.algorithm, name.seed)
+    place = run_directory(configuration, *name) if path is None else RunDirectory(path)
     with place.locked():
         if place.finished and not fresh:
             place.require(resolved)
@@ -215,7 +221,7 @@ def run_configured(
         schedule = dataclasses.replace(configuration.schedule, seed=name.seed)
         recording = Recording(build_recorders(configuration.record), place.path) if configuration.record else None
         method = build(name.algorithm)
-        federation = _open(method, task, schedule, place, resolved, recording, configuration.engine)
+        federation = _open(method, task, schedule, place, resolved, recording, engine or configuration.engine)
         for notice in [*notices, *_notices(federation, recording)]:
             watch(Event("notice", name, text=notice))
         watch(Event("started", name, federation.finished))
@@ -227,7 +233,8 @@ def run_configured(
             def told(record: Record, timing: Record) -> None:
                 watch(Event("round", name, federation.finished, record, timing["seconds"]))
 
-            _tracked(federation, tracking, configuration.name, _label(result), resolved, told)
+            label = f"{folder_name(name.setting)}/{_label(result)}" if name.setting else _label(result)
+            _tracked(federation, tracking, configuration.name, label, resolved, told)
             tracking.finish(_finish(result, place, configuration.model))
         found = place.summary(name.algorithm)
     watch(Event("ended", name, configuration.schedule.rounds, federation.history[-1], figures.seconds(found) or 0.0))
@@ -241,16 +248,18 @@ def _open(
     place: RunDirectory,
     described: Mapping[str, Any],
     recording: Recording | None,
-    engine: str,
+    engine: str | Callable[[Task], Engine],
 ) -> Federation:
     """The federation in its directory, after its last checkpoint; what it will need to be read is written first."""
     identity = _identity(task, described)
-    made = make_engine(engine, task)
+    made = make_engine(engine, task) if isinstance(engine, str) else engine(task)
     federation = Federation(method, task, made, schedule, place.path, identity, _present(recording))
-    if made.chosen is not None and made.chosen.seconds:
-        write_text(place.path / "engine.json", json.dumps(dataclasses.asdict(made.chosen)) + "\n")
-    task.partition.save(place.path / "split.npz")
-    if task.local_test is not None:
+    chosen = made.chosen if isinstance(made, LocalEngine) else None
+    if chosen is not None and chosen.seconds:
+        write_text(place.path / "engine.json", json.dumps(dataclasses.asdict(chosen)) + "\n")
+    if not task.elsewhere:
+        task.partition.save(place.path / "split.npz")
+    if task.local_test is not None and not task.elsewhere:
         task.local_test.save(place.path / "test-split.npz")
     write_text(place.path / "task.json", json.dumps(_described_data(task)) + "\n")
     return federation
@@ -343,10 +352,11 @@ def _described(
 def _described_data(task: Task) -> dict[str, Any]:
     """What reports say of the clients' data."""
     names = task.dataset.class_names
+    labels = task.train.labels.cpu().numpy()
     return {
-        "label_counts": task.partition.histogram(task.train.labels.cpu().numpy(), task.dataset.classes).tolist(),
+        "label_counts": [] if task.elsewhere else task.partition.histogram(labels, task.dataset.classes).tolist(),
         "class_names": None if names is None else list(names),
-        "train_samples": len(task.partition.indices),
+        "train_samples": int(task.partition.sizes.sum()),
         "test_samples": len(task.test),
         "parameters": task.layout.trainable,
     }

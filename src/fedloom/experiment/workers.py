@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,54 +14,35 @@ from multiprocessing.context import SpawnProcess
 
 import torch
 
-from fedloom.errors import FedloomError
-from fedloom.experiment.configuration import Configuration
 from fedloom.experiment.events import Event, RunName, Watch
-from fedloom.experiment.run import run_configured
-from fedloom.task import Task
+from fedloom.experiment.jobs import Job, Tasks, attempt
 
 _STOP = "stop"
 _STOPPED = "stopped"
 
 
-def attempt(
-    configuration: Configuration,
-    name: RunName,
-    watch: Watch,
-    fresh: bool,
-    make_task: Callable[[int], Task] | None = None,
-) -> str | None:
-    """Make one run; what went wrong, on one line, or None. With FEDLOOM_TRACEBACK set, where it went wrong is printed too."""
-    try:
-        run_configured(configuration, name, watch, fresh=fresh, make_task=make_task)
-    except Exception as error:
-        if "FEDLOOM_TRACEBACK" in os.environ:
-            traceback.print_exc()
-        kind = "" if isinstance(error, FedloomError) else f"{type(error).__name__}: "
-        reason = " ".join(f"{kind}{error}".split())
-        watch(Event("failed", name, text=reason))
-        return reason
-    return None
+class Crew:
+    """A pool of worker processes, `workers` of them at most, with `threads` threads each (None: PyTorch's, shared out).
 
-
-def run_in_workers(
-    configuration: Configuration, names: Sequence[RunName], watch: Watch, fresh: bool, stopped: Callable[[], bool]
-) -> dict[RunName, str]:
-    """Make the runs, `configuration.workers` at a time; returns what went wrong, by run.
-
-    When `stopped` says so, every worker finishes its round; then `KeyboardInterrupt` is raised. A worker that dies fails its
-    run alone.
+    They start when there is work and stay until the crew is closed. One that dies fails its run alone.
     """
-    waiting, failed, stopping = deque(names), dict[RunName, str](), False
-    crew: list[_Worker] = []
-    try:
+
+    def __init__(self, workers: int, threads: int | None = None) -> None:
+        self.size = workers
+        self.threads = threads or max(1, torch.get_num_threads() // workers)
+        self._workers: list[_Worker] = []
+
+    def run(self, jobs: Sequence[Job], watch: Watch, fresh: bool, stopped: Callable[[], bool]) -> dict[RunName, str]:
+        """As `Pool.run`."""
+        waiting, failed, stopping = deque(jobs), dict[RunName, str](), False
+        crew = self._workers
         while waiting or any(worker.name for worker in crew):
             for worker in crew:
                 if worker.name is None and waiting:
-                    worker.begin(waiting.popleft())
-            while waiting and len(crew) < configuration.workers:
-                crew.append(_Worker.start(configuration, fresh))
-                crew[-1].begin(waiting.popleft())
+                    worker.begin(waiting.popleft(), fresh)
+            while waiting and len(crew) < self.size:
+                crew.append(_Worker.start(self.threads))
+                crew[-1].begin(waiting.popleft(), fresh)
             for worker in _speaking(crew):
                 failed |= worker.listen(watch)
                 if worker.gone:
@@ -72,12 +52,15 @@ def run_in_workers(
                 waiting.clear()
                 for worker in crew:
                     worker.connection.send(_STOP)
-    finally:
-        for worker in crew:
+        if stopping:
+            raise KeyboardInterrupt
+        return failed
+
+    def close(self) -> None:
+        """Send the workers home."""
+        for worker in self._workers:
             worker.end()
-    if stopping:
-        raise KeyboardInterrupt
-    return failed
+        self._workers.clear()
 
 
 @dataclass(eq=False)
@@ -90,18 +73,17 @@ class _Worker:
     gone: bool = False
 
     @classmethod
-    def start(cls, configuration: Configuration, fresh: bool) -> _Worker:
+    def start(cls, threads: int) -> _Worker:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        threads = configuration.threads or max(1, torch.get_num_threads() // configuration.workers)
-        process = context.Process(target=_work, args=(theirs, configuration, fresh, threads), daemon=True)
+        process = context.Process(target=_work, args=(theirs, threads), daemon=True)
         process.start()
         theirs.close()
         return cls(process, ours)
 
-    def begin(self, name: RunName) -> None:
-        self.name = name
-        self.connection.send(name)
+    def begin(self, job: Job, fresh: bool) -> None:
+        self.name = job.name
+        self.connection.send((job, fresh))
 
     def listen(self, watch: Watch) -> dict[RunName, str]:
         """Take what the worker says next; a run that failed is returned with its reason."""
@@ -134,7 +116,7 @@ def _speaking(crew: Sequence[_Worker]) -> list[_Worker]:
     return [busy[connection] for connection in wait(list(busy), timeout=0.2) if isinstance(connection, Connection)]
 
 
-def _work(connection: Connection, configuration: Configuration, fresh: bool, threads: int) -> None:
+def _work(connection: Connection, threads: int) -> None:
     """The worker: run after run until the pipe closes.
 
     Ctrl-C reaches the whole group of processes, but the parent alone decides; and no worker outlives its parent.
@@ -144,6 +126,7 @@ def _work(connection: Connection, configuration: Configuration, fresh: bool, thr
     assert parent is not None
     threading.Thread(target=_die_with, args=(parent.sentinel,), daemon=True).start()
     torch.set_num_threads(threads)
+    tasks = Tasks()
 
     def passing(event: Event) -> None:
         connection.send(event)
@@ -152,13 +135,14 @@ def _work(connection: Connection, configuration: Configuration, fresh: bool, thr
 
     while True:
         try:
-            name = connection.recv()
+            told = connection.recv()
         except EOFError:
             return
-        if not isinstance(name, RunName):
-            continue  # told to stop between two runs
+        if told == _STOP:
+            continue  # between two runs
+        job, fresh = told
         try:
-            connection.send(attempt(configuration, name, passing, fresh))
+            connection.send(attempt(job, passing, fresh, tasks))
         except KeyboardInterrupt:
             connection.send(_STOPPED)
 

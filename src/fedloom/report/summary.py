@@ -17,6 +17,10 @@ from fedloom.checks import require_at_least, require_share
 LAST = 10
 """Evaluations that `mean_of_last` averages unless told otherwise."""
 
+MEASURES = ("final", "best", "last", "personal")
+"""What methods are judged by: test accuracy after the last round, the best of any, the mean of the last ones, or that of the
+clients' own models on their own test data."""
+
 
 @dataclass(frozen=True)
 class RunSummary:
@@ -75,7 +79,11 @@ class Reach:
 
 @dataclass(frozen=True)
 class Row:
-    """One method's line of a comparison; every spread is over its seeds and None where nothing was measured."""
+    """One method's line of a comparison; every spread is over its seeds and None where nothing was measured.
+
+    `personal` is the accuracy of the clients' models on their own test data after the last round, `client_std` the standard
+    deviation of the clients' accuracies and `client_worst` the mean of the lowest tenth of them (see `personal`).
+    """
 
     algorithm: str
     seeds: int
@@ -88,6 +96,9 @@ class Row:
     bytes_up: Spread | None
     seconds: Spread | None
     faults: int
+    personal: Spread | None = None
+    client_std: Spread | None = None
+    client_worst: Spread | None = None
 
 
 def summarise(runs: Sequence[RunSummary], targets: Sequence[float] = (), last: int = LAST) -> list[Row]:
@@ -130,6 +141,27 @@ def mean_of_last(run: RunSummary, count: int = LAST) -> float | None:
     """Mean accuracy of the last `count` evaluations (of all, when there are fewer)."""
     values = accuracies(run)[-count:]
     return statistics.fmean(values) if values else None
+
+
+def personal(run: RunSummary, part: str = "") -> float | None:
+    """Accuracy of each client's own model on its own test data at the last such evaluation; None when there is none.
+
+    `part` is "" for the mean over all samples, "_std" for the population standard deviation of the clients' accuracies and
+    "_worst" for the mean over the tenth of the clients with the lowest (`Tally.figures`, every client counted alike). Where
+    personal models were not evaluated, the global model on the clients' own test data takes their place.
+    """
+    for name in ("personal", "client"):
+        found = [record[key] for record in run.records if (key := f"{name}_accuracy{part}") in record]
+        if found:
+            return float(found[-1])
+    return None
+
+
+def measured(run: RunSummary, measure: str, last: int = LAST) -> float | None:
+    """One of the `MEASURES` of a run."""
+    if measure == "last":
+        return mean_of_last(run, last)
+    return {"final": final, "best": best, "personal": personal}[measure](run)
 
 
 def rounds_to(run: RunSummary, target: float) -> int | None:
@@ -217,4 +249,7 @@ def _row(name: str, runs: Sequence[RunSummary], targets: Sequence[float], last: 
         spread(bytes_up),
         spread(seconds),
         sum(len(faults(run)) for run in runs),
+        spread(personal),
+        spread(lambda run: personal(run, "_std")),
+        spread(lambda run: personal(run, "_worst")),
     )

@@ -1,10 +1,8 @@
-"""The comparison as a table: cells with the text people read and the number to sort by; as Markdown and as CSV."""
+"""The comparison as a table: cells with the text people read and the number to sort by (files of it: `export`)."""
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fedloom.report.summary import Reach, Row, Spread
@@ -30,12 +28,25 @@ class Column:
     best: str = ""
 
 
+_CLIENTS = (
+    Column("Clients' own, %", "largest"),
+    Column("Spread over clients, %", "smallest"),
+    Column("Worst tenth, %", "largest"),
+)
+
+
 @dataclass(frozen=True)
 class Table:
     """Columns and, in the order of the methods, one line of cells each."""
 
     columns: tuple[Column, ...]
     lines: tuple[tuple[Cell, ...], ...]
+
+    def part(self, kept: Sequence[int]) -> Table:
+        """The table of these columns alone."""
+        return Table(
+            tuple(self.columns[k] for k in kept), tuple(tuple(line[k] for k in kept) for line in self.lines)
+        )  # fmt: skip
 
     def best(self, column: int) -> set[int]:
         """The lines with the best value of a column: none unless there are two different values to compare. A value that
@@ -49,13 +60,15 @@ class Table:
         return {k for k, value in numbers.items() if value == best}
 
 
-def comparison(rows: Sequence[Row]) -> Table:
+def comparison(rows: Sequence[Row], marks: Mapping[str, Mapping[str, str]] | None = None) -> Table:
     """Rows of `summarise` as a table for people: per cent, bytes in decimal units, seconds; mean ± std over seeds.
 
     The rounds to a target carry their speed-up over the first method, `1.8×`, where every seed of both reached it, and
-    how many seeds did where not all.
+    how many seeds did where not all. Columns about the clients' own test data stand there where there are such figures.
+    `marks` are put behind the accuracies, by measure (`MEASURES`) and method.
     """
     targets = rows[0].reaches if rows else ()
+    clients = any(row.personal is not None for row in rows)
     columns = (
         Column("Method"),
         Column("Seeds"),
@@ -63,6 +76,7 @@ def comparison(rows: Sequence[Row]) -> Table:
         Column("Final accuracy, %", "largest"),
         Column("Best accuracy, %", "largest"),
         Column("Mean of last, %", "largest"),
+        *(_CLIENTS if clients else ()),
         *(Column(f"Rounds to {percent(reach.target)} %", "smallest") for reach in targets),
         *(Column(f"Bytes to {percent(reach.target)} %", "smallest") for reach in targets),
         Column("Bytes down"),
@@ -70,39 +84,18 @@ def comparison(rows: Sequence[Row]) -> Table:
         Column("Time"),
         Column("Faults"),
     )
-    return Table(columns, tuple(_line(row, rows[0]) for row in rows))
+    return Table(columns, tuple(_line(row, rows[0], clients, marks or {}) for row in rows))
 
 
-def to_markdown(rows: Sequence[Row]) -> str:
-    """The comparison as a Markdown table."""
-    table = comparison(rows)
-    lines = [[column.title for column in table.columns], ["---"] + ["---:"] * (len(table.columns) - 1)]
-    lines += [[cell.text.replace("|", "\\|").replace("\n", " ") for cell in line] for line in table.lines]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def to_csv(rows: Sequence[Row]) -> str:
-    """The comparison as CSV with plain numbers: accuracies as shares, bytes, seconds; empty where there is no value."""
-    named: list[dict[str, float | str]] = []
-    for row in rows:
-        line: dict[str, float | str] = {"algorithm": row.algorithm, "seeds": row.seeds, "rounds": row.rounds}
-        spreads = {"final": row.final, "best": row.best, "mean_of_last": row.last}
-        for reach in row.reaches:
-            name = f"{reach.target:g}"
-            line[f"reached_{name}"] = reach.reached
-            spreads |= {f"rounds_to_{name}": reach.rounds, f"bytes_to_{name}": reach.bytes}
-            spreads |= {f"seconds_to_{name}": reach.seconds}
-        spreads |= {"bytes_down": row.bytes_down, "bytes_up": row.bytes_up, "seconds": row.seconds}
-        for name, spread in spreads.items():
-            line[name] = "" if spread is None else spread.mean
-            line[f"{name}_std"] = "" if spread is None else spread.std
-        line["faults"] = row.faults
-        named.append(line)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(named[0]) if named else ["algorithm"], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(named)
-    return text.getvalue()
+def halves(table: Table) -> tuple[Table, Table]:
+    """A comparison as two tables that fit a page: accuracies, and what they cost. Seeds and rounds, which a caption says, are
+    left out, and so are faults of none."""
+    titles = [column.title for column in table.columns]
+    accuracy = [k for k, title in enumerate(titles) if title.endswith(", %")]
+    faultless = all(line[titles.index("Faults")].text == "0" for line in table.lines)
+    silent = {"Method", "Seeds", "Rounds", *(["Faults"] if faultless else [])}
+    cost = [k for k, title in enumerate(titles) if k not in accuracy and title not in silent]
+    return table.part([0, *accuracy]), table.part([0, *cost])
 
 
 def percent(share: float) -> str:
@@ -129,12 +122,14 @@ def time_text(seconds: float) -> str:
     return f"{minutes // 60:,} h {minutes % 60:02d} min"
 
 
-def _line(row: Row, first: Row) -> tuple[Cell, ...]:
+def _line(row: Row, first: Row, clients: bool, marks: Mapping[str, Mapping[str, str]]) -> tuple[Cell, ...]:
+    shares = {"final": row.final, "best": row.best, "last": row.last, **({"personal": row.personal} if clients else {})}
     return (
         Cell(row.algorithm, row.algorithm),
         Cell(str(row.seeds), row.seeds),
         Cell(str(row.rounds), row.rounds),
-        *(_share(spread) for spread in (row.final, row.best, row.last)),
+        *(_share(spread, marks.get(name, {}).get(row.algorithm, "")) for name, spread in shares.items()),
+        *(_share(spread) for spread in ((row.client_std, row.client_worst) if clients else ())),
         *(_rounds(reach, base) for reach, base in zip(row.reaches, first.reaches, strict=True)),
         *(_bytes(reach.bytes, NEVER, reach.reached < reach.seeds) for reach in row.reaches),
         _bytes(row.bytes_down),
@@ -144,11 +139,11 @@ def _line(row: Row, first: Row) -> tuple[Cell, ...]:
     )
 
 
-def _share(spread: Spread | None) -> Cell:
+def _share(spread: Spread | None, mark: str = "") -> Cell:
     if spread is None:
         return Cell("–", None)
     deviation = f" ± {100 * spread.std:.2f}" if spread.count > 1 else ""
-    return Cell(f"{100 * spread.mean:.2f}{deviation}", spread.mean)
+    return Cell(f"{100 * spread.mean:.2f}{deviation}{mark}", spread.mean)
 
 
 def _rounds(reach: Reach, first: Reach) -> Cell:

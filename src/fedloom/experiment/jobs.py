@@ -1,0 +1,167 @@
+"""The runs that an experiment has to make, each where it lies; checked before the first round of any, and made here."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from fedloom.algorithm import build
+from fedloom.data.dataset import Dataset
+from fedloom.engines.local import RowsEngine
+from fedloom.errors import FedloomError, InvalidValue
+from fedloom.experiment.configuration import Configuration
+from fedloom.experiment.directory import RunDirectory, fingerprint, finished_runs
+from fedloom.experiment.events import Event, RunName, Watch
+from fedloom.experiment.run import run_configured, run_directory
+from fedloom.federation import Federation
+from fedloom.recording.recorder import build_recorders
+from fedloom.recording.recording import Recording
+from fedloom.report.summary import RunSummary
+from fedloom.task import Task, make_dataset
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+_KEPT = 4
+"""Tasks and data sets that are kept in memory for the next run."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run to make: the configuration of its setting, its name, and the directory it lies in."""
+
+    configuration: Configuration
+    name: RunName
+    path: Path
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run came to its end."""
+        return RunDirectory(self.path).finished
+
+    def require(self) -> None:
+        """Raise `CheckpointError` where the directory holds the run of another configuration."""
+        RunDirectory(self.path).require(self.configuration.resolved(self.name.algorithm, self.name.seed))
+
+    def summary(self) -> RunSummary:
+        """The figures of the run so far."""
+        return RunDirectory(self.path).summary(self.name.algorithm)
+
+
+class Pool(Protocol):
+    """Where jobs are run."""
+
+    def run(self, jobs: Sequence[Job], watch: Watch, fresh: bool, stopped: Callable[[], bool]) -> dict[RunName, str]:
+        """Make the runs; what went wrong, by run. A run that fails does not keep the others from running.
+
+        When `stopped` says so, every run under way finishes its round, and `KeyboardInterrupt` is raised.
+        """
+
+    def close(self) -> None:
+        """Let go of whatever the pool holds."""
+
+
+def placed(configuration: Configuration, names: Iterable[RunName], *, reuse: bool = True) -> list[Job]:
+    """The jobs of these runs. A run that was finished before with the same resolved configuration, under whatever setting of
+    this experiment, is found again where it lies (unless not `reuse`)."""
+    known = finished_runs(configuration.folder) if reuse else {}
+    jobs = []
+    for name in names:
+        own = configuration.settings[name.setting]
+        place = run_directory(own, *name)
+        found = known.get(fingerprint(own.resolved(name.algorithm, name.seed)), [])
+        jobs.append(Job(own, name, found[0] if found and place.path not in found else place.path))
+    return jobs
+
+
+def require_possible(jobs: Sequence[Job], tasks: Tasks) -> None:
+    """Make the task of every setting and seed, and set up every method once in every setting.
+
+    So whatever is wrong with any run is raised, with its setting, before the first round of any.
+    """
+    seen: dict[str, int] = {}
+    for job in jobs:
+        configuration, name = job.configuration, job.name
+        try:
+            task = tasks.of(configuration, name.seed)
+            if seen.setdefault(name.setting, name.seed) == name.seed:
+                schedule = dataclasses.replace(configuration.schedule, seed=name.seed)
+                recording = Recording(build_recorders(configuration.record))
+                Federation(build(name.algorithm), task, RowsEngine(task), schedule, observers=[recording])
+        except FedloomError as error:
+            if not name.setting:
+                raise
+            raise InvalidValue(f"settings, {name.setting}: {error}") from None
+
+
+class Tasks:
+    """Tasks by setting and seed; the latest few are kept, and the data sets they are made of."""
+
+    def __init__(self) -> None:
+        self._tasks: OrderedDict[tuple[str, int, str], Task] = OrderedDict()
+        self._sets: OrderedDict[str, Dataset] = OrderedDict()
+
+    def of(self, configuration: Configuration, seed: int) -> Task:
+        """The task of a seed. Raises `FedloomError` where there is none."""
+        key = (configuration.data.model_dump_json(), seed, f"{configuration.model} {configuration.training}")
+        if key not in self._tasks:
+            self._tasks[key] = configuration.task(seed, self._dataset(configuration.data.name))
+        return _latest(self._tasks, key)
+
+    def _dataset(self, name: str) -> Dataset:
+        if name not in self._sets:
+            self._sets[name] = make_dataset(name)
+        return _latest(self._sets, name)
+
+
+def _latest(kept: OrderedDict[_Key, _Value], key: _Key) -> _Value:
+    """The value of a key, which is now the latest; older ones are forgotten."""
+    kept.move_to_end(key)
+    while len(kept) > _KEPT:
+        kept.popitem(last=False)
+    return kept[key]
+
+
+class Here:
+    """A pool of this process alone: one run after the other."""
+
+    def __init__(self, tasks: Tasks | None = None) -> None:
+        self.tasks = tasks or Tasks()
+
+    def run(self, jobs: Sequence[Job], watch: Watch, fresh: bool, stopped: Callable[[], bool]) -> dict[RunName, str]:
+        """As `Pool.run`."""
+
+        def passing(event: Event) -> None:
+            watch(event)
+            if stopped():
+                raise KeyboardInterrupt
+
+        reasons = {job.name: attempt(job, passing, fresh, self.tasks) for job in jobs}
+        return {name: reason for name, reason in reasons.items() if reason is not None}
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def attempt(job: Job, watch: Watch, fresh: bool, tasks: Tasks) -> str | None:
+    """Make one run; what went wrong, on one line, or None. With FEDLOOM_TRACEBACK set, where it went wrong is printed too."""
+
+    def make_task(seed: int) -> Task:
+        return tasks.of(job.configuration, seed)
+
+    try:
+        run_configured(job.configuration, job.name, watch, fresh=fresh, make_task=make_task, path=job.path)
+    except Exception as error:
+        if "FEDLOOM_TRACEBACK" in os.environ:
+            traceback.print_exc()
+        kind = "" if isinstance(error, FedloomError) else f"{type(error).__name__}: "
+        reason = " ".join(f"{kind}{error}".split())
+        watch(Event("failed", job.name, text=reason))
+        return reason
+    return None

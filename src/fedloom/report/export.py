@@ -1,0 +1,201 @@
+"""A comparison as files: CSV and JSON with plain numbers for machines, Markdown and LaTeX (booktabs) for papers and pages."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedloom.report.sheet import LIKELY, NOT_SHOWN, Sheet, keys, overall, reading, words
+from fedloom.report.significance import Difference
+from fedloom.report.summary import Row
+from fedloom.report.tables import Table, halves
+
+_ESCAPED = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+    "×": r"$\times$",
+    "≥": r"$\geq$",
+    "–": "--",
+    "†": r"\dag{}",
+    NOT_SHOWN: r"\textsuperscript{n}",
+    LIKELY: r"\textsuperscript{t}",
+    **{mark: f"\\{mark}" for mark in "&%$#_{}"},
+}
+"""What LaTeX would take for its own, and signs that older LaTeX does not know."""
+
+
+def to_csv(sheets: Sequence[Sheet]) -> str:
+    """A line for each setting and method: accuracies as shares, bytes, seconds; empty where there is no value."""
+    return _csv([{**_settings(one, keys(sheets)), **_plain(row)} for one in sheets for row in one.rows], "algorithm")
+
+
+def differences_to_csv(sheets: Sequence[Sheet]) -> str:
+    """A line for each setting, measure and difference, with both tests."""
+    lines = [
+        {**_settings(one, keys(sheets)), "measure": name, **_tested(found)}
+        for one in sheets
+        for name, tests in one.tests.items()
+        for found in tests
+    ]
+    return _csv(lines, "measure")
+
+
+def to_data(sheets: Sequence[Sheet]) -> dict[str, Any]:
+    """The same as plain values for JSON: `methods` and `differences`, each with its setting."""
+    return {
+        "methods": [{**dataclasses.asdict(row), "setting": dict(one.changes)} for one in sheets for row in one.rows],
+        "differences": [
+            {"setting": dict(one.changes), "measure": name, **dataclasses.asdict(found)}
+            for one in sheets
+            for name, tests in one.tests.items()
+            for found in tests
+        ],
+    }
+
+
+def to_markdown(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
+    """A page: all settings in one table where there are several, then two tables and the differences of each."""
+    parts = [f"# {title}\n"]
+    if len(sheets) > 1:
+        parts += [f"{_caption(sheets)}\n", _markdown(overall(sheets))]
+    for one in sheets:
+        parts += [f"## {one.setting}\n"] if one.setting else []
+        parts += [_markdown(half) for half in halves(one.table)]
+        parts += [_markdown_differences(one)] if one.tests[one.measure] else []
+    parts += [f"{text}\n" for text in (_explained(sheets), *reading(sheets)) if text]
+    return "\n".join(parts)
+
+
+def to_latex(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
+    """Tables for a paper, to be had with `\\input`; they need the package booktabs. The best value of a column is bold."""
+    note = " ".join([_explained(sheets), *reading(sheets)]).strip()
+    tables = [_latex(overall(sheets), f"{_caption(sheets)} {note}", "overall")] if len(sheets) > 1 else []
+    for number, one in enumerate(sheets, start=1):
+        of = f"{title}, {one.setting}" if one.setting else title
+        place = f"-{number}" if one.setting else ""
+        accuracy, cost = halves(one.table)
+        tables.append(_latex(accuracy, f"{of}: accuracy. {'' if tables else note}".strip(), f"accuracy{place}"))
+        tables.append(_latex(cost, f"{of}: cost. Rounds and bytes until the target; * never.", f"cost{place}"))
+    return "% Needs \\usepackage{booktabs}.\n\n" + "\n".join(tables)
+
+
+def escape_latex(text: str) -> str:
+    """Text in which LaTeX finds nothing to obey."""
+    return "".join(_ESCAPED.get(letter, letter) for letter in text)
+
+
+def _settings(one: Sheet, names: Sequence[str]) -> dict[str, Any]:
+    return {name: one.changes.get(name, "") for name in names}
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    line: dict[str, Any] = {"algorithm": row.algorithm, "seeds": row.seeds, "rounds": row.rounds}
+    spreads = {"final": row.final, "best": row.best, "mean_of_last": row.last}
+    spreads |= {"personal": row.personal, "client_spread": row.client_std, "client_worst": row.client_worst}
+    for reach in row.reaches:
+        name = f"{reach.target:g}"
+        line[f"reached_{name}"] = reach.reached
+        spreads |= {f"rounds_to_{name}": reach.rounds, f"bytes_to_{name}": reach.bytes}
+        spreads |= {f"seconds_to_{name}": reach.seconds}
+    spreads |= {"bytes_down": row.bytes_down, "bytes_up": row.bytes_up, "seconds": row.seconds}
+    for name, spread in spreads.items():
+        line[name] = "" if spread is None else spread.mean
+        line[f"{name}_std"] = "" if spread is None else spread.std
+    return {**line, "faults": row.faults}
+
+
+def _tested(found: Difference) -> dict[str, Any]:
+    return {name: "" if value is None else value for name, value in dataclasses.asdict(found).items()}
+
+
+def _csv(lines: Sequence[Mapping[str, Any]], only: str) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(lines[0]) if lines else [only], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
+
+
+def _caption(sheets: Sequence[Sheet]) -> str:
+    one = sheets[0]
+    what = words(one.measure, one.last)
+    return f"{what[0].upper()}{what[1:]}, in per cent, by {', '.join(keys(sheets))}."
+
+
+def _explained(sheets: Sequence[Sheet]) -> str:
+    """What the figures are."""
+    rows = [row for one in sheets for row in one.rows]
+    if not rows:
+        return ""
+    seeds, last = max(row.seeds for row in rows), sheets[0].last
+    spread = f"Mean ± standard deviation over {seeds} seeds. " if seeds > 1 else ""
+    return f"{spread}Mean of last: of the last {last} evaluations. Best: of any evaluation, chosen on the test data."
+
+
+def _markdown(table: Table) -> str:
+    best = [table.best(k) for k in range(len(table.columns))]
+    lines = [[_flat(column.title) for column in table.columns], ["---"] + ["---:"] * (len(table.columns) - 1)]
+    for number, line in enumerate(table.lines):
+        lines.append([_markdown_cell(cell.text, number in best[k]) for k, cell in enumerate(line)])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _markdown_cell(text: str, is_best: bool) -> str:
+    shown = re.sub(r"([|*_`\\])", r"\\\1", _flat(text))
+    return f"**{shown}**" if is_best else shown
+
+
+def _markdown_differences(one: Sheet) -> str:
+    """The differences of the sheet's measure as a table."""
+    lines = [
+        f"Differences in the {words(one.measure, one.last)}, in points:\n",
+        "| Method | minus | Difference | 95 % interval | p (t) | p (exact) | |",
+        "| --- | --- | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for found in one.tests[one.measure]:
+        cells = [_markdown_cell(found.method, False), _markdown_cell(found.other, False), *difference_cells(found)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def difference_cells(found: Difference) -> list[str]:
+    """Difference and interval in points, corrected p of both tests, and the verdict."""
+    interval = "–" if found.low is None or found.high is None else f"{100 * found.low:+.2f} to {100 * found.high:+.2f}"
+    tests = [p_text(found.t_test_corrected), p_text(found.exact_corrected)]
+    return [f"{100 * found.mean:+.2f}", interval, *tests, found.verdict]
+
+
+def p_text(p: float | None) -> str:
+    """A p with two digits: `0.031`, `< 0.001`, or – without one."""
+    if p is None:
+        return "–"
+    return "< 0.001" if p < 0.001 else f"{p:.2g}" if p < 0.995 else "1"
+
+
+def _flat(text: str) -> str:
+    return ", ".join(text.splitlines())
+
+
+def _latex(table: Table, caption: str, name: str) -> str:
+    best = [table.best(k) for k in range(len(table.columns))]
+    heads = " & ".join(escape_latex(_flat(column.title)) for column in table.columns)
+    lines = []
+    for number, line in enumerate(table.lines):
+        cells = [_latex_cell(cell.text, number in best[k]) for k, cell in enumerate(line)]
+        lines.append(f"    {' & '.join(cells)} \\\\\n")
+    return (
+        f"\\begin{{table}}\n  \\centering\n  \\caption{{{escape_latex(caption)}}}\n  \\label{{tab:{name}}}\n"
+        f"  \\begin{{tabular}}{{l{'r' * (len(table.columns) - 1)}}}\n    \\toprule\n    {heads} \\\\\n    \\midrule\n"
+        f"{''.join(lines)}    \\bottomrule\n  \\end{{tabular}}\n\\end{{table}}\n"
+    )
+
+
+def _latex_cell(text: str, is_best: bool) -> str:
+    shown = escape_latex(_flat(text))
+    return f"\\textbf{{{shown}}}" if is_best else shown

@@ -1,0 +1,140 @@
+"""One setting of a comparison: a row for each method, and which of their differences are real."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from scipy.stats import rankdata
+
+from fedloom.report.significance import Difference, comparisons, differences, seeds_needed, smallest_exact
+from fedloom.report.summary import LAST, MEASURES, Row, RunSummary, Spread, by_algorithm, measured, summarise
+from fedloom.report.tables import Cell, Column, Table, comparison
+
+NOT_SHOWN, LIKELY = "ⁿ", "ᵗ"
+"""Follow an accuracy whose difference from the reference is not shown, or is shown by the t-test alone."""
+
+_WORDS = {
+    "final": "accuracy after the last round",
+    "best": "best accuracy of any evaluation",
+    "personal": "accuracy of the clients' own models",
+}
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """The methods of one setting. `tests` holds, by measure, the differences from the reference (`against`)."""
+
+    rows: tuple[Row, ...]
+    tests: Mapping[str, Sequence[Difference]]
+    last: int = LAST
+    against: str = "best"
+    measure: str = "last"  # the one that a single table shows
+    setting: str = ""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def marks(self) -> dict[str, dict[str, str]]:
+        """What follows an accuracy, by measure and method; nothing where the difference is real or not tested."""
+        signs = {"real": "", "likely": LIKELY, "not shown": NOT_SHOWN, "equal": ""}
+        return {name: {one.method: signs[one.verdict] for one in found} for name, found in self.tests.items()}
+
+    @property
+    def table(self) -> Table:
+        """The comparison of the methods, marked."""
+        return comparison(self.rows, self.marks)
+
+
+def sheet(
+    runs: Sequence[RunSummary],
+    targets: Sequence[float] = (),
+    *,
+    last: int = LAST,
+    against: str = "best",
+    measure: str = "last",
+    setting: str = "",
+    changes: Mapping[str, Any] | None = None,
+) -> Sheet:
+    """The sheet of the runs of one setting. Raises as `summarise` does."""
+    rows = summarise(runs, targets, last)
+    tests: dict[str, Sequence[Difference]] = {}
+    for name in MEASURES:
+        values = {
+            method: {run.seed: value for run in group if (value := measured(run, name, last)) is not None}
+            for method, group in by_algorithm(runs).items()
+        }
+        tests[name] = [one for one in differences(values, against) if one.seeds > 1]
+    return Sheet(tuple(rows), tests, last, against, measure, setting, dict(changes or {}))
+
+
+def words(measure: str, last: int) -> str:
+    """What a measure is: `mean accuracy of the last 10 evaluations`."""
+    return _WORDS.get(measure, f"mean accuracy of the last {last} evaluations")
+
+
+def reading(sheets: Sequence[Sheet]) -> list[str]:
+    """What the marks of these sheets mean and what their seeds cannot show, a sentence each; nothing where nothing is tested."""
+    tested = [one for one in sheets if any(one.tests.values())]
+    if not tested:
+        return []
+    first = tested[0]
+    family = max(comparisons(len(one.rows), one.against) for one in tested)
+    seeds = min(found.seeds for one in tested for tests in one.tests.values() for found in tests)
+    pairs = "1 difference" if family == 1 else f"{family} differences"
+    reference = "best method" if first.against == "best" else "first method"
+    text = [
+        f"{NOT_SHOWN} not shown to differ from the {reference}; {LIKELY} differs by the paired t-test, which takes "
+        f"differences to be normal, but not by the exact sign-flip test (5 %, Holm's correction for {pairs})."
+    ]
+    if family * smallest_exact(seeds) >= 0.05:
+        text.append(
+            f"{seeds} seeds cannot show a difference by the exact test, whose p is {smallest_exact(seeds):.2g} at the least: "
+            f"that takes {seeds_needed(family)} seeds here."
+        )
+    return text
+
+
+def overall(sheets: Sequence[Sheet], digits: int = 2) -> Table:
+    """One measure of every method (a line) in every setting (a column), and the mean of a method's ranks over the settings.
+
+    A rank is 1 for the largest mean; equal ones share the mean of theirs. Settings in which a method has no value count for
+    no rank.
+    """
+    methods = list(dict.fromkeys(row.algorithm for one in sheets for row in one.rows))
+    found = [{row.algorithm: _spread(row, one.measure) for row in one.rows} for one in sheets]
+    whole = [means for one in found if len(means := [s.mean for m in methods if (s := one.get(m))]) == len(methods)]
+    ranks = [rankdata([-mean for mean in means]) for means in whole]
+    columns = (
+        Column("Method"),
+        *(Column(_heading(one.changes), "largest") for one in sheets),
+        Column("Mean rank", "smallest"),
+    )
+    lines = []
+    for k, method in enumerate(methods):
+        cells = [_cell(spreads.get(method), one, method, digits) for one, spreads in zip(sheets, found, strict=True)]
+        rank = sum(float(one[k]) for one in ranks) / len(ranks) if ranks else None
+        lines.append((Cell(method, method), *cells, Cell("–" if rank is None else f"{rank:.1f}", rank)))
+    return Table(columns, tuple(lines))
+
+
+def keys(sheets: Sequence[Sheet]) -> list[str]:
+    """The configuration keys that the settings vary."""
+    return list(dict.fromkeys(key for one in sheets for key in one.changes))
+
+
+def _heading(changes: Mapping[str, Any]) -> str:
+    """A setting by its values alone, a line each."""
+    return "\n".join(str(value).lower() if isinstance(value, bool) else str(value) for value in changes.values())
+
+
+def _spread(row: Row, measure: str) -> Spread | None:
+    spread: Spread | None = getattr(row, measure)
+    return spread
+
+
+def _cell(spread: Spread | None, one: Sheet, method: str, digits: int) -> Cell:
+    if spread is None:
+        return Cell("–", None)
+    deviation = f" ± {100 * spread.std:.{digits}f}" if spread.count > 1 else ""
+    return Cell(f"{100 * spread.mean:.{digits}f}{deviation}{one.marks[one.measure].get(method, '')}", spread.mean)
