@@ -18,7 +18,8 @@ Its run configuration, `[tool.flwr.app.config]`, goes to the server and to every
 
 `algorithm` must stand in the configuration; `engine` and `directory` mean nothing here.
 
-A site is told about itself by its SuperNode, `--node-config "partition-id=0 num-partitions=3 data='/srv/data' memory='/srv/memory'"`:
+A site is told about itself by its SuperNode,
+`--node-config "partition-id=0 num-partitions=3 data='/srv/data' memory='/srv/memory'"`:
 
     partition-id    which client it is; two sites may not have the same number
     num-partitions  how many there are; must be `data.clients` where it is given

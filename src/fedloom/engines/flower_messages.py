@@ -1,0 +1,184 @@
+"""What travels between the server and the sites: words as JSON, tensors as plain arrays, figures.
+
+Both sides check what they get before they decode it: the size, type and shape that an array says it has, then its bytes,
+which are read as numbers and never as objects.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from torch import Tensor
+
+from fedloom.errors import FedloomError, RefusedReply
+
+PROTOCOL = 1
+"""Number of the agreement between server and site; both must have the same."""
+
+RECORD = "fedloom"
+ARRAYS = "arrays"
+FIGURES = "figures"
+
+Words = dict[str, Any]
+"""Plain values."""
+
+Shape = tuple[int, ...]
+
+_LONGEST_WORDS = 1 << 22
+_LONGEST_HEADER = 4096  # of an array in NumPy's format; the headers of plain arrays take 128 bytes
+_MOST_FIGURES = 64
+_FIGURE = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_RESERVED = {"round", "clients", "bytes_down", "bytes_up", "faults"}  # what the server itself says of a round
+_TYPES = {"float32", "float64", "int64", "int32", "uint8", "bool"}
+
+
+class Refusal(FedloomError):
+    """The other side did not do what it was asked, and says why in `words`."""
+
+    def __init__(self, words: Words) -> None:
+        super().__init__(one_line(str(words.get("refused", ""))))
+        self.words = words
+
+
+def pack(
+    words: Words, arrays: Mapping[str, Array] | None = None, figures: Mapping[str, float] | None = None
+) -> RecordDict:
+    """The content of a message."""
+    content = RecordDict({RECORD: ConfigRecord({"protocol": PROTOCOL, "words": json.dumps(words)})})
+    if arrays is not None:
+        content[ARRAYS] = ArrayRecord(dict(arrays))
+    if figures is not None:
+        content[FIGURES] = MetricRecord({name: float(value) for name, value in figures.items()})
+    return content
+
+
+def words_of(message: Message) -> Words:
+    """The words of a message.
+
+    Raises `Refusal` when they say why there is nothing else, `RefusedReply` for what is not a message of this kind, and
+    `FedloomError` for Flower's own report of a failure.
+    """
+    if message.has_error():
+        raise FedloomError(one_line(f"the app failed: {message.error.reason or f'error {message.error.code}'}"))
+    record = message.content.get(RECORD)
+    if not isinstance(record, ConfigRecord):
+        raise RefusedReply("the message is not one of fedloom's")
+    if record.get("protocol") != PROTOCOL:
+        raise RefusedReply(
+            f"the message follows protocol {record.get('protocol')!r:.40}, not {PROTOCOL}: versions differ"
+        )
+    text = record.get("words")
+    if not isinstance(text, str) or len(text) > _LONGEST_WORDS:
+        raise RefusedReply("the message has no words, or far too many")
+    try:
+        words = json.loads(text)
+    except (ValueError, RecursionError):
+        raise RefusedReply("the message's words are not JSON") from None
+    if not isinstance(words, dict):
+        raise RefusedReply("the message's words are no table")
+    if "refused" in words:
+        raise Refusal(words)
+    return words
+
+
+def encoded(tensor: Tensor) -> Array:
+    """A tensor as it travels: its numbers in NumPy's format."""
+    return Array.from_numpy_ndarray(tensor.detach().cpu().contiguous().numpy())
+
+
+def arrays_of(message: Message) -> ArrayRecord:
+    """The arrays of a message, not decoded; none when it has none."""
+    found = message.content.get(ARRAYS)
+    if found is None:
+        return ArrayRecord()
+    if not isinstance(found, ArrayRecord):
+        raise RefusedReply("the message's arrays are not arrays")
+    return found
+
+
+def expected_tensors(message: Message, expected: Mapping[str, Shape]) -> dict[str, Tensor]:
+    """The tensors of a message that must have exactly these names and shapes. Raises `RefusedReply`."""
+    arrays = arrays_of(message)
+    if arrays.keys() != expected.keys():
+        raise RefusedReply(f"tensors {_names(arrays)} where {sorted(expected)} are expected")
+    return {name: decoded(name, array, tuple(expected[name])) for name, array in arrays.items()}
+
+
+def any_tensors(message: Message) -> dict[str, Tensor]:
+    """The tensors of a message, whatever their names and shapes. Raises `RefusedReply` for what is none."""
+    return {name: decoded(name, array, None) for name, array in arrays_of(message).items()}
+
+
+def decoded(name: str, array: Array, shape: Shape | None) -> Tensor:
+    """The tensor of one array, which must have the given shape where one is given; nothing is allocated for another.
+
+    Raises `RefusedReply` when its type is none that tensors travel in, when its shape is another, or when its bytes are not what
+    type and shape say.
+    """
+    if array.stype != "numpy.ndarray" or array.dtype not in _TYPES:
+        raise RefusedReply(f"{name!r:.80} is of type {array.dtype!r:.40}, not one of {', '.join(sorted(_TYPES))}")
+    declared = tuple(array.shape)
+    if shape is not None and declared != shape:
+        raise RefusedReply(f"{name!r:.80} has shape {list(declared)!s:.80}, not {list(shape)}")
+    if any(type(size) is not int or size < 0 for size in declared):
+        raise RefusedReply(f"{name!r:.80} has an impossible shape")
+    dtype = np.dtype(array.dtype)
+    size = math.prod(declared) * dtype.itemsize
+    if not size < len(array.data) <= size + _LONGEST_HEADER:
+        raise RefusedReply(f"{name!r:.80} holds {len(array.data)} bytes where its shape needs {size}")
+    stream = io.BytesIO(array.data[:_LONGEST_HEADER])
+    try:
+        header = _read_header(stream)
+    except Exception:  # whatever foreign bytes do to the reader of headers
+        raise RefusedReply(f"{name!r:.80} is not an array in NumPy's format") from None
+    if header != (declared, False, dtype) or len(array.data) - stream.tell() != size:
+        raise RefusedReply(f"{name!r:.80} holds other numbers than its type and shape say")
+    numbers = np.frombuffer(array.data, dtype, math.prod(declared), stream.tell())
+    return torch.from_numpy(numbers.reshape(declared).copy())
+
+
+def _read_header(stream: io.BytesIO) -> tuple[Shape, bool, np.dtype[Any]]:
+    version = np.lib.format.read_magic(stream)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran, dtype = read(stream)
+    # A single axis, or one with a single entry, has no order of axes; `numpy.save` may then say either.
+    return tuple(shape), bool(fortran) and sum(size > 1 for size in shape) > 1, dtype
+
+
+def figures_of(message: Message) -> dict[str, float]:
+    """What was measured. Raises `RefusedReply` for names that are no names of figures, or those of the server's own."""
+    found = message.content.get(FIGURES)
+    if found is None:
+        return {}
+    if not isinstance(found, MetricRecord) or len(found) > _MOST_FIGURES:
+        raise RefusedReply("the message's figures are no figures, or too many")
+    for name, value in found.items():
+        if not _FIGURE.fullmatch(name) or name in _RESERVED or not isinstance(value, (int, float)):
+            raise RefusedReply(f"{name!r:.80} is not the name of a figure")
+    return {name: float(value) for name, value in found.items() if isinstance(value, (int, float))}
+
+
+def whole(words: Words, name: str, low: int, high: int) -> int:
+    """A whole number among the words. Raises `RefusedReply` unless it is there and between `low` and `high`."""
+    value = words.get(name)
+    if type(value) is not int or not low <= value <= high:
+        raise RefusedReply(f"{name} must be a whole number between {low} and {high}, not {value!r:.60}")
+    return value
+
+
+def one_line(text: str, longest: int = 500) -> str:
+    """Foreign text as it may stand in a log: on one line, without control characters, and not endless."""
+    plain = "".join(c if c.isprintable() else " " for c in text[: 4 * longest])
+    return " ".join(plain.split())[:longest]
+
+
+def _names(arrays: Mapping[str, Any]) -> str:
+    return one_line(str(sorted(arrays)[:8]), 200)
