@@ -1,0 +1,117 @@
+"""Seconds a round of fedloom beside its peers: the same data, model, batches and number of local steps, all in one run.
+
+Each framework runs in its own environment (`--environments FOLDER` holds one for each: `pfl`, `flower`, `fluke`, `fedjax`;
+`--install` makes those that are missing) and in its best documented setting: pfl with one and with two processes, Flower with
+one core an actor. The frameworks take turns, `--repeats` times; a framework's figure is the least over the turns of the median
+over its counted rounds, which a machine with other work on it disturbs least. fedloom runs in this environment.
+
+    python benchmarks/peers/compare.py --environments /tmp/peers --install [--workloads mlp,cnn,pfl] [--rounds 8] [--repeats 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from outcome import tell  # noqa: E402
+
+PACKAGES = {
+    "pfl": ["torch==2.13.0", "pfl[pytorch]==0.6.0"],
+    "flower": ["torch==2.13.0", "flwr[simulation]==1.41.0"],
+    "fluke": ["torch==2.13.0", "fluke-fl==0.8.1"],
+    "fedjax": ["fedjax==0.0.17"],
+}
+
+CONTENDERS: dict[str, tuple[str, list[str], dict[str, str]]] = {
+    # name: (script, arguments, environment)
+    "fedloom auto": ("fedloom", [], {"FEDLOOM_ENGINE": "auto"}),
+    "fedloom rows": ("fedloom", [], {"FEDLOOM_ENGINE": "rows"}),
+    "pfl, 1 process": ("pfl", ["--processes", "1"], {}),
+    "pfl, 2 processes": ("pfl", ["--processes", "2"], {}),
+    "flower, 2 actors": ("flower", ["--processes", "2"], {}),
+    "fluke": ("fluke", [], {}),
+    "fedjax": ("fedjax", [], {}),
+}
+
+
+def python(name: str, environments: Path) -> Path:
+    """The interpreter of a framework's environment."""
+    return Path(sys.executable) if name == "fedloom" else environments / name / "bin" / "python"
+
+
+def install(environments: Path) -> None:
+    """Make the environments that are missing, each with the versions that are compared."""
+    for name, packages in PACKAGES.items():
+        if not python(name, environments).exists():
+            venv.create(environments / name, with_pip=True)
+            subprocess.check_call([python(name, environments), "-m", "pip", "install", "--quiet", *packages])
+
+
+def measure(name: str, workload: str, environments: Path, options: list[str], limit: float) -> dict[str, Any] | str:
+    """What a framework's script printed, or why there is nothing."""
+    script, extra, environment = CONTENDERS[name]
+    command = [python(script, environments), HERE / f"run_{script}.py", "--workload", workload, *extra, *options]
+    try:
+        done = subprocess.run(
+            list(map(str, command)), capture_output=True, text=True, timeout=limit, env={**os.environ, **environment}
+        )
+    except subprocess.TimeoutExpired:
+        return f"not done in {limit:.0f} s"
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    found: dict[str, Any] | str = (
+        json.loads(lines[-1]) if lines else (done.stderr.strip().splitlines() or ["nothing"])[-1]
+    )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--environments", type=Path, default=Path("peers"), help="folder of the environments")
+    parser.add_argument("--install", action="store_true", help="make the environments that are missing")
+    parser.add_argument("--workloads", default="mlp,cnn,pfl")
+    parser.add_argument("--contenders", default=";".join(CONTENDERS), help="names, separated by ;")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--limit", type=float, default=300, help="seconds after which a framework's turn is ended")
+    given = parser.parse_args()
+    if given.install:
+        install(given.environments)
+    names = given.contenders.split(";")
+    for workload in given.workloads.split(","):
+        turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+        trouble: dict[str, str] = {}
+        for _ in range(given.repeats):
+            for name in names:
+                found = measure(name, workload, given.environments, ["--rounds", str(given.rounds)], given.limit)
+                if isinstance(found, str):
+                    trouble[name] = found
+                else:
+                    turns[name].append(found)
+        best = {name: min(found, key=lambda one: one["seconds"]) for name, found in turns.items() if found}
+        base = best.get(names[0], {"seconds": float("nan")})["seconds"]
+        rows = [
+            {
+                "framework": name,
+                "seconds_a_round": one["seconds"],
+                "over_first": one["seconds"] / base,
+                "first_round_s": one["first"],
+                "loss": one["loss"],
+                "note": one.get("chosen", ""),
+            }
+            for name, one in sorted(best.items(), key=lambda item: item[1]["seconds"])
+        ]
+        tell(f"FedAvg, workload {workload!r}: seconds a round", rows)
+        for name, reason in trouble.items():
+            print(f"{name}: {reason}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""fedloom: FedAvg in the engine that is named; `auto` measures and picks."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import numpy as np
+import torch
+import torch_models
+import workload as w
+
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.allocator import keep_pages
+from fedloom.data import Dataset, Partition, Samples
+from fedloom.engines.choose import make_engine
+from fedloom.federation import Federation
+from fedloom.schedule import Schedule
+from fedloom.task import make_task
+
+if __name__ == "__main__":
+    given = w.arguments(__doc__ or "")
+    engine_name = os.environ.get("FEDLOOM_ENGINE", "auto")
+    torch.set_num_threads(given.cores)
+    keep_pages()
+    work = w.WORKLOADS[given.workload]
+    data = work.data()
+    inputs, labels = (torch.from_numpy(part).flatten(0, 1) for part in data)
+    samples = Samples(inputs, labels)
+    task = make_task(
+        Dataset("made", samples, samples[:10], 10),
+        partition=Partition.from_sizes(np.arange(len(samples)), [work.samples] * work.users),
+        model=torch_models.model(given.workload),
+        training={"learning_rate": work.learning_rate, "batch_size": work.batch, "momentum": work.momentum},
+    )
+    began = w.now()
+    rounds = given.warm_up + given.rounds
+    schedule = Schedule(rounds=rounds, participation=work.cohort / work.users, seed=0, evaluate_every=rounds)
+    engine = make_engine(engine_name, task)
+    run = Federation(FedAvg(), task, engine, schedule)
+    ends: list[float] = []
+    run.run(lambda *_: ends.append(w.now()))
+    module = torch_models.model(given.workload)
+    task.layout.load(module, run.algorithm.model())
+    probe = (torch.from_numpy(part) for part in work.probe(data))
+    w.tell(
+        f"fedloom {engine_name}",
+        ends,
+        began,
+        given.warm_up,
+        torch_models.loss_of(module, *probe),
+        chosen=engine.chosen.name,
+    )
+    engine.close()
+    sys.exit(0)

@@ -1,0 +1,95 @@
+"""Flower's simulation: the Message API, FedAvg, Ray actors with one core each as its documentation advises for a CPU."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import functools
+
+import torch
+import torch_models
+import workload as w
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+from flwr.simulation import run_simulation
+from torch.nn import functional as F
+
+NAME = os.environ.get("PEERS_WORKLOAD", "mlp")
+
+
+@functools.cache
+def users() -> tuple[torch.Tensor, torch.Tensor]:
+    """Kept in each actor, so that no round pays for it twice."""
+    inputs, labels = w.WORKLOADS[NAME].data()
+    return torch.from_numpy(inputs), torch.from_numpy(labels)
+
+
+client = ClientApp()
+
+
+@client.train()
+def train(message: Message, context: Context) -> Message:
+    work = w.WORKLOADS[NAME]
+    torch.set_num_threads(1)
+    user = int(context.node_config["partition-id"])
+    inputs, labels = (part[user] for part in users())
+    module = torch_models.MODELS[NAME]()
+    module.load_state_dict(message.content["arrays"].to_torch_state_dict())
+    optimiser = torch.optim.SGD(module.parameters(), lr=work.learning_rate, momentum=work.momentum)
+    order = torch.randperm(work.samples)
+    for first in range(0, work.samples, work.batch):
+        chosen = order[first : first + work.batch]
+        optimiser.zero_grad()
+        F.cross_entropy(module(inputs[chosen]), labels[chosen]).backward()
+        optimiser.step()
+    content = {"arrays": ArrayRecord(module.state_dict()), "metrics": MetricRecord({"num-examples": work.samples})}
+    return Message(content=RecordDict(content), reply_to=message)
+
+
+def main() -> None:
+    given = w.arguments(__doc__ or "")
+    os.environ["PEERS_WORKLOAD"] = given.workload
+    globals()["NAME"] = given.workload
+    work = w.WORKLOADS[given.workload]
+    ends: list[float] = []
+    last: list[ArrayRecord] = []
+
+    class Timed(FedAvg):
+        def aggregate_train(self, server_round, replies):  # type: ignore[no-untyped-def]
+            found = super().aggregate_train(server_round, replies)
+            ends.append(w.now())
+            last[:] = [found[0]]
+            return found
+
+    server = ServerApp()
+
+    @server.main()
+    def run(grid: Grid, context: Context) -> None:
+        strategy = Timed(fraction_train=work.cohort / work.users, fraction_evaluate=0.0, min_train_nodes=1)
+        initial = ArrayRecord(torch_models.model(given.workload).state_dict())
+        strategy.start(grid=grid, initial_arrays=initial, num_rounds=given.warm_up + given.rounds)
+
+    began = w.now()
+    run_simulation(
+        server,
+        client,
+        num_supernodes=work.users,
+        backend_config={
+            "client_resources": {"num_cpus": max(1, given.cores // given.processes)},
+            "init_args": {"num_cpus": given.cores, "include_dashboard": False},
+        },
+    )
+    module = torch_models.model(given.workload)
+    module.load_state_dict(last[0].to_torch_state_dict())
+    probe = (torch.from_numpy(part) for part in work.probe(work.data()))
+    loss = torch_models.loss_of(module, *probe)
+    w.tell(f"flower, {given.processes} actor(s)", ends, began, given.warm_up, loss)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""fluke: its FedAVG with clients that hold their tensors in memory, without evaluation."""
+
+from __future__ import annotations
+
+import torch
+import torch_models
+import workload as w
+from fluke import DDict, FlukeENV
+from fluke.algorithms.fedavg import FedAVG
+from fluke.data import DataSplitter, DummyDataContainer, FastDataLoader
+from fluke.utils import FederationObserver
+
+
+class Clock(FederationObserver):
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def end_round(self, round: int) -> None:
+        self.ends.append(w.now())
+
+
+def main() -> None:
+    given = w.arguments(__doc__ or "")
+    torch.set_num_threads(given.cores)
+    work = w.WORKLOADS[given.workload]
+    data = work.data()
+    inputs, labels = (torch.from_numpy(part) for part in data)
+    clients = [
+        FastDataLoader(inputs[user], labels[user], num_labels=10, batch_size=work.batch, shuffle=True)
+        for user in range(work.users)
+    ]
+    environment = FlukeENV()
+    environment.set_seed(0)
+    environment.set_device("cpu")
+    environment.set_inmemory(True)
+    environment.set_eval_cfg(server=False, locals=False, pre_fit=False, post_fit=False)
+    settings = DDict(
+        client=DDict(
+            batch_size=work.batch,
+            local_epochs=1,
+            loss="CrossEntropyLoss",
+            optimizer=DDict(name="SGD", lr=work.learning_rate, momentum=work.momentum),
+            scheduler=DDict(name="StepLR", step_size=10**6, gamma=1.0),
+        ),
+        server=DDict(weighted=True),
+        model=torch_models.model(given.workload),
+    )
+    container = DummyDataContainer(clients, [None] * work.users, None, 10)
+    algorithm = FedAVG(work.users, DataSplitter(container), settings)
+    clock = Clock()
+    algorithm.set_callbacks(clock)
+    began = w.now()
+    algorithm.run(given.warm_up + given.rounds, work.cohort / work.users, finalize=False)
+    probe = (torch.from_numpy(part) for part in work.probe(data))
+    w.tell("fluke", clock.ends, began, given.warm_up, torch_models.loss_of(algorithm.server.model, *probe))
+
+
+if __name__ == "__main__":
+    main()

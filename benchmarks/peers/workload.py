@@ -1,0 +1,81 @@
+"""The workloads that every framework runs: data, sizes and settings, with NumPy alone so that each environment can import it.
+
+Labels come from a fixed random linear map of the inputs, so that a falling training loss shows that training took place; all
+frameworks print the loss of their last global model on the same samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`users` hold `samples` each; `cohort` of them train one epoch a round."""
+
+    shape: tuple[int, ...]
+    users: int
+    samples: int
+    cohort: int
+    batch: int
+    learning_rate: float
+    momentum: float = 0.0
+
+    def data(self) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs `[users, samples, ...]` (float32) and labels `[users, samples]` (int64)."""
+        draw = np.random.default_rng(0)
+        inputs = draw.standard_normal((self.users, self.samples, *self.shape), dtype=np.float32)
+        teacher = draw.standard_normal((int(np.prod(self.shape)), 10), dtype=np.float32)
+        labels = (inputs.reshape(-1, len(teacher)) @ teacher).argmax(1)
+        return inputs, labels.reshape(self.users, self.samples)
+
+    def probe(self, data: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """The samples on which the last global model is scored: those of the first users, 2,000 at most."""
+        inputs, labels = data
+        return inputs.reshape(-1, *self.shape)[:2000], labels.reshape(-1)[:2000]
+
+
+WORKLOADS = {
+    # 2NN on MNIST's shape, 100 clients of which 10 a round
+    "mlp": Workload((784,), 100, 600, 10, 10, 0.01),
+    # two 5x5 convolutions and a layer of 512 on CIFAR-10's shape
+    "cnn": Workload((3, 32, 32), 20, 500, 10, 50, 0.01, 0.9),
+    # pfl-research's own CIFAR-10 setting: 1,000 users with 50 images each, 50 of them a round
+    "pfl": Workload((3, 32, 32), 1000, 50, 50, 10, 0.1),
+}
+
+
+def arguments(description: str) -> argparse.Namespace:
+    """The arguments that every framework's script takes."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--workload", choices=WORKLOADS, default="mlp")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--warm-up", type=int, default=2, help="rounds at the start that are not counted")
+    parser.add_argument("--processes", type=int, default=1, help="threads are the machine's cores over this")
+    parser.add_argument("--cores", type=int, default=2)
+    return parser.parse_args()
+
+
+def tell(framework: str, ends: list[float], began: float, warm_up: int, loss: float, **more: Any) -> None:
+    """One line of JSON: seconds of each counted round from the times at which rounds ended, and seconds until the first end."""
+    rounds = np.diff(np.array(ends))[warm_up - 1 :]
+    result = {
+        "framework": framework,
+        "seconds": float(np.median(rounds)),
+        "fastest": float(rounds.min()),
+        "first": ends[0] - began,
+        "rounds": len(rounds),
+        "loss": loss,
+        **more,
+    }
+    print(json.dumps(result), flush=True)
+
+
+def now() -> float:
+    return time.perf_counter()
