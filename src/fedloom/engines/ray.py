@@ -173,11 +173,11 @@ class RayEngine(Remembering):
         expected: dict[str, tuple[int, ...]],
         orders: Sequence[Order],
     ) -> Iterator[tuple[tuple[Order, ...], Any]]:
-        """Every share's answer as it comes; `Broken` is raised. Leaving early ends the actors that are busy."""
+        """Every share's answer as it comes; `Broken` is raised. Leaving early, nobody listens to those that are still to come."""
         from fedloom.engines.ray_actor import Briefing
         from fedloom.engines.ray_parcel import unpack
 
-        self._dismiss_busy()
+        self._forget_shares()
         common = _common(orders)
         places = {id(rows): place for place, rows in enumerate(common)}
         number = next(self._numbers)
@@ -196,7 +196,7 @@ class RayEngine(Remembering):
             while waiting or any(hand.share for hand in self._crew):
                 if waiting:
                     self._hire()
-                for hand in [hand for hand in self._crew if hand.ready and hand.share is None]:
+                for hand in [hand for hand in self._crew if hand.ready and hand.call is None]:
                     if waiting:
                         give(hand)
                 hand = self._next()
@@ -205,12 +205,10 @@ class RayEngine(Remembering):
                 if share is None:
                     continue
                 if isinstance(result, Death):
-                    if len(share) > 1:  # nobody pays for what another does to their actor
+                    deaths.update(id(order) for order in share)
+                    if len(share) > 1 or deaths[id(share[0])] < ATTEMPTS:
+                        # Each by itself, so that nobody pays for what another does to their actor.
                         waiting.extendleft((order,) for order in reversed(share))
-                        continue
-                    deaths[id(share[0])] += 1
-                    if deaths[id(share[0])] < ATTEMPTS:
-                        waiting.appendleft(share)
                         continue
                     reason = f"its Ray actor died {ATTEMPTS} times ({result.reason})"
                     yield share, Failed(reason, FedloomError(f"client {share[0].client}: {reason}"))
@@ -222,7 +220,7 @@ class RayEngine(Remembering):
                     raise answer.error
                 yield share, answer
         finally:
-            self._dismiss_busy()
+            self._forget_shares()
 
     def _parcel(self, kind: Kind, share: Sequence[Order], places: Mapping[int, int]) -> Any:
         from fedloom.engines.ray_actor import Piece, Share
@@ -300,10 +298,10 @@ class RayEngine(Remembering):
         self._failed_starts = 0
         return result
 
-    def _dismiss_busy(self) -> None:
-        for hand in [hand for hand in self._crew if hand.share is not None]:
-            self._crew.remove(hand)
-            kill(self._ray, hand)
+    def _forget_shares(self) -> None:
+        """Busy actors go on to the end of their shares, whose answers change nothing, and are then free again."""
+        for hand in self._crew:
+            hand.share = None
 
     def _pack(self, message: object) -> Any:
         """Raises `InvalidValue` for what cannot travel to another process."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Plan
 from fedloom.allocator import keep_pages
-from fedloom.engines.base import INTEGERS, Fault, Order, Reply
+from fedloom.engines.base import Fault, Order, Reply
 from fedloom.engines.local import RowsEngine
 from fedloom.engines.ray_parcel import Parcel, pack, unpack
 from fedloom.engines.stacked import StackedEngine
@@ -132,17 +132,9 @@ class TrainingActor:
                 return list(engine.evaluate(briefing.algorithm, briefing.round, orders))
             except Exception as error:
                 return Failed(str(error), portable(error))
-        found = {result.order.client: result for result in self._train(orders)}
+        results = engine.train_expecting(briefing.algorithm, briefing.round, orders, briefing.expected)
+        found = {result.order.client: result for result in results}
         return [self._outcome(piece, found[piece.client]) for piece in share.pieces]
-
-    def _train(self, orders: Sequence[Order]) -> list[Reply | Fault]:
-        assert self.engine is not None
-        assert self.briefing is not None
-        algorithm, expected = self.briefing.algorithm, self.briefing.expected
-        # What replies must look like is the server's to say, and came along: its half of the method is not asked here.
-        own = {name: shape for name, shape in expected.items() if name != INTEGERS}
-        object.__setattr__(algorithm, "expects", lambda round: own)
-        return list(self.engine.train(algorithm, self.briefing.round, orders))
 
     def _outcome(self, piece: Piece, result: Reply | Fault) -> Trained | Failed:
         assert self.engine is not None

@@ -13,7 +13,7 @@ from fedloom.engines.ray_session import Session, first_line, leave
 
 @dataclass(eq=False)
 class Hand:
-    """An actor, the call it is busy with, and the clients that is about (none while it begins)."""
+    """An actor, the call it is busy with, and the clients whose answers are waited for (none while it begins)."""
 
     handle: Any
     call: Any
