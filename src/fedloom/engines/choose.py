@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-import torch
-
-from fedloom.algorithm import Algorithm, Plan
 from fedloom.checks import require_one_of
-from fedloom.engines.base import Choice, Order
+from fedloom.engines.base import Choice
 from fedloom.engines.local import RowsEngine
 from fedloom.engines.processes import ProcessesEngine
 from fedloom.engines.ray import RayEngine
 from fedloom.engines.stacked import StackedEngine
+from fedloom.engines.trial import fastest
 from fedloom.errors import InvalidValue, suggestion
 from fedloom.expression import Call, checked, parse, plain
 from fedloom.registry import Entry
-from fedloom.round import Round
+from fedloom.schedule import Schedule
 from fedloom.task import Task
 
 LocalEngine = RowsEngine | ProcessesEngine | RayEngine
@@ -36,27 +32,22 @@ ENGINES: dict[str, Callable[..., LocalEngine]] = {
 WHERE = ("workers", "threads", "cpus", "gpus", "address", "memory_budget", "object_store")
 """Options that say where and how fast clients train, not what comes of it (but for the last digits of sums)."""
 
-TRIAL_STEPS = 4
-"""Local steps of each client in a trial."""
 
-TRIAL_CLIENTS = 10
-"""Clients in a trial, where there are so many."""
-
-
-def make_engine(name: str, task: Task, **options: Any) -> LocalEngine:
+def make_engine(name: str, task: Task, schedule: Schedule | None = None, **options: Any) -> LocalEngine:
     """The engine called `name`, made with `options`: `rows`, `stacked`, `processes`, `ray`, or `auto`, which measures.
 
     `name` may hold options itself, as in `ray(workers=4, gpus=1)`; `ray://host:port` is `ray(address='ray://host:port')`.
 
     `auto` runs a short round of plain averaging in each engine on this machine on this task and takes the fastest; options are
-    then that engine's. Which one it was, and the seconds, stand in the engine's `chosen`. Engines agree to float tolerance and
-    not bit for bit, so a run that is to be repeated exactly names its engine.
+    then those that all of these have. Worker processes are tried only where the rounds of the `schedule` are worth their start;
+    without one they are taken to be many. Which engine it was, and the seconds, stand in the engine's `chosen`. Engines agree to
+    float tolerance and not bit for bit, so a run that is to be repeated exactly names its engine.
     Raises `InvalidValue` for another name or for options that the engine does not have.
     """
     call = require_engine(name)
-    if call.name == "auto":
-        return _fastest(task, options)
     try:
+        if call.name == "auto":
+            return fastest(task, schedule, options)
         engine = ENGINES[call.name](task, **{**call.named, **options})
     except TypeError as error:
         raise InvalidValue(f"engine {call.name!r}: {error}") from error
@@ -85,54 +76,13 @@ def require_engine(text: str) -> Call:
         return call
     given = {name: plain(value) for name, value in call.named.items()}
     entry = Entry(f"engine {call.name!r}", ENGINES[call.name].__init__)
-    return Call(call.name, named=checked(entry, given))
+    found = Call(call.name, named=checked(entry, given))
+    if "inside" in found.named:
+        require_one_of("inside", found.named["inside"], ("rows", "stacked"))
+    return found
 
 
 def settled_by(text: str) -> str:
     """The engine without what does not change a run's figures: a run may go on with more workers or at another address."""
     call = require_engine(text)
     return str(Call(call.name, named={name: value for name, value in call.named.items() if name not in WHERE}))
-
-
-def _fastest(task: Task, options: dict[str, Any]) -> LocalEngine:
-    seconds: dict[str, float] = {}
-    for name in _candidates(task):
-        engine = ENGINES[name](_shortened(task))
-        if not (isinstance(engine, StackedEngine) and engine.unstackable):
-            seconds[name] = _trial(engine, task)
-        engine.close()
-    chosen = min(seconds, key=lambda name: seconds[name])
-    fastest = make_engine(chosen, task, **options)
-    fastest.chosen = Choice(chosen, seconds)
-    return fastest
-
-
-def _candidates(task: Task) -> list[str]:
-    """Worker processes share data and models in the memory of the CPU, and pay where there are cores for them."""
-    workers = not task.initial.is_cuda and torch.get_num_threads() > 1
-    return ["rows", "stacked", *(["processes"] if workers else [])]
-
-
-def _shortened(task: Task) -> Task:
-    return replace(task, training=replace(task.training, steps=TRIAL_STEPS))
-
-
-def _trial(engine: LocalEngine, task: Task) -> float:
-    """Seconds of a round of a few clients and steps, the better of two after one that warms up. Nothing of it lasts."""
-    count = min(TRIAL_CLIENTS, task.clients)
-    rate = task.training.learning_rate
-    round = Round(1, 1, 0, task.clients, count, rate, rate, selected=tuple(range(count)))
-    method = Algorithm()
-    method.setup(
-        Plan(task.layout, task.initial, task.clients, count, 1, 0, task.dataset.classes, task.sizes, task.model)
-    )
-    message = method.send(round)
-    orders = [Order(client, slot, dict(message)) for slot, client in enumerate(round.selected)]
-    times = []
-    for _ in range(3):
-        began = time.perf_counter()
-        for _ in engine.train(method, round, orders):
-            pass
-        times.append(time.perf_counter() - began)
-        engine.rollback()
-    return min(times[1:])
