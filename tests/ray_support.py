@@ -1,0 +1,107 @@
+"""What the tests of the Ray engine run inside its actors, which import it by this name; and what they watch from outside."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedloom.algorithm import Message
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.cohort import Cohort
+
+SCRIPT = """
+import sys
+import ray
+import torch
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.engines.choose import make_engine
+from fedloom.engines.local import RowsEngine
+from fedloom.federation import Federation
+from fedloom.schedule import Schedule
+from ray_support import descendants
+from small_task import small_task
+
+torch.set_num_threads(1)
+
+
+class Own(FedAvg):
+    "Of this file alone, and made without importing it anew."
+
+    def train(self, cohort, inbox):
+        message = super().train(cohort, inbox)
+        return {"model": message["model"] * factor}
+
+
+factor = 0.5  # no guard below: nothing runs this file again
+where = sys.argv[1]
+ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=40, _temp_dir=where)
+task = small_task()
+engine = make_engine("ray", task, workers=1)
+assert not engine.session.started
+
+
+def model(engine):
+    federation = Federation(Own(), task, engine, Schedule(rounds=2, participation=1.0, seed=1))
+    federation.run()
+    return federation.algorithm.model()
+
+
+assert torch.equal(model(engine), model(RowsEngine(task)))
+engine.close()
+assert ray.is_initialized(), "the program's own cluster stays"
+print(*descendants(), flush=True)
+ray.shutdown()
+"""
+"""A program with a cluster and a method of its own, run as `python script.py FOLDER`; it prints the cluster's processes."""
+
+
+@dataclass
+class Greedy(FedAvg):
+    """A method that trains in its inbox, which is its own to change."""
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        reply = super().train(cohort, inbox)
+        inbox["model"].mul_(0.5).add_(reply["model"], alpha=0.5)
+        return {"model": inbox["model"]}
+
+
+def descendants(of: int | None = None) -> list[int]:
+    """The processes that a process (by default this one) started, and those that they did."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        fields = _stat(int(entry)) if entry.isdigit() else None
+        if fields is not None:
+            children.setdefault(int(fields[1]), []).append(int(entry))
+    found, waiting = [], [os.getpid() if of is None else of]
+    while waiting:
+        new = children.get(waiting.pop(), [])
+        found += new
+        waiting += new
+    return found
+
+
+def gone(processes: Iterable[int], patience: float = 20.0) -> bool:
+    """Whether all of the processes end within so many seconds."""
+    until = time.monotonic() + patience
+    while any((fields := _stat(process)) is not None and fields[0] != "Z" for process in processes):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def counted(history: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
+    """Of each round: who took part, what was sent, and who failed."""
+    names = ("round", "clients", "bytes_down", "bytes_up", "faults")
+    return [{name: record[name] for name in names} for record in history]
+
+
+def _stat(process: int) -> list[str] | None:
+    """State, parent and so on; None when there is no such process."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None

@@ -1,0 +1,427 @@
+"""The Ray engine gives the numbers of the rows engine, whatever dies; and leaves nothing behind.
+
+One local cluster of two actors serves the whole file. FEDLOOM_ALL_PLACES=1 tries every method.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from every_method import EVERY_METHOD
+from fedloom.algorithm import Algorithm, build
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.cli import main
+from fedloom.engines import ray_session
+from fedloom.engines.base import Order, Reply
+from fedloom.engines.choose import make_engine, require_engine, settled_by
+from fedloom.engines.local import RowsEngine
+from fedloom.engines.ray import RayEngine, divide
+from fedloom.errors import FedloomError, InvalidValue, MissingExtra
+from fedloom.federation import Federation
+from fedloom.round import Round
+from fedloom.schedule import Schedule
+from fedloom.task import Task, make_task
+from process_support import Deadly, Failing, Misconfigured, Peeking, wide_task
+from ray_support import SCRIPT, Greedy, counted, descendants, gone
+from small_task import TRAIN_SIZES, Remembering, small_task
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'fedloom[ray]'")
+
+CLIENTS = len(TRAIN_SIZES)
+TASK = wide_task()
+REPRESENTATIVE = ["fedavg", "fedmr", "scaffold", "umf(feddc)", "ala(fedavg)", "fedfomo", "secure(fedmr)"]
+METHODS = sorted({*REPRESENTATIVE, *EVERY_METHOD}) if os.environ.get("FEDLOOM_ALL_PLACES") == "1" else REPRESENTATIVE
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[RayEngine]:
+    made = RayEngine(TASK, workers=2)
+    yield made
+    made.close()
+
+
+@cache
+def digits() -> Task:
+    return make_task(
+        "digits",
+        clients=6,
+        partition="dirichlet(0.3)",
+        model="mlp(hidden=[32])",
+        training={"learning_rate": 0.1},
+        local_test=0.25,
+    )
+
+
+def run(
+    algorithm: Algorithm,
+    engine: RayEngine | RowsEngine,
+    *,
+    task: Task = TASK,
+    rounds: int = 3,
+    participation: float = 1.0,
+    **options: Any,
+) -> Federation:
+    schedule = Schedule(rounds, participation, **{"seed": 3, "evaluate_every": 1, **options})
+    federation = Federation(algorithm, task, engine, schedule)
+    federation.run()
+    return federation
+
+
+def assert_same(found: Federation, expected: Federation, tolerance: float = 0.0) -> None:
+    """Every figure counted, the whole state and all that clients remember; without a tolerance every figure measured too."""
+    assert counted(found.history) == counted(expected.history)
+    if not tolerance:
+        assert found.history == expected.history
+        assert found.client_history == expected.client_history
+    states = found.algorithm.full_state(), expected.algorithm.full_state()
+    memories = found.engine.memory(), expected.engine.memory()
+    for one, two in (states, memories):
+        assert one.keys() == two.keys()
+        for name, tensor in two.items():
+            torch.testing.assert_close(one[name], tensor, rtol=0, atol=tolerance, equal_nan=True, msg=name)
+
+
+# --- the same numbers ---
+
+
+@pytest.mark.parametrize("expression", METHODS)
+def test_methods_give_the_numbers_of_the_rows_engine(engine: RayEngine, expression: str) -> None:
+    options: dict[str, Any] = {"task": digits(), "rounds": 5, "participation": 0.5, "personal_every": 5}
+    found = run(build(expression), engine, **options)
+    assert_same(found, run(build(expression), RowsEngine(digits()), **options), tolerance=1e-5)
+    assert found.history[-1]["bytes_up"] > 0
+    assert found.client_history
+
+
+def test_statistics_dropout_and_new_clients_are_the_same_to_the_bit(engine: RayEngine) -> None:
+    options: dict[str, Any] = {"personal_every": 1, "new_clients": 0.34, "dropout": 0.2}
+    found = run(Remembering(), engine, **options)
+    assert "new_client_accuracy" in found.history[-1]
+    assert any(record["faults"] for record in found.history)
+    assert_same(found, run(Remembering(), RowsEngine(TASK), **options))
+
+
+def test_actors_may_stack_their_clients(engine: RayEngine) -> None:
+    stacked = make_engine("ray(workers=1, inside=stacked)", digits())  # beside the other, in the same cluster
+    assert isinstance(stacked, RayEngine)
+    assert stacked.session is engine.session
+    options: dict[str, Any] = {"task": digits(), "rounds": 2, "personal_every": 2}
+    found = run(build("scaffold"), stacked, **options)
+    assert_same(found, run(build("scaffold"), RowsEngine(digits()), **options), tolerance=1e-5)
+    stacked.close()
+    assert engine.processes, "the cluster stays for the other engine"
+
+
+def test_a_run_goes_on_from_its_checkpoint(engine: RayEngine, tmp_path: Path) -> None:
+    schedule = Schedule(rounds=4, participation=1.0, seed=3, evaluate_every=1)
+    halted = Federation(Remembering(), TASK, engine, schedule, tmp_path)
+    halted.step()
+    halted.step()
+    halted.save()
+    resumed = Federation(Remembering(), TASK, engine, schedule, tmp_path)
+    assert resumed.finished == 2
+    resumed.run()
+    assert_same(resumed, run(Remembering(), RowsEngine(TASK), rounds=4))
+
+
+def test_other_types_and_other_tasks(engine: RayEngine) -> None:
+    small = small_task()
+    double = replace(small, model=small.model.double(), train=replace(small.train, inputs=small.train.inputs.double()))
+    double = replace(double, test=replace(small.test, inputs=small.test.inputs.double()))
+    assert_same(run(Remembering(), engine, task=double), run(Remembering(), RowsEngine(double), task=double))
+    assert engine.store.read(0)["rounds"].dtype == torch.int64
+
+
+def test_a_method_may_write_to_its_inbox_and_its_replies_may_be_written_to(engine: RayEngine) -> None:
+    algorithm = set_up(engine, Greedy())
+    replies = [answer for answer in engine.train(algorithm, *orders(engine)) if isinstance(answer, Reply)]
+    assert len(replies) == CLIENTS
+    kept = [reply.tensors["model"].clone() for reply in replies]
+    for reply in replies:
+        reply.tensors["model"].zero_()
+    again = {
+        reply.order.client: reply for reply in engine.train(algorithm, *orders(engine)) if isinstance(reply, Reply)
+    }
+    for reply, before in zip(replies, kept, strict=True):
+        assert torch.equal(again[reply.order.client].tensors["model"], before)
+
+
+# --- what travels ---
+
+
+def test_a_round_puts_what_all_are_sent_once_and_fetches_one_answer_a_share(
+    engine: RayEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm = set_up(engine, FedAvg())
+    list(engine.train(algorithm, *orders(engine)))  # both actors are there
+    put, got = [], []
+    real_put, real_get = engine._ray.put, engine._ray.get
+
+    def noting_put(value: Any) -> Any:
+        put.append(value)
+        return real_put(value)
+
+    def noting_get(call: Any) -> Any:
+        got.append(real_get(call))
+        return got[-1]
+
+    monkeypatch.setattr(engine._ray, "put", noting_put)
+    monkeypatch.setattr(engine._ray, "get", noting_get)
+    assert len(list(engine.train(algorithm, *orders(engine)))) == CLIENTS
+    monkeypatch.undo()
+    assert len(put) == 1
+    words, _, arrays = put[0]
+    assert sorted(array.size for array in arrays) == sorted((TASK.layout.integers, TASK.layout.size))
+    assert len(words) < 4000, "a method travels without its state and the model"
+    assert len(got) == 4, "two shares for each of two actors"
+    assert all(isinstance(array, np.ndarray) for _, _, arrays in got for array in arrays)
+
+
+def test_tensors_of_every_kind_travel() -> None:
+    from fedloom.engines.ray_parcel import pack, unpack
+
+    rows = torch.arange(6.0).view(2, 3)
+    message: dict[str, Any] = {
+        "rows": rows,
+        "turned": rows.T,
+        "expanded": rows[:1].expand(4, 3),
+        "half": rows.bfloat16(),
+        "true": rows > 2,
+        "bytes": rows.to(torch.uint8),
+        "whole": rows.long(),
+        "scalar": torch.tensor(2.5),
+        "none": torch.empty(0, 3),
+        "array": rows.numpy() + 1,
+        "text": "as it is",
+    }
+    found = unpack(pack(message))
+    assert found["expanded"].stride()[0] == 0, "sent once"
+    assert np.array_equal(found.pop("array"), message.pop("array"))
+    assert found.pop("text") == message.pop("text")
+    for name, tensor in message.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 8))
+def test_shares_hold_everybody_once_and_are_about_equal(sizes: list[int], count: int) -> None:
+    count = min(count, len(sizes))
+    parts = divide(sizes, count)
+    assert len(parts) == count
+    assert sorted(place for part in parts for place in part) == list(range(len(sizes)))
+    sums = [sum(sizes[place] for place in part) for part in parts]
+    assert sums == sorted(sums, reverse=True)
+    assert sums[0] - sums[-1] <= max(sizes), "no move of one client would make them more equal"
+
+
+# --- deaths and failures ---
+
+
+def test_an_actor_killed_in_a_round_is_replaced_and_its_clients_train_again(engine: RayEngine, tmp_path: Path) -> None:
+    list(engine.train(set_up(engine, FedAvg()), *orders(engine)))
+    before = set(engine.processes)
+    found = run(Deadly(victim=2, times=1, directory=str(tmp_path)), engine)
+    (died,) = ({int(mark.name)} for mark in tmp_path.iterdir())
+    assert died < before
+    assert not died & set(engine.processes)
+    assert_same(found, run(Remembering(), RowsEngine(TASK)))
+
+
+def test_an_actor_killed_between_two_rounds_is_replaced(engine: RayEngine) -> None:
+    federation = Federation(Remembering(), TASK, engine, Schedule(3, 1.0, 3, 1))
+    federation.step()
+    killed = engine.processes[0]
+    os.kill(killed, signal.SIGKILL)
+    federation.run()
+    assert killed not in engine.processes
+    assert_same(federation, run(Remembering(), RowsEngine(TASK)))
+
+
+def test_a_client_that_keeps_killing_its_actor_fails_and_the_others_do_not(engine: RayEngine, tmp_path: Path) -> None:
+    found = run(Deadly(victim=2, times=3, directory=str(tmp_path)), engine, rounds=1)
+    (fault,) = found.history[0]["faults"]
+    assert fault["client"] == 2
+    assert fault["reason"].startswith("its Ray actor died 3 times (")
+    assert "\n" not in fault["reason"]
+    assert [client for client in range(CLIENTS) if engine.store.names(client)] == [0, 1, 3, 4, 5]
+
+
+def test_clients_that_fail_are_named_with_the_reasons_of_the_rows_engine(engine: RayEngine) -> None:
+    found = run(Failing(), engine)
+    assert {fault["client"] for fault in found.history[0]["faults"]} == {0, 1, 2, 3}
+    assert_same(found, run(Failing(), RowsEngine(TASK)))
+
+
+def test_a_wrong_setting_ends_the_round_and_leaves_the_engine_usable(engine: RayEngine) -> None:
+    with pytest.raises(InvalidValue, match="mu must be at least 0, not -1"):
+        run(Misconfigured(), engine)
+    assert_same(run(FedAvg(), engine), run(FedAvg(), RowsEngine(TASK)))
+
+
+def test_the_servers_state_does_not_reach_clients(engine: RayEngine) -> None:
+    with pytest.raises(AttributeError, match="state"):
+        run(Peeking(), engine, rounds=1)
+
+
+def test_a_round_left_early_disturbs_nothing(engine: RayEngine) -> None:
+    results = engine.train(set_up(engine, Remembering()), *orders(engine))
+    assert isinstance(next(results), Reply)
+    results.close()  # type: ignore[attr-defined]
+    assert not any(hand.share for hand in engine._crew)
+    assert_same(run(Remembering(), engine), run(Remembering(), RowsEngine(TASK)))
+
+
+def orders(engine: RayEngine) -> tuple[Round, list[Order]]:
+    inbox = {"model": engine.task.initial.unsqueeze(0), "integers": engine.task.initial_integers.unsqueeze(0)}
+    selected = tuple(range(CLIENTS))
+    return Round(1, 1, 0, CLIENTS, CLIENTS, 0.1, 0.1, selected=selected), [Order(k, k, inbox) for k in selected]
+
+
+def set_up(engine: RayEngine, algorithm: Algorithm) -> Algorithm:
+    return Federation(algorithm, TASK, engine, Schedule(rounds=1, participation=1.0)).algorithm
+
+
+# --- what a user may say ---
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("rya", "did you mean 'ray'"),
+        ("ray(worker=2)", "no option 'worker': did you mean 'workers'"),
+        ("ray(workers=two)", "workers must be a whole number, not 'two'"),
+        ("ray(2)", "options have names, such as"),
+        ("ray(workers=0)", "workers must be at least 1, not 0"),
+        ("ray(cpus=0)", "cpus must be greater than 0, not 0"),
+        ("ray(gpus=-1)", "gpus must be at least 0, not -1"),
+        ("ray(inside=stakced)", "did you mean 'stacked'"),
+        ("ray(object_store=5)", "object_store must be at least"),
+        ("ray(workers=2", "cannot read"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_in_one_line(text: str, reason: str) -> None:
+    with pytest.raises(InvalidValue, match=reason) as caught:
+        make_engine(text, TASK)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("nowhere", "address 'nowhere' is not allowed: use local, auto, 'host:port'"),
+        ("ray://127.0.0.1:99999", "is not allowed"),
+        ("ray://127.0.0.1:1", "cannot reach the cluster at 'ray://127.0.0.1:1': connection refused"),
+        ("ray://nowhere.invalid:10001", "cannot reach the cluster at 'ray://nowhere.invalid:10001'"),
+    ],
+)
+def test_an_address_without_a_cluster_is_told_in_one_line(
+    address: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_session, "_current", None)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    with pytest.raises(FedloomError) as caught:
+        RayEngine(TASK, address=address)
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_process_has_one_cluster_at_a_time(engine: RayEngine) -> None:
+    with pytest.raises(
+        InvalidValue, match=r"'10.0.0.1:6379': this process is connected to another Ray cluster \(local\)"
+    ):
+        RayEngine(TASK, address="10.0.0.1:6379")
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingExtra, match=r"engine 'ray' needs 'ray': pip install 'fedloom\[ray\]'"):
+        RayEngine(TASK)
+
+
+def test_what_cannot_travel_is_refused_in_one_line(engine: RayEngine) -> None:
+    method = FedAvg()
+    method.lock = threading.Lock()  # type: ignore[attr-defined]
+    with pytest.raises(InvalidValue, match="engine 'ray' cannot send this to its actors: ") as caught:
+        run(method, engine)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_address_and_a_number_of_actors_do_not_make_another_run() -> None:
+    assert require_engine("ray://host:10001").named == {"address": "ray://host:10001"}
+    assert settled_by("ray://host:10001") == "ray"
+    assert settled_by("ray(workers=4, gpus=0.5, address='host:6379')") == "ray"
+    assert settled_by("ray(workers=4, inside=stacked)") == "ray(inside='stacked')"
+    assert settled_by("rows") == "rows"
+
+
+JOB = """
+algorithm = "fedmr"
+rounds = 3
+participation = 0.5
+model = "logistic"
+engine = "ray(workers=1)"
+threads = 1
+[data]
+clients = 4
+partition = "iid"
+"""
+
+
+def test_the_command_runs_on_ray_and_goes_on_elsewhere(
+    engine: RayEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text(JOB)
+    assert main(["run", "job.toml"]) == 0
+    told = capsys.readouterr()
+    assert "3 rounds" in told.out
+    assert "ray" not in told.err.lower()
+    assert main(["run", "job.toml", "engine=ray(workers=2)"]) == 0  # the same run: it is finished
+    monkeypatch.chdir(tmp_path.parent)
+    assert main(["run", str(tmp_path / "job.toml"), "engine=rows", f"directory={tmp_path / 'rows'}"]) == 0
+    found, expected = (next((tmp_path / name).glob("**/metrics.jsonl")) for name in ("runs", "rows"))
+    assert found.read_text() == expected.read_text()
+
+
+# --- nothing is left behind ---
+
+
+def test_a_program_keeps_its_own_cluster_and_may_define_its_own_method(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with tempfile.TemporaryDirectory(prefix="r") as short:  # Ray's sockets have no room for more
+        command = [sys.executable, "-W", "error", str(tmp_path / "script.py"), short]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    cluster = [int(word) for word in done.stdout.split()]
+    assert len(cluster) >= 2, done.stdout
+    assert gone(cluster)
+
+
+def test_closing_ends_every_process_and_removes_the_folder(engine: RayEngine) -> None:
+    cluster = descendants()
+    assert {*engine.processes} <= {*cluster}
+    folder = engine.session.folder
+    engine.close()
+    engine.close()
+    assert gone(cluster)
+    assert folder is None or not folder.exists()
+    assert not sys.modules["ray"].is_initialized()
