@@ -1,0 +1,157 @@
+"""What a round costs in each place where clients can train, over the rows engine in this process, and where the time goes.
+
+Seconds of a FedAvg round of ten clients with the CNN on CIFAR shapes (500 samples each, batch 50, momentum 0.9, one epoch);
+the places run in turn, round by round, on one thread a worker, and what is printed are medians. `over_rows` is the median of
+the ratios to the rows engine in the same turn; `best` the least seconds of any round. `sends` is the time in which this process
+makes messages ready and hands them over, `waits` that in which it waits for those that train, `takes` that in which it reads
+answers, and `rest` everything else in the round (collecting replies, averaging).
+
+    python benchmarks/places.py [--rounds 7] [--workers 2] [--samples 500]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.engines import processes
+from fedloom.engines.local import RowsEngine
+from fedloom.engines.processes import ProcessesEngine
+from fedloom.engines.ray import RayEngine
+from fedloom.federation import Federation, Schedule
+from fedloom.task import Task
+from limit import cnn, random_task
+from outcome import tell
+
+
+@dataclass
+class Clock:
+    """Seconds of this process by what it did."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def watch(self, thing: Any, name: str, what: str) -> None:
+        """Count the time in `thing.name` as `what`; calls inside others count for the outer one."""
+        call = getattr(thing, name)
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            if self.seconds.get("inside"):
+                return call(*arguments, **options)
+            self.seconds["inside"] = 1.0
+            began = time.perf_counter()
+            try:
+                return call(*arguments, **options)
+            finally:
+                self.seconds["inside"] = 0.0
+                self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - began
+
+        setattr(thing, name, timed)
+
+
+@dataclass
+class Place:
+    """Somewhere to run a round: `step` runs one, `close` gives back what it holds, `clock` tells where its time went."""
+
+    step: Callable[[], Any]
+    close: Callable[[], None]
+    clock: Clock = field(default_factory=Clock)
+    rounds: list[float] = field(default_factory=list)
+    parts: list[dict[str, float]] = field(default_factory=list)
+
+    def run(self) -> None:
+        self.clock.seconds.clear()
+        began = time.perf_counter()
+        self.step()
+        self.rounds.append(time.perf_counter() - began)
+        self.parts.append(dict(self.clock.seconds))
+
+
+def federation(task: Task, engine: Any, rounds: int) -> Federation:
+    return Federation(FedAvg(), task, engine, Schedule(rounds, participation=1.0, evaluate_every=rounds + 1))
+
+
+def rows_place(task: Task, workers: int, rounds: int) -> Place:
+    engine = RowsEngine(task)
+    return Place(federation(task, engine, rounds).step, engine.close)
+
+
+def processes_place(task: Task, workers: int, rounds: int) -> Place:
+    engine = ProcessesEngine(task, workers=workers)
+    place = Place(federation(task, engine, rounds).step, engine.close)
+    place.clock.watch(engine, "_pack", "sends")
+    place.clock.watch(processes._Worker, "begin", "sends")
+    place.clock.watch(engine, "_speaking", "waits")
+    place.clock.watch(engine, "_listen", "takes")
+    return place
+
+
+def ray_place(task: Task, workers: int, rounds: int) -> Place:
+    engine = RayEngine(task, workers=workers)
+    place = Place(federation(task, engine, rounds).step, engine.close)
+    place.clock.watch(engine, "_pack", "sends")
+    place.clock.watch(engine._ray, "put", "sends")
+    place.clock.watch(engine, "_next", "waits")
+    place.clock.watch(engine, "_result", "takes")
+    return place
+
+
+# A place where a round takes some time whatever it does (sites with Flower) joins as one more entry.
+PLACES: dict[str, Callable[[Task, int, int], Place]] = {
+    "rows": rows_place,
+    "processes": processes_place,
+    "ray": ray_place,
+}
+
+
+def measure(task: Task, workers: int, rounds: int) -> list[dict[str, Any]]:
+    """A row for each place; the first two rounds warm up."""
+    places = {name: make(task, workers, rounds + 2) for name, make in PLACES.items()}
+    try:
+        for _ in range(rounds + 2):
+            for place in places.values():
+                place.run()
+    finally:
+        for place in reversed(places.values()):
+            place.close()
+    base = places["rows"].rounds[2:]
+    return [row(name, place, base) for name, place in places.items()]
+
+
+def row(name: str, place: Place, base: list[float]) -> dict[str, Any]:
+    seconds, parts = place.rounds[2:], place.parts[2:]
+    told = {part: statistics.median(one.get(part, 0.0) for one in parts) for part in ("sends", "waits", "takes")}
+    return {
+        "place": name,
+        "round_s": statistics.median(seconds),
+        "best_s": min(seconds),
+        "over_rows": statistics.median(mine / rows for mine, rows in zip(seconds, base, strict=True)),
+        **{f"{part}_s": value for part, value in told.items()},
+        "rest_s": statistics.median(
+            total - sum(one.get(part, 0.0) for part in told) for total, one in zip(seconds, parts, strict=True)
+        ),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--samples", type=int, default=500)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    task = random_task(cnn(), (3, 32, 32), options.samples, 50, 0.9)
+    tell(
+        f"a round in each place, {options.workers} workers of one thread",
+        measure(task, options.workers, options.rounds),
+    )
+
+
+if __name__ == "__main__":
+    main()
