@@ -271,8 +271,9 @@ def test_the_report_shows_it(folder: Path) -> None:
     page = render("Recorded", [summary])
     assert "What was recorded" in page
     data = json.loads(page.partition('id="figures">')[2].partition("</script>")[0])
-    drawn = [data[f"recorded-{k}"]["variants"][""]["data"] for k in range(3)]
-    assert f"recorded-{len(drawn)}" not in data
+    method = "ala-fedavg-max_epochs=12"
+    names = ("objective", f"ala-3-{method}", f"trajectory-2-{method}")
+    drawn = [data[name]["variants"][""]["data"] for name in names]
     one = {entry["kind"]: entry for entry in summary.recorded}
     assert len(drawn[1]) == len(one["ala"]["rounds"]) + 1  # a line a round, and the scale
     assert drawn[2][0]["type"] == "contour"

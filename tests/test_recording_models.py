@@ -194,6 +194,7 @@ def test_the_same_landscape_comes_out_later_of_the_model_alone(tmp_path: Path) -
         ("similarity(every=0)", "every must be at least 1, not 0"),
         ("aggregate(models=0)", "models must be at least 1, not 0"),
         ("landscape(grid=2)", "grid must be at least 3, not 2"),
+        ("landscape(grid=4)", "grid must be odd, so that the model itself lies on it, not 4"),
         ("landscape(radius=0)", "radius must be greater than 0, not 0.0"),
         ("landscape(data=tests)", "data 'tests' is not allowed: did you mean 'test'? (allowed: train, test)"),
     ],

@@ -13,6 +13,7 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm
 from fedloom.checks import require_at_least, require_one_of, require_positive
 from fedloom.data.dataset import Samples
+from fedloom.errors import InvalidValue
 from fedloom.layout import Layout
 from fedloom.randomness import stream
 from fedloom.recording.recorder import Exchange, Note, Recorder, Scene, Series, recorders
@@ -42,6 +43,8 @@ class Landscape(Recorder):
 
     def __post_init__(self) -> None:
         require_at_least("grid", self.grid, 3)
+        if self.grid % 2 == 0:
+            raise InvalidValue(f"grid must be odd, so that the model itself lies on it, not {self.grid}")
         require_positive("radius", self.radius)
         require_at_least("samples", self.samples, 1)
         require_one_of("data", self.data, ("train", "test"))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -16,7 +16,8 @@ from plotly.offline import get_plotlyjs
 
 from fedloom.errors import InvalidValue
 from fedloom.files import write_text
-from fedloom.report import figures, recorded
+from fedloom.report import figures
+from fedloom.report.clients import client_table
 from fedloom.report.curves import AXES
 from fedloom.report.sections import (
     comparison_table,
@@ -26,48 +27,10 @@ from fedloom.report.sections import (
     recorded_section,
     what_was_run,
 )
-from fedloom.report.summary import RunSummary, by_algorithm, summarise
+from fedloom.report.slots import Slot, ablation_slots, cost_slots, curve_slots, label_slot, recorded_slots, seed_slots
+from fedloom.report.summary import RunSummary, summarise
 
 _AXIS_NAMES = {"round": "Rounds", "bytes": "Bytes", "seconds": "Seconds"}
-
-_CAPTIONS = {
-    "accuracy": "of the global model.",
-    "personal_accuracy": "of each client's own model on its own test data.",
-    "client_accuracy": "of the global model on the clients' own test data.",
-    "new_client_accuracy": "of models adapted to clients that never trained, on their own test data.",
-    "loss": "of the global model.",
-    "training_loss": "of the clients that took part, mean over their local steps.",
-    "pool_cosine": "between the models of the pool.",
-}
-
-OTHERS = 8
-"""Further figures of the records that are drawn."""
-
-PARTITIONS = 6
-"""Seeds whose label distribution can be looked at."""
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A place for a figure. `variants` are its figures by the value of the `choice` (a row of buttons) that selects one."""
-
-    name: str
-    title: str
-    caption: str
-    variants: Mapping[str, go.Figure]
-    choice: str | None = None
-
-    @property
-    def html(self) -> str:
-        return (
-            f"<figure><figcaption><b>{escape(self.title)}</b> {escape(self.caption)}</figcaption>"
-            f'<div id="{self.name}" style="height:{self.height}px"></div></figure>'
-        )
-
-    @property
-    def height(self) -> int:
-        """In pixels; kept free until the figure is drawn, so that nothing jumps."""
-        return int(max(figure.layout.height for figure in self.variants.values()))
 
 
 def write_report(
@@ -91,10 +54,12 @@ def render(
     if not runs:
         raise InvalidValue("a report needs at least one run")
     settings = runs[0].configuration
-    rows = summarise(runs, settings.get("targets", ()) if targets is None else targets)
-    curves, spent, labels = _curve_slots(runs), _cost_slots(runs), _label_slot(runs)
-    noted = _recorded_slots(runs)
-    comparison = [_seed_slot(runs)] if max(row.seeds for row in rows) > 1 else []
+    aims = list(settings.get("targets", ()) if targets is None else targets)
+    repeat = command or str(settings.get("command", ""))
+    rows = summarise(runs, aims)
+    curves, spent, labels = curve_slots(runs), cost_slots(runs), label_slot(runs)
+    noted = recorded_slots(runs)
+    comparison, effects = seed_slots(runs), ablation_slots(runs)
     body = "".join(
         [
             headline(title, runs, rows),
@@ -102,56 +67,37 @@ def render(
             "<main>",
             f"<section>{_head('Comparison' if len(rows) > 1 else 'Result')}",
             f"{comparison_table(runs, rows)}{_all(comparison)}</section>",
+            f"<section>{_head('What makes the difference')}<div class=pair>{_all(effects)}</div></section>"
+            if effects
+            else "",
             _curve_section(runs, curves),
             f"<section>{_head('Bytes and time')}<div class=pair>{_all(spent)}</div></section>",
-            ""
-            if labels is None
-            else f"<section>{_head('Data of the clients', _seed_choice(labels))}{labels.html}</section>",
+            _client_section(runs, labels),
             recorded_section(_all(noted)),
             fault_table(runs),
-            what_was_run(runs, command or str(settings.get("command", ""))),
+            what_was_run(runs, repeat),
             "</main><footer>Made by fedloom. The page holds all its data and needs no network.</footer>",
         ]
     )
-    slots = [*comparison, *curves, *spent, *([] if labels is None else [labels]), *noted]
+    slots = [*comparison, *effects, *curves, *spent, *([] if labels is None else [labels]), *noted]
     assets = files("fedloom.report") / "assets"
     return Template((assets / "page.html").read_text(encoding="utf-8")).substitute(
         title=escape(title),
         css=(assets / "page.css").read_text(encoding="utf-8"),
         script=(assets / "page.js").read_text(encoding="utf-8"),
         plotly=get_plotlyjs(),
-        figures=_embedded(slots),
+        figures=_embedded({slot.name: {"choice": slot.choice, "variants": _plain(slot.variants)} for slot in slots}),
+        about=_embedded({"title": title, "targets": aims, "command": repeat}),
         body=body,
     )
 
 
-def _curve_slots(runs: Sequence[RunSummary]) -> list[Slot]:
-    """Learning curves of all that was recorded, over each axis that the runs have figures for."""
-    band = " Mean over seeds, band ± one standard deviation." if _seeds(runs) > 1 else ""
-    slots = [_curve_slot(runs, f"curve-{measure}", measure, caption) for measure, caption in _CAPTIONS.items()]
-    others = [_curve_slot(runs, f"other-{k}", measure, "as recorded.") for k, measure in enumerate(_others(runs))]
-    found = [slot for slot in (*slots, *others) if slot.variants]
-    return [replace(slot, caption=slot.caption + band) if slot is found[0] else slot for slot in found]
-
-
-def _curve_slot(runs: Sequence[RunSummary], name: str, measure: str, caption: str) -> Slot:
-    recorded = any(measure in record for run in runs for record in run.records)
-    drawn = {x: figures.learning_curves(runs, measure, x) for x in AXES if recorded}
-    return Slot(
-        name, figures.title_of(measure), caption, {x: figure for x, figure in drawn.items() if figure.data}, "x"
-    )
-
-
-def _others(runs: Sequence[RunSummary]) -> list[str]:
-    """Up to `OTHERS` further figures that methods recorded, by name."""
-    names = {
-        name
-        for run in runs
-        for record in run.records
-        for name, value in record.items()
-        if isinstance(value, float) and name not in _CAPTIONS
-    }
-    return sorted(names)[:OTHERS]
+def about(path: Path) -> dict[str, Any]:
+    """What a report says of itself: `title`, `targets` and `command` as `write_report` was told them; empty where it does not
+    exist or is no report."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    found = re.search(r'<script type="application/json" id="about">(.*?)</script>', text, re.DOTALL)
+    return dict(json.loads(found[1])) if found else {}
 
 
 def _curve_section(runs: Sequence[RunSummary], slots: Sequence[Slot]) -> str:
@@ -171,48 +117,10 @@ def _curve_section(runs: Sequence[RunSummary], slots: Sequence[Slot]) -> str:
     )
 
 
-def _cost_slots(runs: Sequence[RunSummary]) -> list[Slot]:
-    slots = [
-        Slot("bytes", "Bytes", "of a run; full colour down to the clients, pale up.", {"": figures.byte_bars(runs)})
-    ]
-    seconds = figures.second_bars(runs)
-    if seconds.data:
-        deviation = ", ± one standard deviation over seeds" if _seeds(runs) > 1 else ""
-        caption = f"of a run, evaluation included{deviation}."
-        slots.append(Slot("seconds", "Time", caption, {"": seconds}))
-    return slots
-
-
-def _seed_slot(runs: Sequence[RunSummary]) -> Slot:
-    caption = "A dot a seed, a bar at their mean."
-    return Slot("seeds", "Final accuracy of each seed.", caption, {"": figures.accuracy_by_seed(runs)})
-
-
-def _label_slot(runs: Sequence[RunSummary]) -> Slot | None:
-    """The label distribution of each seed; one figure where all seeds share it."""
-    known: dict[str, RunSummary] = {}
-    for run in runs:
-        if run.label_counts and all(run.label_counts != other.label_counts for other in known.values()):
-            known.setdefault(f"seed {run.seed}", run)
-    if not known:
-        return None
-    first = next(iter(known.values()))
-    clients = len(first.label_counts)
-    shown = len(figures.shown_clients(clients))
-    some = f" {shown} of the {clients:,} clients, evenly spaced." if shown < clients else ""
-    samples = sum(map(sum, first.label_counts))
-    variants = {
-        name: figures.label_distribution(run.label_counts, run.class_names)
-        for name, run in list(known.items())[:PARTITIONS]
-    }
-    caption = f"Each bubble's area is the number of a client's training samples of a class; {samples:,} in all.{some}"
-    return Slot("labels", "Label distribution.", caption, variants, "labels")
-
-
-def _recorded_slots(runs: Sequence[RunSummary]) -> list[Slot]:
-    """What was recorded on request: of each method the first seed that has it."""
-    drawn = [drawing for drawing in recorded.drawings(runs) if drawing.figure.data]
-    return [Slot(f"recorded-{k}", one.title, one.caption, {"": one.figure}) for k, one in enumerate(drawn)]
+def _client_section(runs: Sequence[RunSummary], labels: Slot | None) -> str:
+    if labels is None:
+        return ""
+    return f"<section>{_head('The clients and their data', _seed_choice(labels))}{labels.html}{client_table(runs)}</section>"
 
 
 def _seed_choice(slot: Slot) -> str:
@@ -239,18 +147,11 @@ def _all(slots: Sequence[Slot]) -> str:
     return "".join(slot.html for slot in slots)
 
 
-def _seeds(runs: Sequence[RunSummary]) -> int:
-    return max(len(group) for group in by_algorithm(runs).values())
+def _plain(variants: Mapping[str, go.Figure]) -> dict[str, Any]:
+    return {value: json.loads(figure.to_json()) for value, figure in variants.items()}
 
 
-def _embedded(slots: Sequence[Slot]) -> str:
-    """The figures as JSON that no text in it can end the element it stands in."""
-    plain: dict[str, Any] = {
-        slot.name: {
-            "choice": slot.choice,
-            "variants": {value: json.loads(figure.to_json()) for value, figure in slot.variants.items()},
-        }
-        for slot in slots
-    }
+def _embedded(plain: Mapping[str, Any]) -> str:
+    """Plain values as JSON that no text in it can end the element it stands in."""
     text = json.dumps(plain, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -12,12 +12,21 @@ import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 
 from fedloom.report.figures import Style, framed, pale, styles
+from fedloom.report.models import (
+    SHOWN,
+    common_ends,
+    cross_sections,
+    landscapes,
+    local_models,
+    of_kind,
+    similarity_curves,
+)
 from fedloom.report.summary import RunSummary, by_algorithm
 
 ROUNDS = 12
 """Rounds of ALA's learning that are drawn, evenly spaced, the first and the last among them."""
 
-DRAWN = 12
+DRAWN = 24
 """Figures of one page at most."""
 
 SEQUENCE = "Viridis"
@@ -31,28 +40,31 @@ _EARLY, _LATE = 0.35, 0.88
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure with its title and what to say below it."""
+    """A figure with its name among those of the runs, its title and what to say below it."""
 
+    name: str
     title: str
     caption: str
     figure: go.Figure
 
 
 def drawings(runs: Sequence[RunSummary]) -> list[Drawing]:
-    """All that the runs recorded, of each method the first seed that recorded anything, up to `DRAWN` figures."""
+    """All that the runs recorded, of each method the first seed that recorded anything, up to `DRAWN` figures; similarity is
+    of all seeds."""
     chosen = [run for group in by_algorithm(runs).values() if (run := _first_recorded(group)) is not None]
-    several = len(by_algorithm(runs)) > 1
     looks = styles(runs)
     found: list[Drawing] = []
-    if any(one["kind"] == "objective" for run in chosen for one in run.recorded):
+    if any(of_kind(run, "objective") for run in chosen):
         found.append(_objectives(chosen, looks))
+    if any(of_kind(run, "similarity") for run in runs):
+        found.append(_similarity(runs))
+    found += [*_local_models(chosen, looks), *_landscapes(runs)]
     for run in chosen:
-        whose = f" {run.algorithm}, seed {run.seed}." if several else f" Seed {run.seed}."
         for one in run.recorded:
             if one["kind"] == "ala":
-                found.append(_blending(run.algorithm, one, whose))
+                found.append(_blending(run, one, _whose(run, runs)))
             elif one["kind"] == "trajectory":
-                found.append(_trajectory(run.algorithm, one, whose))
+                found.append(_trajectory(run, one, _whose(run, runs)))
     return found[:DRAWN]
 
 
@@ -196,7 +208,83 @@ def _objectives(runs: Sequence[RunSummary], looks: Mapping[str, Style]) -> Drawi
         "over the round's clients, weighted by samples: circles, of the models received, before local training; "
         "dots, of the models uploaded."
     )
-    return Drawing("Training objective", f"{caption} {_seeds(runs)}", figure)
+    return Drawing("objective", "Training objective", f"{caption} {_seeds(runs)}", figure)
+
+
+def _similarity(runs: Sequence[RunSummary]) -> Drawing:
+    pools = any("pool" in (of_kind(run, "similarity") or {}) for run in runs)
+    dotted = "; dotted, of the pool that the server keeps" if pools else ""
+    band = " Mean over seeds, band ± one standard deviation." if len({run.seed for run in runs}) > 1 else ""
+    caption = f"over all pairs of models that the clients uploaded in a round{dotted}.{band}"
+    return Drawing("similarity", "Mean cosine similarity", caption, similarity_curves(runs))
+
+
+def _local_models(chosen: Sequence[RunSummary], looks: Mapping[str, Style]) -> list[Drawing]:
+    """Accuracy of all methods, then loss, each at one scale."""
+    known = {run.algorithm: (run, one) for run in chosen if (one := of_kind(run, "aggregate")) is not None}
+    found = []
+    for measure in ("accuracy", "loss") if known else ():
+        ends = common_ends([one for _, one in known.values()], measure)
+        for name, (run, one) in known.items():
+            drawn = min(SHOWN, len(one["slots"]))
+            some = f"the first {drawn} of {len(one['slots'])} models" if drawn < len(one["slots"]) else "models"
+            caption = (
+                f"of the {some} that the clients of {name} upload, thin, and of the global model made of them, thick."
+            )
+            figure = local_models(name, one, looks[name], measure, ends)
+            title = f"Local models: test {measure}"
+            found.append(Drawing(f"local-{measure}-{name}", title, f"{caption} Seed {run.seed}.", figure))
+    return found
+
+
+def side_by_side(runs: Sequence[RunSummary]) -> Drawing | None:
+    """The landscapes of all methods in one figure; None unless there are two or more."""
+    known = _with_landscape(runs)
+    if len(known) < 2:
+        return None
+    caption = f"around the final models, {_of_landscape(known)}"
+    figure = landscapes({name: one for name, (_, one) in known.items()})
+    return Drawing("landscapes", "Loss landscapes", caption, figure)
+
+
+def _landscapes(runs: Sequence[RunSummary]) -> list[Drawing]:
+    """A landscape a method, all with the same contour lines, and the cuts through them."""
+    known = _with_landscape(runs)
+    entries = [one for _, one in known.values()]
+    found = [
+        Drawing(
+            f"landscape-{name}",
+            "Loss landscape",
+            f"around the final model of {name}, {_of_landscape(known)}",
+            landscapes({name: one}, entries),
+        )
+        for name, (_, one) in known.items()
+    ]
+    if found:
+        caption = "cut through the model along the first direction (solid) and the second (dotted)."
+        figure = cross_sections({name: one for name, (_, one) in known.items()}, styles(runs))
+        found.append(Drawing("landscape-cuts", "Loss landscape", caption, figure))
+    return found
+
+
+def _with_landscape(runs: Sequence[RunSummary]) -> dict[str, tuple[RunSummary, Mapping[str, Any]]]:
+    """Of each method the first run with a landscape."""
+    found: dict[str, tuple[RunSummary, Mapping[str, Any]]] = {}
+    for run in runs:
+        if (one := of_kind(run, "landscape")) is not None:
+            found.setdefault(run.algorithm, (run, one))
+    return found
+
+
+def _of_landscape(known: Mapping[str, tuple[RunSummary, Mapping[str, Any]]]) -> str:
+    runs, entries = [run for run, _ in known.values()], [one for _, one in known.values()]
+    samples = f"{entries[0]['samples']:,} {'test' if entries[0]['data'] == 'test' else 'training'} samples"
+    alike = "" if len(known) < 2 else " Directions, axes and contour lines are the same for all methods."
+    return f"on {samples}, in two random directions scaled filter by filter to the model.{alike} {_seeds(runs)}"
+
+
+def _whose(run: RunSummary, runs: Sequence[RunSummary]) -> str:
+    return f" {run.algorithm}, seed {run.seed}." if len(by_algorithm(runs)) > 1 else f" Seed {run.seed}."
 
 
 def _seeds(runs: Sequence[RunSummary]) -> str:
@@ -204,12 +292,13 @@ def _seeds(runs: Sequence[RunSummary]) -> str:
     return f"Seed {', '.join(map(str, seeds))}." if seeds else ""
 
 
-def _blending(method: str, one: Mapping[str, Any], whose: str) -> Drawing:
+def _blending(run: RunSummary, one: Mapping[str, Any], whose: str) -> Drawing:
     caption = f"of client {one['client']} over the epochs, a line a round.{whose}"
-    return Drawing("Loss while learning ALA's weights", caption, blending_losses(method, one))
+    name = f"ala-{one['client']}-{run.algorithm}"
+    return Drawing(name, "Loss while learning ALA's weights", caption, blending_losses(run.algorithm, one))
 
 
-def _trajectory(method: str, one: Mapping[str, Any], whose: str) -> Drawing:
+def _trajectory(run: RunSummary, one: Mapping[str, Any], whose: str) -> Drawing:
     over = (
         "over its training loss in the plane of their two principal components"
         if "points" in one
@@ -218,7 +307,8 @@ def _trajectory(method: str, one: Mapping[str, Any], whose: str) -> Drawing:
     first, last = one["rounds"][0], one["rounds"][-1]
     span = f"from round {first} (circle) to {last} (star)" if "points" in one else f"rounds {first} to {last}"
     caption = f"{over}, {span}.{whose}"
-    return Drawing(f"Models of client {one['client']}", caption, trajectory_path(method, one))
+    name = f"trajectory-{one['client']}-{run.algorithm}"
+    return Drawing(name, f"Models of client {one['client']}", caption, trajectory_path(run.algorithm, one))
 
 
 def _components(recorded: Mapping[str, Any]) -> list[tuple[str, float]]:

@@ -17,7 +17,8 @@
     const figure = variants[chosen[choice]] ?? Object.values(variants)[0];
     const data = figure.data.map((trace) => ({ ...trace, visible: !hidden.has(trace.legendgroup) }));
     // On a touch screen a finger on a figure scrolls the page.
-    const layout = { ...figure.layout, showlegend: false, dragmode: touch ? false : "zoom" };
+    // The chips are the legend of the methods; a figure of other lines brings its own.
+    const layout = { showlegend: false, ...figure.layout, dragmode: touch ? false : "zoom" };
     return Plotly.react(document.getElementById(name), data, layout, settings);
   }
 

@@ -1,0 +1,122 @@
+"""The table of the clients: what each holds and how well it is served, the worst first."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from fedloom.report.summary import RunSummary
+
+LISTED = 200
+"""Clients that the table lists."""
+
+LABELS = 4
+"""Classes of a client that are named, those with the most samples first."""
+
+
+@dataclass(frozen=True)
+class Client:
+    """One client: its training samples of each class, and shares of its own test samples that are classified right, by what
+    they are the accuracies of; the last of these, or with several methods the mean, is its `score`."""
+
+    number: int
+    counts: Sequence[int]
+    accuracies: Mapping[str, float]
+    score: float | None
+
+
+def worst_first(runs: Sequence[RunSummary]) -> list[Client]:
+    """The clients of the first seed whose clients were measured, by their score; those not measured last, by samples.
+
+    Several methods: of each the accuracy of the model that a client would use (`personal`), after the last round in which it
+    was measured. One method: beside it, that of the global model (`client`). Methods count that ran on the same data.
+    """
+    chosen = same_data(runs)
+    if not chosen:
+        return []
+    tables = {name: table for run in chosen for name, table in _accuracies(run, len(chosen) > 1).items()}
+    found = []
+    for number, counts in enumerate(chosen[0].label_counts):
+        known = {name: table[number] for name, table in tables.items() if number in table}
+        judged = list(known.values()) if len(chosen) > 1 else list(known.values())[-1:]
+        found.append(Client(number, counts, known, statistics.fmean(judged) if judged else None))
+    return sorted(found, key=lambda one: (one.score is None, one.score or 0.0, sum(one.counts), one.number))
+
+
+def same_data(runs: Sequence[RunSummary]) -> list[RunSummary]:
+    """The runs, one a method, that share clients and samples with the first one whose clients were measured (or with the first
+    whose label counts are known)."""
+    known = [run for run in runs if run.label_counts]
+    leader = next((run for run in known if run.clients), known[0] if known else None)
+    if leader is None:
+        return []
+    alike = [run for run in known if run.seed == leader.seed and run.label_counts == leader.label_counts]
+    return list({run.algorithm: run for run in reversed(alike)}.values())[::-1]
+
+
+def client_table(runs: Sequence[RunSummary]) -> str:
+    """The table as HTML, whose columns sort; empty where nothing is known of the clients."""
+    clients = worst_first(runs)
+    if not clients:
+        return ""
+    chosen = same_data(runs)
+    names = list(dict.fromkeys(name for one in clients for name in one.accuracies))
+    several = len(chosen) > 1 and bool(names)
+    heads = ["Client", *(["Mean, %"] if several else []), *(f"{name}, %" for name in names), "Samples", "Classes"]
+    line = "".join(_head(name) for name in heads) + "<th scope=col class=labels>Most frequent</th>"
+    body = "".join(_row(one, names, several, chosen[0].class_names) for one in clients[:LISTED])
+    return (
+        "<h3>Clients, the worst first</h3>"
+        f"<div class=scroll><table class=clients><thead><tr>{line}</tr></thead><tbody>{body}</tbody></table></div>"
+        f"<p class=caption>{escape(_reading(clients, chosen, names))}</p>"
+    )
+
+
+def _accuracies(run: RunSummary, several: bool) -> dict[str, dict[int, float]]:
+    """The latest accuracy of each client, by what it is the accuracy of."""
+    last = run.clients[-1] if run.clients else {}
+    tables = {
+        kind: dict(zip(table["clients"], table["accuracy"], strict=True))
+        for kind, table in last.items()
+        if kind != "round"
+    }
+    own = tables.get("personal", {}) | tables.get("new_client", {})
+    return {run.algorithm: own} if several else {"Global model": tables.get("client", {}), "Own model": own}
+
+
+def _head(name: str) -> str:
+    text = escape(name).replace(" %", "\u00a0%")
+    return f"<th scope=col aria-sort=none data-first=ascending><button>{text}</button></th>"
+
+
+def _row(one: Client, names: Sequence[str], several: bool, class_names: Sequence[str] | None) -> str:
+    samples, held = sum(one.counts), [k for k, count in enumerate(one.counts) if count]
+    accuracies = ([one.score] if several else []) + [one.accuracies.get(name) for name in names]
+    cells = [(str(one.number), str(one.number))]
+    cells += [("", "") if value is None else (f"{100 * value:.1f}", f"{value:.6f}") for value in accuracies]
+    cells += [(f"{samples:,}", str(samples)), (str(len(held)), str(len(held)))]
+    inside = "".join(f"<td data-value={value}>{text}</td>" if value else "<td></td>" for text, value in cells)
+    return f"<tr>{inside}<td class=labels>{_labels(one.counts, held, class_names)}</td></tr>"
+
+
+def _labels(counts: Sequence[int], held: Sequence[int], class_names: Sequence[str] | None) -> str:
+    """The client's classes with their samples, the most frequent first."""
+    order = sorted(held, key=lambda k: (-counts[k], k))
+    named = [f"{escape(class_names[k] if class_names else str(k))}\u00a0({counts[k]:,})" for k in order[:LABELS]]
+    return ", ".join(named) + (f" and {len(order) - LABELS} more" if len(order) > LABELS else "")
+
+
+def _reading(clients: Sequence[Client], chosen: Sequence[RunSummary], names: Sequence[str]) -> str:
+    """How to read the table."""
+    text = f"Training samples of each class; seed {chosen[0].seed}."
+    if not names:
+        text += " No accuracies: they need test data of the clients' own (local_test) and personal_every."
+    elif len(chosen) > 1:
+        text += " Accuracy on the client's own test data, of the model that it would use with each method."
+    else:
+        text += " Accuracy on the client's own test data, of the global model and of the model that it would use."
+    if len(clients) > LISTED:
+        text += f" The first {LISTED} of {len(clients):,} clients."
+    return text
