@@ -16,6 +16,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,13 @@ needs_flower = pytest.mark.skipif(
     importlib.util.find_spec("flwr") is None, reason="Flower is missing: pip install 'fedloom[flower]'"
 )
 
+needs_processes = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found in /proc")
+
 _PROGRAMS = Path(sys.executable).parent
 
 _ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
-    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05",
     "OMP_NUM_THREADS": "1",  # three sites on two cores
     "PYTHONUNBUFFERED": "1",
@@ -50,6 +52,7 @@ class Deployment:
         self.keys: Keys = make_keys(folder / "keys", sites)
         self.port = free_port()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._latest: int | None = None
         connection = f'[superlink]\ndefault = "sites"\n\n[superlink.sites]\naddress = "127.0.0.1:{self.port}"\n'
         home = self._home("operator")
         (home / "config.toml").write_text(connection + f'root-certificates = "{self.keys.server / "ca.crt"}"\n')
@@ -61,7 +64,7 @@ class Deployment:
             "server",
             "flower-superlink", "--host", "127.0.0.1", "--port", str(self.port),
             "--ssl-ca-certfile", str(place / "ca.crt"), "--ssl-certfile", str(place / "server.crt"),
-            "--ssl-keyfile", str(place / "server.key"), "--enable-supernode-auth",
+            "--ssl-keyfile", str(place / "server.key"), "--enable-supernode-auth", "--disable-runtime-dependency-installation",
             "--database", str(self._home("server") / "superlink.db"),
         )  # fmt: skip
         trusted = ssl.create_default_context(cafile=str(place / "ca.crt"))
@@ -77,18 +80,28 @@ class Deployment:
 
         self.wait_until(answers, 60, "the SuperLink to answer")
 
-    def register(self, site: int) -> None:
-        """Let the SuperLink know the public key of a site."""
-        self.flwr("supernode", "register", str(self.keys.public(site)))
+    def register(self) -> None:
+        """Let the SuperLink know the public key of each site."""
+        with ThreadPoolExecutor(self.count) as pool:
+            list(
+                pool.map(
+                    lambda site: self.flwr("supernode", "register", str(self.keys.public(site))), range(self.count)
+                )
+            )
 
     def start_site(self, site: int, **settings: str | int) -> None:
-        """Start a site's SuperNode, or start it again; `settings` go to its node-config beside its number."""
+        """Start a site's SuperNode; `settings` go to its node-config beside its number.
+
+        It is started until it is let in: for up to a minute after a machine was lost, the SuperLink takes its node for one that
+        is still there, and refuses another with the same key.
+        """
         place = self.keys.site(site)
         values = {"partition-id": site, "num-partitions": self.count} | {
             name.replace("_", "-"): value for name, value in settings.items()
         }
         self._start(
             f"site-{site}",
+            "sh", "-c", 'until "$@"; do sleep 3; done', "sh",
             "flower-supernode", "--root-certificates", str(place / "ca.crt"),
             "--superlink", f"127.0.0.1:{self.port}", "--port", str(free_port()),
             "--auth-supernode-private-key", str(place / "site.key"),
@@ -96,40 +109,52 @@ class Deployment:
         )  # fmt: skip
 
     def kill(self, name: str) -> None:
-        """SIGKILL to `server` or `site-<number>` and every process it started, as when its machine is lost."""
+        """SIGKILL to every process of `server` or `site-<number>`, as when its machine is lost."""
         process = self._processes.pop(name)
-        _kill_group(process)
+        while running := self._running(name):  # while some are killed, others may start more
+            for pid in running:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.poll()
+        process.wait(timeout=30)
 
     def flwr(self, *arguments: str) -> dict[str, Any]:
         """What `flwr ...` answers, in JSON."""
-        done = subprocess.run(
-            ["flwr", *arguments, "sites", "--format", "json"],
-            capture_output=True, text=True, timeout=120, env=self._environment("operator"), cwd=self.folder, check=False,
-        )  # fmt: skip
+        done = self._flwr(*arguments, "sites", "--format", "json")
         begin = done.stdout.find("{")
         answer = json.loads(done.stdout[begin : done.stdout.rindex("}") + 1]) if begin >= 0 else {}
         if done.returncode != 0 or not answer.get("success"):
             raise AssertionError(f"flwr {' '.join(arguments)}: {done.stdout}{done.stderr}\n{self.logs()}")
         return dict(answer)
 
+    def _flwr(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["flwr", *arguments],
+            capture_output=True, text=True, timeout=120, env=self._environment("operator"), cwd=self.folder, check=False,
+        )  # fmt: skip
+
     def run(self, app: Path, **configuration: str | float) -> int:
         """Start a run of the app; its number. `configuration` changes values of the app's own."""
         values = [f"{name.replace('_', '-')}={json.dumps(value)}" for name, value in configuration.items()]
         options = [part for value in values for part in ("--run-config", value)]
-        return int(self.flwr("run", str(app), *options)["run-id"])
+        self._latest = int(self.flwr("run", str(app), *options)["run-id"])
+        return self._latest
 
     def status(self, run: int) -> str:
         """Such as `running`, `finished:completed` or `finished:failed`."""
         runs = self.flwr("list", "--run-id", str(run))["runs"]
         return str(runs[0]["status"])
 
-    def wait_for_run(self, run: int, seconds: float) -> str:
-        """Wait until a run has ended, and how it did."""
-        status = ""
+    def wait_for_run(self, run: int, seconds: float, sign: Path | None = None) -> str:
+        """Wait until a run has ended, and how it did. `sign`, a file that it writes at its end, saves asking often."""
+        status, asked = "", 0.0
 
         def ended() -> bool:
-            nonlocal status
-            status = self.status(run)
+            nonlocal status, asked
+            there = sign is not None and sign.exists()
+            if there or time.monotonic() > asked + (3 if sign is None else 15):
+                status = self.status(run)
+                asked = time.monotonic()
             return status.startswith("finished")
 
         self.wait_until(ended, seconds, f"run {run} to end")
@@ -142,9 +167,9 @@ class Deployment:
             nodes = self.flwr("supernode", "list")["nodes"]
             return sum(node["status"] == "online" for node in nodes) >= count
 
-        self.wait_until(online, seconds, f"{count} SuperNodes to be online")
+        self.wait_until(online, seconds, f"{count} SuperNodes to be online", pause=1)
 
-    def wait_until(self, done: Callable[[], bool], seconds: float, what: str) -> None:
+    def wait_until(self, done: Callable[[], bool], seconds: float, what: str, pause: float = 0.2) -> None:
         """Wait for something; when a process of the deployment dies or time is up, fail with what everybody logged."""
         end = time.monotonic() + seconds
         while not done():
@@ -153,15 +178,14 @@ class Deployment:
                     raise AssertionError(f"{name} ended with {process.returncode}, waiting for {what}\n{self.logs()}")
             if time.monotonic() > end:
                 raise AssertionError(f"{seconds} seconds were not enough for {what}\n{self.logs()}")
-            time.sleep(0.2)
+            time.sleep(pause)
 
     def logs(self, lines: int = 60) -> str:
-        """The end of what each process wrote."""
-        texts = []
-        for path in sorted(self.folder.glob("*.log")):
-            end = path.read_text(errors="replace").splitlines()[-lines:]
-            texts.append("\n".join([f"--- {path.stem}", *end]))
-        return "\n".join(texts)
+        """The end of what each process wrote, and of what the latest run said on the server."""
+        texts = {path.stem: path.read_text(errors="replace") for path in sorted(self.folder.glob("*.log"))}
+        if self._latest is not None and "server" in self._processes:
+            texts["run"] = self._flwr("log", "--show", str(self._latest), "sites").stdout
+        return "\n".join("\n".join([f"--- {name}", *text.splitlines()[-lines:]]) for name, text in texts.items())
 
     def stop(self) -> None:
         """Kill everything that is left."""
@@ -180,6 +204,18 @@ class Deployment:
                 start_new_session=True,
             )
 
+    def _running(self, name: str) -> list[int]:
+        """All processes of a machine: Flower puts some into sessions of their own, but all have the machine's home."""
+        mark = f"FLWR_HOME={self._home(name)}".encode()
+        found = []
+        for place in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark in (place / "environ").read_bytes().split(b"\0"):
+                    found.append(int(place.name))
+            except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended, or is another user's
+                continue
+        return found
+
     def _home(self, name: str) -> Path:
         home = self.folder / "homes" / name
         home.mkdir(parents=True, exist_ok=True)
@@ -195,8 +231,8 @@ def deployed(folder: Path, sites: int, settings: Callable[[int], dict[str, str |
     deployment = Deployment(folder, sites)
     try:
         deployment.start_server()
+        deployment.register()
         for site in range(sites):
-            deployment.register(site)
             deployment.start_site(site, **settings(site))
         deployment.wait_for_sites(sites)
         yield deployment
@@ -208,9 +244,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(timeout=30)
