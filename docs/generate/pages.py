@@ -1,0 +1,181 @@
+"""What the documentation takes from the code when it is built: a hook of MkDocs.
+
+A line `[[methods: personal]]` in a page is replaced by all methods of that family, `[[datasets]]`, `[[partitions]]`,
+`[[models]]`, `[[recorders]]` and `[[trackers]]` by all there is of each, `[[methods]]` by a table of every method, and
+`[[file: benchmarks/RESULTS.md]]` by a file of the repository. So a new method is in the documentation without another edit.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from fedloom.algorithm import Algorithm, algorithms
+from fedloom.algorithms.ala import Ala
+from fedloom.algorithms.sharing import PartlyShared
+from fedloom.data.dataset import datasets
+from fedloom.data.partition import partitions
+from fedloom.experiment.tables import signature
+from fedloom.experiment.trackers import trackers
+from fedloom.expression import show
+from fedloom.models import models
+from fedloom.recording.recorder import recorders
+from fedloom.registry import Entry, Registry
+
+ROOT = Path(__file__).resolve().parents[2]
+
+REGISTRIES: dict[str, Registry[Any]] = {
+    "datasets": datasets, "partitions": partitions, "models": models, "recorders": recorders, "trackers": trackers,
+}  # fmt: skip
+
+FAMILIES = {
+    "global": "One global model",
+    "recombination": "Recombination",
+    "personal": "A model for each client",
+    "composing": "Composing methods",
+}
+
+_RECOMBINING = ("fedloom.algorithms.fedmr", "fedloom.algorithms.fedmut")
+
+_GREEK = {
+    "alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "epsilon": "ε", "eta": "η", "theta": "θ", "lambda": "λ",
+    "mu": "μ", "xi": "ξ", "pi": "π", "rho": "ρ", "sigma": "σ", "tau": "τ",
+}  # fmt: skip
+
+_SIGNS = {"&lt;-": "←", "-&gt;": "→", "&gt;=": "≥", "&lt;=": "≤", "||": "‖", " * ": " · ", "...": "…", "!=": "≠"}
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """MkDocs calls this for each page."""
+    return re.sub(r"^\[\[(\w+)(?:: ([\w./-]+))?\]\]$", lambda found: _filled(found[1], found[2]), markdown, flags=re.M)
+
+
+def _filled(what: str, which: str | None) -> str:
+    if what == "methods":
+        return overview() if which is None else "\n\n".join(map(described, family(which)))
+    if what == "file" and which is not None:
+        text = (ROOT / which).read_text(encoding="utf-8")
+        return text.partition("\n")[2].strip()  # the page has a title of its own
+    return "\n\n".join(map(described, REGISTRIES[what]))
+
+
+def family_of(entry: Entry[type[Algorithm]]) -> str:
+    """Which page a method is on."""
+    make = entry.make
+    wrapped = make.wraps[0] if make.wraps else ""
+    if wrapped in entry.parameters and entry.parameters[wrapped].default is inspect.Parameter.empty:
+        return "composing"
+    if issubclass(make, PartlyShared | Ala):
+        return "personal"
+    return "recombination" if make.__module__ in _RECOMBINING else "global"
+
+
+def family(name: str) -> list[Entry[type[Algorithm]]]:
+    """The methods of a family, by name."""
+    if name not in FAMILIES:
+        raise KeyError(f"there is no family of methods called {name!r}")
+    return [entry for entry in algorithms if family_of(entry) == name]
+
+
+def overview() -> str:
+    """All methods, family by family, each with when to use it."""
+    parts = []
+    for name, title in FAMILIES.items():
+        lines = [f"## [{title}]({name}.md)", "", "| method | what it is | when to use it |", "| --- | --- | --- |"]
+        for entry in family(name):
+            cells = [f"[`{entry.name}`]({name}.md#{entry.name})", typeset(entry.summary), typeset(Doc(entry).when)]
+            lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+class Doc:
+    """The parts of an entry's docstring."""
+
+    def __init__(self, entry: Entry[Any]) -> None:
+        text = inspect.getdoc(entry.make) or ""
+        text, _, when = text.partition("\nUse it ")
+        self.when = f"Use it {' '.join(when.split())}" if when else ""
+        found = re.search(r"\s*\bSource: (.+?)(?:\n\n|\Z)", text, flags=re.S)
+        self.source = "" if found is None else " ".join(found[1].split())
+        rest = text if found is None else text[: found.start()] + "\n\n" + text[found.end() :]
+        self.summary, *self.paragraphs = [" ".join(part.split()) for part in re.split(r"\n{2,}", rest) if part.strip()]
+
+
+def described(entry: Entry[Any]) -> str:
+    """Everything about one entry."""
+    doc = Doc(entry)
+    lines = [f"## {entry.name} {{#{entry.name}}}", f"**{typeset(doc.summary)}**"]
+    lines.append(f"```text\n{entry.name}({', '.join(signature(entry))})\n```")
+    lines += [typeset(paragraph, entry.parameters) for paragraph in doc.paragraphs]
+    if doc.when:
+        lines.append(f'!!! tip "When to use it"\n    {typeset(doc.when)}')
+    if entry.parameters and not getattr(entry.make, "variadic", False):
+        lines.append(_parameters(entry))
+    if doc.source:
+        lines.append(f"*Source: {typeset(doc.source)}*")
+    return "\n\n".join(lines)
+
+
+def _parameters(entry: Entry[Any]) -> str:
+    hints = get_type_hints(entry.make)
+    lines = ["| parameter | default | takes |", "| --- | --- | --- |"]
+    for name, parameter in entry.parameters.items():
+        default = parameter.default
+        if default is inspect.Parameter.empty:
+            text = "needed"
+        elif repr(default) == "<factory>":
+            text = "its own"
+        elif isinstance(default, Algorithm):
+            text = f"`{type(default).__name__.lower()}`"
+        else:
+            text = f"`{default if isinstance(default, str) and default.isidentifier() else show(default)}`"
+        lines.append(f"| `{name}` | {text} | {kind(hints.get(name, Any))} |")
+    return "\n".join(lines)
+
+
+def kind(hint: Any) -> str:
+    """A type as people say it."""
+    plain = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "none"}
+    if hint in plain:
+        return plain[hint]
+    if get_origin(hint) is Literal:
+        return " or ".join(f"`{choice}`" for choice in get_args(hint))
+    if inspect.isclass(hint) and issubclass(hint, Algorithm):
+        return "a method"
+    if get_origin(hint) in (list, tuple):
+        return "a list"
+    arms = [kind(arm) for arm in get_args(hint)]
+    return " or ".join(dict.fromkeys(arms)) if arms and get_origin(hint) is not dict else "a value"
+
+
+def typeset(text: str, names: Iterable[str] = ()) -> str:
+    """Prose with plain formulae as Markdown that shows them as mathematics; what stands in backticks stays as it is, and so do
+    `names` with an underscore.
+
+    >>> typeset("`mu`: w <- w_t - eta * sum_i g_i^2")
+    '`mu`: w ← w<sub>t</sub> − η · Σ<sub>i</sub> g<sub>i</sub><sup>2</sup>'
+    """
+    for name in filter(lambda name: "_" in name, names):
+        text = re.sub(rf"(?<![\w`]){name}(?![\w`=])", f"`{name}`", text)
+    parts = re.split(r"(`[^`]*`)", text)
+    return "".join(part if part.startswith("`") else _formula(part) for part in parts)
+
+
+def _formula(text: str) -> str:
+    text = re.sub(r"<([^<>=-]{1,30}, [^<>=]{1,30})>", "⟨\\1⟩", text)
+    text = escape(text, quote=False)
+    for plain, sign in _SIGNS.items():
+        text = text.replace(plain, sign)
+    text = re.sub(r"(?<=[\w)\]‖^]) - (?=[\w(‖])", " − ", text)
+    text = re.sub(r"\bsum(?=[_ (])(?! of)", "Σ", text)
+    text = re.sub(r"\bgrad\b", "∇", text)
+    text = re.sub(r"\bsqrt\(", "√(", text)
+    text = re.sub(rf"(?<![A-Za-z_])({'|'.join(_GREEK)})(?![a-z])", lambda found: _GREEK[found[1]], text)
+    text = re.sub(r"\^(\{([^}]*)\}|\(([^)]*)\)|[\w+]+)", lambda f: f"<sup>{f[2] or f[3] or f[1]}</sup>", text)
+    text = re.sub(r"(?<=[\w)‖Σ])_(\{([^}]*)\}|\w+)", lambda f: f"<sub>{f[2] or f[1]}</sub>", text)
+    return re.sub(r"([*_\[\]\\])", r"\\\1", text)

@@ -1,0 +1,131 @@
+"""The documentation: it builds without a warning and without a network, says what the code says, and its examples run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedloom.algorithm import algorithms
+from fedloom.experiment.configuration import _KEYS
+from fedloom.models import models
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+sys.path.insert(0, str(DOCS / "generate"))
+
+pages = __import__("pages")
+
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", (DOCS / page).read_text(), re.M | re.S)
+
+
+def test_the_code_on_the_page_about_own_methods_prints_what_the_page_says(tmp_path: Path) -> None:
+    program = tmp_path / "page.py"
+    program.write_text("import torch\ntorch.set_num_threads(1)\n" + "\n".join(blocks("own-method.md", "python")))
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    promised = "".join(blocks("own-method.md", "text"))
+    assert NUMBER.sub("#", done.stdout) == NUMBER.sub("#", promised)
+    printed, said = ([float(number) for number in NUMBER.findall(text)] for text in (done.stdout, promised))
+    assert len(said) > 5
+    # Other versions of PyTorch round otherwise: an accuracy on 364 digits may move by a few of them.
+    assert printed == pytest.approx(said, abs=0.04)
+
+
+def test_the_tables_of_the_first_page_are_configurations(tmp_path: Path) -> None:
+    from fedloom.experiment.configuration import load
+
+    (table,) = blocks("index.md", "toml")
+    path = tmp_path / "job.toml"
+    path.write_text(table)
+    found = load(path)
+    assert len(found.algorithms) * len(found.seeds) == 6
+
+
+def test_every_key_of_a_configuration_is_explained() -> None:
+    text = (DOCS / "configuration.md").read_text()
+    missing = [key for key in _KEYS if f"`{key.rpartition('.')[2]}`" not in text]
+    assert missing == []
+
+
+def test_every_method_says_when_to_use_it_and_where_it_comes_from() -> None:
+    for entry in algorithms:
+        doc = pages.Doc(entry)
+        assert doc.when.startswith("Use it "), entry.name
+        assert doc.when.endswith("."), entry.name
+        assert "Use it" not in " ".join(doc.paragraphs), entry.name
+        if entry.name != "clusamp":
+            assert doc.source, entry.name
+
+
+def test_every_method_is_on_one_page_with_all_its_parameters() -> None:
+    listed = [entry.name for family in pages.FAMILIES for entry in pages.family(family)]
+    assert sorted(listed) == sorted(entry.name for entry in algorithms)
+    for entry in algorithms:
+        text = pages.described(entry)
+        if not entry.make.variadic:
+            assert re.findall(r"^\| `(\w+)` \|", text, re.M) == list(entry.parameters), entry.name
+        assert f"{{#{entry.name}}}" in text
+    assert {name: pages.family_of(algorithms[name]) for name in ("fedprox", "fedmr", "fedala", "ditto", "ala")} == {
+        "fedprox": "global", "fedmr": "recombination", "fedala": "personal", "ditto": "personal", "ala": "composing",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("plain", "shown"),
+    [
+        ("w <- w_t - eta * sum_i g_i^2", "w ← w<sub>t</sub> − η · Σ<sub>i</sub> g<sub>i</sub><sup>2</sup>"),
+        ("`alpha_i <- 1` and alpha_i", "`alpha_i <- 1` and α<sub>i</sub>"),
+        ("||w_i - w_j||^2 >= 0", "‖w<sub>i</sub> − w<sub>j</sub>‖<sup>2</sup> ≥ 0"),
+        ("pool[k, u] * 2", r"pool\[k, u\] · 2"),
+        ("minimise L + <w, h_i>", "minimise L + ⟨w, h<sub>i</sub>⟩"),
+        ("decay^(t - 1), once-only well-known", "decay<sup>t − 1</sup>, once-only well-known"),
+        ("the sum of the two, metadata, a < b", "the sum of the two, metadata, a &lt; b"),
+    ],
+)
+def test_formulae_are_set(plain: str, shown: str) -> None:
+    assert pages.typeset(plain) == shown
+
+
+def test_names_of_parameters_stay_as_they_are() -> None:
+    assert pages.typeset("q - relation_rate q_i", ["relation_rate", "q"]) == "q − `relation_rate` q<sub>i</sub>"
+
+
+def test_types_are_said_in_words() -> None:
+    described = pages.described(algorithms["fedmr"])
+    assert "| `unit` | `layer` | `layer` or `tensor` or `segment` |" in described
+    assert "| `local` | `none` | a method or none |" in described
+    assert pages.kind(int | None) == "a whole number or none"
+    assert "| `hidden` |" in pages.described(models["mlp"])
+
+
+def test_an_unknown_marker_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        pages.on_page_markdown("[[methods: persnal]]")
+    with pytest.raises(KeyError):
+        pages.on_page_markdown("[[modells]]")
+
+
+def test_the_site_builds_without_a_warning_and_asks_no_other_server(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    built = sorted((tmp_path / "site").rglob("*.html"))
+    assert len(built) > 15
+    for page in built:
+        text = page.read_text()
+        assert "[[" not in re.sub(r"<code.*?</code>", "", text, flags=re.S), page
+        fetched = re.findall(r'<(?:script|img|iframe)\b[^>]*\bsrc="([^"]+)"|<link\b[^>]*\bhref="([^"]+)"', text)
+        for address in (one or other for one, other in fetched):
+            assert not re.match(r"(https?:)?//", address), (page, address)
+    personal = (tmp_path / "site/methods/personal.html").read_text()
+    assert 'id="ditto"' in personal
+    assert "When to use it" in personal
