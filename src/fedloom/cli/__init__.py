@@ -13,7 +13,7 @@ import click
 import typer
 
 import fedloom
-from fedloom.cli import catalogue, flower, running, watch
+from fedloom.cli import catalogue, flower, report, reproduce, running, tune, watch
 from fedloom.cli.shared import Failed, again
 from fedloom.errors import Diverged, FedloomError
 
@@ -21,7 +21,10 @@ from fedloom.errors import Diverged, FedloomError
 commands: tuple[Callable[..., Any], ...] = (
     running.run,
     running.compare,
+    tune.tune,
+    reproduce.reproduce,
     watch.watch,
+    report.report,
     catalogue.algorithms,
     catalogue.models,
     catalogue.datasets,
@@ -45,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = app(given, prog_name="fedloom", standalone_mode=False)  # which makes 130 of a KeyboardInterrupt
         if code == 130:
-            _say(f"stopped; to go on: {again(given)}" if given[0] in ("run", "compare") else "stopped")
+            _say(f"stopped; to go on: {again(given)}" if given[0] in ("run", "compare", "tune", "reproduce") else "stopped")
         return code if isinstance(code, int) else 0
     except click.ClickException as error:
         if "\n" in error.format_message():

@@ -1,0 +1,218 @@
+"""`fedloom reproduce`: the papers' tables and figures, listed and run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedloom.cli.shared import Failed, Fresh, Quiet, again, patient, shown
+from fedloom.errors import InvalidValue, suggestion
+
+if TYPE_CHECKING:
+    from fedloom.experiment.reproduce.request import Plan, Request
+
+Which = Annotated[str | None, typer.Argument(metavar="[ID]", hidden=True)]
+Changes = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", hidden=True)]
+Texts = list[str] | None
+
+
+def reproduce(
+    which: Which = None,
+    changes: Changes = None,
+    rows: Annotated[
+        Texts, typer.Option("--rows", metavar="TEXT", help="Only these methods, such as FedAvg,FedDC.")
+    ] = None,
+    columns: Annotated[
+        Texts, typer.Option("--columns", metavar="TEXT", help='Only these settings, such as "MNIST IID 15%".')
+    ] = None,
+    rounds: Annotated[int | None, typer.Option("--rounds", help="At most so many rounds: partial results.")] = None,
+    seeds: Annotated[
+        str | None, typer.Option("--seeds", metavar="0,1,2", help="Seeds instead of the paper's runs.")
+    ] = None,
+    samples: Annotated[int | None, typer.Option("--samples", help="Only so many of the data's samples.")] = None,
+    data: Annotated[
+        Texts, typer.Option("--data", metavar="NAME=FOLDER", help="Where a data set lies, such as mnist=data/MNIST.")
+    ] = None,
+    workers: Annotated[int, typer.Option("--workers", help="Runs at a time.")] = 1,
+    directory: Annotated[Path, typer.Option("--directory", help="Where runs and results go.")] = Path("runs/reproduce"),
+    estimate: Annotated[bool, typer.Option("--estimate", help="Say how long it would take, and stop.")] = False,
+    fresh: Fresh = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run the papers' tables and figures: fedloom reproduce [ID] [KEY=VALUE]...
+
+    Without ID, list them. A table's cells are run with the paper's protocol and shown beside what the paper prints. KEY=VALUE
+    changes a key of the configuration. The same command goes on after an interruption; finished runs are never repeated.
+    """
+    from fedloom.experiment.reproduce.catalogue import exhibit
+    from fedloom.experiment.reproduce.execute import require_files
+    from fedloom.experiment.reproduce.request import Request, plan
+
+    if which is None:
+        _list(_folders(data))
+        return
+    request = Request(
+        rows=_words(rows),
+        columns=_words(columns),
+        rounds=rounds,
+        seeds=_numbers(seeds),
+        samples=samples,
+        folders=_folders(data),
+        changes=tuple(changes or ()),
+        directory=directory,
+    )
+    if workers < 1:
+        raise InvalidValue(f"--workers must be at least 1, not {workers}")
+    wanted = plan(exhibit(which), request)
+    if not estimate:
+        require_files(wanted, fresh)
+    _say_how_long(wanted, workers)
+    if not estimate:
+        _run(wanted, workers, fresh, quiet, _command(which, request, workers))
+
+
+def _run(wanted: Plan, workers: int, fresh: bool, quiet: bool, command: str) -> None:
+    from rich.console import Console
+
+    from fedloom.cli.shared import use_threads
+    from fedloom.experiment.reproduce import execute
+    from fedloom.experiment.reproduce.side_by_side import to_table
+
+    if wanted.jobs:
+        use_threads(wanted.jobs[0].configuration)
+    tasks = execute.require_data(wanted, fresh)
+    most = max((job.configuration.schedule.rounds for job in wanted.jobs), default=0)
+    with shown(len(wanted.jobs), most, quiet) as watch, patient(watch) as stopped:
+        failed = execute.execute(wanted, watch, tasks, workers=workers, fresh=fresh, stopped=stopped)
+    table = execute.lines(wanted, failed)
+    Console().print(to_table(execute.title(wanted), table, execute.notes(wanted)))
+    for place in execute.write(wanted, table, command):
+        print(place)
+    if failed:
+        name, reason = next(iter(failed.items()))
+        raise Failed(f"{len(failed)} of {len(wanted.jobs)} runs failed, the first ({name}): {reason}")
+
+
+def _say_how_long(wanted: Plan, workers: int) -> None:
+    """The estimate, on stderr, setting by setting where there are a few."""
+    import torch
+    from rich.console import Console
+
+    from fedloom.experiment.reproduce.estimate import estimate
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    threads = next((c.threads for c in wanted.configurations.values() if c.threads), None)
+    busy = min(workers, max(1, len(wanted.jobs)))
+    found = estimate(wanted, threads or max(1, torch.get_num_threads() // busy))
+    left = [one for one in found if one.seconds > 0]
+    for one in left if len(left) > 1 else []:
+        console.print(f"{one.setting}: {_runs(one.runs - one.finished)}, about {_long(one.seconds)}")
+    finished, runs = sum(one.finished for one in found), sum(one.runs for one in found)
+    seconds, steps = sum(one.seconds for one in left) / busy, sum(one.steps for one in left)
+    done = f" ({finished} finished before)" if finished else ""
+    if not left:
+        console.print(f"{wanted.exhibit.id}: {_runs(runs)}, all finished before" if runs else "nothing to run")
+        return
+    console.print(
+        f"{wanted.exhibit.id}: {len(wanted.cells)} cells, {_runs(runs)}{done}, {steps:,} local steps: "
+        f"about {_long(seconds)} on this machine" + (f" with {busy} workers" if busy > 1 else "")
+    )
+    if seconds > 600:
+        console.print("less with --rounds, --seeds, --samples, --rows or --columns; results are then labelled PARTIAL")
+
+
+def _long(seconds: float) -> str:
+    """A time as people say it, also where it is days."""
+    from fedloom.report.tables import time_text
+
+    return f"{seconds / 86_400:,.0f} days" if seconds > 3 * 86_400 else time_text(seconds)
+
+
+def _runs(count: int) -> str:
+    return f"{count} run" if count == 1 else f"{count} runs"
+
+
+def _list(folders: dict[str, str]) -> None:
+    """Every table and figure: what it shows, its cells and the data it needs."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from fedloom.experiment.reproduce.catalogue import PAPERS, exhibits
+    from fedloom.experiment.reproduce.needs import FACTS, at_hand, family
+    from fedloom.expression import parse
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for title, justify in (("Table or figure", "left"), ("Shows", "left"), ("Cells", "right"), ("Data", "left")):
+        table.add_column(title, justify=justify, no_wrap=title == "Table or figure")  # type: ignore[arg-type]
+    missing: dict[str, None] = {}
+    for paper, full in PAPERS.items():
+        table.add_row(Text(paper, style="bold"), Text(full, style="bold"))
+        for one in exhibits().values():
+            if one.id.partition(".")[0] != paper:
+                continue
+            names = dict.fromkeys(parse(cell.setting.data).name for cell in one.cells)
+            words = []
+            for name in names:
+                here = at_hand(name, folders.get(family(name)))
+                words.append(FACTS[name].label if here else f"({FACTS[name].label})")
+                if not here:
+                    missing[family(name)] = None
+            table.add_row(one.id, one.shows, str(len(one.cells)), ", ".join(words))
+    console = Console()
+    console.print(table)
+    if missing:
+        wanted = ", ".join(missing)
+        console.print(
+            f"In brackets: not at hand. Give --data NAME=FOLDER ({wanted}), or set FEDLOOM_DATA to the folder of all data."
+        )
+    console.print("fedloom reproduce ID --estimate says how long one takes; docs/reproduce.md what the protocols are.")
+
+
+def _words(texts: Texts) -> tuple[str, ...]:
+    """`--rows a,b --rows c` as a, b, c."""
+    return tuple(word.strip() for text in texts or () for word in text.split(",") if word.strip())
+
+
+def _numbers(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise InvalidValue(f"--seeds must be whole numbers with commas between them, not {text!r}") from None
+
+
+def _folders(texts: Texts) -> dict[str, str]:
+    """`--data mnist=FOLDER` by name, the folders in full, so that runs are found again from anywhere."""
+    from fedloom.experiment.reproduce.needs import FACTS, family
+
+    found = {}
+    known = sorted({family(name) for name, facts in FACTS.items() if not facts.generated})
+    for text in texts or ():
+        name, equals, folder = text.partition("=")
+        if not equals or not folder:
+            raise InvalidValue(f"--data {text!r} is not NAME=FOLDER, such as mnist=data/MNIST")
+        if name not in known:
+            raise InvalidValue(
+                f"--data: there is no {name!r}:{suggestion(name, known)} (there are: {', '.join(known)})"
+            )
+        found[name] = str(Path(folder).expanduser().resolve())
+    return found
+
+
+def _command(which: str, request: Request, workers: int) -> str:
+    """The line that makes it all again."""
+    words = ["reproduce", which]
+    for option, texts in (("--rows", request.rows), ("--columns", request.columns)):
+        words += [word for text in texts for word in (option, text)]
+    for option, value in (("--rounds", request.rounds), ("--samples", request.samples)):
+        words += [] if value is None else [option, str(value)]
+    words += [] if request.seeds is None else ["--seeds", ",".join(map(str, request.seeds))]
+    words += [word for name, folder in request.folders.items() for word in ("--data", f"{name}={folder}")]
+    words += ["--workers", str(workers)] if workers > 1 else []
+    words += ["--directory", str(request.directory)]
+    return again([*words, *request.changes])

@@ -1,0 +1,172 @@
+"""What the papers' experiments are made of: settings, measures, cells, and the tables and figures that hold them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+Recorders = Callable[[int], tuple[str, ...]]
+"""What is recorded in a run of so many rounds."""
+
+
+def nothing(rounds: int) -> tuple[str, ...]:
+    """Record nothing beside the figures."""
+    return ()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A paper's experiment but for the method and the seed.
+
+    `data` is the data set's expression without a folder, `training` the keys of `[training]` that are not the defaults.
+    Evaluations take place every `evaluate_every` rounds, of the global model or, with `personal`, of the clients' own models
+    on the quarter of each client's data that is held out (FedALA; training and test part are merged before). `seeds` are the
+    runs of the protocol, `record` what is recorded beside the figures.
+    """
+
+    paper: str
+    name: str
+    data: str
+    clients: int
+    partition: str
+    model: str
+    training: dict[str, Any]
+    rounds: int
+    participation: float
+    evaluate_every: int
+    personal: bool = False
+    seeds: tuple[int, ...] = (0,)
+    record: Recorders = nothing
+
+    def table(self, rounds: int) -> dict[str, Any]:
+        """The configuration of this setting for so many rounds, without methods, seeds and folders.
+
+        With so few rounds that fewer than ten evaluations would be left, evaluations come closer together: ten of them, or
+        one a round.
+        """
+        every = max(1, min(self.evaluate_every, rounds // 10))
+        data: dict[str, Any] = {"name": self.data, "clients": self.clients, "partition": self.partition}
+        if self.personal:
+            data |= {"local_test": 0.25, "merge": True}
+        return {
+            "rounds": rounds,
+            "participation": self.participation,
+            # A personal run's global model is scored at the end alone: the paper has no such figure.
+            "evaluate_every": rounds if self.personal else every,
+            **({"personal_every": every} if self.personal else {}),
+            "model": self.model,
+            "record": list(self.record(rounds)),
+            "data": data,
+            "training": dict(self.training),
+        }
+
+
+def folder_of(name: str, table: dict[str, Any]) -> str:
+    """The folder of a setting's runs: its name and a digest of everything in its configuration, so that runs with fewer
+    rounds, say, lie beside those of the whole protocol and are never taken for them."""
+    slug = re.sub(r"[^\w.=]+", "-", name.lower().replace("%", "")).strip("-")
+    return f"{slug}-{hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:8]}"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a cell holds.
+
+    `best`      best test accuracy over rounds, %
+    `end`       mean of the last ten evaluations' test accuracy, %
+    `personal`  best over rounds of the accuracy of the clients' own models, over all their test samples, %
+    `joining`   the same over the clients that take part in the round alone, %
+    `rounds`    first round whose test accuracy is at least `target` %
+    `minutes`   minutes a round (training and server)
+    `total`     minutes until the best personal accuracy is reached
+    `slower`    minutes a round over those of FedAvg in the same setting
+    `models`    models sent and received a round (`a_client`: by one client), from counted bytes
+    `weights`   weights that ALA learns, from the model
+    `classes`   classes that a client holds, mean over the clients
+    """
+
+    kind: str
+    target: float | None = None
+    a_client: bool = False
+
+    @property
+    def unit(self) -> str:
+        """What its figures count."""
+        return _UNITS[self.kind]
+
+
+_UNITS = {
+    "best": "%",
+    "end": "%",
+    "personal": "%",
+    "joining": "%",
+    "rounds": "rounds",
+    "minutes": "min a round",
+    "total": "min",
+    "slower": "x FedAvg",
+    "models": "models",
+    "weights": "weights",
+    "classes": "classes",
+}
+
+
+@dataclass(frozen=True)
+class Printed:
+    """What the paper prints: `mean` is None where a target was never reached (`*`), `std` where it gives none."""
+
+    mean: float | None
+    std: float | None = None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One value: `row` is the method as the paper calls it, `column` the setting with the target, if any.
+
+    `setting` and `algorithm` give the run; `printed` is None for a curve, of which the paper prints no number.
+    """
+
+    row: str
+    column: str
+    setting: Setting
+    algorithm: str
+    measure: Measure
+    printed: Printed | None = None
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """A table or figure: `shows` says what is in it, `gives` what the runs leave of it beside the numbers."""
+
+    id: str
+    shows: str
+    make: Callable[[], list[Cell]] = field(repr=False)
+    gives: str = ""
+
+    @cached_property
+    def cells(self) -> list[Cell]:
+        """All cells, in the paper's order."""
+        return self.make()
+
+
+HETEROGENEITY = {
+    "iid": "IID",
+    "iid_lognormal:0.3": "unbalanced",
+    "dir_class_prior:0.6": "non-IID",
+    "natural": "natural",
+}
+
+
+def heterogeneity(word: str) -> str:
+    """The papers' word for how data differ, from that of the numbers: `dir:0.1` is `Dir(0.1)`."""
+    kind, _, value = word.partition(":")
+    return HETEROGENEITY.get(word) or (f"Dir({value})" if kind == "dir" else kind)
+
+
+def percent(share: float) -> str:
+    """0.15 as `15%`."""
+    return f"{round(100 * share, 6):g}%"
