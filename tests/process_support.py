@@ -6,6 +6,7 @@ import os
 import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +54,7 @@ class Deadly(Remembering):
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         reply = super().train(cohort, inbox)
         marks = Path(self.directory)
-        if cohort.clients[0] == self.victim and len(list(marks.iterdir())) < self.times:
+        if self.victim in cohort.clients and len(list(marks.iterdir())) < self.times:
             (marks / str(os.getpid())).touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return reply
@@ -71,17 +72,26 @@ class Failing(FedAvg):
     """Client 0 divides by zero, client 1 raises an error of its own, client 2 sends something not finite, client 3 too little."""
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        client = cohort.clients[0]
         reply = super().train(cohort, inbox)
-        if client == 0:
+        if 0 in cohort.clients:
             _ = 1 // 0
-        if client == 1:
+        if 1 in cohort.clients:
             raise Private(1, 2)
-        if client == 2:
-            reply["model"][0, 0] = torch.nan
-        if client == 3:
+        reply["model"][torch.tensor(cohort.clients) == 2, 0] = torch.nan
+        if 3 in cohort.clients:
             reply["model"] = reply["model"][:, 1:]
         return reply
+
+
+@dataclass
+class OneByOne(FedAvg):
+    """Trains one client at a time, and counts on it."""
+
+    stackable: ClassVar[bool] = False
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        assert len(cohort.clients) == 1
+        return super().train(cohort, inbox)
 
 
 @dataclass

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fedloom.algorithm import build
 from fedloom.engines.choose import make_engine
 from fedloom.engines.local import RowsEngine
+from fedloom.engines.processes import ProcessesEngine, _Worker
 from fedloom.engines.stacked import StackedEngine
+from fedloom.engines.trial import Trial, mean_steps
 from fedloom.errors import InvalidValue
 from fedloom.experiment import run as experiments
 from fedloom.experiment.configuration import configuration
@@ -39,37 +40,81 @@ def test_an_engine_is_made_by_its_name() -> None:
             make_engine(name, task, **options)
 
 
-def test_auto_takes_the_fastest_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+NAMES = ("rows", "stacked", "processes", "processes(inside=stacked)")
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> list[str]:
+    """Let trials take so many seconds, by the engine's name, on a machine of two cores; the names as they are tried."""
+    tried: list[str] = []
+    run = Trial._run
+
+    def told(trial: Trial, engine: RowsEngine | ProcessesEngine, count: int) -> float:
+        run(trial, engine, count)
+        name = {RowsEngine: "rows", StackedEngine: "stacked", ProcessesEngine: "processes"}[type(engine)]
+        if isinstance(engine, ProcessesEngine) and engine.inside == "stacked":
+            name = "processes(inside=stacked)"
+        tried.extend([name] if name not in tried else [])
+        return seconds[name]
+
+    monkeypatch.setattr(Trial, "_run", told)
+    monkeypatch.setattr("fedloom.engines.trial.torch.get_num_threads", lambda: 2)
+    return tried
+
+
+@pytest.mark.parametrize("wanted", NAMES)
+def test_auto_takes_the_fastest_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
     task = world()
-    seconds = {"StackedEngine": iter([9.0, 1.0, 2.0]), "RowsEngine": iter([9.0, 3.0, 4.0])}
-    now = [0.0]
-    train = {kind: kind.train for kind in (RowsEngine, StackedEngine)}
-
-    def timed(self: RowsEngine, *rest: Any) -> Any:
-        answers = list(train[type(self)](self, *rest))
-        now[0] += next(seconds[type(self).__name__])
-        return iter(answers)
-
-    for kind in train:
-        monkeypatch.setattr(kind, "train", timed)
-    monkeypatch.setattr("fedloom.engines.choose.time.perf_counter", lambda: now[0])
+    seconds = {**dict.fromkeys(NAMES, 0.03), wanted: 0.01}
+    started: list[int] = []
+    start = _Worker.start
+    monkeypatch.setattr(_Worker, "start", lambda *rest: (started.append(1), start(*rest))[1])
+    tried = timed(monkeypatch, seconds)
     engine = make_engine("auto", task)
     monkeypatch.undo()
-    assert isinstance(engine, StackedEngine)
+    assert tried == list(NAMES)
+    assert len(started) == 2
     assert engine.chosen is not None
-    assert engine.chosen.name == "stacked"
-    assert engine.chosen.seconds == {"rows": 3.0, "stacked": 1.0}
-    assert str(engine.chosen) == "stacked (trial round: rows 3 s, stacked 1 s)"
+    assert engine.chosen.name == wanted
+    assert engine.chosen.seconds == seconds
+    assert (
+        str(engine.chosen) == f"{wanted} (trial round: " + ", ".join(f"{n} {s:.3g} s" for n, s in seconds.items()) + ")"
+    )
+    assert engine.task is task
     assert engine.memory() == {}
-    schedule = Schedule(rounds=3, participation=0.7, seed=3, evaluate_every=1)
-    run = Federation(build("fedavg"), task, engine, schedule)
+    run = Federation(build("fedavg"), task, engine, Schedule(rounds=3, participation=0.7, seed=3, evaluate_every=1))
     run.run()
+    if isinstance(engine, ProcessesEngine):
+        assert engine.chunk == (1 if engine.inside == "rows" else 64)
     assert_same(federated(RowsEngine, task, "fedavg"), run)
+    engine.close()
+
+
+def test_auto_starts_no_workers_for_few_short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = world()
+    tried = timed(monkeypatch, dict.fromkeys(NAMES, 0.01))
+    make_engine("auto", task, Schedule(rounds=5, participation=1.0))
+    assert tried == ["rows", "stacked"]
+
+
+def test_a_trial_counts_what_the_rounds_to_come_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """World: 6 clients with 3, 6, 2, 4, 4 and 2 batches of 4, two epochs, so 7 steps each on average."""
+    task = world()
+    assert mean_steps(task) == 7
+    assert mean_steps(replace(task, training=replace(task.training, steps=5))) == 5
+    assert mean_steps(replace(task, training=replace(task.training, batch_size=None))) == 2
+    timed(monkeypatch, {"rows": 0.1})
+    trial = Trial(task, RowsEngine(task))
+    assert trial.clients == 4  # a step took longer than LONG_STEP
+    assert trial.task.training.steps == trial.steps == 3
+    assert trial.to_come(0.2, Schedule(rounds=10, participation=0.5)) == pytest.approx(10 * 0.2 * 7 / 3 * 3 / 4)
+    assert trial.to_come(0.2, None) == float("inf")
+    timed(monkeypatch, {"rows": 0.01})
+    assert Trial(task, RowsEngine(task)).task is task
 
 
 def test_auto_passes_over_stacks_of_models_that_cannot_be_stacked() -> None:
     task = replace(world(False), model=Branching())
-    chosen = make_engine("auto", task).chosen
+    chosen = make_engine("auto", task, Schedule(rounds=1, participation=1.0)).chosen
     assert chosen is not None
     assert chosen.seconds.keys() == {"rows"}
 

@@ -105,7 +105,7 @@ class ProcessesEngine(Remembering):
         self._hire()
 
     def begin(self, task: Task, directory: Path | None) -> None:
-        if task is not self.task:
+        if task is not self.task or self.inside != self._told_inside:
             self._share(task)
         self.store.begin(directory)
 
@@ -115,7 +115,7 @@ class ProcessesEngine(Remembering):
         for tensor in (task.train.inputs, task.train.labels):
             if self.pool.find(tensor) is None:
                 tensor.data = self.pool.place([tensor])[0]
-        self.task = task
+        self.task, self._told_inside = task, self.inside
         self.chunk = self._chunk_for(task)
         self._briefing = self._pack(Briefing(slim(task), self.chunk))
         self.pool.trim()

@@ -1,0 +1,138 @@
+"""Which engine of this machine is fastest on a task: a short round of plain averaging in each."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fedloom.algorithm import Algorithm, Plan
+from fedloom.engines.base import Choice, Order
+from fedloom.engines.local import RowsEngine
+from fedloom.engines.processes import ProcessesEngine
+from fedloom.engines.stacked import StackedEngine
+from fedloom.engines.worker import VARIABLE
+from fedloom.round import Round
+from fedloom.schedule import Schedule
+from fedloom.task import Task
+
+CLIENTS = 10
+"""Clients in a trial, where there are so many; `FEW` where a step takes longer than `LONG_STEP` seconds."""
+
+FEW = 4
+LONG_STEP = 0.05
+
+SECONDS = 0.3
+"""How long a trial round of the rows engine should take: where the task's own would take longer, clients make fewer steps."""
+
+START = 6.0
+"""Seconds that starting worker processes may cost; they are tried where the rounds to come take twice as long."""
+
+
+def fastest(task: Task, schedule: Schedule | None, options: dict[str, Any]) -> RowsEngine | ProcessesEngine:
+    """The engine, ready for the task, whose trial round was shortest. `options` are given to each.
+
+    Worker processes start once, to be kept where they win, and only where the rounds to come are worth it; without a
+    `schedule` they are taken to be many.
+    """
+    rows, stacked = RowsEngine(task, **options), StackedEngine(task, **options)
+    made: dict[str, RowsEngine | ProcessesEngine] = {"rows": rows}
+    trial = Trial(task, rows)
+    seconds = {"rows": trial.seconds(rows)}
+    if not stacked.unstackable:
+        made["stacked"] = stacked
+        seconds["stacked"] = trial.seconds(stacked)
+    if _has_cores(task) and trial.to_come(min(seconds.values()), schedule) > 2 * START:
+        participants = task.clients if schedule is None else schedule.participants(task.clients)
+        crew = ProcessesEngine(task, **{"workers": min(torch.get_num_threads(), participants), **options})
+        for inside in ("rows", "stacked") if "stacked" in made else ("rows",):
+            name = f"processes(inside={inside})" if inside != "rows" else "processes"
+            crew.inside, made[name] = inside, crew
+            seconds[name] = trial.seconds(crew)
+    taken = min(seconds, key=lambda name: seconds[name])
+    best = made[taken]
+    if isinstance(best, ProcessesEngine):
+        best.inside = "stacked" if "stacked" in taken else "rows"
+    for engine in made.values():
+        if engine is not best:
+            engine.close()
+    best.begin(task, None)
+    best.chosen = Choice(taken, seconds)
+    return best
+
+
+def _has_cores(task: Task) -> bool:
+    """Whether worker processes can pay: they share memory of the CPU, need cores of their own, and start no workers."""
+    return (
+        os.name == "posix" and not task.initial.is_cuda and torch.get_num_threads() > 1 and VARIABLE not in os.environ
+    )
+
+
+class Trial:
+    """A round of plain averaging over the task's first clients, the same for every engine.
+
+    It is a whole round where that takes the rows engine no longer than `SECONDS`, else one of so many steps.
+    """
+
+    def __init__(self, task: Task, rows: RowsEngine) -> None:
+        self.clients = min(CLIENTS, task.clients)
+        self._asked = task
+        self.task = _with_steps(task, 1)
+        rows.begin(self.task, None)
+        self._run(rows, 1)
+        once = self._run(rows, 1)
+        if once > LONG_STEP:
+            self.clients = min(FEW, task.clients)
+        whole = self._run(rows, self.clients)
+        affordable = max(1, round(SECONDS / whole))
+        self.steps = min(affordable, mean_steps(task))
+        self.task = task if self.steps < affordable else _with_steps(task, affordable)
+
+    def seconds(self, engine: RowsEngine | ProcessesEngine) -> float:
+        """Seconds of a round, the better of two after one that warms up (of one after one where they are long)."""
+        engine.begin(self.task, None)
+        self._run(engine, self.clients)
+        first = self._run(engine, self.clients)
+        return first if first > 2 * SECONDS else min(first, self._run(engine, self.clients))
+
+    def to_come(self, seconds: float, schedule: Schedule | None) -> float:
+        """Seconds that the rounds of the schedule take when a round of the trial takes `seconds`."""
+        if schedule is None:
+            return float("inf")
+        participants = schedule.participants(self._asked.clients)
+        longer = mean_steps(self._asked) / self.steps
+        return schedule.rounds * seconds * longer * participants / self.clients
+
+    def _run(self, engine: RowsEngine | ProcessesEngine, count: int) -> float:
+        """Seconds of a round of the first `count` clients. Nothing of it lasts."""
+        task, rate = self.task, self.task.training.learning_rate
+        round = Round(1, 1, 0, task.clients, count, rate, rate, selected=tuple(range(count)))
+        method = Algorithm()
+        method.setup(
+            Plan(task.layout, task.initial, task.clients, count, 1, 0, task.dataset.classes, task.sizes, task.model)
+        )
+        message = method.send(round)
+        orders = [Order(client, slot, dict(message)) for slot, client in enumerate(round.selected)]
+        began = time.perf_counter()
+        for _ in engine.train(method, round, orders):
+            pass
+        ended = time.perf_counter()
+        engine.rollback()
+        return ended - began
+
+
+def _with_steps(task: Task, steps: int) -> Task:
+    return replace(task, training=replace(task.training, steps=steps))
+
+
+def mean_steps(task: Task) -> float:
+    """Local steps of a client in a round, on average."""
+    settings = task.training
+    if settings.steps is not None:
+        return settings.steps
+    sizes = torch.from_numpy(task.partition.sizes).double()
+    batches = torch.ones(()) if settings.batch_size is None else (sizes / settings.batch_size).ceil()
+    return settings.epochs * float(batches.mean())

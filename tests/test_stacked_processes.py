@@ -1,0 +1,93 @@
+"""Worker processes that train stacks give the numbers of the rows engine, with every method and whatever dies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedloom.algorithm import Algorithm, build
+from fedloom.engines.base import Order
+from fedloom.engines.choose import make_engine
+from fedloom.engines.groups import grouped
+from fedloom.engines.local import RowsEngine
+from fedloom.engines.processes import ProcessesEngine
+from fedloom.errors import InvalidValue
+from fedloom.federation import Federation
+from fedloom.schedule import Schedule
+from process_support import Deadly, Failing, OneByOne
+from small_task import Remembering
+from test_stacked import EVERYBODY, METHODS, SIZES, assert_same, world
+
+TASK = world()
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ProcessesEngine]:
+    made = make_engine("processes(inside=stacked, chunk=3)", TASK)
+    assert isinstance(made, ProcessesEngine)
+    yield made
+    made.close()
+
+
+def run(algorithm: Algorithm, engine: ProcessesEngine | RowsEngine, participation: float = 1.0) -> Federation:
+    federation = Federation(algorithm, TASK, engine, Schedule(3, participation, seed=3, evaluate_every=1))
+    federation.run()
+    return federation
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_gives_the_numbers_of_rows(engine: ProcessesEngine, method: str) -> None:
+    participation = 1.0 if method.startswith(EVERYBODY) else 0.7
+    expected = run(build(method), RowsEngine(TASK), participation)
+    assert_same(expected, run(build(method), engine, participation))
+
+
+def test_clients_share_groups_and_a_method_that_cannot_be_stacked_does_not(engine: ProcessesEngine) -> None:
+    orders = [Order(client, client, {}) for client in range(len(SIZES))]
+    groups = engine._groups(build("fedavg"), orders)
+    assert engine.chunk == 3
+    assert sorted(order.client for group in groups for order in group) == list(range(len(SIZES)))
+    assert [[order.client for order in group] for group in groups] == [[1, 3], [4, 0, 5], [2]]
+    assert [len(group) for group in engine._groups(OneByOne(), orders)] == [1] * len(SIZES)
+    assert_same(run(OneByOne(), RowsEngine(TASK)), run(OneByOne(), engine))
+
+
+@pytest.mark.parametrize(("chunk", "workers"), [(1, 2), (3, 1), (10, 2), (4, 3), (64, 2)])
+def test_groups_hold_everybody_once_and_are_even(chunk: int, workers: int) -> None:
+    orders = [Order(client, client, {}) for client in range(30)]
+    groups = grouped(orders, torch.full((30,), 7), workers, chunk)
+    assert [order.client for group in groups for order in group] == list(range(30))
+    lengths = [len(group) for group in groups]
+    assert max(lengths) <= chunk
+    assert max(lengths) - min(lengths) <= 1
+    assert len(groups) % workers == 0
+    falling = grouped(orders, torch.arange(30), workers, chunk)
+    assert [order.client for group in falling for order in group] == list(range(29, -1, -1))
+
+
+def test_when_a_worker_dies_its_clients_train_again_one_by_one(engine: ProcessesEngine, tmp_path: Path) -> None:
+    found = run(Deadly(victim=2, times=2, directory=str(tmp_path)), engine)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert_same(run(Remembering(), RowsEngine(TASK)), found)
+
+
+def test_a_client_that_kills_its_worker_each_time_harms_no_other(engine: ProcessesEngine, tmp_path: Path) -> None:
+    method = Deadly(victim=2, times=4, directory=str(tmp_path))
+    federation = Federation(method, TASK, engine, Schedule(1, 1.0, seed=3))
+    federation.run()
+    reason = "its worker process died 3 times (killed by SIGKILL)"
+    assert federation.history[0]["faults"] == [{"client": 2, "reason": reason}]
+
+
+def test_clients_that_fail_in_a_stack_are_named(engine: ProcessesEngine) -> None:
+    assert_same(run(Failing(), RowsEngine(TASK)), run(Failing(), engine))
+
+
+def test_wrong_options_are_refused_in_one_line() -> None:
+    with pytest.raises(InvalidValue, match=r"^inside 'stacks' is not allowed.*stacked"):
+        ProcessesEngine(TASK, inside="stacks")
+    with pytest.raises(InvalidValue, match=r"^chunk must be at least 1, not 0$"):
+        ProcessesEngine(TASK, inside="stacked", chunk=0)
