@@ -1,19 +1,27 @@
 """Seconds of a FedAvg round in each engine over the same SGD steps on one bare module, in one run on one machine.
 
-    python benchmarks/engines.py [--engines rows,stacked] [--tasks mlp,logistic] [--clients 10,100] [--rounds 5] [--threads 2]
+    python benchmarks/engines.py [--engines rows,stacked,auto] [--tasks mlp,logistic] [--clients 10,100] [--rounds 5]
 
-Engines and bare steps run in turn, round by round; a ratio is the median over rounds of engine over bare, both of the same round.
-The engine `auto` would take, and what its trial measured, stand beside.
+The bare steps run as a user writes them, in a process of their own on as many threads, twice: with the C library's allocator as
+it comes (`bare_s`, what ratios are over) and with the allocator keeping its pages (`tuned_s`). All run in turn, round by round;
+`ratio` is the median over rounds of engine over bare of the same round, `best_ratio` the least over the least. `cpu_ratio` is
+the processors' time of a round, worker processes included, over that of the bare round: on a machine that others use too it
+says more. The engine `auto` would take, and what its trial measured, stand beside.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import os
+import re
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +32,7 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.allocator import keep_pages
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.engines.choose import ENGINES, make_engine
+from fedloom.engines.processes import ProcessesEngine
 from fedloom.federation import Federation
 from fedloom.schedule import Schedule
 from fedloom.task import Task, make_task
@@ -72,11 +81,18 @@ TASKS: dict[str, Callable[[int], Task]] = {
 }
 
 
-def bare_seconds(module: nn.Module, task: Task) -> float:
-    """Seconds of one round's SGD steps on one bare module; loading the start model and gathering batches are not counted."""
+class Cost(NamedTuple):
+    """What a round took: seconds on the clock, and seconds of all processors together."""
+
+    clock: float
+    processors: float
+
+
+def bare_cost(module: nn.Module, task: Task) -> Cost:
+    """One round's SGD steps on one bare module; loading the start model and gathering batches are not counted."""
     settings = task.training
     optimiser = torch.optim.SGD(module.parameters(), lr=settings.learning_rate, momentum=settings.momentum)
-    seconds = 0.0
+    clock = processors = 0.0
     for client in range(task.clients):
         task.layout.load(module, task.initial)
         samples = task.samples(client)
@@ -86,13 +102,52 @@ def bare_seconds(module: nn.Module, task: Task) -> float:
             inputs, labels = samples.inputs[order], samples.labels[order]
             size = settings.batch_size or len(order)
             batches += list(zip(inputs.split(size), labels.split(size), strict=True))
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         for x, y in batches:
             optimiser.zero_grad()
             F.cross_entropy(module(x), y).backward()
             optimiser.step()
-        seconds += time.perf_counter() - began
-    return seconds
+        clock += time.perf_counter() - began
+        processors += time.process_time() - used
+    return Cost(clock, processors)
+
+
+def serve(name: str, clients: int) -> None:
+    """Run a round of bare steps for every line that is read, and print its cost."""
+    task = TASKS[name](clients)
+    module = copy.deepcopy(task.model)
+    for _ in sys.stdin:
+        print(*bare_cost(module, task), flush=True)
+
+
+class BareProcess:
+    """The bare steps in a process of their own, so that neither this one's allocator nor its threads touch them."""
+
+    def __init__(self, name: str, clients: int, tuned: bool) -> None:
+        command = [sys.executable, __file__, "--serve", "--tasks", name, "--clients", str(clients)]
+        command += ["--threads", str(torch.get_num_threads()), *(["--keep-pages"] if tuned else [])]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def round(self) -> Cost:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        clock, processors = map(float, self.process.stdout.readline().split())
+        return Cost(clock, processors)
+
+    def close(self) -> None:
+        self.process.communicate()
+
+
+def processor_seconds(engine: object) -> float:
+    """What this process and the engine's workers have used of the processors so far."""
+    workers = [worker.process.pid for worker in engine._crew] if isinstance(engine, ProcessesEngine) else []
+    ticks = 0
+    for pid in workers:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def measure(name: str, clients: int, engines: list[str], rounds: int) -> list[dict[str, Any]]:
@@ -101,16 +156,18 @@ def measure(name: str, clients: int, engines: list[str], rounds: int) -> list[di
     schedule = Schedule(rounds=rounds + 1, participation=1.0, evaluate_every=rounds + 9)
     made = {engine: make_engine(engine, task) for engine in engines}
     runs = {engine: Federation(FedAvg(), task, made[engine], schedule) for engine in engines}
-    module = copy.deepcopy(task.model)
-    bare: list[float] = []
-    taken: dict[str, list[float]] = {engine: [] for engine in engines}
+    bare, tuned = (BareProcess(name, clients, tuned) for tuned in (False, True))
+    plain: list[Cost] = []
+    kept: list[Cost] = []
+    taken: dict[str, list[Cost]] = {engine: [] for engine in engines}
     for _ in range(rounds + 1):
-        bare.append(bare_seconds(module, task))
+        plain.append(bare.round())
+        kept.append(tuned.round())
         for engine, run in runs.items():
-            began = time.perf_counter()
+            began, used = time.perf_counter(), processor_seconds(made[engine])
             run.step()
-            taken[engine].append(time.perf_counter() - began)
-    for each in made.values():
+            taken[engine].append(Cost(time.perf_counter() - began, processor_seconds(made[engine]) - used))
+    for each in (*made.values(), bare, tuned):
         each.close()
     return [
         {
@@ -119,29 +176,39 @@ def measure(name: str, clients: int, engines: list[str], rounds: int) -> list[di
             "threads": torch.get_num_threads(),
             "engine": engine,
             "chosen": str(made[engine].chosen),
-            "bare_s": statistics.median(bare[1:]),
-            "round_s": statistics.median(times[1:]),
-            "ratio": statistics.median(t / b for t, b in zip(times[1:], bare[1:], strict=True)),
-            "best_ratio": min(times[1:]) / min(bare[1:]),
+            "bare_s": statistics.median(cost.clock for cost in plain[1:]),
+            "tuned_s": statistics.median(cost.clock for cost in kept[1:]),
+            "round_s": statistics.median(cost.clock for cost in costs[1:]),
+            "ratio": statistics.median(c.clock / b.clock for c, b in zip(costs[1:], plain[1:], strict=True)),
+            "best_ratio": min(cost.clock for cost in costs[1:]) / min(cost.clock for cost in plain[1:]),
+            "cpu_ratio": min(cost.processors for cost in costs[1:]) / min(cost.processors for cost in plain[1:]),
         }
-        for engine, times in taken.items()
+        for engine, costs in taken.items()
     ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", default="rows,stacked", help=f"of {', '.join((*ENGINES, 'auto'))}")
+    parser.add_argument("--engines", default="rows,stacked,processes,processes(inside=stacked)",
+                        help=f"of {', '.join((*ENGINES, 'auto'))}, with options in brackets")  # fmt: skip
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--clients", default="10,100")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--serve", action="store_true", help="be the process that runs bare steps")
+    parser.add_argument("--keep-pages", action="store_true", help="tune its allocator")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    if arguments.serve:
+        if arguments.keep_pages:
+            keep_pages()
+        serve(arguments.tasks, int(arguments.clients))
+        return
     keep_pages()
     rows = []
     for name in arguments.tasks.split(","):
         for clients in map(int, arguments.clients.split(",")):
-            rows += measure(name, clients, arguments.engines.split(","), arguments.rounds)
+            rows += measure(name, clients, re.split(r",(?![^(]*\))", arguments.engines), arguments.rounds)
     tell("round in each engine over the bare steps", rows)
 
 
