@@ -25,6 +25,8 @@ PROBE_SECONDS = 5.0
 SHORT = 40
 """Characters that a path may have under which Ray opens its sockets: the system takes no more than 107 in all."""
 
+_SECURITY = "RAY_AUTH_MODE"
+
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # it would report to its makers
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # under `uv run` it would send the working directory to every node
@@ -40,6 +42,8 @@ class Session:
     started: bool
     """Whether it was made here, not by the program that uses fedloom."""
     folder: Path | None = None
+    security: str | None = None
+    """What `RAY_AUTH_MODE` was before: Ray sets it for the whole program."""
     users: int = 1
 
     @property
@@ -97,6 +101,7 @@ def leave(session: Session) -> None:
     ray = sys.modules.get("ray")
     if session.started and ray is not None and ray.is_initialized():
         ray.shutdown()
+        _set(_SECURITY, session.security)
     if session.folder is not None:
         shutil.rmtree(session.folder, ignore_errors=True)
 
@@ -108,7 +113,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _started(ray: Any, processors: int, graphics: int, object_store: int) -> Session:
-    folder = None
+    folder, security = None, os.environ.get(_SECURITY)
     if len(tempfile.gettempdir()) <= SHORT:
         folder = Path(tempfile.mkdtemp(prefix="fedloom-ray-"))
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
@@ -130,19 +135,26 @@ def _started(ray: Any, processors: int, graphics: int, object_store: int) -> Ses
             shutil.rmtree(folder, ignore_errors=True)
         raise FedloomError(f"engine 'ray' cannot start a cluster here: {first_line(error)}") from error
     _hush()
-    return Session(LOCAL, started=True, folder=folder)
+    return Session(LOCAL, started=True, folder=folder, security=security)
 
 
 def _connected(ray: Any, address: str) -> Session:
     _probe(address)
+    security = os.environ.get(_SECURITY)
     try:
         with _environment(_SETTINGS):
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
-        hint = ": pip install 'ray[client]'" if isinstance(error, ImportError) else ""
+        if address == "auto" and isinstance(error, ConnectionError):
+            raise FedloomError(
+                "engine 'ray' finds no cluster on this machine: run `ray start` here, or leave address=auto out"
+            ) from error
+        hint = " (a cluster that asks for a token needs RAY_AUTH_MODE=token here, and its token)"
+        if isinstance(error, ImportError):
+            hint = ": pip install 'ray[client]'"
         raise FedloomError(f"engine 'ray' cannot connect to {address!r}: {first_line(error)}{hint}") from error
     _hush()
-    return Session(address, started=True)
+    return Session(address, started=True, security=security)
 
 
 def _probe(address: str) -> None:
@@ -177,7 +189,11 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
         yield
     finally:
         for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+            _set(name, value)
+
+
+def _set(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
