@@ -46,12 +46,24 @@ _GREEK = {
     "mu": "μ", "xi": "ξ", "pi": "π", "rho": "ρ", "sigma": "σ", "tau": "τ",
 }  # fmt: skip
 
+_ELSEWHERE = '<script src="https://unpkg.com/iframe-worker/shim"></script>'
+
 _SIGNS = {"&lt;-": "←", "-&gt;": "→", "&gt;=": "≥", "&lt;=": "≤", "||": "‖", " * ": " · ", "...": "…", "!=": "≠"}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """MkDocs calls this for each page."""
     return re.sub(r"^\[\[(\w+)(?:: ([\w./-]+))?\]\]$", lambda found: _filled(found[1], found[2]), markdown, flags=re.M)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """The theme fetches from elsewhere what searching from disk needs; this site brings its own."""
+    return output.replace(_ELSEWHERE, f'<script src="{"../" * page.url.count("/")}assets/worker.js"></script>')
+
+
+def on_post_template(output_content: str, **_: Any) -> str:
+    """The same for the page that says that a page is missing."""
+    return output_content.replace(_ELSEWHERE, "")
 
 
 def _filled(what: str, which: str | None) -> str:
@@ -87,7 +99,11 @@ def overview() -> str:
     for name, title in FAMILIES.items():
         lines = [f"## [{title}]({name}.md)", "", "| method | what it is | when to use it |", "| --- | --- | --- |"]
         for entry in family(name):
-            cells = [f"[`{entry.name}`]({name}.md#{entry.name})", typeset(entry.summary), typeset(Doc(entry).when)]
+            cells = [
+                f"[`{entry.name}`]({name}.md#{entry.name})",
+                typeset(entry.summary, entry.parameters),
+                typeset(Doc(entry).when),
+            ]
             lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
@@ -109,7 +125,7 @@ class Doc:
 def described(entry: Entry[Any]) -> str:
     """Everything about one entry."""
     doc = Doc(entry)
-    lines = [f"## {entry.name} {{#{entry.name}}}", f"**{typeset(doc.summary)}**"]
+    lines = [f"## {entry.name} {{#{entry.name}}}", f"**{typeset(doc.summary, entry.parameters)}**"]
     lines.append(f"```text\n{entry.name}({', '.join(signature(entry))})\n```")
     lines += [typeset(paragraph, entry.parameters) for paragraph in doc.paragraphs]
     if doc.when:
@@ -171,7 +187,7 @@ def _formula(text: str) -> str:
     text = escape(text, quote=False)
     for plain, sign in _SIGNS.items():
         text = text.replace(plain, sign)
-    text = re.sub(r"(?<=[\w)\]‖^]) - (?=[\w(‖])", " − ", text)
+    text = re.sub(r"(?:(?<=[\w)\]‖^])|(?<=^)) - (?=[\w(‖]|$)", " − ", text)
     text = re.sub(r"\bsum(?=[_ (])(?! of)", "Σ", text)
     text = re.sub(r"\bgrad\b", "∇", text)
     text = re.sub(r"\bsqrt\(", "√(", text)
