@@ -38,10 +38,17 @@ def write_images(folder: Path, runs: Sequence[RunSummary], formats: Sequence[str
     A figure is called as its place in the report, such as `curve-accuracy.png` or `landscapes.svg`. Raises `InvalidValue` in
     one line for an unknown format, or when Kaleido or a Chromium is missing or fails.
     """
-    for name in formats:
-        require_one_of("image format", name, FORMATS)
+    require_images(formats)
     portraits = {slot.name: portrait(slot) for slot in image_slots(runs)}
     return save_figures(folder, portraits, formats)
+
+
+def require_images(formats: Sequence[str]) -> None:
+    """Raise `InvalidValue` unless images of these formats can be written here."""
+    for name in formats:
+        require_one_of("image format", name, FORMATS)
+    _kaleido()
+    browser()
 
 
 def save_figures(folder: Path, figures: Mapping[str, go.Figure], formats: Sequence[str] = ("png",)) -> list[Path]:

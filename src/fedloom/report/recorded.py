@@ -268,11 +268,14 @@ def _landscapes(runs: Sequence[RunSummary]) -> list[Drawing]:
 
 
 def _with_landscape(runs: Sequence[RunSummary]) -> dict[str, tuple[RunSummary, Mapping[str, Any]]]:
-    """Of each method the first run with a landscape."""
+    """Of each method the first run with a landscape that can be set beside the first of all: of the same points and data."""
     found: dict[str, tuple[RunSummary, Mapping[str, Any]]] = {}
+    alike: list[list[Any]] = []
     for run in runs:
         if (one := of_kind(run, "landscape")) is not None:
-            found.setdefault(run.algorithm, (run, one))
+            alike.append([one["x"], one["data"], one["directions"]])
+            if alike[-1] == alike[0]:
+                found.setdefault(run.algorithm, (run, one))
     return found
 
 

@@ -1,0 +1,60 @@
+"""`fedloom report`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedloom.cli.shared import Quiet
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", hidden=True)]
+Images = Annotated[
+    str,
+    typer.Option("--images", metavar="FORMATS", help="Also write every figure as png, svg or pdf: --images png,svg"),
+]
+Methods = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--landscape", metavar="METHOD", help="Draw the loss around the final model of METHOD, or of all; repeat."
+    ),
+]
+Options = Annotated[
+    str, typer.Option("--landscape-options", metavar="OPTIONS", help='Such as "grid=31, radius=0.5, data=test".')
+]
+
+
+def report(
+    folder: Folder,
+    images: Images = "",
+    landscape: Methods = None,
+    landscape_options: Options = "",
+    quiet: Quiet = False,
+) -> None:
+    """Write the report of a run or a comparison anew, and its figures as images.
+
+    DIR holds a run or a comparison, such as runs/digits. Nothing is trained: all comes from what is recorded there.
+    """
+    from fedloom.errors import InvalidValue
+    from fedloom.experiment.finished import add_landscapes, read_runs, rewrite_reports
+    from fedloom.recording.landscape import Landscape
+    from fedloom.recording.recorder import build_recorders
+    from fedloom.report.images import require_images, write_images
+
+    formats = [name.strip() for name in images.split(",") if name.strip()]
+    if formats:
+        require_images(formats)
+    if landscape_options and not landscape:
+        raise InvalidValue("--landscape-options needs --landscape METHOD, or --landscape all")
+    runs = read_runs(folder)
+    if landscape:
+        (recorder,) = build_recorders([f"landscape({landscape_options})" if landscape_options else "landscape"])
+        assert isinstance(recorder, Landscape)
+        runs = add_landscapes(runs, landscape, recorder, lambda text: None if quiet else print(text, file=sys.stderr))
+    for page in rewrite_reports(folder, runs):
+        print(f"report: {page}")
+    if formats:
+        files = write_images(folder / "images", [run.labelled for run in runs], formats)
+        print(f"images: {folder / 'images'} ({len(files)} files)")

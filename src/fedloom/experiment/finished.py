@@ -1,0 +1,202 @@
+"""The runs that lie in a folder, read again: their reports from what is recorded, and landscapes of their final models.
+
+landscape.json    in a run's folder: the loss around its final model, and the digest of the model that it belongs to
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedloom.data.partition import Partition
+from fedloom.errors import CheckpointError, FedloomError, InvalidValue, suggestion
+from fedloom.experiment.artifact import load_model
+from fedloom.experiment.configuration import configuration
+from fedloom.experiment.directory import RunDirectory, folder_name, to_json
+from fedloom.experiment.settings import label
+from fedloom.files import write_text
+from fedloom.recording.landscape import Landscape
+from fedloom.report import write_report
+from fedloom.report.page import about
+from fedloom.report.summary import RunSummary
+from fedloom.task import Task
+
+ALL = "all"
+"""Stands for every method where methods are named."""
+
+_FILE = "landscape.json"
+
+_OF_TASK = ("data", "model", "training", "plugins")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A run: the label of its setting, where it lies, and what it has left so far."""
+
+    setting: str
+    place: Path
+    summary: RunSummary
+
+    @property
+    def labelled(self) -> RunSummary:
+        """The summary with the setting in its method's name, so that runs of several settings stay apart."""
+        name = f"{self.summary.algorithm}, {self.setting}" if self.setting else self.summary.algorithm
+        return dataclasses.replace(self.summary, algorithm=name)
+
+
+def read_runs(folder: Path) -> list[Found]:
+    """The runs of a run's folder or of a comparison's, in the comparison's order; unfinished ones too where it is not over.
+
+    Raises `InvalidValue` when there are none, and `CheckpointError` when a file is missing or damaged.
+    """
+    if not folder.is_dir():
+        raise InvalidValue(f"{folder} is {'no folder' if folder.exists() else 'not there'}: give a folder of runs")
+    places = list(_places(folder))
+    if not places:
+        raise InvalidValue(f"{folder} holds no run: give the folder of a run or of a comparison, such as runs/digits")
+    return [Found(setting, place, _summary(place, name)) for setting, place, name in places]
+
+
+def rewrite_reports(folder: Path, runs: Sequence[Found]) -> list[Path]:
+    """Write `report.html` anew, and where there are several settings one for each in its folder; the files.
+
+    Title, targets and command are those of the report that is there, as far as there is one.
+    """
+    settings = list(dict.fromkeys(run.setting for run in runs))
+    pages = [_rewrite(folder, folder, [run.labelled for run in runs])]
+    if len(settings) > 1:
+        for setting in settings:
+            own = [run.summary for run in runs if run.setting == setting]
+            pages.append(_rewrite(folder / folder_name(setting), folder, own, setting))
+    return pages
+
+
+def add_landscapes(
+    runs: Sequence[Found], wanted: Sequence[str], recorder: Landscape, say: Callable[[str], None] = lambda text: None
+) -> list[Found]:
+    """The runs with the loss around the final models of those that are wanted: methods by name, `all`, or folders of runs.
+
+    Of a method it is the first run in each setting. What is found is kept in the run's folder; the landscapes of all other runs
+    are left out of the answer. `say` hears of each run before it begins. Raises `InvalidValue` for an unknown method, a run
+    that is not finished, or one whose task was made in Python.
+    """
+    chosen = _chosen(runs, wanted)
+    result = []
+    for run in runs:
+        if run in chosen:
+            say(f"loss landscape of {run.labelled.algorithm}, seed {run.summary.seed}")
+            kept = {"model": _digest(run.place), "landscape": landscape_of(run.place, recorder)}
+            write_text(run.place / _FILE, to_json(kept))
+            summary = _summary(run.place, run.summary.algorithm)
+        else:
+            summary = dataclasses.replace(run.summary, recorded=_without_landscape(run.summary))
+        result.append(dataclasses.replace(run, summary=summary))
+    return result
+
+
+def landscape_of(place: Path, recorder: Landscape) -> dict[str, Any]:
+    """The loss around the final model of the run that lies there. Raises as `add_landscapes` does."""
+    if not RunDirectory(place).finished:
+        raise InvalidValue(f"{place} is not finished: it has no final model yet")
+    task = _task(place)
+    module = load_model(place)
+    row, integers = task.layout.flatten(module), task.layout.flatten_integers(module)
+    return recorder.around(row, task, integers)
+
+
+def _places(folder: Path) -> Iterator[tuple[str, Path, str | None]]:
+    """Setting, folder and method (None: as configured) of every run."""
+    if (folder / "configuration.json").exists():
+        yield "", folder, None
+        return
+    listed = _read(folder / "comparison.json").get("runs", []) if (folder / "comparison.json").exists() else []
+    for one in listed:
+        yield label(one.get("setting") or {}), _moved(folder, Path(one["directory"])), str(one["algorithm"])
+    if not listed:
+        for pattern in ("*/seed-*", "*/*/seed-*"):
+            for path in sorted(folder.glob(f"{pattern}/task.json")):
+                inside = path.parent.relative_to(folder).parts
+                yield "" if len(inside) == 2 else inside[0], path.parent, None
+
+
+def _moved(folder: Path, noted: Path) -> Path:
+    """Where a run lies that was noted under this name, also when the folder was moved or is seen from elsewhere."""
+    inside = (folder.joinpath(*noted.parts[-depth:]) for depth in (2, 3))
+    found = next((place for place in (*inside, noted) if (place / "configuration.json").exists()), None)
+    if found is None:
+        raise CheckpointError(f"{folder}: the run {noted} is not there any more: compare again")
+    return found
+
+
+def _summary(place: Path, name: str | None) -> RunSummary:
+    """What the run has left, with the landscape that belongs to its final model."""
+    summary = RunDirectory(place).summary(name)
+    if not (place / _FILE).exists() or not (place / "model.safetensors").exists():
+        return summary
+    kept = _read(place / _FILE)
+    if kept.get("model") != _digest(place):
+        return summary
+    return dataclasses.replace(summary, recorded=[*_without_landscape(summary), kept["landscape"]])
+
+
+def _without_landscape(summary: RunSummary) -> list[dict[str, Any]]:
+    return [one for one in summary.recorded if one["kind"] != "landscape"]
+
+
+def _rewrite(place: Path, folder: Path, runs: Sequence[RunSummary], setting: str = "") -> Path:
+    page, single = place / "report.html", (place / "configuration.json").exists()
+    before = about(page) or about(folder / "report.html")
+    usual = f"{runs[0].algorithm}, seed {runs[0].seed}" if single else folder.resolve().name
+    title = about(page).get("title") or (f"{usual}, {setting}" if setting else usual)
+    write_report(page, title, runs, before.get("targets") or None, before.get("command", ""))
+    return page
+
+
+def _chosen(runs: Sequence[Found], wanted: Sequence[str]) -> list[Found]:
+    methods = list(dict.fromkeys(run.summary.algorithm for run in runs))
+    first: dict[tuple[str, str], Found] = {}
+    for run in runs:
+        first.setdefault((run.setting, run.summary.algorithm), run)
+    chosen: list[Found] = []
+    for name in wanted:
+        lying = [run for run in runs if run.place.resolve() == Path(name).resolve()]
+        named = [run for (_, method), run in first.items() if name in (method, ALL)]
+        if not lying and not named:
+            raise InvalidValue(
+                f"unknown method {name!r}:{suggestion(name, methods)} (there are: {', '.join((*methods, ALL))})"
+            )
+        chosen += lying or named
+    return chosen
+
+
+def _task(place: Path) -> Task:
+    """The run's task, made again from its configuration."""
+    told = RunDirectory(place).configuration
+    try:
+        # The rest of the configuration is no part of the task, and might ask for what is not needed here.
+        task = configuration({key: told[key] for key in _OF_TASK if key in told}).task(int(told["seed"]))
+    except FedloomError as error:
+        raise InvalidValue(f"{place}: its task cannot be made again ({error})") from None
+    kept = Partition.load(place / "split.npz")
+    same = np.array_equal(task.partition.indices, kept.indices) and np.array_equal(task.partition.offsets, kept.offsets)
+    if not same:
+        raise InvalidValue(f"{place}: its task cannot be made again (other samples)")
+    return task
+
+
+def _digest(place: Path) -> str:
+    return hashlib.sha256((place / "model.safetensors").read_bytes()).hexdigest()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        raise CheckpointError(f"{path} is missing or damaged: remove it, or compare again") from None
