@@ -126,7 +126,7 @@ class FlowerEngine:
     ) -> Reply:
         """What one site sends. Raises `FedloomError` when it says why it did not train, or when it is refused."""
         number = self.numbers[order.client]
-        before = int(self._versions[order.client])
+        before = self._version(order.client)
         try:
             words = words_of(message)
         except Refusal as refusal:
@@ -183,7 +183,7 @@ class FlowerEngine:
             if number not in nodes:
                 yield order, "the site is not there"
                 continue
-            addressed = {"site": number, "client": order.client, "memory": int(self._versions[order.client])}
+            addressed = {"site": number, "client": order.client, "memory": self._version(order.client)}
             content = pack(told | addressed | words(order), _encoded_once(order.inbox, arrays))
             sent = self.post.send(nodes[number], kind, content, f"{round.number}", self.deadline)
             if sent is None:
@@ -209,6 +209,10 @@ class FlowerEngine:
         return found
 
     # --- what clients remember ---
+
+    def _version(self, client: int) -> int:
+        """Which memory a client goes on from, after what it wrote in this round."""
+        return self._written.get(client, int(self._versions[client]))
 
     def commit(self) -> None:
         versions = self._versions.clone()

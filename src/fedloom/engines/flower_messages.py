@@ -141,8 +141,10 @@ def decoded(name: str, array: Array, shape: Shape | None) -> Tensor:
         raise RefusedReply(f"{name!r:.80} is not an array in NumPy's format") from None
     if header != (declared, False, dtype) or len(array.data) - stream.tell() != size:
         raise RefusedReply(f"{name!r:.80} holds other numbers than its type and shape say")
-    numbers = np.frombuffer(array.data, dtype, math.prod(declared), stream.tell())
-    return torch.from_numpy(numbers.reshape(declared).copy())
+    # Into memory of torch's own: sums may round differently where memory begins off the boundaries that it keeps.
+    tensor = torch.empty(declared, dtype=getattr(torch, array.dtype))
+    tensor.numpy()[...] = np.frombuffer(array.data, dtype, math.prod(declared), stream.tell()).reshape(declared)
+    return tensor
 
 
 def _read_header(stream: io.BytesIO) -> tuple[Shape, bool, np.dtype[Any]]:

@@ -1,0 +1,163 @@
+"""Flower without processes: a Grid whose nodes are called here, with every message turned into bytes and back on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ConfigRecord, Context, Error, Message, RecordDict
+from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+from torch import Tensor, nn
+
+from fedloom.deploy.client import app
+from fedloom.engines.flower_messages import ARRAYS, PROTOCOL, RECORD
+
+
+class NormNet(nn.Module):
+    """A small model for the handwritten digits with statistics, integer buffers and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(64, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.2)
+        self.out = nn.Linear(8, 10)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.out(self.drop(torch.relu(self.norm(self.hidden(inputs.flatten(1))))))
+        return logits
+
+
+Tamper = Callable[[Message], Message]
+
+RUN = 77
+
+
+@dataclass
+class Node:
+    """One SuperNode: what it was started with, and how it behaves."""
+
+    config: dict[str, Any]
+    online: bool = True
+    silent: bool = False  # it takes messages and never answers
+    late: bool = False  # it works, but its answer stays on the way until it is no longer late
+    tamper: Tamper | None = None  # what becomes of its answers to training
+    trained: list[int] = field(default_factory=list)  # the rounds of the orders to train that it carried out
+
+    def answer(self, message: Message, run_config: dict[str, Any], node: int) -> Message:
+        context = Context(RUN, node, dict(self.config), RecordDict(), dict(run_config))
+        reply = app(message, context)
+        if message.metadata.message_type.startswith("train"):
+            self.trained.append(int(message.metadata.group_id))
+            if self.tamper is not None:
+                reply = self.tamper(reply)
+        return reply
+
+
+class LocalGrid(Grid):
+    """Nodes by their ids. Every node is given a new context with each message, as after a restart."""
+
+    def __init__(self, nodes: dict[int, Node], run_config: dict[str, Any]) -> None:
+        TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = RUN, 1, 1
+        self.nodes, self.run_config = nodes, run_config
+        self.sent: list[Message] = []
+        self._replies: dict[str, tuple[int, Message]] = {}
+        self._waiting: dict[str, int] = {}
+
+    def set_run(self, run: Run) -> None:
+        raise NotImplementedError
+
+    @property
+    def run(self) -> Run:
+        raise NotImplementedError
+
+    def create_message(self, *_: Any, **__: Any) -> Message:
+        raise NotImplementedError
+
+    def get_node_ids(self) -> Iterable[int]:
+        return [number for number, node in self.nodes.items() if node.online]
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        sent = []
+        for message in messages:
+            key = f"message-{len(self.sent)}"
+            message.metadata.__dict__["_message_id"] = key
+            arrived = travelled(message)
+            self.sent.append(arrived)
+            self._waiting[key] = arrived.metadata.dst_node_id
+            node = self.nodes[arrived.metadata.dst_node_id]
+            if node.online and not node.silent:
+                reply = node.answer(arrived, self.run_config, arrived.metadata.dst_node_id)
+                self._replies[key] = (arrived.metadata.dst_node_id, travelled(reply))
+            sent.append(key)
+        return sent
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        found = []
+        for key in message_ids:
+            number, reply = self._replies.get(key, (self._waiting.get(key, -1), None))
+            node = self.nodes.get(number)
+            if node is None or (reply is None and not node.online):
+                found.append(_gone(key))
+            elif reply is not None and not node.late:
+                found.append(reply)
+                del self._replies[key]
+        return found
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        raise NotImplementedError
+
+
+def travelled(message: Message) -> Message:
+    """The message after a way as bytes."""
+    return message_from_proto(ProtoMessage.FromString(message_to_proto(message).SerializeToString()))
+
+
+def _gone(key: str) -> Message:
+    template = Message(RecordDict(), 1, "train")
+    template.metadata.__dict__["_message_id"] = key
+    return Message(Error(5, "the node is not available"), reply_to=template)
+
+
+def nodes(count: int, memory: Path, **config: Any) -> dict[int, Node]:
+    """Nodes with ids that say nothing of their partition ids."""
+    return {
+        1000 + 17 * (count - number): Node(
+            {"partition-id": number, "num-partitions": count, "memory": str(memory / f"site-{number}"), **config}
+        )
+        for number in range(count)
+    }
+
+
+def site(grid: LocalGrid, number: int) -> Node:
+    """The node with this partition id."""
+    return next(node for node in grid.nodes.values() if node.config["partition-id"] == number)
+
+
+def with_array(name: str, array: Array | np.ndarray[Any, Any]) -> Tamper:
+    """Answers in which one array is another."""
+
+    def tamper(reply: Message) -> Message:
+        arrays = reply.content.array_records[ARRAYS]
+        arrays[name] = array if isinstance(array, Array) else Array(array)
+        return reply
+
+    return tamper
+
+
+def with_words(text: str, protocol: int = PROTOCOL) -> Tamper:
+    """Answers with other words."""
+
+    def tamper(reply: Message) -> Message:
+        reply.content[RECORD] = ConfigRecord({"protocol": protocol, "words": text})
+        return reply
+
+    return tamper
