@@ -1,0 +1,420 @@
+"""The papers' tables and figures: protocols number by number, what is measured, and one cell of each paper run in little.
+
+The cells that are run here have one or two rounds on a few made-up images in the data sets' own file formats; every output of
+them must say PARTIAL.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import statistics
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedloom.algorithm import build
+from fedloom.errors import InvalidValue
+from fedloom.experiment.configuration import configuration
+from fedloom.experiment.reproduce import fedala, fedmr, fedumf
+from fedloom.experiment.reproduce.catalogue import PAPERS, exhibit, exhibits
+from fedloom.experiment.reproduce.estimate import cost, work
+from fedloom.experiment.reproduce.measure import Found, deviations, difference, found
+from fedloom.experiment.reproduce.needs import FACTS, at_hand
+from fedloom.experiment.reproduce.numbers import printed
+from fedloom.experiment.reproduce.protocols import Cell, Measure, Printed
+from fedloom.experiment.reproduce.request import Request, plan
+from fedloom.expression import parse
+from fedloom.report.summary import RunSummary
+from fedloom.task import make_dataset
+from forking_cli import main
+
+NUMBERS = Path(__file__).resolve().parents[2] / "shared" / "spec" / "paper_numbers.json"
+
+Say = Callable[..., tuple[int, str, str]]
+
+
+def idx(path: Path, array: np.ndarray[Any, Any]) -> None:
+    """Write unsigned bytes as MNIST's files hold them."""
+    sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
+    path.write_bytes(bytes([0, 0, 8, array.ndim]) + sizes + array.astype(np.uint8).tobytes())
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a little MNIST (idx files) and a little CIFAR-10 (binary batches); a class is a grey level with noise."""
+    root = tmp_path_factory.mktemp("data")
+    draw = np.random.default_rng(0)
+    mnist, cifar = root / "MNIST" / "raw", root / "cifar-10-batches-bin"
+    mnist.mkdir(parents=True)
+    cifar.mkdir()
+    for part, count in (("train", 900), ("t10k", 100)):
+        labels = np.arange(count) % 10
+        idx(mnist / f"{part}-images-idx3-ubyte", 20 * labels[:, None, None] + draw.integers(0, 40, (count, 28, 28)))
+        idx(mnist / f"{part}-labels-idx1-ubyte", labels)
+    for name in (*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"):
+        labels = np.arange(40) % 10
+        pixels = 20 * labels[:, None] + draw.integers(0, 40, (40, 3072))
+        (cifar / f"{name}.bin").write_bytes(np.column_stack([labels, pixels]).astype(np.uint8).tobytes())
+    return root
+
+
+@pytest.fixture
+def reproduce(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Say:
+    """`reproduce("fedumf.table-a2", ...)` is (exit code, stdout, stderr) of the command, with the data at hand."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("FEDLOOM_DATA", str(data))
+
+    def say(*arguments: str) -> tuple[int, str, str]:
+        code = main(["reproduce", *arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return say
+
+
+# one cell of each paper ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "column", "rounds"),
+    [
+        ("fedmr.table-1", "FedMR", "CNN CIFAR-10 IID", 2),
+        ("fedmr-kdd.table-1", "FedMut", "CNN CIFAR-10 IID", 2),
+        ("fedmr-first.table-1", "FedAvg", "CNN CIFAR-10 IID", 2),
+        ("fedumf.table-a2", "FedUmf+FedDC", "MNIST IID 15%", 2),
+        ("fedala.table-2", "FedALA", "MNIST pathological", 1),
+    ],
+)
+def test_a_cell_of_each_paper_runs_in_little_and_says_so_everywhere(
+    reproduce: Say, tmp_path: Path, name: str, row: str, column: str, rounds: int
+) -> None:
+    asked = [name, "--rows", row, "--columns", column, "--rounds", str(rounds), "--seeds", "0", "-q", "threads=1"]
+    code, out, err = reproduce(*asked)
+    assert code == 0, err
+    [number] = [n for n in _numbers(name) if n["method"] == row and _is(n, column)] if "first" not in name else [{}]
+    folder = tmp_path / "runs" / "reproduce" / name
+    line = next(line for line in out.splitlines() if line.strip().startswith(row))
+    assert line.rstrip().endswith("PARTIAL")
+    if number:
+        shown = number["rounds"] if "rounds" in number else number["mean"]
+        assert f"{shown:g}" in line
+    assert out.startswith(f"PARTIAL {name}")
+    assert f"PARTIAL: {rounds} of" in out
+
+    [cell] = csv.DictReader((folder / "cells.csv").read_text().splitlines())
+    assert cell["status"] == "PARTIAL"
+    assert f"{rounds} of" in cell["left_out"]
+    assert (cell["row"], cell["runs"], cell["rounds"]) == (row, "1", str(rounds))
+    markdown = (folder / "cells.md").read_text()
+    assert markdown.startswith(f"## PARTIAL {name}")
+    assert f"| {row} |" in markdown
+    assert "PARTIAL " + name in (folder / "report.html").read_text()
+
+    made = sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("result.json"))
+    code, again, err = reproduce(*asked)
+    assert code == 0
+    assert "all finished before" in err
+    assert again == out
+    assert sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")) == made
+
+
+def _numbers(name: str) -> list[dict[str, Any]]:
+    paper, _, table = name.partition(".table-")
+    return printed(paper, table.upper())
+
+
+def _is(number: dict[str, Any], column: str) -> bool:
+    """Whether a number stands in the column that the test above names."""
+    wanted = {"CNN CIFAR-10 IID": ("cnn", "cifar10", "iid"), "MNIST IID 15%": ("feddc_fcn", "mnist", "iid")}
+    own = wanted.get(column, ("cnn4", "mnist", "pathological:2"))
+    share = number["participation"] in (0.1, 0.15, 1.0)
+    return (number["model"], number["dataset"], number["heterogeneity"]) == own and share
+
+
+def test_two_papers_share_a_run_and_runs_of_other_lengths_lie_apart(reproduce: Say, tmp_path: Path) -> None:
+    cell = ("--rows", "FedAvg", "--columns", "CNN CIFAR-10 IID", "-q", "threads=1")
+    assert reproduce("fedmr.table-1", *cell, "--rounds", "1")[0] == 0
+    _, _, err = reproduce("fedmr-kdd.table-1", *cell, "--rounds", "1")
+    assert "all finished before" in err
+    assert reproduce("fedmr-kdd.table-1", *cell, "--rounds", "2")[0] == 0
+    assert sorted(len(p.read_text().splitlines()) for p in tmp_path.rglob("metrics.jsonl")) == [1, 2]
+
+
+def test_an_estimate_comes_first_and_alone_where_it_is_all_that_is_asked(reproduce: Say, tmp_path: Path) -> None:
+    code, out, err = reproduce("fedumf.table-a2", "--rows", "FedAvg", "--columns", "MNIST IID 15%", "--estimate")
+    assert code == 0
+    assert out == ""
+    assert "1 cells, 1 run, 54,000 local steps: about" in err
+    assert not (tmp_path / "runs").exists()
+
+
+# what the command says ----------------------------------------------------------------------------------------------------
+
+
+def test_the_list_names_every_table_and_figure_with_its_data(reproduce: Say) -> None:
+    code, out, _ = reproduce()
+    assert code == 0
+    for name, one in exhibits().items():
+        line = next(line for line in out.splitlines() if line.split()[:1] == [name])
+        assert f" {len(one.cells)} " in line
+    assert "(Tiny-ImageNet)" in out
+    assert "(MNIST)" not in out
+    assert {name.partition(".")[0] for name in exhibits()} == set(PAPERS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["fedmr.tabel-1"], "did you mean 'fedmr.table-1'?"),
+        (["fedumf.figure-1"], "fedumf.figure-1 is a drawing: nothing to run"),
+        (["fedumf.table-a2", "--rows", "FedAgv"], "did you mean 'FedAvg'?"),
+        (["fedumf.table-a2", "--columns", "MNITS"], "did you mean 'MNIST'?"),
+        (["fedumf.table-a2", "--data", "mnits=x"], "did you mean 'mnist'?"),
+        (["fedumf.table-a2", "--data", "mnist"], "is not NAME=FOLDER"),
+        (["fedumf.table-a2", "--seeds", "0,x"], "--seeds must be whole numbers"),
+        (["fedumf.table-a2", "--rounds", "0"], "--rounds must be at least 1, not 0"),
+        (["fedumf.table-a2", "--workers", "0"], "--workers must be at least 1, not 0"),
+        (["fedumf.table-a2", "rounds=3"], "rounds is not set here: use --rounds"),
+        (["fedumf.table-a2", "trianing.epochs=3"], "did you mean 'training'?"),
+        (["fedumf.table-a2", "--columns", "EMNIST-L IID 15%"], "--data emnist_l=FOLDER"),
+        (["fedala.table-1", "--rows", "s=5 p=1"], "tiny_imagenet"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(reproduce: Say, arguments: list[str], said: str) -> None:
+    code, out, err = reproduce(*arguments)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+# protocols ----------------------------------------------------------------------------------------------------------------
+
+
+def test_every_setting_is_a_valid_configuration_and_every_method_can_be_built() -> None:
+    cells = [cell for one in exhibits().values() for cell in one.cells]
+    for algorithm in {cell.algorithm for cell in cells}:
+        build(algorithm)
+    tables: dict[str, Cell] = {}
+    for cell in cells:
+        for rounds in (3, cell.setting.rounds):
+            tables[json.dumps(cell.setting.table(rounds))] = cell
+    for text, cell in tables.items():
+        own = configuration({**json.loads(text), "algorithm": cell.algorithm})
+        assert own.schedule.rounds >= (own.schedule.evaluate_every or 0)
+        assert parse(own.data.name).name in FACTS
+
+
+def test_every_printed_number_has_a_cell() -> None:
+    tables = [("fedmr", "1"), ("fedmr-kdd", "1"), *(("fedala", k) for k in "247")]
+    tables += [("fedumf", k) for k in ("1", "2", "3", "4", "A1", "A2")]
+    for paper, table in tables:
+        numbers = printed(paper, table)
+        cells = exhibit(f"{paper}.table-{table.lower()}").cells
+        assert [cell.row for cell in cells] == [number["method"] for number in numbers]
+        shown = [None if c.printed is None else c.printed.mean for c in cells]
+        assert shown == [number["rounds"] if "rounds" in number else number["mean"] for number in numbers]
+        assert len({(cell.row, cell.column) for cell in cells}) == len(cells)
+
+
+@pytest.mark.skipif(not NUMBERS.exists(), reason="the specification is not beside the repository")
+def test_the_numbers_in_the_package_are_those_of_the_specification() -> None:
+    papers = {"000": "fedmr", "001": "fedumf", "002": "fedmr-kdd", "003": "fedala"}
+    given = [{"paper": papers[n.pop("seed")], **n} for n in json.loads(NUMBERS.read_text())]
+    shipped = json.loads((files("fedloom.experiment.reproduce") / "numbers.json").read_text(encoding="utf-8"))
+    assert shipped == given
+
+
+def test_protocols_are_the_papers() -> None:
+    one = fedmr.setting("cnn", "cifar10", "dir:0.1").table(1000)
+    assert one["training"] == {"learning_rate": 0.01, "momentum": 0.9, "batch_size": 50, "epochs": 5}
+    assert (one["participation"], one["evaluate_every"], one["model"]) == (0.1, 10, "fedmr_cnn")
+    assert one["data"] == {"name": "cifar10(normalise=half)", "clients": 100, "partition": "dirichlet(0.1)"}
+    assert fedmr.method("FedMR", "vgg16", "cifar10") == "stages(fedavg(weighted=false):100, fedmr(unit=tensor))"
+    assert fedmr.method("FedProx", "cnn", "femnist") == "fedprox(mu=0.1)"
+    assert [fedmr.setting("cnn", "cifar10", "iid", participants=k).participation for k in (5, 100)] == [0.05, 1.0]
+
+    main_part = fedumf.main_setting("mnist", "pathological:2", 0.5, 0.05)
+    assert main_part.training == {
+        "learning_rate": 0.05, "momentum": 0.5, "weight_decay": 5e-4, "batch_size": 50, "epochs": 1,
+    }  # fmt: skip
+    assert (main_part.rounds, main_part.partition, main_part.model) == (150, "shards(2)", "mcmahan_cnn")
+    assert fedumf.main_setting("cifar10", "iid", 0.1, 0.01).rounds == 300
+    appendix = fedumf.appendix_setting("cifar100", "iid", 0.65)
+    assert appendix.training["decay"] == 0.998
+    assert appendix.training["clip"] == 10.0
+    assert appendix.training["augmentation"] == "flip_crop"
+    assert (appendix.rounds, appendix.partition, appendix.model) == (600, "iid(balanced=true)", "feddc_cnn")
+    assert fedumf.appendix_setting("emnist_l", "iid", 0.15).model == "feddc_fcn(hidden=100)"
+    assert "alpha=0.5" in fedumf.appendix_method("FedUmf+FedDC", "cifar10", "dir_class_prior:0.6")
+
+    personal = fedala.setting("cifar100", "pathological:10").table(2000)
+    assert personal["data"] == {
+        "name": "cifar100(normalise=half)", "clients": 20, "partition": "pathological(10)", "local_test": 0.25, "merge": True,
+    }  # fmt: skip
+    assert personal["training"] == {"learning_rate": 0.005, "batch_size": 10, "epochs": 1, "drop_last": True}
+    assert (personal["participation"], personal["personal_every"], personal["rounds"]) == (1.0, 1, 2000)
+    rates = [fedala.setting(d, "dir:0.1", m).training["learning_rate"] for d, m in _FAST]
+    assert rates == [0.1, 0.1, 0.1]
+    assert fedala.setting("cifar100", "dir:0.1", clients=100).partition == "dirichlet(0.1, minimum=40)"
+    assert fedala.setting("mnist", "dir:0.1").seeds == (0, 1, 2, 3, 4)
+
+
+_FAST = (("mnist", "cnn4"), ("ag_news", "fasttext"), ("tiny_imagenet", "resnet18"))
+
+
+def test_changes_are_partial_unless_they_change_nothing_of_what_is_measured() -> None:
+    whole = plan(exhibit("fedala.table-7"), Request(rows=("FedALA",), changes=("threads=1", "engine=rows")))
+    assert whole.reasons == []
+    assert len(whole.jobs) == 10
+    asked = Request(rows=("FedALA",), columns=("MNIST",), seeds=(3,), rounds=5, samples=500, changes=("model=mlp",))
+    part = plan(exhibit("fedala.table-7"), asked)
+    assert part.reasons == ["5 of 2,000 rounds", "1 of 5 seeds", "500 samples of the data", "model=mlp"]
+    [own] = part.configurations.values()
+    assert parse(own.data.name).named == {"of": "mnist(normalise=half)", "samples": 500}
+    assert (own.model, own.schedule.rounds, own.seeds) == ("mlp", 5, [3])
+
+
+def test_more_rounds_than_the_protocol_has_are_not_run() -> None:
+    asked = Request(columns=("MNIST IID 10% rate 0.01 to 92%",), rounds=10**6)
+    [own] = plan(exhibit("fedumf.table-1"), asked).configurations.values()
+    assert own.schedule.rounds == 150
+
+
+# measures -----------------------------------------------------------------------------------------------------------------
+
+
+def _run(records: list[dict[str, Any]], seed: int = 0, **rest: Any) -> RunSummary:
+    return RunSummary("fedavg", seed, [{"round": k, **record} for k, record in enumerate(records, start=1)], **rest)
+
+
+def _cell(measure: Measure, paper: Printed | None = None) -> Cell:
+    return Cell("FedAvg", "somewhere", fedumf.appendix_setting("mnist", "iid", 0.15), "fedavg", measure, paper)
+
+
+def test_the_end_is_the_mean_of_the_last_ten_with_the_deviation_within_a_run() -> None:
+    draw = np.random.default_rng(1)
+    curves = draw.random((3, 14))
+    runs = [_run([{"accuracy": float(value)} for value in curve], seed) for seed, curve in enumerate(curves)]
+    here = found(_cell(Measure("end")), runs)
+    assert here is not None
+    assert here.mean == pytest.approx(100 * curves[:, 4:].mean())
+    assert here.std == pytest.approx(100 * math.sqrt(np.mean(np.var(curves[:, 4:], axis=1, ddof=1))))
+
+
+def test_a_target_counts_as_reached_only_when_every_run_reached_it() -> None:
+    quick = _run([{"accuracy": 0.2}, {"accuracy": 0.95}])
+    slow = _run([{"accuracy": 0.2}, {"accuracy": 0.3}, {"accuracy": 0.949}], 1)
+    cell = _cell(Measure("rounds", 95.0), Printed(40))
+    assert found(cell, [quick]) == Found(2.0, None, 1, 1, 2, 95.0)
+    both = found(cell, [quick, slow])
+    assert both == Found(None, None, 2, 1, 3, 95.0)
+    assert difference(both, cell.printed) is None
+    assert found(cell, []) is None
+
+
+def test_differences_are_in_standard_deviations_of_paper_and_measurement() -> None:
+    here = Found(50.0, 3.0, 3, 3, 10)
+    assert deviations(here, Printed(40.0, 4.0)) == pytest.approx(10 / 5)
+    assert deviations(here, Printed(53.0)) == pytest.approx(-1.0)
+    assert deviations(Found(50.0, None, 1, 1, 10), Printed(40.0)) is None
+    assert difference(here, Printed(None)) is None
+
+
+def test_joining_clients_are_those_who_train_in_the_round_that_the_models_begin() -> None:
+    records = [{"clients": [0, 1]}, {"clients": [1, 2]}, {"clients": [0, 2]}]
+    tables = [
+        {"clients": [0, 1, 2], "samples": [10, 20, 30], "accuracy": [1.0, 0.5, 0.1]},
+        {"clients": [0, 1, 2], "samples": [10, 20, 30], "accuracy": [0.9, 0.0, 0.2]},
+        {"clients": [0, 1, 2], "samples": [10, 20, 30], "accuracy": [1.0, 1.0, 1.0]},
+    ]
+    lines = [{"round": k, "personal": table} for k, table in enumerate(tables, start=1)]
+    here = found(_cell(Measure("joining")), [_run(records, clients=lines)])
+    assert here is not None
+    after_first, after_second = (20 * 0.5 + 30 * 0.1) / 50, (10 * 0.9 + 30 * 0.2) / 40
+    assert here.mean == pytest.approx(100 * max(after_first, after_second))  # after the last round nobody trains
+
+
+def test_times_traffic_and_classes() -> None:
+    cell = _cell(Measure("models", a_client=True))
+    size = 4 * 199_210
+    records = [
+        {"clients": [0, 1], "bytes_down": 2 * size, "bytes_up": 2 * size, "personal_accuracy": a} for a in (0.5, 0.4)
+    ]
+    timings = [{"round": k, "train_seconds": 60.0 * k, "server_seconds": 6.0, "seconds": 99.0} for k in (1, 2)]
+    settings = {"model": "feddc_fcn(hidden=200)", "data": {"name": "mnist"}}
+    run = _run(records, timings=timings, configuration=settings, label_counts=[[1, 0, 5], [2, 2, 2]])
+    values = {
+        kind: found(_cell(Measure(kind)), [run], [run]) for kind in ("minutes", "total", "slower", "classes", "models")
+    }
+    means = {kind: None if value is None else value.mean for kind, value in values.items()}
+    assert means == pytest.approx({
+        "minutes": statistics.median([66, 126]) / 60, "total": 1.1, "slower": 1.0, "classes": 2.5, "models": 4.0,
+    })  # fmt: skip
+    each = found(cell, [run])
+    assert each is not None
+    assert each.mean == pytest.approx(2.0)
+
+
+def test_the_weights_that_ala_learns_are_counted_as_the_paper_counts_them() -> None:
+    cells = [c for c in exhibit("fedala.table-6").cells if c.measure.kind == "weights" and "AG News" in c.column]
+    assert [difference(found(cell, []), cell.printed) for cell in cells] == [0.0, 0.0, 0.0]
+
+
+# estimates, data ----------------------------------------------------------------------------------------------------------
+
+
+def test_steps_are_counted_as_the_protocol_has_them() -> None:
+    def steps(name: str, row: str, column: str) -> int:
+        wanted = plan(exhibit(name), Request(rows=(row,), columns=(column,)))
+        [own] = wanted.configurations.values()
+        facts = FACTS[parse(own.data.name).name]
+        return cost(own, wanted.jobs[0].name.algorithm, facts, 0.1).steps
+
+    assert steps("fedumf.table-a2", "FedAvg", "MNIST IID 15% to 95%") == 300 * 15 * 12
+    assert steps("fedmr.table-1", "FedAvg", "CNN CIFAR-10 IID") == 1000 * 10 * 5 * 10
+    assert steps("fedala.table-7", "FedAvg", "MNIST Dir(0.1)") == 2000 * 20 * 262  # the last short batch is dropped
+    assert work(parse("umf(fedavg, alpha=1)"), 0.25) == pytest.approx(1.75)
+    assert work(parse("stages(fedavg:100, fedasam)"), 0.1) == 2.0
+
+
+def test_data_are_found_where_the_loader_looks(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FEDLOOM_DATA", raising=False)
+    assert at_hand("mnist", str(data))
+    assert at_hand("mnist", str(data / "MNIST"))
+    assert not at_hand("emnist_l", str(data))
+    assert at_hand("synthetic_feddc")
+    monkeypatch.setenv("FEDLOOM_DATA", str(data))
+    assert at_hand("cifar10")
+
+
+def test_what_is_known_of_data_is_so(data: Path) -> None:
+    for name in ("mnist", "cifar10"):
+        assert make_dataset(f"{name}(folder='{data}')").spec == FACTS[name].spec
+    generated = make_dataset("synthetic_feddc(test=train)")
+    facts = FACTS["synthetic_feddc"]
+    assert (generated.spec, len(generated.train), len(generated.test)) == (facts.spec, facts.train, facts.test)
+
+
+def test_a_part_holds_some_of_the_samples_and_keeps_the_rest_as_it_is(data: Path) -> None:
+    whole = make_dataset(f"mnist(folder='{data}')")
+    some = make_dataset(f"part(of=\"mnist(folder='{data}')\", samples=200)")
+    assert (len(some.train), len(some.test)) == (180, 20)
+    assert (some.mean, some.name, some.spec) == (whole.mean, "mnist", whole.spec)
+    rows = {row.numpy().tobytes() for row in whole.train.inputs}
+    kept = [row.numpy().tobytes() for row in some.train.inputs]
+    assert len(set(kept)) == len(kept)
+    assert set(kept) <= rows
+    assert torch.equal(
+        some.train.labels, make_dataset(f"part(of=\"mnist(folder='{data}')\", samples=200)").train.labels
+    )
+    assert len(make_dataset(f"part(of=\"mnist(folder='{data}')\", samples=5000)").train) == 900
+    with pytest.raises(InvalidValue, match="samples must be at least 2, not 1"):
+        make_dataset("part(of=digits, samples=1)")
