@@ -282,18 +282,24 @@ def put(table: dict[str, Any], text: str, example: str = "rounds=50 or training.
 
 
 def _value(text: str) -> Any:
-    """A value as TOML writes it; what TOML does not know is text, and lists may hold such text too."""
+    """A value as TOML writes it; what TOML does not know is text, and lists and inline tables may hold such text too."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         pass
-    if text.startswith("[") and text.endswith("]"):
-        try:
-            items = parse(f"list({text})").positional[0]
-        except InvalidValue:
-            return text
-        return [str(item) if isinstance(item, Call) else item for item in items]
+    try:
+        if text.startswith("[") and text.endswith("]"):
+            return [_spoken(item) for item in parse(f"list({text})").positional[0]]
+        if text.startswith("{") and text.endswith("}"):
+            return {name: _spoken(item) for name, item in parse(f"table({text[1:-1]})").named.items()}
+    except InvalidValue:
+        pass
     return text
+
+
+def _spoken(item: Any) -> Any:
+    """A bare word or a call as the text that it was."""
+    return str(item) if isinstance(item, Call) else item
 
 
 def _check(found: Configuration) -> None:

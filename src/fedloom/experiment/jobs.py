@@ -6,7 +6,7 @@ import dataclasses
 import os
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -71,13 +71,14 @@ def placed(configuration: Configuration, names: Iterable[RunName], *, reuse: boo
     """The jobs of these runs. A run that was finished before with the same resolved configuration, under whatever setting of
     this experiment, is found again where it lies (unless not `reuse`)."""
     known = finished_runs(configuration.folder) if reuse else {}
-    jobs = []
-    for name in names:
-        own = configuration.settings[name.setting]
-        place = run_directory(own, *name)
-        found = known.get(fingerprint(own.resolved(name.algorithm, name.seed)), [])
-        jobs.append(Job(own, name, found[0] if found and place.path not in found else place.path))
-    return jobs
+    return [job_of(configuration.settings[name.setting], name, known) for name in names]
+
+
+def job_of(configuration: Configuration, name: RunName, known: Mapping[str, Sequence[Path]]) -> Job:
+    """The job of a run whose setting has this configuration; `known` are the `finished_runs` to find it among."""
+    usual = run_directory(configuration, *name).path
+    found = known.get(fingerprint(configuration.resolved(name.algorithm, name.seed)), [])
+    return Job(configuration, name, found[0] if found and usual not in found else usual)
 
 
 def require_possible(jobs: Sequence[Job], tasks: Tasks) -> None:

@@ -1,0 +1,129 @@
+"""`fedloom tune`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedloom.cli.shared import File, Overrides, Quiet, patient, shown, use_threads
+from fedloom.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fedloom.experiment.tune import Search, Trial
+
+Searched = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--search", metavar="KEY=VALUES", help="A key with its values, as a list or a range; may be repeated."
+    ),
+]
+Trials = Annotated[
+    int | None, typer.Option("--trials", metavar="N", help="So many trials (some of the grid, by chance).")
+]
+Optuna = Annotated[bool, typer.Option("--optuna", help="Let Optuna suggest the trials (20 unless --trials says else).")]
+Test = Annotated[bool, typer.Option("--test", help="At the end, score the best choice on the test data: once.")]
+
+_SHOWN = 20  # trials in the terminal's table
+
+
+def tune(
+    file: File,
+    overrides: Overrides = None,
+    search: Searched = None,
+    trials: Trials = None,
+    optuna: Optuna = False,
+    test: Test = False,
+    quiet: Quiet = False,
+) -> None:
+    """Search a method's parameters, on validation data alone.
+
+    FILE.toml is the configuration, KEY=VALUE changes one of its keys. --search algorithm.mu=[0.01,0.1] searches a parameter
+    of the method, --search training.learning_rate={from=0.001,to=1,steps=4,scale=log} any key. A fifth of each client's
+    training samples (data.validation) is held out to judge by. The same command goes on after an interruption.
+    """
+    from fedloom.experiment.comparison import make_pool
+    from fedloom.experiment.configuration import put, read_table
+    from fedloom.experiment.jobs import Tasks
+    from fedloom.experiment.suggest import TRIALS, search_optuna
+    from fedloom.experiment.tune import Runner, Search, best_of, score_on_test, search_grid, write_trials
+
+    if trials is not None and trials < 1:
+        raise InvalidValue(f"--trials must be at least 1, not {trials}")
+    searched: dict[str, Any] = {}
+    for text in search or []:
+        put(searched, text, "algorithm.mu=[0.01,0.1] or training.learning_rate=[0.01,0.1]")
+    asked = Search(read_table(file, overrides or []), searched, steps_needed=not optuna)
+    told = asked.told
+    count = (trials or TRIALS) if optuna else len(asked.grid(trials))
+    runs = count * len(told.seeds or [told.seed])
+    use_threads(told)
+    tasks = Tasks()
+    pool = make_pool(told, runs, tasks)
+    try:
+        with shown(runs, told.schedule.rounds, quiet) as watch, patient(watch) as stopped:
+            runner = Runner(pool, watch, stopped)
+            found = (
+                search_optuna(asked, runner, count, told.workers)
+                if optuna
+                else search_grid(asked, runner, tasks, trials)
+            )
+        best = best_of(found)
+        path = write_trials(asked, found)
+        _print(asked, found, best)
+        _print_choice(asked, best, path, [str(file), *(overrides or [])])
+        if test:
+            with shown(len(best.seeds), told.schedule.rounds, quiet) as watch, patient(watch) as stopped:
+                _print_test(score_on_test(asked, best, Runner(pool, watch, stopped)))
+    finally:
+        pool.close()
+
+
+def _print(search: Search, found: Sequence[Trial], best: Trial) -> None:
+    """The best trials first, then those without a figure."""
+    from rich.console import Console
+
+    from fedloom.experiment.settings import plain_text
+    from fedloom.experiment.tables import trial_table
+    from fedloom.report.sheet import words
+
+    ranked = sorted(found, key=lambda trial: (trial.score is None, -(trial.score or 0.0), trial.number))[:_SHOWN]
+    keys = list(search.axes)
+    lines = [
+        [str(trial.number), *(plain_text(trial.changes[key]) for key in keys), _accuracy(trial)] for trial in ranked
+    ]  # fmt: skip
+    what = f"{words(search.told.measure, search.told.last)} on validation data, %"
+    count = f"{len(ranked)} best of {len(found)} trials; " if len(found) > len(ranked) else ""
+    console = Console(highlight=False)
+    console.print(trial_table(["Trial", *keys, "Validation"], lines, ranked.index(best), count + what))
+
+
+def _print_choice(search: Search, best: Trial, path: Path, arguments: Sequence[str]) -> None:
+    """The best choice as a command and as a file."""
+    from fedloom.experiment.parameters import PREFIX
+    from fedloom.experiment.settings import plain_text
+
+    keys = [f"{key}={plain_text(value)}" for key, value in best.changes.items() if not key.startswith(PREFIX)]
+    settings = [f"algorithm={best.algorithm}", *keys, f"name={search.told.name}-best"]
+    print(f"trials: {search.folder / 'trials.csv'}")
+    print(f"best:   {shlex.join(['fedloom', 'run', *arguments, *settings])}")
+    print(f"or:     fedloom run {shlex.quote(str(path))}")
+
+
+def _print_test(tested: Trial) -> None:
+    from fedloom.report.sheet import words
+
+    told = tested.configuration
+    seeds = f" over {len(tested.values)} seeds" if len(tested.values) > 1 else ""
+    print(f"test:   {_accuracy(tested)} %{seeds}, {words(told.measure, told.last)}, trained on all training data")
+
+
+def _accuracy(trial: Trial) -> str:
+    spread = trial.spread
+    if spread is None:
+        return trial.reason or "–"
+    return f"{100 * spread.mean:.2f}" + (f" ± {100 * spread.std:.2f}" if spread.count > 1 else "")

@@ -1,0 +1,207 @@
+"""Comparisons in several settings: which runs there are, where they lie, and that each is made once."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedloom.errors import FedloomError, InvalidValue
+from fedloom.experiment.comparison import Comparison
+from fedloom.experiment.configuration import Configuration, configuration, put
+from fedloom.experiment.directory import fingerprint
+from fedloom.experiment.events import Event
+from fedloom.experiment.settings import Range, combinations, label
+
+
+def plan(folder: Path, **more: object) -> Configuration:
+    return configuration(
+        {
+            "name": "job",
+            "directory": str(folder),
+            "algorithms": ["fedavg", "fedmr"],
+            "rounds": 2,
+            "participation": 0.5,
+            "model": "logistic",
+            "data": {"clients": 4, "partition": "iid"},
+            **more,
+        }
+    )
+
+
+def told(*overrides: str) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for override in overrides:
+        put(table, override)
+    return table
+
+
+def test_settings_are_every_value_with_every_other() -> None:
+    found = configuration(
+        told(
+            "settings.data.partition=[iid, dirichlet(0.1)]",
+            "settings.training.epochs=[1, 5, 7]",
+            "settings.participation={from=0.1, to=0.5, steps=3}",
+        )
+    )
+    assert list(found.variants) == [
+        f"data.partition={partition}, training.epochs={epochs}, participation={share}"
+        for partition, epochs, share in itertools.product(("iid", "dirichlet(0.1)"), (1, 5, 7), (0.1, 0.3, 0.5))
+    ]
+    one = found.variants["data.partition=dirichlet(0.1), training.epochs=7, participation=0.3"]
+    assert (one.data.partition, one.training.epochs, one.schedule.participation) == ("dirichlet(0.1)", 7, 0.3)
+    assert one.data.clients == found.data.clients
+
+
+def test_settings_can_be_zipped() -> None:
+    table = {"combine": "zip", "rounds": [3, 4], "data": {"clients": [5, 6]}}
+    assert combinations(table, ["rounds", "data.clients"]) == [
+        {"rounds": 3, "data.clients": 5},
+        {"rounds": 4, "data.clients": 6},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "values"),
+    [
+        (Range(1, 5, 3), [1, 3, 5]),
+        (Range(1, 4, 3), [1.0, 2.5, 4.0]),
+        (Range(0.1, 0.5, 5), [0.1, 0.2, 0.3, 0.4, 0.5]),
+        (Range(0.001, 1, 4, logarithmic=True), [0.001, 0.01, 0.1, 1.0]),
+    ],
+)
+def test_a_range_includes_both_ends_and_has_no_stray_digits(given: Range, values: list[float]) -> None:
+    assert given.values() == values
+    assert list(map(type, given.values())) == list(map(type, values))
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("settings=3", "settings must be a table"),
+        ("settings.rouns=[1]", "unknown key 'settings.rouns': did you mean 'settings.rounds'?"),
+        ("settings.epochs=[1]", "did you mean 'settings.training.epochs'?"),
+        ("settings.seeds=[0, 1]", "unknown key 'settings.seeds'"),
+        ("settings.training.epochs=5", "settings.training.epochs must be a list such as [1, 5] or a range"),
+        ("settings.training.epochs=[]", "settings.training.epochs lists no value"),
+        ("settings.training.epochs=[2, 2]", "lists 2 twice"),
+        ("settings.training.epochs=[1, x]", "training.epochs must be a whole number, not 'x'"),
+        ("settings.training.epochs={from=1, to=4, steps=3}", "training.epochs must be a whole number, not 1.0"),
+        ("settings.training.epochs={from=1, to=4}", "settings.training.epochs lacks steps"),
+        ("settings.rounds={from=5, to=4, steps=2}", "from a smaller number to a larger one, not from 5 to 4"),
+        ("settings.rounds={from=1, to=4, steps=2, scale=lgo}", "did you mean 'log'?"),
+        ("settings.rounds={from=1, to=4, stps=2}", "did you mean 'steps'?"),
+        ("settings.participation={from=0, to=1, steps=2, scale=log}", "must be greater than 0, not 0"),
+        ("settings.data.partition=[iid, dirichlt(1)]", "did you mean 'dirichlet'?"),
+        ("settings.combine=zipp", "did you mean 'zip'?"),
+        ("against=frist", "did you mean 'first'?"),
+        ("measure=lst", "did you mean 'last'?"),
+        ("last=0", "last must be at least 1, not 0"),
+        ("data.validation=1", "data.validation must lie between 0 and 1"),
+    ],
+)
+def test_whatever_is_wrong_is_told_in_one_line(override: str, said: str) -> None:
+    with pytest.raises(FedloomError) as caught:
+        configuration(told(override))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_lists_of_different_lengths_are_not_zipped() -> None:
+    with pytest.raises(InvalidValue, match=r"rounds has 2, training\.epochs has 1"):
+        configuration(told("settings.rounds=[1, 2]", "settings.training.epochs=[3]", "settings.combine=zip"))
+
+
+def test_a_setting_that_no_run_can_have_is_named_before_the_first_round(tmp_path: Path) -> None:
+    job = plan(tmp_path, settings={"data": {"clients": [4, 5000]}})
+    with pytest.raises(InvalidValue, match=r"settings, data\.clients=5000: .*5000 clients"):
+        Comparison.of(job).run(lambda event: None)
+    assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+def test_a_comparison_in_several_settings_is_one_run_each_and_makes_none_twice(tmp_path: Path) -> None:
+    settings = {"data": {"partition": ["iid", "dirichlet(0.5)"]}}
+    job = plan(tmp_path, seeds=[0, 1], settings=settings)
+    events: list[Event] = []
+    assert Comparison.of(job).run(events.append) == {}
+    assert sum(event.kind == "ended" for event in events) == 8
+    for setting, partition in (("data.partition=iid", "iid"), ("data.partition=dirichlet-0.5", "dirichlet(0.5)")):
+        for method, seed in itertools.product(("fedavg", "fedmr"), (0, 1)):
+            place = tmp_path / setting / method / f"seed-{seed}"
+            assert json.loads((place / "configuration.json").read_text())["data"]["partition"] == partition
+            assert (place / "result.json").exists()
+        assert (tmp_path / setting / "report.html").exists()
+    found = json.loads((tmp_path / "comparison.json").read_text())
+    for line in csv.DictReader(io.StringIO((tmp_path / "comparison.csv").read_text())):
+        finals = [
+            run["accuracy"]
+            for run in found["runs"]
+            if (run["algorithm"], run["setting"]) == (line["algorithm"], {"data.partition": line["data.partition"]})
+        ]
+        assert float(line["final"]) == pytest.approx(sum(finals) / 2)
+    for name in ("comparison.md", "comparison.tex", "differences.csv"):
+        assert "dirichlet(0.5)" in (tmp_path / name).read_text()
+
+    events.clear()
+    wider = plan(tmp_path, seeds=[0, 1], settings={**settings, "training": {"epochs": [1, 2]}})
+    Comparison.of(wider).run(events.append)  # one local epoch is what the runs above had
+    assert {event.run.setting for event in events if event.kind == "skipped"} == {
+        "data.partition=iid, training.epochs=1",
+        "data.partition=dirichlet(0.5), training.epochs=1",
+    }
+    assert sum(event.kind == "ended" for event in events) == 8
+
+
+def test_runs_of_a_plain_comparison_are_found_again_in_a_setting(tmp_path: Path) -> None:
+    Comparison.of(plan(tmp_path)).run(lambda event: None)
+    events: list[Event] = []
+    Comparison.of(plan(tmp_path, settings={"data": {"partition": ["iid"]}})).run(events.append)
+    assert [event.kind for event in events] == ["skipped", "skipped"]
+    found = json.loads((tmp_path / "comparison.json").read_text())
+    assert [run["directory"] for run in found["runs"]] == [str(tmp_path / m / "seed-0") for m in ("fedavg", "fedmr")]
+
+
+def test_a_run_that_fails_in_one_setting_leaves_the_others_alone(tmp_path: Path) -> None:
+    job = plan(tmp_path, algorithms=["fedavg"], rounds=5, settings={"training": {"learning_rate": [0.1, 1e38]}})
+    failed = Comparison.of(job).run(lambda event: None)
+    assert [name.setting for name in failed] == ["training.learning_rate=1e+38"]
+    found = json.loads((tmp_path / "comparison.json").read_text())
+    assert [run["setting"] for run in found["runs"]] == [{"training.learning_rate": 0.1}]
+    assert found["failed"][0]["setting"] == {"training.learning_rate": 1e38}
+    assert "diverged" in found["failed"][0]["reason"]
+
+
+def test_workers_make_the_runs_of_all_settings(tmp_path: Path) -> None:
+    settings = {"training": {"epochs": [1, 2]}}
+    alone = plan(tmp_path / "alone", algorithms=["fedavg"], threads=1, settings=settings)
+    crew = plan(tmp_path / "crew", algorithms=["fedavg"], threads=1, settings=settings, workers=2)
+    for job in (alone, crew):
+        assert Comparison.of(job).run(lambda event: None) == {}
+    for path in sorted((tmp_path / "alone").rglob("metrics.jsonl")):
+        same = tmp_path / "crew" / path.relative_to(tmp_path / "alone")
+        assert same.read_bytes() == path.read_bytes()
+    assert threading.active_count() == 1
+
+
+def test_a_key_that_is_not_set_and_one_set_to_none_are_one_configuration() -> None:
+    plain = {"rounds": 3, "data": {"clients": 2}}
+    assert fingerprint(plain) == fingerprint({"data": {"clients": 2, "validation": None}, "rounds": 3})
+    assert fingerprint(plain) != fingerprint({"rounds": 3, "data": {"clients": 3}})
+
+
+def test_without_validation_nothing_of_it_is_written_down() -> None:
+    """Older runs, whose configuration does not know the key, must stay what they are."""
+    assert "validation" not in configuration({}).resolved("fedavg", 0)["data"]
+    assert configuration({"data": {"validation": 0.2}}).resolved("fedavg", 0)["data"]["validation"] == 0.2
+
+
+def test_labels_are_what_the_command_line_takes() -> None:
+    changes = {"data.partition": "dirichlet(0.1)", "training.clip": "none", "data.merge": True, "rounds": 3}
+    assert label(changes) == "data.partition=dirichlet(0.1), training.clip=none, data.merge=true, rounds=3"
+    assert label({}) == ""

@@ -1,0 +1,272 @@
+"""The statistics of comparisons against SciPy and plain loops, and the files that show them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import math
+import random
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from scipy import stats
+
+from fedloom.experiment.tables import comparison_tables, difference_table, overall_tables
+from fedloom.report.export import differences_to_csv, escape_latex, to_csv, to_data, to_latex, to_markdown
+from fedloom.report.sheet import LIKELY, NOT_SHOWN, Sheet, overall, reading, sheet
+from fedloom.report.significance import (
+    FLIPS,
+    comparisons,
+    differences,
+    holm,
+    seeds_needed,
+    sign_flip_test,
+    smallest_exact,
+    t_test,
+)
+from fedloom.report.summary import RunSummary, measured
+
+differing = st.lists(st.integers(-50, 50).map(lambda k: k / 100), min_size=2, max_size=8)
+
+
+def run_of(accuracies: list[float], method: str, seed: int, **more: float) -> RunSummary:
+    records: list[dict[str, Any]] = [
+        {"round": k, "accuracy": accuracy, "bytes_down": 100, "bytes_up": 50}
+        for k, accuracy in enumerate(accuracies, 1)
+    ]
+    records[-1] |= more
+    return RunSummary(method, seed, records, [{"round": k, "seconds": 1.0} for k in range(1, len(records) + 1)])
+
+
+def methods(seeds: int, **shifts: float) -> list[RunSummary]:
+    """Runs of some methods, each `shift` above a level of the seed, with a little noise of its own."""
+    chance = random.Random(1)
+    levels = [0.5 + 0.2 * chance.random() for _ in range(seeds)]
+    return [
+        run_of([0.1, levels[seed] + shift + 0.01 * chance.random()], name, seed)
+        for name, shift in shifts.items()
+        for seed in range(seeds)
+    ]
+
+
+@settings(deadline=None, max_examples=60)
+@given(differing)
+def test_the_t_test_is_scipys(found: list[float]) -> None:
+    p = t_test(found)
+    if max(found) - min(found) < 1e-12:
+        assert p is None  # no spread: nothing to test with
+    else:
+        assert p == pytest.approx(stats.ttest_rel(found, [0.0] * len(found)).pvalue, rel=1e-9, abs=1e-300)
+
+
+@settings(deadline=None, max_examples=60)
+@given(differing)
+def test_the_sign_flip_test_counts_every_way_to_change_signs(found: list[float]) -> None:
+    hits = 0
+    for signs in itertools.product((1, -1), repeat=len(found)):
+        total = sum(sign * round(100 * value) for sign, value in zip(signs, found, strict=True))
+        hits += abs(total) >= abs(sum(round(100 * value) for value in found))
+    assert sign_flip_test(found) == pytest.approx(hits / 2 ** len(found))
+
+
+def test_the_sign_flip_test_is_scipys_permutation_test() -> None:
+    found = [0.031, 0.012, -0.004, 0.027, 0.018, 0.009, 0.022]
+    theirs = stats.permutation_test(
+        (np.array(found),), np.mean, permutation_type="samples", n_resamples=np.inf, alternative="two-sided"
+    )
+    assert sign_flip_test(found) == pytest.approx(theirs.pvalue)
+
+
+def test_many_seeds_are_flipped_at_random_and_agree_with_all_ways() -> None:
+    chance = np.random.default_rng(0)
+    found = chance.normal(0.3, 1, 20).tolist()
+    sizes = np.abs(np.array(found))
+    signs = 1 - 2 * ((np.arange(2**20)[:, None] >> np.arange(20)) & 1)
+    exact = float(np.mean(np.abs(signs @ sizes) >= abs(sum(found)) - 1e-12))
+    p = sign_flip_test(found)
+    assert p is not None
+    assert abs(p - exact) < 5 * math.sqrt(exact * (1 - exact) / FLIPS)
+    assert sign_flip_test([0.1] * 40) == pytest.approx(1 / (FLIPS + 1))  # never 0
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.one_of(st.none(), st.floats(0, 1)), min_size=1, max_size=8))
+def test_holm_steps_down_as_its_definition_says(values: list[float | None]) -> None:
+    corrected = holm(values)
+    m = len(values)
+    order = sorted((k for k in range(m) if values[k] is not None), key=lambda k: values[k] or 0.0)
+    for rank, k in enumerate(order):
+        expected = max(min(1.0, (m - j) * (values[order[j]] or 0.0)) for j in range(rank + 1))
+        assert corrected[k] == pytest.approx(expected)
+    assert all(corrected[k] is None for k in range(m) if values[k] is None)
+
+
+def test_holm_on_an_example_worked_by_hand() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+
+
+def test_few_seeds_cannot_reach_the_level_and_the_number_needed_can() -> None:
+    for count in range(1, 40):
+        seeds = seeds_needed(count)
+        assert count * smallest_exact(seeds) < 0.05 <= count * smallest_exact(seeds - 1)
+    assert [smallest_exact(n) for n in (2, 3, 6)] == [0.5, 0.25, 0.03125]
+    assert sign_flip_test([0.2, 0.3, 0.25]) == 0.25
+    assert (comparisons(5, "best"), comparisons(5, "first")) == (10, 4)
+
+
+def verdicts(one: Sheet) -> dict[str, str]:
+    return {found.method: found.verdict for found in one.tests["last"]}
+
+
+def test_verdicts_say_what_the_seeds_can_show() -> None:
+    few = sheet(methods(3, best=0.2, near=0.2, far=0.0))
+    assert few.tests["last"][0].other in ("best", "near")
+    assert verdicts(few)["far"] == "likely"  # by the t-test; three seeds can say no more
+    assert "not shown" in verdicts(few).values()
+    many = sheet(methods(9, best=0.2, near=0.2, far=0.0))
+    assert verdicts(many)["far"] == "real"
+    assert many.marks["last"]["far"] == ""
+    assert few.marks["last"]["far"] == LIKELY
+    assert NOT_SHOWN in few.marks["last"].values()
+    same = sheet([run_of([0.5], name, seed) for name in ("a", "b") for seed in range(3)])
+    assert verdicts(same) == {"b": "equal"}
+    one = sheet([run_of([0.5], "a", 0), run_of([0.7], "b", 0)])
+    assert not one.tests["last"]
+    assert reading([one]) == []
+
+
+def test_equal_differences_are_no_proof_by_themselves() -> None:
+    """Two seeds that differ by the same number have no spread; the t-test must not make certainty of that."""
+    one = sheet(
+        [
+            run_of([level + shift], name, k)
+            for name, shift in (("a", 0.1), ("b", 0))
+            for k, level in enumerate((0.5, 0.6))
+        ]
+    )
+    found = one.tests["last"][0]
+    assert (found.t_test, found.exact, found.verdict) == (None, 0.5, "not shown")
+
+
+def test_methods_are_compared_over_the_seeds_that_both_have() -> None:
+    values = {"a": {0: 0.5, 1: 0.6, 2: 0.7}, "b": {1: 0.1, 2: 0.3, 5: 0.9}, "c": {9: 0.2}}
+    found = differences(values, "first")
+    assert [(one.method, one.other, one.seeds) for one in found] == [("b", "a", 2)]
+    assert found[0].mean == pytest.approx(((0.1 - 0.6) + (0.3 - 0.7)) / 2)
+    theirs = stats.ttest_rel([0.1, 0.3], [0.6, 0.7])
+    assert found[0].t_test == pytest.approx(theirs.pvalue)
+    interval = theirs.confidence_interval(0.95)
+    assert (found[0].low, found[0].high) == pytest.approx((interval.low, interval.high))
+
+
+def test_the_best_is_corrected_for_all_pairs_and_the_first_for_the_others() -> None:
+    runs = methods(7, a=0.0, b=0.05, c=0.1, d=0.1)
+    best, first = sheet(runs, against="best"), sheet(runs, against="first")
+    assert {one.other for one in first.tests["last"]} == {"a"}
+    reference = {one.other for one in best.tests["last"]}
+    assert reference < {"c", "d"}
+    values = {name: [measured(run, "last") or 0 for run in runs if run.algorithm == name] for name in "abcd"}
+    exact = {}
+    for one, other in itertools.combinations("abcd", 2):
+        exact[frozenset((one, other))] = sign_flip_test(
+            [x - y for x, y in zip(values[one], values[other], strict=True)]
+        )
+    corrected = dict(zip(exact, holm(list(exact.values())), strict=True))
+    for found in best.tests["last"]:
+        assert found.exact_corrected == pytest.approx(corrected[frozenset((found.method, found.other))])
+        assert found.mean < 0  # minus the best
+
+
+def test_fairness_is_read_from_the_clients_own_models_or_else_the_global_one() -> None:
+    own = {"personal_accuracy": 0.9, "personal_accuracy_std": 0.1, "personal_accuracy_worst": 0.7}
+    others = {"client_accuracy": 0.8, "client_accuracy_std": 0.2, "client_accuracy_worst": 0.3}
+    one = sheet([run_of([0.5], "a", 0, **own, **others), run_of([0.5], "b", 0, **others), run_of([0.5], "c", 0)])
+    found = [(row.personal, row.client_std, row.client_worst) for row in one.rows]
+    assert [[None if s is None else s.mean for s in spreads] for spreads in found] == [
+        [0.9, 0.1, 0.7],
+        [0.8, 0.2, 0.3],
+        [None, None, None],
+    ]
+    titles = [column.title for column in one.table.columns]
+    assert one.table.best(titles.index("Spread over clients, %")) == {0}
+    assert "Worst tenth, %" not in [c.title for c in sheet([run_of([0.5], "c", 0)]).table.columns]
+
+
+def several() -> list[Sheet]:
+    """Two settings of three methods with three seeds."""
+    return [
+        sheet(
+            methods(3, **{"fedavg": 0.0, "ala(fedavg, s=80)": shift, "a_b|c": 0.1}),
+            [0.5, 0.99],
+            last=1,
+            setting=f"data.partition={name}",
+            changes={"data.partition": name},
+        )
+        for name, shift in (("iid", 0.1), ("dirichlet(0.1)", 0.2))
+    ]
+
+
+def test_one_table_over_all_settings_ranks_the_methods() -> None:
+    table = overall(several())
+    assert [column.title for column in table.columns] == ["Method", "iid", "dirichlet(0.1)", "Mean rank"]
+    means = [[float(str(line[k].value)) for line in table.lines] for k in (1, 2)]
+    ranks = [[1 + sum(other > mean for other in column) for mean in column] for column in means]
+    assert [line[3].value for line in table.lines] == [sum(both) / 2 for both in zip(*ranks, strict=True)]
+
+
+def test_csv_and_json_hold_every_setting_with_plain_numbers() -> None:
+    sheets = several()
+    lines = list(csv.DictReader(io.StringIO(to_csv(sheets))))
+    assert [line["data.partition"] for line in lines] == ["iid"] * 3 + ["dirichlet(0.1)"] * 3
+    expected = sheets[1].rows[1].last
+    assert expected is not None
+    assert float(lines[4]["mean_of_last"]) == expected.mean
+    tested = list(csv.DictReader(io.StringIO(differences_to_csv(sheets))))
+    assert {line["measure"] for line in tested} == {"final", "best", "last"}
+    assert len(tested) == 2 * 3 * 2
+    assert to_data(sheets)["differences"][0]["setting"] == {"data.partition": "iid"}
+
+
+def test_markdown_marks_the_best_and_escapes_names() -> None:
+    text = to_markdown(several(), "job")
+    assert "## data.partition=iid" in text
+    assert r"a\_b\|c" in text
+    assert re.search(r"\| \*\*\d\d\.\d\d ± \d\.\d\d\*\* \|", text)
+    assert "3 seeds cannot show a difference by the exact test" in text
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        assert len({line.replace(r"\|", "").count("|") for line in block.splitlines()}) == 1
+
+
+def test_latex_is_booktabs_with_everything_escaped_and_balanced() -> None:
+    text = to_latex(several(), "50 % & more")
+    assert text.count(r"\begin{table}") == text.count(r"\end{table}") == 5
+    assert r"50 \% \& more, data.partition=iid" in text
+    assert r"a\_b|c" in text
+    assert r"\textbf{" in text
+    assert r"$\pm$" in text
+    assert text.count("{") - text.count(r"\{") == text.count("}") - text.count(r"\}")
+    for body in re.findall(r"\\begin\{tabular\}\{(l+r*)\}(.*?)\\end\{tabular\}", text, re.DOTALL):
+        for line in re.findall(r"^    (.*) \\\\$", body[1], re.MULTILINE):
+            assert len(re.findall(r"(?<!\\)&", line)) == len(body[0]) - 1
+    assert not set("±×ⁿᵗ–") & set(text)
+    assert escape_latex(r"\a_b^c~{d}#$") == (r"\textbackslash{}a\_b\textasciicircum{}c\textasciitilde{}\{d\}\#\$")
+
+
+def test_the_terminal_shows_everything_in_80_columns() -> None:
+    console = Console(width=80, record=True, file=io.StringIO())
+    sheets = several()
+    for table in (*comparison_tables(sheets[0], 80), *overall_tables(sheets * 6, 80), difference_table(sheets[0])):
+        console.print(table)
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text  # nothing is cut
+    for word in ("Final %", "Last 1, %", "50 %", "B 50 %", "Down", "Mean rank", "p (exact)", "not shown"):
+        assert word in text, word
+    assert text.count("dirichlet(0.1)") == 6
+    assert len(comparison_tables(sheets[0], 200)) == 1
