@@ -1,0 +1,288 @@
+"""The search for parameters: what is tried, what it is judged by, and that test data are left alone."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fedloom as fl
+from fedloom.cli import main
+from fedloom.data.dataset import Dataset, Samples, datasets
+from fedloom.errors import FedloomError, InvalidValue
+from fedloom.experiment.configuration import put
+from fedloom.experiment.events import Event
+from fedloom.experiment.jobs import Here, Tasks
+from fedloom.experiment.parameters import parameter_keys, with_parameters
+from fedloom.experiment.suggest import search_optuna
+from fedloom.experiment.toml import to_toml
+from fedloom.experiment.tune import Runner, Search, Trial, best_of, score_on_test, search_grid
+from fedloom.experiment.validation import withhold
+from fedloom.task import make_dataset
+
+
+@datasets.register("small-digits")
+def small_digits(*, garbled: bool = False) -> Dataset:
+    """A few digits; the test labels are right, or garbage."""
+    whole = make_dataset("digits")
+    train, test = whole.train[:300], whole.test[:60]
+    labels = (test.labels * 7 + 3) % 10 if garbled else test.labels
+    return dataclasses.replace(whole, name="small-digits", train=train, test=Samples(test.inputs, labels))
+
+
+def table(folder: Path, **more: object) -> dict[str, Any]:
+    return {
+        "name": "job",
+        "directory": str(folder),
+        "algorithm": "fedprox",
+        "rounds": 2,
+        "participation": 1.0,
+        "evaluate_every": 1,
+        "model": "logistic",
+        "data": {"name": "small-digits", "clients": 3, "partition": "iid"},
+        **more,
+    }
+
+
+def searched(*texts: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for text in texts:
+        put(found, text)
+    return found
+
+
+RATES = "training.learning_rate=[0.001, 0.5]"
+
+
+def grid(given: dict[str, Any], *texts: str, events: list[Event] | None = None) -> tuple[Search, list[Trial]]:
+    heard: list[Event] = [] if events is None else events
+    search, tasks = Search(given, searched(*texts)), Tasks()
+    return search, search_grid(search, Runner(Here(tasks), heard.append, lambda: False), tasks)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 1000), st.sampled_from([0.1, 0.25, 0.5]), st.booleans())
+def test_validation_data_are_training_data_of_the_clients_and_nothing_else(seed: int, share: float, own: bool) -> None:
+    task = fl.make_task(
+        "digits", clients=4, partition="dirichlet(0.5)", model="logistic", local_test=0.25 if own else None
+    )
+    found = withhold(task, share, seed)
+    kept: list[int] = []
+    for client in range(4):
+        before, training = set(task.partition[client].tolist()), set(found.partition[client].tolist())
+        held = before - training
+        assert training < before
+        assert len(training) == max(1, int((1 - share) * len(before) + 1e-9))
+        kept += sorted(held)
+        if own:
+            assert found.local_test is not None
+            assert set(found.local_test[client].tolist()) == held
+    assert (found.local_test is None) == (not own)
+    assert torch.equal(found.test.inputs, task.train.inputs[torch.tensor(sorted(kept))])
+    again = withhold(task, share, seed)
+    assert (again.partition.indices == found.partition.indices).all()
+    other = withhold(task, share, seed + 1)
+    assert not np.array_equal(other.partition.indices, found.partition.indices)
+
+
+def test_parameters_are_set_wherever_they_stand() -> None:
+    assert with_parameters("ala(fedprox)", {"algorithm.mu": 0.5}) == "ala(fedprox(mu=0.5))"
+    assert with_parameters("fedmr(layer)", {"algorithm.unit": "segment", "algorithm.fraction": 0.5}) == (
+        "fedmr(unit='segment', fraction=0.5)"
+    )
+    assert (
+        with_parameters("stages(fedprox:3, fedmr)", {"algorithm.fedprox.mu": 0.5}) == "stages(fedprox(mu=0.5):3, fedmr)"
+    )
+    assert with_parameters("fedprox", {}) == "fedprox"
+    keys = parameter_keys("stages(fedmr:3, fedmr)")
+    assert "algorithm.unit" not in keys  # two methods have it, and their names are one
+    assert {"algorithm.mu", "algorithm.fedprox.mu"} <= set(parameter_keys("ala(fedprox)"))
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        (("algorithm.mo=[1]",), "unknown key 'algorithm.mo': did you mean 'algorithm.mu'?"),
+        (("algorithm.mu=[0.1, -1]",), "algorithm.mu=-1: mu must be at least 0, not -1"),
+        (("algorithm.mu=0.1",), "algorithm.mu must be a list such as"),
+        (("algorithm.mu={from=0.1, to=1}",), "algorithm.mu lacks steps"),
+        (("training.epoch=[1]",), "did you mean 'training.epochs'?"),
+        (("training.epochs=[1, half]",), "training.epochs must be a whole number, not 'half'"),
+        (("data.validation=[0.1]",), "unknown key 'data.validation'"),
+        ((), "nothing to search"),
+    ],
+)
+def test_whatever_is_wrong_is_told_before_the_first_run(tmp_path: Path, texts: tuple[str, ...], said: str) -> None:
+    with pytest.raises(FedloomError) as caught:
+        Search(table(tmp_path), searched(*texts))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"settings": {"rounds": [1]}}, "leave out settings"),
+        ({"algorithm": "none", "algorithms": ["fedavg", "fedmr"]}, "no method to tune"),
+        ({"measure": "personal"}, "data.local_test"),
+    ],
+)
+def test_a_file_that_cannot_be_tuned_is_told(tmp_path: Path, more: dict[str, object], said: str) -> None:
+    with pytest.raises(InvalidValue, match=re.escape(said)):
+        Search(table(tmp_path, **more), searched(RATES))
+
+
+def test_a_grid_takes_every_combination_and_the_best_by_validation(tmp_path: Path) -> None:
+    search, found = grid(table(tmp_path, seeds=[0, 1], last=1), RATES, "algorithm.mu=[0, 10]")
+    assert [tuple(trial.changes.values()) for trial in found] == [(0.001, 0), (0.001, 10), (0.5, 0), (0.5, 10)]
+    for trial in found:
+        finals = [json.loads((path / "result.json").read_text())["accuracy"] for path in places(search, trial)]
+        assert trial.score == pytest.approx(sum(finals) / 2)
+        settled = json.loads((places(search, trial)[0] / "configuration.json").read_text())
+        assert settled["data"]["validation"] == 0.2
+    assert best_of(found).score == max(trial.score or 0 for trial in found)
+    assert best_of(found).changes["training.learning_rate"] == 0.5
+    some = search.grid(2)
+    assert len(some) == 2
+    assert [trial.changes for trial in some] == [trial.changes for trial in search.grid(2)]
+
+
+def places(search: Search, trial: Trial) -> list[Path]:
+    runner = Runner(Here(), lambda event: None, lambda: False)
+    return [job.path for job in runner.jobs([trial]).values()]
+
+
+@pytest.mark.parametrize("own", [None, 0.25])
+def test_the_test_labels_do_not_matter(tmp_path: Path, own: float | None) -> None:
+    """With garbage for test labels, every validation figure and the choice stay what they were."""
+    scores = []
+    for name in ("small-digits", "small-digits(garbled=true)"):
+        data = {"name": name, "clients": 3, "partition": "iid", "local_test": own}
+        _, found = grid(table(tmp_path / name, data=data), RATES)
+        scores.append([trial.score for trial in found])
+    assert scores[0] == scores[1]
+    assert scores[0][0] != scores[0][1]
+
+
+def test_a_search_goes_on_and_repeats_nothing(tmp_path: Path) -> None:
+    events: list[Event] = []
+    tasks, search = Tasks(), Search(table(tmp_path), searched(RATES))
+    rounds = 0
+
+    def stopped() -> bool:
+        nonlocal rounds
+        rounds += 1
+        return rounds == 5  # in the middle of the second run
+
+    with pytest.raises(KeyboardInterrupt):
+        search_grid(search, Runner(Here(tasks), lambda event: None, stopped), tasks)
+    _, first = grid(table(tmp_path), RATES, events=events)
+    assert [event.kind for event in events if event.kind in ("skipped", "started")] == ["skipped", "started"]
+    events.clear()
+    _, again = grid(table(tmp_path), RATES, "training.momentum=[0, 0.5]", events=events)
+    assert sum(event.kind == "skipped" for event in events) == 2  # without momentum is how the others were
+    assert [trial.score for trial in again[::2]] == [trial.score for trial in first]
+
+
+def test_a_trial_that_fails_is_not_chosen_and_stops_no_other(tmp_path: Path) -> None:
+    _, found = grid(table(tmp_path), "training.learning_rate=[1e38, 0.1]")
+    assert found[0].score is None
+    assert "diverged" in found[0].reason
+    assert best_of(found) is found[1]
+    with pytest.raises(InvalidValue, match="none of 1 trials"):
+        best_of(found[:1])
+
+
+def test_the_test_data_are_scored_once_for_one_choice(tmp_path: Path) -> None:
+    search, found = grid(table(tmp_path, last=1), RATES)
+    runner = Runner(Here(), lambda event: None, lambda: False)
+    tested = score_on_test(search, best_of(found), runner)
+    task = fl.make_task("small-digits", clients=3, partition="iid", model="logistic", training={"learning_rate": 0.5})
+    alone = fl.run("fedprox", task, rounds=2, participation=1.0, evaluate_every=1)
+    assert tested.score == alone.accuracy  # on all training data, scored on the test data
+    events: list[Event] = []
+    again = score_on_test(search, best_of(found), Runner(Here(), events.append, lambda: False))
+    assert again.score == tested.score
+    assert [event.kind for event in events] == ["skipped"]
+    with pytest.raises(InvalidValue, match=r"used once, for training\.learning_rate=0\.5"):
+        score_on_test(search, found[0], runner)
+
+
+def test_optuna_suggests_the_same_trials_again_and_gives_up_hopeless_ones(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    given = table(tmp_path, seeds=[0, 1], rounds=3, data={**table(tmp_path)["data"], "clients": 2})
+    texts = (
+        "training.learning_rate={from=0.02, to=1, scale=log}",
+        "training.epochs={from=1, to=2}",
+        "algorithm.mu=[0, 1]",
+    )
+
+    def search_again(events: list[Event]) -> list[Trial]:
+        search = Search(given, searched(*texts), steps_needed=False)
+        return search_optuna(search, Runner(Here(), events.append, lambda: False), 10)
+
+    events: list[Event] = []
+    first, again = search_again([]), search_again(events)
+    assert {event.kind for event in events} == {"skipped"}
+    assert [trial.changes for trial in first] == [trial.changes for trial in again]
+    assert [trial.values for trial in first] == [trial.values for trial in again]
+    for trial in first:
+        assert 0.02 <= trial.changes["training.learning_rate"] <= 1
+        assert trial.changes["training.epochs"] in (1, 2)
+        assert trial.changes["algorithm.mu"] in (0, 1)
+    given_up = [trial for trial in first if trial.reason]
+    assert given_up
+    assert all(trial.reason == "given up after 1 of 2 seeds" and list(trial.values) == [0] for trial in given_up)
+    assert len({trial.changes["training.learning_rate"] for trial in first}) == 10
+
+
+def test_a_table_is_written_as_toml_that_reads_back() -> None:
+    given = {
+        "algorithm": "fedmr(unit='segment')",
+        "name": 'a "quoted" \\ name é \x7f',
+        "seeds": [0, 1],
+        "rate": 1e-5,
+        "on": True,
+        "data": {"partition": "iid", "merge": False},
+        "training": {"optimiser_options": {"nesterov": True}},
+        "settings": {"data.partition": ["a"]},
+    }
+    assert tomllib.loads(to_toml(given)) == given
+
+
+def test_the_command_prints_trials_and_what_to_run_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    given = {key: value for key, value in table(tmp_path).items() if key not in ("name", "directory")}
+    Path("job.toml").write_text(to_toml(given))
+    command = ["tune", "job.toml", "rounds=1", "--quiet", "--search", RATES, "--search", "algorithm.mu=[0, 1]"]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines()[:8])) <= 80
+    assert "accuracy of the last 10 evaluations on validation data" in " ".join(out.split())
+    with Path("runs/job/tune/trials.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    best = max(lines, key=lambda line: float(line["validation"]))
+    assert len(lines) == 4
+    chosen = f"'algorithm={best['algorithm']}'" if "(" in best["algorithm"] else f"algorithm={best['algorithm']}"
+    expected = f"best:   fedloom run job.toml rounds=1 {chosen} training.learning_rate={best['training.learning_rate']}"
+    assert expected in out
+    assert "test:" not in out
+    assert main(["run", "runs/job/tune/best.toml", "--quiet"]) == 0
+    assert main([*command, "--test"]) == 0
+    assert re.search(r"^test:   \d+\.\d\d %, mean accuracy", capsys.readouterr().out, re.MULTILINE)
+    assert main(["tune", "job.toml", "--search", "algorithm.mo=[1]"]) == 2
+    assert "did you mean 'algorithm.mu'?" in capsys.readouterr().err
