@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fedloom.algorithm import build
+from fedloom.engines.channel import Parcel
 from fedloom.engines.choose import make_engine
 from fedloom.engines.local import RowsEngine
 from fedloom.engines.processes import ProcessesEngine, _Worker
+from fedloom.engines.shared import Pool
 from fedloom.engines.stacked import StackedEngine
 from fedloom.engines.trial import Trial, mean_steps
 from fedloom.errors import InvalidValue
@@ -31,11 +34,12 @@ def test_an_engine_is_made_by_its_name() -> None:
     assert isinstance(engine, StackedEngine)
     assert engine.chunk == 3
     assert str(engine.chosen) == "stacked"
-    for name, options, words in (
+    refused: tuple[tuple[str, dict[str, Any], str], ...] = (
         ("stakced", {}, "did you mean .stacked."),
         ("rows", {"chunk": 3}, "chunk"),
         ("stacked", {"chunk": 0}, "at least 1"),
-    ):
+    )
+    for name, options, words in refused:
         with pytest.raises(InvalidValue, match=words):
             make_engine(name, task, **options)
 
@@ -67,7 +71,12 @@ def test_auto_takes_the_fastest_and_leaves_no_trace(monkeypatch: pytest.MonkeyPa
     seconds = {**dict.fromkeys(NAMES, 0.03), wanted: 0.01}
     started: list[int] = []
     start = _Worker.start
-    monkeypatch.setattr(_Worker, "start", lambda *rest: (started.append(1), start(*rest))[1])
+
+    def counted(threads: int, pool: Pool, setup: Parcel) -> _Worker:
+        started.append(1)
+        return start(threads, pool, setup)
+
+    monkeypatch.setattr(_Worker, "start", counted)
     tried = timed(monkeypatch, seconds)
     engine = make_engine("auto", task)
     monkeypatch.undo()

@@ -1,14 +1,16 @@
 """The batches of local training, with a leading client axis: of one client, or of several that advance together.
 
-Clients of unequal sizes have different numbers of batches, and short ones at different steps. Nobody's batch is padded:
-clients take a turn together while the sizes of their batches are the same, and one that has finished stands still.
+Clients of unequal sizes have different numbers of batches, and short ones at different steps. Nobody's batch is padded with
+samples that a model would see as real: clients take a turn together while the sizes of their batches are the same, and one that
+has finished stands still.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, zip_longest
+from itertools import accumulate, repeat
 
 import torch
 from torch import Tensor
@@ -94,7 +96,11 @@ def alone(feed: Feed, epochs: Epochs, noise: torch.Generator | None) -> Iterator
 
 
 class _Run:
-    """What one client has before it: the order of all of its samples, what is drawn for each, the sizes of its batches."""
+    """What one client has before it: the order of all of its samples, what is drawn for each, the sizes of its batches.
+
+    Batch i holds the samples from `starts[i]` on, and batches up to `until[i]` are as large as it. `share`, where the client
+    was `padded`: the part of each place in the mean over its batch, 0 where nothing real stands.
+    """
 
     def __init__(self, feed: Feed, epochs: Epochs, noise: torch.Generator | None) -> None:
         self.feed = feed
@@ -109,6 +115,28 @@ class _Run:
         device = feed.samples.labels.device
         self.index = torch.cat(orders).to(device) if orders else torch.empty(0, dtype=torch.int64, device=device)
         self.drawn = torch.cat(drawn) if drawn else None
+        self.share: Tensor | None = None
+        self._measure()
+
+    def _measure(self) -> None:
+        self.starts = [0, *accumulate(self.sizes)]
+        self.until = list(range(1, len(self.sizes) + 1))
+        for place in range(len(self.sizes) - 2, -1, -1):
+            if self.sizes[place] == self.sizes[place + 1]:
+                self.until[place] = self.until[place + 1]
+
+    def padded(self, size: int) -> None:
+        """Fill every batch up to `size` with samples that do not count."""
+        sizes = torch.tensor(self.sizes, device=self.index.device)
+        first = torch.arange(len(sizes), device=sizes.device) * size - (sizes.cumsum(0) - sizes)
+        places = torch.arange(len(self.index), device=sizes.device) + first.repeat_interleave(sizes)
+        index = self.index.new_zeros(size * len(sizes))
+        self.share = torch.zeros(len(index), device=sizes.device)
+        self.share[places] = sizes.to(self.share).reciprocal().repeat_interleave(sizes)
+        index[places] = self.index
+        self.index = index
+        self.sizes = [size] * len(sizes)
+        self._measure()
 
     def write(self, part: slice, inputs: Tensor, labels: Tensor) -> None:
         index = self.index[part]
@@ -117,22 +145,47 @@ class _Run:
 
 
 def together(
-    feeds: Sequence[Feed], epochs: Sequence[Epochs], noises: Sequence[torch.Generator | None]
+    feeds: Sequence[Feed],
+    epochs: Sequence[Epochs],
+    noises: Sequence[torch.Generator | None],
+    *,
+    in_step: bool = True,
+    pad: bool = False,
 ) -> Iterator[Turn]:
     """The turns of several clients. Each client's batches come in their order and hold the samples that `alone` gives it; the
-    batches of a turn have to be used up before the next one."""
+    batches of a turn have to be used up before the next one.
+
+    Clients keep in step where `in_step` says that their steps are counted; else whoever has a short batch before it takes it
+    first, and then all go on together. With `pad`, short batches are filled up with samples whose `share` of the mean is 0,
+    unless those would be more than the real ones: for steps that heed it.
+    """
     runs = [_Run(*each) for each in zip(feeds, epochs, noises, strict=True)]
-    taken = [0] * len(runs)
-    step = 0
-    for sizes, alike in groupby(zip_longest(*(run.sizes for run in runs), fillvalue=0)):
-        steps = sum(1 for _ in alike)
-        for size in sorted(set(sizes) - {0}, reverse=True):
-            members = [k for k, own in enumerate(sizes) if own == size]
-            clients = _rows(members, len(runs))
-            share = [(runs[k], taken[k]) for k in members]
-            yield Turn(clients, _lock_step(share, clients, size, step, steps))
-        taken = [before + steps * size for before, size in zip(taken, sizes, strict=True)]
-        step += steps
+    if pad:
+        _pad(runs)
+    made = [0] * len(runs)
+    while waiting := [k for k, run in enumerate(runs) if made[k] < len(run.sizes)]:
+        alike: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
+        for k in waiting:
+            alike[runs[k].sizes[made[k]], made[k] > 0].append(k)
+        left = {k: runs[k].until[made[k]] - made[k] for k in waiting}  # batches as large as the next one
+        largest = max(size for size, _ in alike)
+        shorter = [] if in_step else [members for (size, _), members in alike.items() if size < largest]
+        for members in shorter or list(alike.values()):
+            steps = min(left[k] for k in (waiting if in_step else members))
+            share = [(runs[k], runs[k].starts[made[k]]) for k in members]
+            clients, size = _rows(members, len(runs)), runs[members[0]].sizes[made[members[0]]]
+            yield Turn(clients, _lock_step(share, clients, size, min(made[k] for k in members), steps))
+            for k in members:
+                made[k] += steps
+
+
+def _pad(runs: Sequence[_Run]) -> None:
+    """Make all batches as large as the largest, where some are shorter but not so many that it would cost too much."""
+    largest = max((size for run in runs for size in run.sizes), default=0)
+    steps, real = sum(len(run.sizes) for run in runs), sum(len(run.index) for run in runs)
+    if real < steps * largest <= 2 * real and all(run.drawn is None for run in runs):
+        for run in runs:
+            run.padded(largest)
 
 
 def _rows(members: list[int], count: int) -> Rows | None:
@@ -153,9 +206,11 @@ def _lock_step(
         count = min(at_once, steps - done) * size
         inputs = feed.empty(len(share), count)
         labels = feed.samples.labels.new_empty(len(share), count)
+        part = [run.share[taken + done * size :][:count] for run, taken in share if run.share is not None]
+        shares = torch.stack(part).split(size, 1) if part else repeat(None)
         for row, (run, taken) in enumerate(share):
             start = taken + done * size
             run.write(slice(start, start + count), inputs[row], labels[row])
-        pairs = zip(inputs.split(size, 1), labels.split(size, 1), strict=True)
-        for step, (one, two) in enumerate(pairs, start=first + done):
-            yield Batch(one, two, step, clients)
+        batches = zip(inputs.split(size, 1), labels.split(size, 1), shares, strict=False)
+        for step, (one, two, counted) in enumerate(batches, start=first + done):
+            yield Batch(one, two, step, clients, counted)

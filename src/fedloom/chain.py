@@ -59,7 +59,8 @@ class LinearChain:
         return cls(layers) if layers and alone else None
 
     def folded(self, settings: Training, rate: float) -> FoldedStep | None:
-        """A step of SGD on the mean cross entropy, with momentum and weight decay; None for what else the settings ask for."""
+        """A step of SGD on the mean cross entropy, with momentum and weight decay; None for what else the settings ask for.
+        It heeds the samples' `share` of the mean."""
         if settings.optimiser != "sgd" or settings.clip is not None or any(settings.optimiser_options.values()):
             return None
         momentum, decay = settings.momentum, settings.weight_decay
@@ -82,8 +83,9 @@ class LinearChain:
             values = self._forward(rows, batch.inputs)
             chances = values[-1].log_softmax(2)
             picked = batch.labels.unsqueeze(2)
-            loss = -chances.gather(2, picked).mean((1, 2))
-            slope = chances.exp_().scatter_add_(2, picked, -ones).div_(batch.labels.shape[1])
+            part = 1 / picked.shape[1] if batch.share is None else batch.share.unsqueeze(2).to(rows)
+            loss = -(chances.gather(2, picked) * part).sum((1, 2))
+            slope = chances.exp_().scatter_add_(2, picked, -ones).mul_(part)
             first = batch.step == 0
             for place in reversed(range(len(self.layers))):
                 layer, x = self.layers[place], values[place]

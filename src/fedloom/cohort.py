@@ -148,12 +148,16 @@ class Cohort:
         shuffle: bool = True,
         drop_last: bool | None = None,
         active: Tensor | None = None,
+        in_step: bool = True,
+        pad: bool = False,
     ) -> Iterator[Turn]:
         """The batches of local training with a leading client axis, in the order of each client's stream; clients take turns
         where they cannot go on together.
 
         Whatever is not given comes from `training`. A second pass in the same round draws another order under another
-        `purpose`. With `active [k]` bool, only the clients marked there have batches.
+        `purpose`. With `active [k]` bool, only the clients marked there have batches. Without `in_step`, `Batch.step`
+        only tells a client's first step from the others. With `pad`, batches may hold samples that do not count
+        (`Batch.share`), for steps that heed that.
         """
         settings = self.training
         own_length = epochs is not None or steps is not None
@@ -175,7 +179,7 @@ class Cohort:
         noises = self.stream(f"{purpose}/augmentation") if augmented else [None] * len(orders)
         if len(orders) == 1:
             return iter([Turn(None, alone(self._feeds[0], orders[0], noises[0]))])
-        return together(self._feeds, orders, noises)
+        return together(self._feeds, orders, noises, in_step=in_step, pad=pad)
 
     def gradient(
         self, rows: Tensor, batch: Batch, objective: Objective = cross_entropy, given: Given | None = None
@@ -222,7 +226,13 @@ class Cohort:
         try:
             descent = Descent(self.replica, settings, rate, weights, only, objective, slope, correction)
             for turn in self.turns(
-                purpose=purpose, epochs=epochs, steps=steps, batch_size=batch_size, drop_last=drop_last
+                purpose=purpose,
+                epochs=epochs,
+                steps=steps,
+                batch_size=batch_size,
+                drop_last=drop_last,
+                in_step=slope is not None or objective is not cross_entropy,
+                pad=descent.fold is not None,
             ):
                 part = turn.take(state)
                 step = descent.over(turn.members(len(weights)), part, turn.take(given or {}))

@@ -1,0 +1,58 @@
+"""Images lie channels last in training where filters are few, with the same numbers to tolerance and bit by bit repeatable."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedloom import replica as replicas
+from fedloom.layout import Layout
+from fedloom.replica import Batch, Replica, convolutions_weigh_little, cross_entropy
+
+
+def convolutions(channels: int = 8) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Conv2d(3, channels, 3),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(channels, channels, 3),
+            nn.Flatten(),
+            nn.Linear(channels * 4, 10),
+        )
+
+
+def stepped(replica: Replica) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    inputs, labels = torch.randn(1, 6, 3, 10, 10, generator=draw), torch.randint(10, (1, 6), generator=draw)
+    rows = replica.initial.clone().unsqueeze(0)
+    loss, gradient = replica.gradient(rows, Batch(inputs, labels), cross_entropy, {})
+    return loss, gradient.clone(), rows
+
+
+def test_the_numbers_are_those_of_channels_first_and_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = convolutions()
+    seen: list[bool] = []
+    module[0].register_forward_pre_hook(
+        lambda _, inputs: seen.append(inputs[0].is_contiguous(memory_format=torch.channels_last))
+    )
+    found, again = stepped(Replica(module, Layout(module))), stepped(Replica(module, Layout(module)))
+    assert seen[-1]
+    for one, two in zip(found, again, strict=True):
+        assert torch.equal(one, two)
+    monkeypatch.setattr(replicas, "FILTERS_PER_ACTIVATION", 0)
+    expected = stepped(Replica(module, Layout(module)))
+    assert not seen[-1]
+    for one, two in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+def test_it_depends_on_the_filters_beside_what_they_put_out() -> None:
+    """8 filters of 3x3x3 and 8 of 8x3x3 put out 8x8x8 and 8x2x2 numbers; 792 <= 8 * 544."""
+    image = torch.zeros(1, 3, 10, 10)
+    assert convolutions_weigh_little(convolutions().eval(), image)
+    assert not convolutions_weigh_little(convolutions(600).eval(), image)
+    assert not convolutions_weigh_little(nn.Flatten(), image)

@@ -1,0 +1,102 @@
+"""Clients that train together take the batches that each would take alone, in few turns; padded ones count nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedloom.batches import Feed, alone, together
+from fedloom.data.dataset import Dataset, Samples
+from fedloom.engines.local import RowsEngine
+from fedloom.engines.stacked import StackedEngine
+from fedloom.training import epoch_orders
+from test_stacked import assert_same, federated, linear_layers, world
+
+
+def feeds(sizes: list[int]) -> list[Feed]:
+    """Clients whose samples are numbered through, as inputs and as labels."""
+    total = torch.arange(sum(sizes))
+    samples = Samples(total.float().unsqueeze(1), total)
+    dataset = Dataset("numbers", samples, samples, 2)
+    parts = total.split(sizes)
+    return [Feed(Samples(samples.inputs[part], samples.labels[part]), dataset) for part in parts]
+
+
+def orders(sizes: list[int], batch: int, epochs: int) -> list[list[tuple[Tensor, list[int]]]]:
+    streams = [torch.Generator().manual_seed(client) for client in range(len(sizes))]
+    return [
+        list(epoch_orders(n, stream, batch_size=batch, epochs=epochs)) for n, stream in zip(sizes, streams, strict=True)
+    ]
+
+
+Turns = list[tuple[list[int], int]]
+
+
+def taken(
+    sizes: list[int], batch: int, epochs: int, *, in_step: bool = False, pad: bool = False
+) -> tuple[list[list[list[int]]], Turns]:
+    """The samples of each batch of each client, without those that do not count; and the turns, members and steps."""
+    found: list[list[list[int]]] = [[] for _ in sizes]
+    turns = []
+    for turn in together(feeds(sizes), orders(sizes, batch, epochs), [None] * len(sizes), in_step=in_step, pad=pad):
+        members, steps = turn.members(len(sizes)), 0
+        for one in turn.batches:
+            steps += 1
+            assert torch.equal(one.inputs[..., 0], one.labels.float())
+            for row, client in enumerate(members):
+                assert one.step == len(found[client]) if in_step else (one.step == 0) == (not found[client])
+                real = one.labels[row]
+                if one.share is not None:
+                    share = one.share[row]
+                    real = real[share > 0]
+                    torch.testing.assert_close(share[share > 0], torch.full((len(real),), 1 / len(real)))
+                found[client].append(real.tolist())
+        turns.append((members, steps))
+    return found, turns
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(st.integers(1, 17), min_size=2, max_size=5),
+    st.integers(2, 6),
+    st.integers(1, 3),
+    st.booleans(),
+    st.booleans(),
+)
+def test_everybody_takes_the_batches_it_would_take_alone(
+    sizes: list[int], batch: int, epochs: int, in_step: bool, pad: bool
+) -> None:
+    found, _ = taken(sizes, batch, epochs, in_step=in_step, pad=pad)
+    for feed, own, seen in zip(feeds(sizes), orders(sizes, batch, epochs), found, strict=True):
+        assert seen == [one.labels[0].tolist() for one in alone(feed, own, None)]
+
+
+def test_short_batches_are_taken_apart_and_the_others_together() -> None:
+    """17 and 13 samples in batches of 4: four and three full ones an epoch, with one sample over each time."""
+    _, turns = taken([17, 13], 4, 2)
+    together_steps = sum(steps for members, steps in turns if members == [0, 1])
+    apart_steps = sum(steps for members, steps in turns if len(members) == 1)
+    assert together_steps == 6  # the shorter client's full batches
+    assert apart_steps == 2 + 2 + 2  # everybody's last of each epoch, and what the longer client has more
+
+
+def test_padded_clients_advance_in_one_turn_until_one_has_finished() -> None:
+    _, turns = taken([17, 13, 5], 4, 2, pad=True)
+    assert turns == [([0, 1, 2], 4), ([0, 1], 4), ([0], 2)]
+
+
+def test_nobody_is_padded_where_it_would_double_the_work() -> None:
+    padded, turns = taken([16, 2, 2], 16, 1, pad=True)
+    assert (padded, turns) == taken([16, 2, 2], 16, 1)
+
+
+@pytest.mark.parametrize("changes", [{}, {"momentum": 0.0}, {"steps": 7}, {"batch_size": None}], ids=str)
+def test_chains_of_unequal_clients_give_the_numbers_of_rows(changes: dict[str, object]) -> None:
+    task = replace(world(epochs=3), model=linear_layers(5, 7, 4))
+    task = replace(task, training=replace(task.training, **changes))
+    assert_same(federated(RowsEngine, task, "fedavg"), federated(StackedEngine, task, "fedavg"))
