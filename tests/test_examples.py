@@ -1,0 +1,58 @@
+"""Every script in examples/ runs as it is, without a warning, and prints what it promises."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+def output(name: str, folder: Path) -> str:
+    """What the script prints, run in a folder of its own, where it may leave nothing."""
+    command = [sys.executable, "-W", "error", str(EXAMPLES / f"{name}.py")]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert list(folder.iterdir()) == []
+    return done.stdout
+
+
+def numbers(text: str, method: str) -> list[float]:
+    """The figures on a method's line."""
+    (line,) = [line for line in text.splitlines() if line.startswith(method + " ")]
+    return [float(number) for number in re.findall(r"\d+\.?\d*", line.removeprefix(method))]
+
+
+def test_no_script_is_left_untested() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"own_method", "personalise", "own_data"}
+
+
+def test_a_method_of_ones_own_is_compared_with_two_others(tmp_path: Path) -> None:
+    text = output("own_method", tmp_path)
+    for method in ("fedavg", "heavy_clients", "stages(heavy_clients:15, fedmr)"):
+        first, second, *rounds, size = numbers(text, method)
+        assert min(first, second) > 70
+        assert max(rounds) <= 30
+        assert size == pytest.approx(10 * 4 * (64 * 64 + 64 + 64 * 10 + 10) / 1000, abs=1)  # ten models of float32
+
+
+def test_personal_models_are_better_and_fairer_where_clients_differ(tmp_path: Path) -> None:
+    text = output("personalise", tmp_path)
+    plain, own = numbers(text, "fedprox(mu=0.1)"), numbers(text, "ala(fedprox(mu=0.1))")
+    assert plain[0] == plain[1]  # without personalisation a client's own model is the global one
+    assert own[1] > plain[1] + 5
+    assert own[2] > plain[2]
+    assert own[3] < plain[3]
+
+
+def test_own_data_go_from_arrays_to_a_saved_model(tmp_path: Path) -> None:
+    text = output("own_data", tmp_path)
+    assert text.startswith("40 machines, ")
+    read, run = (float(share) for share in re.findall(r"(\d+\.\d) %", text.splitlines()[-1]))
+    assert read == run == numbers(text, "stages(fedavg:15, fedmr)")[0]
+    assert run > 60
+    assert "model.safetensors" in text
