@@ -1,9 +1,10 @@
-# make setup: a virtual environment and the install;  make demo: the main job and its report;  make test: every test
+# make setup: a virtual environment and the install;  make demo: the main job and its report;  make test: every test;
+# make docs: the documentation, site/index.html
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: setup setup-dev demo test lint clean
+.PHONY: setup setup-dev demo test lint docs clean
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
@@ -29,5 +30,8 @@ lint: setup-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: setup-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) runs dist build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) runs dist build site .mypy_cache .ruff_cache .pytest_cache
