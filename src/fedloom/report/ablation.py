@@ -145,7 +145,9 @@ def _ablation(name: str, varying: Sequence[str], told: Sequence[_Told]) -> Ablat
             rest = tuple((other, _text(one.features[other])) for other in others if other in one.features)
             groups.setdefault(rest, {}).setdefault(_key(one.features[name]), []).append(one)
     groups = {rest: line for rest, line in groups.items() if len(line) > 1}
-    shared = set.intersection(*(set(rest) for rest in groups)) if len(groups) > 1 else set()
+    shared = set.intersection(*(set(rest) for rest in groups)) if groups else set()
+    if len(groups) == 1:
+        shared = {(key, value) for key, value in shared if key != METHOD}
     lines = []
     for rest, line in groups.items():
         parts = [value if key == METHOD else f"{key}={value}" for key, value in rest if (key, value) not in shared]

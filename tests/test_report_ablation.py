@@ -1,0 +1,109 @@
+"""What parameters and settings do: which runs are set side by side, and what is drawn of them."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import pytest
+
+from fedloom.report.ablation import ablation_figure, ablations
+from fedloom.report.figures import styles
+from fedloom.report.page import render
+from fedloom.report.summary import RunSummary
+
+
+def run(algorithm: str, accuracy: float, seed: int = 0, **settings: Any) -> RunSummary:
+    records = [{"round": 1, "accuracy": 0.99}, {"round": 2, "accuracy": accuracy}]
+    told = {"algorithm": algorithm, "seed": seed, "rounds": 2, **settings}
+    return RunSummary(algorithm, seed, records, configuration=told)
+
+
+def table(runs: list[RunSummary], measure: str = "final") -> dict[str, dict[str, dict[Any, float]]]:
+    return {
+        one.name: {line.label: {value: spread.mean for value, spread in line.spreads.items()} for line in one.lines}
+        for one in ablations(runs, measure)
+    }
+
+
+def test_a_setting_is_a_line_a_method_over_its_values() -> None:
+    accuracy = {
+        ("fedavg", 0.5): (0.5, 0.7),
+        ("fedavg", 0.1): (0.2, 0.4),
+        ("fedmr", 0.1): (0.3, 0.3),
+        ("fedmr", 0.5): (0.6, 0.8),
+    }
+    runs = [
+        run(method, value, seed, participation=share)
+        for (method, share), values in accuracy.items()
+        for seed, value in enumerate(values)
+    ]  # fmt: skip
+    (one,) = ablations(runs)
+    assert (one.name, one.values, one.numeric) == ("participation", [0.1, 0.5], True)
+    for line in one.lines:
+        for share, spread in line.spreads.items():
+            values = accuracy[str(line.method), share]
+            assert (spread.mean, spread.std) == pytest.approx((statistics.mean(values), statistics.stdev(values)))
+    looks = styles(runs)
+    for line, trace in zip(one.lines, ablation_figure(one, looks).data, strict=True):
+        assert list(trace.x) == [0.1, 0.5]
+        assert list(trace.y) == [spread.mean for spread in line.spreads.values()]
+        assert list(trace.error_y.array) == [spread.std for spread in line.spreads.values()]
+        assert (trace.legendgroup, trace.line.color) == (line.method, looks[str(line.method)].colour)
+    assert table(runs, "best") == {"participation": {m: {0.1: 0.99, 0.5: 0.99} for m in ("fedavg", "fedmr")}}
+
+
+def test_parameters_of_methods_count_with_their_defaults() -> None:
+    runs = [
+        run("fedmr(unit='segment', fraction=0.25)", 0.4),
+        run("fedmr(unit='segment')", 0.5),
+        run("fedmr", 0.6),
+        run("fedavg", 0.7),
+    ]
+    assert table(runs) == {
+        "unit of fedmr": {"fedmr": {"segment": 0.5, "layer": 0.6}},
+        "fraction of fedmr": {"fedmr": {0.25: 0.4, 1.0: 0.5}},
+    }
+
+
+def test_a_method_stands_for_its_second_stage_from_the_start() -> None:
+    runs = [
+        run("stages(fedavg:20, fedmr)", 0.5),
+        run("fedmr", 0.4),
+        run("stages(fedavg:5, fedmr)", 0.7),
+        run("fedavg", 0.3),
+    ]
+    assert table(runs) == {"last round of fedavg": {"stages(fedavg, fedmr)": {0: 0.4, 5: 0.7, 20: 0.5}}}
+
+
+def test_two_things_that_differ_are_told_apart() -> None:
+    runs = [
+        run("fedavg", 0.1 * k, data={"partition": partition}, training={"epochs": epochs})
+        for k, (partition, epochs) in enumerate([("iid", 1), ("iid", 5), ("dirichlet(0.1)", 1), ("dirichlet(0.1)", 5)])
+    ]  # fmt: skip
+    assert table(runs) == {
+        "data.partition": {
+            "training.epochs=1": {"iid": 0.0, "dirichlet(0.1)": 0.2},
+            "training.epochs=5": {"iid": 0.1, "dirichlet(0.1)": pytest.approx(0.3)},
+        },
+        "training.epochs": {
+            "data.partition=iid": {1: 0.0, 5: 0.1},
+            "data.partition=dirichlet(0.1)": {1: 0.2, 5: pytest.approx(0.3)},
+        },
+    }
+    bars = ablation_figure(ablations(runs)[0], styles(runs)).data
+    assert [bar.type for bar in bars] == ["bar", "bar"]
+    assert list(bars[0].x) == ["iid", "dirichlet(0.1)"]
+
+
+def test_methods_that_only_differ_in_name_show_nothing() -> None:
+    assert ablations([run("fedavg", 0.5), run("fedprox", 0.5), run("<b>my own</b>", 0.5), run("fedavg", 0.6, 1)]) == []
+    assert "What makes the difference" not in render("Two", [run("fedavg", 0.5), run("fedmr", 0.5)])
+
+
+def test_the_page_draws_them_and_escapes_their_names() -> None:
+    runs = [run("fedavg", 0.1 * k, data={"<script>": value}) for k, value in enumerate(("<i>a</i>", "<i>b</i>"))]
+    page = render("Two", runs)
+    assert "What makes the difference" in page
+    assert '<div id="ablation-data.-script"' in page
+    assert "<i>" not in page

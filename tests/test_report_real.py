@@ -1,0 +1,276 @@
+"""The figures and the report of one small real comparison with all recorders on, against what the runs left on disk."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+import fedloom as fl
+from fedloom.cli import main
+from fedloom.data.partition import Partition
+from fedloom.experiment.comparison import Comparison
+from fedloom.experiment.configuration import Configuration, configuration
+from fedloom.experiment.directory import folder_name
+from fedloom.experiment.finished import Found, read_runs
+from fedloom.report.clients import worst_first
+from fedloom.report.page import about
+from fedloom.report.slots import image_slots
+from report_support import CHROMIUM, Browser
+
+METHODS = ("fedavg", "fedmr", "ala(fedavg)")
+RECORD = ["objective(every=2)", "ala(client=3)", "trajectory(client=2)", "similarity", "aggregate(every=2)"]
+ROUNDS = 5
+
+
+def made(folder: Path) -> Configuration:
+    return configuration(
+        {
+            "name": "small", "directory": str(folder), "algorithms": list(METHODS), "seeds": [0, 1], "rounds": ROUNDS,
+            "participation": 0.7, "evaluate_every": 1, "personal_every": 2, "targets": [0.3], "dropout": 0.1, "threads": 1,
+            "model": "logistic", "record": [*RECORD, "landscape(grid=5, samples=50)"],
+            "data": {"clients": 6, "partition": "dirichlet(0.5)", "local_test": 0.25},
+            "training": {"learning_rate": 0.05, "batch_size": 20},
+        }
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("real") / "small"
+    assert Comparison.of(made(folder), "fedloom compare small.toml").run(lambda event: None) == {}
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> list[Found]:
+    return read_runs(folder)
+
+
+@pytest.fixture(scope="module")
+def figures(runs: list[Found]) -> dict[str, Any]:
+    return {slot.name: next(iter(slot.variants.values())) for slot in image_slots([run.summary for run in runs])}
+
+
+def place(folder: Path, method: str, seed: int = 0) -> Path:
+    return folder / folder_name(method) / f"seed-{seed}"
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def kept(folder: Path, method: str, kind: str, seed: int = 0) -> dict[str, Any]:
+    found = json.loads((place(folder, method, seed) / "recording.json").read_text())
+    return next(one for one in found if one["kind"] == kind)
+
+
+def test_every_figure_is_there(figures: dict[str, Any]) -> None:
+    names = {folder_name(method) for method in METHODS}
+    expected = {"seeds", "bytes", "seconds", "labels", "objective", "similarity", "landscape-cuts", "landscapes"}
+    expected |= {f"curve-{m}" for m in ("accuracy", "loss", "training_loss", "personal_accuracy", "client_accuracy")}
+    expected |= {"curve-pool_cosine", "ala-3-ala-fedavg"}
+    expected |= {
+        f"{kind}-{name}" for name in names for kind in ("local-accuracy", "local-loss", "landscape", "trajectory-2")
+    }
+    assert {name for name in figures if not name.startswith("other-")} == expected
+    assert all(figure.data for figure in figures.values())
+
+
+def test_curves_are_the_means_over_seeds_of_what_was_measured(folder: Path, figures: dict[str, Any]) -> None:
+    for measure in ("accuracy", "loss"):
+        drawn = [trace for trace in figures[f"curve-{measure}"].data if trace.hoverinfo != "skip"]
+        assert [trace.legendgroup for trace in drawn] == list(METHODS)
+        for trace in drawn:
+            both = [lines(place(folder, trace.legendgroup, seed) / "metrics.jsonl") for seed in (0, 1)]
+            pairs = [[line[measure] for line in same] for same in zip(*both, strict=True)]
+            assert list(trace.y) == pytest.approx([statistics.mean(pair) for pair in pairs], rel=1e-6)
+            assert list(trace.customdata) == pytest.approx(
+                [statistics.stdev(pair) for pair in pairs], rel=1e-5, abs=1e-9
+            )
+
+
+def test_bubbles_are_the_labels_that_the_clients_hold(folder: Path, figures: dict[str, Any]) -> None:
+    labels = fl.make_task("digits", clients=6).dataset.train.labels.numpy()
+    split = Partition.load(place(folder, "fedavg") / "split.npz")
+    expected = {
+        (str(client), str(label)): int(count)
+        for client in range(6)
+        for label, count in enumerate(np.bincount(labels[split[client]], minlength=10))
+        if count
+    }
+    (bubbles,) = figures["labels"].data
+    assert dict(zip(zip(bubbles.x, bubbles.y, strict=True), bubbles.marker["size"], strict=True)) == expected
+
+
+def test_similarity_is_the_mean_over_seeds_of_what_was_noted(folder: Path, figures: dict[str, Any]) -> None:
+    drawn = {trace.name: trace for trace in figures["similarity"].data if trace.hoverinfo != "skip"}
+    assert list(drawn) == [*METHODS, "fedmr, pool"]
+    for name, trace in drawn.items():
+        method, key = (name.removesuffix(", pool"), "pool" if name.endswith(", pool") else "uploaded")
+        both = [kept(folder, method, "similarity", seed) for seed in (0, 1)]
+        series = [dict(zip(one["rounds"], one[key], strict=True)) for one in both]
+        common = sorted(series[0].keys() & series[1].keys())
+        assert list(trace.x) == common
+        assert list(trace.y) == pytest.approx([(series[0][n] + series[1][n]) / 2 for n in common], rel=1e-6)
+    assert drawn["fedmr, pool"].line.dash == "dot"
+    assert drawn["fedmr, pool"].line.color == drawn["fedmr"].line.color
+
+
+def test_local_models_stand_beside_the_global_one_that_the_run_measured(folder: Path, figures: dict[str, Any]) -> None:
+    for method in METHODS:
+        measured = {line["round"]: line for line in lines(place(folder, method) / "metrics.jsonl")}
+        for measure in ("accuracy", "loss"):
+            *thin, thick = figures[f"local-{measure}-{folder_name(method)}"].data
+            assert list(thick.x) == [2, 4]
+            assert list(thick.y) == [measured[number][measure] for number in (2, 4)]
+            assert len(thin) == len(kept(folder, method, "aggregate")["slots"]) > 1
+    ends = {figures[f"local-loss-{folder_name(method)}"].layout.yaxis.range for method in METHODS}
+    assert len(ends) == 1  # one scale for all
+
+
+def test_landscapes_have_one_scale_and_the_models_own_loss_in_the_middle(folder: Path, figures: dict[str, Any]) -> None:
+    surfaces = [trace for trace in figures["landscapes"].data if trace.type == "contour"]
+    assert [trace.legendgroup for trace in surfaces] == list(METHODS)
+    assert len({(c.contours.start, c.contours.end, c.contours.size, c.x, c.y) for c in surfaces}) == 1
+    data = fl.make_task("digits", clients=6).dataset
+    for trace in surfaces:
+        found = Partition.load(place(folder, trace.legendgroup) / "split.npz")
+        pool = sorted(found.indices.tolist())
+        index = torch.tensor([pool[round(k * (len(pool) - 1) / 49)] for k in range(50)])
+        with torch.no_grad():
+            logits = fl.load_model(place(folder, trace.legendgroup))(data.prepare(data.train.inputs[index]))
+        own = float(F.cross_entropy(logits, data.train.labels[index]))
+        assert 10 ** trace.z[2][2] == pytest.approx(own, rel=1e-5)
+        single = figures[f"landscape-{folder_name(trace.legendgroup)}"].data[0]
+        assert (single.contours.start, single.contours.end) == (trace.contours.start, trace.contours.end)
+        assert np.array_equal(np.array(single.z), np.array(trace.z))
+    cuts = figures["landscape-cuts"].data
+    assert [(trace.legendgroup, trace.line.dash) for trace in cuts] == [
+        (m, d) for m in METHODS for d in ("solid", "dot")
+    ]
+    assert list(cuts[0].y) == pytest.approx([10**z for z in surfaces[0].z[2]], rel=1e-9)
+
+
+def test_bars_are_the_sums_over_all_rounds(folder: Path, figures: dict[str, Any]) -> None:
+    for direction, trace in zip(("down", "up"), figures["bytes"].data[:2], strict=True):
+        totals = [
+            sum(x[f"bytes_{direction}"] for x in lines(place(folder, "fedavg", k) / "metrics.jsonl")) for k in (0, 1)
+        ]
+        assert trace.x[0] == statistics.mean(totals)
+    seconds = [math.fsum(x["seconds"] for x in lines(place(folder, "fedavg", k) / "timings.jsonl")) for k in (0, 1)]
+    assert figures["seconds"].data[0].x[0] == pytest.approx(statistics.mean(seconds))
+
+
+def test_the_objective_is_drawn_as_it_was_noted(folder: Path, figures: dict[str, Any]) -> None:
+    drawn = [trace for trace in figures["objective"].data if trace.legendgroup == "fedmr" and trace.hoverinfo != "skip"]
+    one = kept(folder, "fedmr", "objective")
+    assert [list(trace.y) for trace in drawn] == [one["before"], one["after"]]
+
+
+def test_the_clients_come_worst_first(folder: Path, runs: list[Found]) -> None:
+    last = [lines(place(folder, method) / "clients.jsonl")[-1]["personal"] for method in METHODS]
+    means = {
+        client: statistics.mean(dict(zip(one["clients"], one["accuracy"], strict=True))[client] for one in last)
+        for client in last[0]["clients"]
+    }
+    found = worst_first([run.summary for run in runs])
+    assert [one.score for one in found] == pytest.approx(sorted(means.values()))
+    assert {one.number for one in found} == set(means)
+    alone = worst_first([run.summary for run in runs if run.summary.algorithm == "fedmr"])
+    assert [one.score for one in alone] == sorted(last[1]["accuracy"])
+    assert set(alone[0].accuracies) == {"Global model", "Own model"}
+
+
+def test_a_report_is_written_anew_from_what_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = about(folder / "report.html")
+    assert before == {"title": "small", "targets": [0.3], "command": "fedloom compare small.toml"}
+    text = (folder / "report.html").read_text()
+    assert main(["report", str(folder)]) == 0
+    assert (folder / "report.html").read_text() == text
+    assert main(["report", str(place(folder, "fedmr"))]) == 0
+    assert about(place(folder, "fedmr") / "report.html")["title"] == "fedmr, seed 0"
+    assert capsys.readouterr().out.count("report: ") == 2
+
+
+def test_a_landscape_can_be_had_later(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--landscape", "fedmr", "--landscape", "fedavg", "--landscape-options", "grid=3, data=test, samples=20"]
+    assert main(["report", str(folder), *options]) == 0
+    assert "loss landscape of fedmr, seed 0" in capsys.readouterr().err
+    found = {run.place: run.summary for run in read_runs(folder)}
+    later = [next(one for one in found[place(folder, m)].recorded if one["kind"] == "landscape") for m in METHODS]
+    assert [one["data"] for one in later] == ["test", "test", "train"]
+    page = (folder / "report.html").read_text()
+    assert '<div id="landscape-fedmr"' in page
+    assert '<div id="landscape-ala-fedavg"' not in page  # its points are others
+    for method in ("fedavg", "fedmr"):
+        kept_there = place(folder, method) / "landscape.json"
+        altered = json.loads(kept_there.read_text()) | {"model": "another"}
+        kept_there.write_text(json.dumps(altered))
+        summary = next(run.summary for run in read_runs(folder) if run.place == place(folder, method))
+        assert next(one for one in summary.recorded if one["kind"] == "landscape")["data"] == "train"
+        kept_there.unlink()
+    assert main(["report", str(folder)]) == 0
+    assert '<div id="landscape-ala-fedavg"' in (folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--landscape", "fedmt"], "unknown method 'fedmt': did you mean 'fedmr'? (there are: fedavg, fedmr, ala(fedavg), all)"),
+        (["--landscape-options", "grid=3"], "--landscape-options needs --landscape METHOD, or --landscape all"),
+        (["--landscape", "all", "--landscape-options", "gird=3"], "landscape has no parameter 'gird': did you mean 'grid'?"),
+        (["--images", "gif"], "image format 'gif' is not allowed: (allowed: png, svg, pdf)"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_in_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["report", str(folder), *arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_folders_without_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path / "nowhere")]) == 2
+    assert main(["report", str(tmp_path)]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.endswith("nowhere is not there: give a folder of runs")
+    assert "holds no run: give the folder of a run or of a comparison" in second
+
+
+def test_a_task_of_ones_own_has_no_landscape_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task = fl.make_task("digits", clients=3, partition="iid", model="logistic")
+    fl.run("fedavg", task, rounds=1, directory=tmp_path / "mine")
+    assert main(["report", str(tmp_path / "mine"), "--landscape", "all"]) == 2
+    assert "its task cannot be made again" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path (Debian's package: chromium)")
+def test_the_page_draws_all_of_it_in_a_browser(folder: Path, figures: dict[str, Any], tmp_path: Path) -> None:
+    with Browser(tmp_path / "profile") as browser:
+        browser.open(folder / "report.html")
+        assert browser.errors == []
+        assert [url for url in browser.requests if not url.startswith(("file:", "data:"))] == []
+        drawn = set(browser.run("[...document.querySelectorAll('.js-plotly-plot')].map(e => e.id)"))
+        assert drawn == set(figures) - {"landscapes"}
+        numbers = "[...document.querySelectorAll('.clients tbody tr')].map(r => Number(r.cells[1].dataset.value))"
+        scores = browser.run(numbers)
+        assert scores == sorted(scores)
+        browser.run("document.querySelector('.clients th:nth-child(2) button').click()")
+        browser.run("document.querySelector('.clients th:nth-child(2) button').click()")
+        assert browser.run(numbers) == sorted(scores, reverse=True)
+        browser.run("document.querySelector('.chip[data-method=\"fedmr\"]').click()")
+        shown = (
+            "[...new Set(document.getElementById('similarity').data.filter(t => t.visible).map(t => t.legendgroup))]"
+        )
+        assert browser.run(shown) == ["fedavg", "ala(fedavg)"]
+        assert browser.errors == []
