@@ -288,6 +288,22 @@ def test_more_rounds_than_the_protocol_has_are_not_run() -> None:
     assert own.schedule.rounds == 150
 
 
+def test_rows_and_columns_are_whole_labels_words_or_parts() -> None:
+    def rows(*texts: str, name: str = "fedumf.table-a2") -> set[str]:
+        return {cell.row for cell in plan(exhibit(name), Request(rows=texts)).cells}
+
+    assert rows("fedavg") == {"FedAvg"}
+    assert rows("FedAvg, FedDC", "scaffold") == {"FedAvg", "FedDC", "SCAFFOLD"}
+    assert rows("umf") == {"FedUmf+FedDC"}
+    assert rows("FedAvg", name="fedala.table-2") == {"FedAvg"}
+    asked = Request(columns=("synthetic (0,1) 15%",))
+    assert {cell.column for cell in plan(exhibit("fedumf.figure-a5"), asked).cells} == {"synthetic (0,1) 15%"}
+    asked = Request(columns=("non-IID 15%,EMNIST-L IID",))
+    assert len({cell.column for cell in plan(exhibit("fedumf.table-a2"), asked).cells}) == 4 + 2
+    with pytest.raises(InvalidValue, match="no row has 'zzz' in its name"):
+        rows("FedAvg,zzz")
+
+
 # measures -----------------------------------------------------------------------------------------------------------------
 
 

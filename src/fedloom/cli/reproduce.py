@@ -54,8 +54,8 @@ def reproduce(
         _list(_folders(data))
         return
     request = Request(
-        rows=_words(rows),
-        columns=_words(columns),
+        rows=tuple(rows or ()),
+        columns=tuple(columns or ()),
         rounds=rounds,
         seeds=_numbers(seeds),
         samples=samples,
@@ -170,11 +170,6 @@ def _list(folders: dict[str, str]) -> None:
             f"In brackets: not at hand. Give --data NAME=FOLDER ({wanted}), or set FEDLOOM_DATA to the folder of all data."
         )
     console.print("fedloom reproduce ID --estimate says how long one takes; docs/reproduce.md what the protocols are.")
-
-
-def _words(texts: Texts) -> tuple[str, ...]:
-    """`--rows a,b --rows c` as a, b, c."""
-    return tuple(word.strip() for text in texts or () for word in text.split(",") if word.strip())
 
 
 def _numbers(text: str | None) -> tuple[int, ...] | None:

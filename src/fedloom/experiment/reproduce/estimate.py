@@ -22,6 +22,8 @@ from fedloom.experiment.reproduce.request import Plan
 from fedloom.expression import Call, parse
 from fedloom.federation import Federation
 from fedloom.randomness import stream
+from fedloom.recording.landscape import Landscape
+from fedloom.recording.recorder import build_recorders
 from fedloom.schedule import Schedule
 from fedloom.task import make_dataset, make_task
 
@@ -29,7 +31,7 @@ TIMED = 4
 """Local steps that are taken to time the fastest of them (a first step is never the fastest)."""
 
 PATIENCE = 2.0
-"""Seconds after which no further step is taken."""
+"""Seconds after which no further step is taken, once there are two."""
 
 WORK = {
     "moon": 1.7, "fedgen": 1.5, "fedasam": 2.0, "fedsam": 2.0, "fedavg_c": 11.0, "fedprox_c": 11.0, "fedrep": 3.5,
@@ -82,7 +84,7 @@ def _costs(jobs: Sequence[Job], own: Configuration, threads: int) -> list[Cost]:
 
 
 def cost(own: Configuration, algorithm: str, facts: Facts, each: float) -> Cost:
-    """Steps and seconds of one run, where a local step takes `each` seconds.
+    """Steps and seconds of one run, where a local step on a whole batch takes `each` seconds.
 
     Steps are K clients x epochs x ceil(n / B) a round, with n samples a client in the mean; evaluation passes forward only.
     """
@@ -96,6 +98,7 @@ def cost(own: Configuration, algorithm: str, facts: Facts, each: float) -> Cost:
     local = training.steps or max(1, batches)
     steps = schedule.rounds * schedule.participants(clients) * local
     call = parse(algorithm)
+    each *= batch / (training.batch_size or samples)  # a client with less than a batch takes smaller steps
     forward = each / (TRAINING_PASSES * batch)
     evaluations = math.ceil(schedule.rounds / (schedule.evaluate_every or 1))
     seconds = steps * each * work(call, schedule.participation) + evaluations * facts.test * forward
@@ -103,7 +106,13 @@ def cost(own: Configuration, algorithm: str, facts: Facts, each: float) -> Cost:
         scored = math.ceil(schedule.rounds / schedule.personal_every)
         once = total * own.data.local_test * forward + scoring(call) * clients * local * each
         seconds += scored * once
-    return Cost(steps, seconds)
+    return Cost(steps, seconds + forward * sum(surface_passes(text) for text in own.record))
+
+
+def surface_passes(recorder: str) -> int:
+    """Samples that pass forward, once, for a surface of the loss over a plane; other recorders cost little beside a run."""
+    [built] = build_recorders([recorder])
+    return built.grid**2 * built.samples if isinstance(built, Landscape) else 0
 
 
 def work(call: Call, participation: float) -> float:
@@ -141,7 +150,7 @@ def _timed(model: str, spec: DataSpec, batch: int, augmentation: str, optimiser:
         settings: dict[str, Any] = {"batch_size": batch, "augmentation": augmentation, "optimiser": optimiser}
         task = make_task(data, clients=1, partition=everyone, model=model, training=settings)
         run = Federation(build("fedavg"), task, RowsEngine(task), Schedule(TIMED, 1.0, evaluate_every=TIMED))
-        while run.finished < TIMED and sum(line["seconds"] for line in run.timings) < PATIENCE:
+        while run.finished < 2 or (run.finished < TIMED and sum(line["seconds"] for line in run.timings) < PATIENCE):
             run.step()
         return min(float(line["train_seconds"]) for line in run.timings)
     finally:

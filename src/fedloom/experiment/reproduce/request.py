@@ -143,25 +143,30 @@ def chosen(exhibit: Exhibit, request: Request) -> list[Cell]:
 
 
 def _matching(kind: str, texts: Sequence[str], labels: Sequence[str]) -> set[str]:
-    """The labels that any of the texts means: the same text; or all of its words are words of the label; or it is part of it."""
+    """The labels that any of the texts means; a text that means none may be several with commas between them."""
     known = list(dict.fromkeys(labels))
     if not texts:
         return set(known)
     found: set[str] = set()
     for text in texts:
-        small = text.casefold()
-        ways = (
-            lambda label, small=small: label.casefold() == small,
-            lambda label, small=small: set(small.split()) <= set(label.casefold().split()),
-            lambda label, small=small: small in label.casefold(),
-        )
-        hits = next((hit for way in ways if (hit := {label for label in known if way(label)})), set())
-        if not hits:
-            words = [*known, *(word for label in known for word in label.split())]
-            near = suggestion(text, words)
-            raise InvalidValue(f"no {kind} has {text!r} in its name:{near} (there are: {_few(known)})")
-        found |= hits
+        whole = _meant(text, known)
+        for part in [] if whole else [part.strip() for part in text.split(",")]:
+            hits = _meant(part, known)
+            if not hits:
+                near = suggestion(part, [*known, *(word for label in known for word in label.split())])
+                raise InvalidValue(f"no {kind} has {part!r} in its name:{near} (there are: {_few(known)})")
+            whole |= hits
+        found |= whole
     return found
+
+
+def _meant(text: str, labels: Sequence[str]) -> set[str]:
+    """The labels that are this text; or else those that have all of its words; or else those that it is part of."""
+    small = text.casefold()
+    same = {label for label in labels if label.casefold() == small}
+    words = {label for label in labels if small.split() and set(small.split()) <= set(label.casefold().split())}
+    inside = {label for label in labels if small.strip() and small in label.casefold()}
+    return same or words or inside
 
 
 def _few(labels: Sequence[str], most: int = 12) -> str:
