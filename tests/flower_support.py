@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from flwr.app import Array, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.common.serde import message_from_proto, message_to_proto
@@ -17,8 +18,16 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 from torch import Tensor, nn
 
+import fedloom
+from fedloom.algorithm import build
+from fedloom.deploy.agreement import Deployment, deployment, description, layout_digest
 from fedloom.deploy.client import app
+from fedloom.engines.flower import FlowerEngine
 from fedloom.engines.flower_messages import ARRAYS, PROTOCOL, RECORD
+from fedloom.engines.flower_post import Post
+from fedloom.engines.flower_sites import Sites
+from fedloom.federation import Federation
+from fedloom.schedule import Schedule
 
 
 class NormNet(nn.Module):
@@ -39,6 +48,67 @@ class NormNet(nn.Module):
 Tamper = Callable[[Message], Message]
 
 RUN = 77
+
+CLIENTS = 6
+
+VERSION = fedloom.__version__
+
+CONFIGURATION = """
+algorithm = "{algorithm}"
+rounds = {rounds}
+participation = {participation}
+evaluate_every = 5
+personal_every = 5
+model = "flower_support:NormNet"
+seed = 3
+
+[data]
+name = "digits"
+clients = 6
+partition = "dirichlet(0.5)"
+local_test = 0.25
+
+[training]
+learning_rate = 0.05
+momentum = 0.5
+steps = 2
+batch_size = 8
+"""
+
+EVERYBODY = ("apple", "fedamp")
+
+
+def run_config(algorithm: str, output: Path, rounds: int = 5, **more: Any) -> dict[str, Any]:
+    participation = 1.0 if algorithm in EVERYBODY else 0.5
+    text = CONFIGURATION.format(algorithm=algorithm, rounds=rounds, participation=participation)
+    return {"configuration": text, "output": str(output), **more}
+
+
+def flower(config: dict[str, Any], grid: LocalGrid) -> Federation:
+    """The federation that an app runs, without its directory."""
+    settings = deployment(config)
+    task = settings.configuration.task(3)
+    briefing = {"data": description(task.dataset)}
+    same = {"fedloom": VERSION, "layout": layout_digest(task.layout)}
+    sites = Sites(Post(grid, 0.01), CLIENTS, briefing, same)
+    sites.wait(CLIENTS, 5)
+    engine = FlowerEngine(sites, "0123456789abcdef", briefing, deadline=5)
+    return Federation(build(settings.algorithm), task, engine, schedule(settings))
+
+
+def schedule(settings: Deployment) -> Schedule:
+    """The schedule of a run, with its seed."""
+    return replace(settings.configuration.schedule, seed=settings.configuration.seed)
+
+
+def assert_close(found: Federation, expected: Federation) -> None:
+    """The same model, the same figures but for the last digits, and exactly the same bytes, clients and faults."""
+    torch.testing.assert_close(found.algorithm.model(), expected.algorithm.model(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.integers, expected.integers)
+    for one, two in zip(found.history, expected.history, strict=True):
+        floats = {name: value for name, value in two.items() if isinstance(value, float)}
+        assert {name: one[name] for name in floats} == pytest.approx(floats, rel=1e-4, abs=1e-6)
+        assert {n: v for n, v in one.items() if n not in floats} == {n: v for n, v in two.items() if n not in floats}
 
 
 @dataclass

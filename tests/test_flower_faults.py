@@ -1,0 +1,356 @@
+"""Over Flower: sites that are absent, late, restarted or hostile, and servers that are killed or lie."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, Context, Message, RecordDict
+
+from fedloom.algorithm import build
+from fedloom.deploy.agreement import deployment
+from fedloom.deploy.client import app
+from fedloom.engines.flower import FlowerEngine
+from fedloom.engines.flower_messages import Refusal, decoded, encoded, pack, words_of
+from fedloom.engines.local import RowsEngine
+from fedloom.errors import FedloomError, InvalidValue, RefusedReply
+from fedloom.federation import Federation
+from fedloom.layout import Layout
+from flower_support import (
+    CLIENTS,
+    RUN,
+    LocalGrid,
+    NormNet,
+    Tamper,
+    assert_close,
+    flower,
+    nodes,
+    run_config,
+    schedule,
+    site,
+    with_array,
+    with_words,
+)
+
+SIZE = Layout(NormNet()).size
+SELECTED = (1, 2, 4)  # those of round 1
+
+
+def npy(array: np.ndarray[Any, Any]) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, array, allow_pickle=True)
+    return stream.getvalue()
+
+
+def bomb() -> Array:
+    """Few bytes whose header speaks of a petabyte."""
+    honest = npy(np.zeros(SIZE, np.float32))
+    claim = f"({SIZE},)".encode()
+    return Array(
+        "float32", (SIZE,), "numpy.ndarray", honest.replace(claim + b", }", b"(1" + b"0" * 14 + b",), }")[: len(honest)]
+    )
+
+
+MODEL = np.zeros(SIZE, np.float32)
+OBJECTS = np.array([{"a": 1}] * SIZE, dtype=object)
+
+HOSTILE: dict[str, tuple[Tamper, str]] = {
+    "another name": (with_array("weights", MODEL), "tensors"),
+    "a shape": (with_array("model", MODEL[1:]), "shape"),
+    "a type": (with_array("model", MODEL.astype(np.float64)), "is torch.float64"),
+    "whole numbers": (with_array("model", MODEL.astype(np.int64)), "is torch.int64"),
+    "not a number": (with_array("model", MODEL + np.nan), "not finite"),
+    "far too large": (with_array("model", np.zeros(50 * SIZE, np.float32)), "shape"),
+    "more bytes than it says": (
+        with_array("model", Array("float32", (SIZE,), "numpy.ndarray", npy(MODEL) + b"\0" * 5000)),
+        "bytes where its shape needs",
+    ),
+    "fewer bytes": (with_array("model", Array("float32", (SIZE,), "numpy.ndarray", npy(MODEL)[:-8])), "other numbers"),
+    "another shape inside": (
+        with_array("model", Array("float32", (SIZE,), "numpy.ndarray", npy(MODEL.reshape(1, -1)))),
+        "other numbers",
+    ),
+    "a header that lies": (with_array("model", bomb()), "other numbers"),
+    "no header": (with_array("model", Array("float32", (SIZE,), "numpy.ndarray", b"x" * (4 * SIZE + 128))), "NumPy's format"),
+    "objects": (with_array("model", Array("object", (SIZE,), "numpy.ndarray", npy(OBJECTS))), "type 'object'"),
+    "hidden objects": (
+        with_array("model", Array("float32", (SIZE,), "numpy.ndarray", (npy(OBJECTS) + bytes(4 * SIZE))[: 4 * SIZE + 128])),
+        "other numbers",
+    ),
+    "another protocol": (with_words("{}", protocol=99), "protocol 99"),
+    "no words": (with_words("never"), "not JSON"),
+    "another round": (with_words('{"site": 1, "round": 7, "memory": 0}'), "round must be"),
+    "another site": (with_words('{"site": 3, "round": 1, "memory": 0}'), "another order"),
+    "a memory nobody has": (with_words('{"site": 1, "round": 1, "memory": -1}'), "memory must be"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_reply_is_refused_and_the_round_ends_with_the_others(kind: str, tmp_path: Path) -> None:
+    tamper, reason = HOSTILE[kind]
+    config = run_config("fedavg", tmp_path / "run", rounds=1)
+    grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
+    site(grid, 1).tamper = tamper
+    federation = flower(config, grid)
+    record, _ = federation.step()
+    assert tuple(record["clients"]) == SELECTED
+    (fault,) = record["faults"]
+    assert fault["client"] == 1
+    assert reason in fault["reason"]
+    assert "\n" not in fault["reason"]
+    assert record["bytes_up"] == 2 * (4 * SIZE + 8)  # the integer buffers too
+    assert bool(torch.isfinite(federation.algorithm.model()).all())
+
+
+def test_figures_cannot_take_the_place_of_the_servers_own(tmp_path: Path) -> None:
+    def tamper(reply: Message) -> Message:
+        reply.content.metric_records["figures"]["bytes_up"] = 1.0
+        return reply
+
+    config = run_config("fedavg", tmp_path / "run", rounds=1)
+    grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
+    site(grid, 1).tamper = tamper
+    record, _ = flower(config, grid).step()
+    assert "'bytes_up' is not the name of a figure" in record["faults"][0]["reason"]
+
+
+@pytest.mark.parametrize("algorithm", ["scaffold", "fedmr"])
+def test_absent_and_late_sites_drop_out_as_in_a_simulation(algorithm: str, tmp_path: Path) -> None:
+    config = run_config(algorithm, tmp_path / "run", rounds=3)
+    grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
+    found = flower(config, grid)
+    found.engine.deadline = 0.1  # type: ignore[attr-defined]
+    expected = simulated(config, {1: {1, 2}})
+    site(grid, 1).online = False
+    site(grid, 2).late = True  # it trains, and remembers that it did
+    record, _ = found.step()
+    assert [(f["client"], f["reason"]) for f in record["faults"]] == [
+        (1, "the site is not there"),
+        (2, "no reply within 0.1 s"),
+    ]
+    site(grid, 1).online, site(grid, 2).late = True, False
+    found.engine.deadline = 60.0  # type: ignore[attr-defined]
+    found.run()
+    expected.run()
+    for one, two in zip(found.history[:1], expected.history[:1], strict=True):
+        one["faults"], two["faults"] = [], []
+    assert_close(found, expected)
+
+
+class Dropping(RowsEngine):
+    """A simulation in which some clients are absent in some rounds."""
+
+    absent: dict[int, set[int]]
+
+    def train(self, algorithm: Any, round: Any, orders: Any) -> Any:
+        gone = self.absent.get(round.number, set())
+        return super().train(algorithm, round, [order for order in orders if order.client not in gone])
+
+
+def simulated(config: dict[str, Any], absent: dict[int, set[int]]) -> Federation:
+    settings = deployment(config)
+    task = settings.configuration.task(3)
+    engine = Dropping(task)
+    engine.absent = absent
+    return Federation(build(settings.algorithm), task, engine, schedule(settings))
+
+
+def test_a_node_that_registers_anew_is_found_again(tmp_path: Path) -> None:
+    config = run_config("scaffold", tmp_path / "run", rounds=3)
+    grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
+    found = flower(config, grid)
+    found.step()
+    for number, node in list(grid.nodes.items()):  # every SuperNode restarts and gets another id
+        del grid.nodes[number]
+        grid.nodes[number + 50_000] = replace(node)
+    found.run()
+    assert not any(record["faults"] for record in found.history)
+    expected = simulated(config, {})
+    expected.run()
+    assert_close(found, expected)
+
+
+def test_a_site_that_lost_its_memory_says_so_once_and_begins_anew(tmp_path: Path) -> None:
+    config = run_config("scaffold", tmp_path / "run", rounds=6)
+    grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
+    found = flower(config, grid)
+    found.step()
+    for number in SELECTED:
+        shutil.rmtree(tmp_path / f"site-{number}")
+    found.run()
+    faults = [fault for record in found.history for fault in record["faults"]]
+    assert faults
+    assert all("its memory of round 1 is lost" in fault["reason"] for fault in faults)
+    assert len({fault["client"] for fault in faults}) == len(faults) <= len(SELECTED)
+    assert {fault["client"] for fault in faults} <= set(SELECTED)
+
+
+def test_two_sites_with_one_number_are_refused(tmp_path: Path) -> None:
+    config = run_config("fedavg", tmp_path / "run")
+    grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
+    grid.nodes[7] = replace(site(grid, 2))
+    with pytest.raises(InvalidValue, match=r"two sites have partition-id 2 \(nodes \d+ and \d+\): give each its own"):
+        flower(config, grid)
+
+
+def test_a_second_site_with_a_number_that_comes_later_is_left_alone(tmp_path: Path) -> None:
+    config = run_config("fedavg", tmp_path / "run", rounds=2)
+    grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
+    found = flower(config, grid)
+    intruder = replace(site(grid, 2), trained=[])
+    grid.nodes[7] = intruder
+    found.run()
+    assert not any(record["faults"] for record in found.history)
+    assert intruder.trained == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"partition-id": 6}, "partition-id 6 is not one of 0 to 5"),
+        ({"partition-id": "first"}, "partition-id must be a whole number, not 'first'"),
+        ({"num-partitions": 7}, "num-partitions is 7, but data.clients of the federation 6"),
+        ({"data": "nowhere.npz"}, "nowhere.npz: no such file"),
+    ],
+)
+def test_a_site_that_does_not_fit_ends_the_run_before_it_begins(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config = run_config("fedavg", tmp_path / "run")
+    grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
+    site(grid, 5).config |= change
+    with pytest.raises(InvalidValue, match=message):
+        flower(config, grid)
+
+
+def test_other_versions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run_config("fedavg", tmp_path / "run")
+    monkeypatch.setattr("fedloom.deploy.site.fedloom.__version__", "9.9")
+    grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
+    monkeypatch.setattr("flower_support.VERSION", "0.1")
+    with pytest.raises(InvalidValue, match=r"site \d: fedloom is '9.9' there and '0.1' here"):
+        flower(config, grid)
+
+
+def test_secure_recombination_is_refused_rather_than_played(tmp_path: Path) -> None:
+    config = run_config("secure(fedmr)", tmp_path / "run")
+    federation = flower(config, LocalGrid(nodes(CLIENTS, tmp_path), config))
+    with pytest.raises(InvalidValue, match="would protect nothing"):
+        federation.step()
+
+
+def test_a_round_in_which_every_site_fails_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+    config = run_config("fedavg", tmp_path / "run")
+    grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
+    for node in grid.nodes.values():
+        node.tamper = with_words('{"refused": "no more\\nroom"}')
+    with pytest.raises(FedloomError, match=r"^no more room$"):
+        flower(config, grid).step()
+
+
+# --- what a site does with messages that lie ---
+
+
+def asked(kind: str, words: dict[str, Any], tensors: dict[str, torch.Tensor], tmp_path: Path) -> dict[str, Any]:
+    """What site 0 answers."""
+    config = run_config("fedavg", tmp_path / "run")
+    LocalGrid({}, config)  # for Flower's own identity
+    message = Message(pack(words, {name: encoded(tensor) for name, tensor in tensors.items()}), 5, kind, group_id="1")
+    context = Context(RUN, 5, {"partition-id": 0, "memory": str(tmp_path)}, RecordDict(), config)
+    try:
+        return words_of(app(message, context))
+    except Refusal as refusal:
+        return refusal.words
+
+
+ROUND = {
+    "number": 1, "rounds": 5, "seed": 3, "clients": 6, "participants": 3, "learning_rate": 0.05,
+    "initial_learning_rate": 0.05, "decay": 1.0, "selected": [0],
+}  # fmt: skip
+
+ORDER: dict[str, Any] = {
+    "site": 0, "client": 0, "round": ROUND, "federation": "0123456789abcdef", "memory": 0, "keep": [],
+    "expected": {"model": [SIZE], "integers": [1]},
+}  # fmt: skip
+
+INBOX = {"model": torch.zeros(1, SIZE), "integers": torch.zeros(1, 1, dtype=torch.int64)}
+
+
+def test_a_site_does_what_it_is_asked(tmp_path: Path) -> None:
+    assert asked("train", ORDER, INBOX, tmp_path) == {"site": 0, "round": 1, "memory": 0}
+
+
+@pytest.mark.parametrize(
+    ("words", "tensors", "reason"),
+    [
+        ({"federation": "../../../etc"}, {}, "is not the name of a federation"),
+        ({"site": 4}, {}, "this is site 0, not 4"),
+        ({"client": 6}, {}, "client must be a whole number between 0 and 5"),
+        ({"memory": -1}, {}, "memory must be"),
+        ({"round": {**ROUND, "learning_rate": "fast"}}, {}, "learning_rate must be a positive number"),
+        ({"round": 1}, {}, "which round"),
+        ({"expected": 3}, {}, "what it expects"),
+        ({}, {"model": torch.full((1, SIZE), torch.inf)}, "not finite"),
+        ({}, {"model": torch.zeros(1, SIZE + 1)}, "not one of this task"),
+        ({}, {"model": torch.zeros(2, SIZE)}, "not one row"),
+        ({}, {"integers": torch.zeros(1, 3, dtype=torch.int64)}, "integer buffers of another model"),
+    ],
+)
+def test_a_site_checks_what_it_gets(
+    words: dict[str, Any], tensors: dict[str, torch.Tensor], reason: str, tmp_path: Path
+) -> None:
+    answer = asked("train", ORDER | words, INBOX | tensors, tmp_path)
+    assert reason in answer["refused"]
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_arrays_of_any_shape_survive_the_way() -> None:
+    for tensor in (torch.randn(3, 4), torch.tensor(1.5), torch.zeros(0), torch.randn(4, 3).T, torch.tensor([True])):
+        assert torch.equal(decoded("a", encoded(tensor), tuple(tensor.shape)), tensor)
+    with pytest.raises(RefusedReply, match="complex64"):
+        decoded("a", Array(np.zeros(2, np.complex64)), None)
+
+
+def test_a_site_trains_from_the_memory_that_the_server_took(tmp_path: Path) -> None:
+    """The same order gives the same answer, and only what may still be asked for is kept."""
+    config = run_config("scaffold", tmp_path / "run", rounds=5)
+    grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
+    found = flower(config, grid)
+    found.run()
+    assert isinstance(found.engine, FlowerEngine)
+    versions = found.engine.memory()["versions"].tolist()
+    for number in range(CLIENTS):
+        kept = sorted(
+            int(path.stem.rpartition("v")[2]) for path in (tmp_path / f"site-{number}").rglob("*.safetensors")
+        )
+        assert versions[number] in [*kept, 0]
+        assert len(kept) <= 2  # nothing was checkpointed: the newest, and the one that it was made from
+    message = next(m for m in reversed(grid.sent) if m.metadata.message_type == "train")
+    node = grid.nodes[message.metadata.dst_node_id]
+    one, two = (node.answer(message, config, message.metadata.dst_node_id) for _ in range(2))
+    assert one.content.array_records == two.content.array_records
+    assert json.loads(str(one.content.config_records["fedloom"]["words"]))["round"] == 5
+
+
+def test_the_engine_remembers_versions_through_a_rollback(tmp_path: Path) -> None:
+    config = run_config("scaffold", tmp_path / "run", rounds=3)
+    grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
+    found = flower(config, grid)
+    found.step()
+    before = found.engine.memory()["versions"].clone()
+    found.algorithm.receive = None  # type: ignore[method-assign, assignment]
+    with pytest.raises(TypeError):
+        found.step()
+    assert torch.equal(found.engine.memory()["versions"], before)
+    del found.algorithm.receive
+    found.run()
+    expected = simulated(config, {})
+    expected.run()
+    assert_close(found, expected)
