@@ -19,6 +19,7 @@ EXAMPLE = """\
 algorithm = "fedmr"
 rounds = 20
 participation = 1.0
+checkpoint_every = 1
 model = "mlp(hidden=[64])"
 
 [data]
