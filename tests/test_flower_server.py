@@ -1,0 +1,288 @@
+"""The server's app over Flower's messages: the run directory, going on after a kill, and sites with data of their own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Context, Message, RecordDict
+
+from fedloom.algorithm import build
+from fedloom.data.dataset import Samples
+from fedloom.data.partition import Partition
+from fedloom.deploy import server
+from fedloom.deploy.agreement import deployment
+from fedloom.deploy.memory import default_folder
+from fedloom.deploy.site_data import own_data
+from fedloom.engines.flower_post import Post
+from fedloom.engines.local import RowsEngine
+from fedloom.errors import CheckpointError, DataError, InvalidValue
+from fedloom.experiment.artifact import load_model
+from fedloom.experiment.events import RunName
+from fedloom.experiment.run import run_configured
+from fedloom.federation import Federation
+from fedloom.files import read_tensors
+from fedloom.task import Task, make_dataset, make_task
+from flower_support import CLIENTS, RUN, LocalGrid, NormNet, nodes, run_config, schedule, site
+
+PAUSE = 0.01
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_leaves_what_a_run_on_one_machine_leaves(tmp_path: Path) -> None:
+    config = run_config("fedper", tmp_path / "sites")
+    grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
+    server.app(grid, Context(RUN, 1, {}, RecordDict(), config))
+    settings = deployment(config)
+    name = RunName("fedper", 3)
+    run_configured(settings.configuration, name, lambda _: None, path=tmp_path / "here")
+    for file in ("metrics.jsonl", "clients.jsonl", "configuration.json", "task.json", "split.npz", "result.json"):
+        assert (tmp_path / "sites" / file).exists()
+        assert (tmp_path / "here" / file).exists()
+    assert "fedper" in (tmp_path / "sites" / "report.html").read_text()
+    for name_, tensor in read_tensors(tmp_path / "here" / "model.safetensors")[0].items():
+        torch.testing.assert_close(read_tensors(tmp_path / "sites" / "model.safetensors")[0][name_], tensor)
+    load_model(tmp_path / "sites", NormNet())
+    one, two = (lines(tmp_path / place / "metrics.jsonl") for place in ("sites", "here"))
+    assert [record["bytes_up"] for record in one] == [record["bytes_up"] for record in two]
+    sent = len(grid.sent)
+    server.serve(grid, config, PAUSE)  # it is finished: nobody is asked again
+    assert len(grid.sent) == sent
+
+
+class Killed(BaseException):
+    """The server's end."""
+
+
+class Mortal(LocalGrid):
+    """The server dies at the first order of round `last`; what its disk held then is copied to `grave`."""
+
+    last: int
+    output: Path
+    grave: Path
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        given = list(messages)
+        if given[0].metadata.message_type == "train" and given[0].metadata.group_id == str(self.last):
+            shutil.copytree(self.output, self.grave)
+            raise Killed
+        return super().push_messages(given)
+
+
+@pytest.mark.parametrize("algorithm", ["scaffold", "fedmr"])
+def test_a_server_that_is_killed_goes_on_from_its_checkpoint(algorithm: str, tmp_path: Path) -> None:
+    """Sites have trained rounds meanwhile that the checkpoint does not know, and come back under other ids."""
+    config = run_config(algorithm, tmp_path / "run", rounds=6)
+    config["configuration"] = config["configuration"].replace("rounds = 6", "rounds = 6\ncheckpoint_every = 2")
+    grid = Mortal(nodes(CLIENTS, tmp_path / "memory"), config)
+    grid.last, grid.output, grid.grave = 4, tmp_path / "run", tmp_path / "grave"
+    with pytest.raises(Killed):
+        server.serve(grid, config, PAUSE)
+    shutil.rmtree(tmp_path / "run")  # what the dying server still wrote, which a killed one does not
+    (tmp_path / "grave").rename(tmp_path / "run")
+    assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 3
+    again = LocalGrid({number + 9000: node for number, node in grid.nodes.items()}, config)
+    server.serve(again, config, PAUSE)
+    untouched = {**config, "output": str(tmp_path / "whole")}
+    server.serve(LocalGrid(nodes(CLIENTS, tmp_path / "other"), untouched), untouched, PAUSE)
+    assert lines(tmp_path / "run" / "metrics.jsonl") == lines(tmp_path / "whole" / "metrics.jsonl")
+    assert not any(record["faults"] for record in lines(tmp_path / "run" / "metrics.jsonl"))
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == (
+        tmp_path / "whole" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_another_configuration_does_not_go_on_in_the_same_folder(tmp_path: Path) -> None:
+    config = run_config("fedavg", tmp_path / "run", rounds=1)
+    server.serve(LocalGrid(nodes(CLIENTS, tmp_path), config), config, PAUSE)
+    other = run_config("fedavg", tmp_path / "run", rounds=2)
+    with pytest.raises(CheckpointError, match="holds a run with rounds = 1, not 2"):
+        server.serve(LocalGrid(nodes(CLIENTS, tmp_path), other), other, PAUSE)
+
+
+def test_sites_that_do_not_come_are_named(tmp_path: Path) -> None:
+    config = run_config("fedavg", tmp_path / "run", wait=0.05)
+    grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
+    site(grid, 1).online = site(grid, 4).online = False
+    with pytest.raises(InvalidValue, match=r"4 of 6 sites are there after 0.05 s; not there: partition-id 1, 4"):
+        server.serve(grid, config, PAUSE)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"deadlin": 3}, "unknown key 'deadlin': did you mean 'deadline'?"),
+        ({"deadline": "soon"}, "deadline must be float, not 'soon'"),
+        ({"deadline": -1.0}, "deadline must be at least 0, not -1.0"),
+        ({"sites": 7}, r"sites must be between 0 and 6 \(data.clients\), not 7"),
+        ({"output": ""}, "output is missing"),
+        ({"configuration": "rounds = "}, "configuration is not TOML"),
+        ({"configuration": "rounds = 3"}, "names no method"),
+        ({"configuration": "algorithm = 'fedmrr'"}, "did you mean 'fedmr'"),
+        ({"configuration": "nowhere.toml"}, "cannot read nowhere.toml"),
+    ],
+)
+def test_a_run_configuration_that_does_not_fit_gets_one_line(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config = run_config("fedavg", tmp_path / "run") | change
+    with pytest.raises(InvalidValue, match=message) as caught:
+        server.serve(LocalGrid({}, config), config, PAUSE)
+    assert "\n" not in str(caught.value)
+
+
+# --- sites with data of their own ---
+
+
+def own_task(settings: Any) -> Task:
+    """Six clients of unequal sizes, with test samples."""
+    digits = make_dataset("digits")
+    sizes, tests = [40 + 10 * number for number in range(CLIENTS)], [5 + number for number in range(CLIENTS)]
+    order = np.random.default_rng(1).permutation(len(digits.train))[: sum(sizes) + sum(tests)]
+    task = make_task(
+        digits,
+        partition=Partition.from_sizes(order[: sum(sizes)], sizes),
+        model=settings.configuration.model,
+        training=settings.configuration.training,
+        seed=settings.configuration.seed,
+    )
+    return replace(task, local_test=Partition.from_sizes(order[sum(sizes) :], tests))
+
+
+def give_data(grid: LocalGrid, task: Task, folder: Path) -> None:
+    """Each site has its client's samples in a file of its own."""
+    assert task.local_test is not None
+    for number in range(CLIENTS):
+        mine, test = task.samples(number), task.train[torch.from_numpy(task.local_test[number])]
+        np.savez(
+            folder / f"{number}.npz",
+            inputs=mine.inputs.numpy(),
+            labels=mine.labels.numpy(),
+            test_inputs=test.inputs.numpy(),
+            test_labels=test.labels.numpy(),
+        )
+        site(grid, number).config["data"] = str(folder / f"{number}.npz")
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "fedper", "feddc"])
+def test_sites_train_on_their_own_data(algorithm: str, tmp_path: Path) -> None:
+    config = run_config(algorithm, tmp_path / "run")
+    config["configuration"] = config["configuration"].replace("local_test = 0.25", "")
+    settings = deployment(config)
+    task = own_task(settings)
+    grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
+    give_data(grid, task, tmp_path)
+    server.serve(grid, config, PAUSE)
+    expected = Federation(build(algorithm), task, RowsEngine(task), schedule(settings))
+    expected.run()
+    found, _ = read_tensors(tmp_path / "run" / "model.safetensors")
+    for name, tensor in task.module(expected.algorithm.model()).state_dict().items():
+        if tensor.is_floating_point():
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5)
+    for one, two in zip(lines(tmp_path / "run" / "metrics.jsonl"), expected.history, strict=True):
+        floats = {name: value for name, value in two.items() if isinstance(value, float)}
+        assert {name: one[name] for name in floats} == pytest.approx(floats, rel=1e-4, abs=1e-6)
+        assert one["clients"] == list(two["clients"])
+    assert json.loads((tmp_path / "run" / "task.json").read_text())["label_counts"] == []
+    assert not (tmp_path / "run" / "split.npz").exists()
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_site_that_joins_later_counts_with_its_own_samples(tmp_path: Path) -> None:
+    config = run_config("fedavg", tmp_path / "run", rounds=4, sites=5)
+    config["configuration"] = config["configuration"].replace("local_test = 0.25", "").replace("personal_every = 5", "")
+    settings = deployment(config)
+    task = own_task(settings)
+    grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
+    give_data(grid, task, tmp_path)
+    late = site(grid, 4)
+    late.online = False
+    gathering = server.Gathering(settings, Post(grid, PAUSE))
+    (tmp_path / "run").mkdir()
+    made = gathering.task(3)
+    engine = gathering.engine(made)
+    federation = Federation(build("fedavg"), made, engine, schedule(settings))
+    first, _ = federation.step()
+    assert [fault["client"] for fault in first["faults"]] == [client for client in first["clients"] if client == 4]
+    assert made.sizes(torch.tensor([4])).tolist() == [round((40 + 50 + 60 + 70 + 90) / 5)]
+    late.online = True
+    weights: dict[int, float] = {}
+
+    def receive(round: Any, replies: Any) -> None:
+        weights.update(zip(replies.clients.tolist(), replies.weights.tolist(), strict=True))
+
+    federation.algorithm.receive = receive  # type: ignore[method-assign]
+    federation.run()
+    assert weights == {client: 40 + 10 * client for client in weights}
+    assert 4 in weights
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"inputs": np.zeros((5, 3), np.float32)}, r"inputs are \[3\] float32, the federation's \[1, 8, 8\] "),
+        ({"labels": np.array([0, 1, 2, 3, 10])}, "labels must be 0 to 9, and 10 is among them"),
+    ],
+)
+def test_data_that_do_not_fit_the_others_are_named(
+    arrays: dict[str, np.ndarray[Any, Any]], message: str, tmp_path: Path
+) -> None:
+    config = run_config("fedavg", tmp_path / "run")
+    grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
+    digits = make_dataset("digits")
+    honest = {"inputs": digits.train.inputs[:5].numpy(), "labels": np.array([0, 1, 2, 3, 4])}
+    np.savez(tmp_path / "own.npz", **(honest | arrays))
+    site(grid, 2).config["data"] = str(tmp_path / "own.npz")
+    with pytest.raises(InvalidValue, match=message):
+        server.serve(grid, config, PAUSE)
+
+
+GIVEN = Samples(torch.zeros(4, 3), torch.tensor([0, 1, 1, 0]))
+
+
+def a_pair() -> Any:
+    return np.zeros((4, 3)), [0, 1, 1, 0]
+
+
+def two_pairs() -> Any:
+    return a_pair(), (np.ones((2, 3)), [1, 1])
+
+
+def two_samples() -> Any:
+    return GIVEN, GIVEN[:1]
+
+
+@pytest.mark.parametrize(("name", "tests"), [("a_pair", 0), ("two_pairs", 2), ("two_samples", 1)])
+def test_a_site_names_a_function(name: str, tests: int) -> None:
+    train, test = own_data(f"test_flower_server:{name}")
+    assert train.inputs.shape == (4, 3)
+    assert train.labels.tolist() == [0, 1, 1, 0]
+    assert (0 if test is None else len(test)) == tests
+
+
+def test_a_folder_of_arrays_needs_both(tmp_path: Path) -> None:
+    np.save(tmp_path / "inputs.npy", np.zeros((4, 3)))
+    with pytest.raises(DataError, match="no array 'labels'"):
+        own_data(str(tmp_path))
+
+
+def test_memory_lies_under_flowers_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    assert default_folder() == tmp_path / "fedloom"
+    config = run_config("scaffold", tmp_path / "run", rounds=1)
+    grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
+    for node in grid.nodes.values():
+        del node.config["memory"]
+    server.serve(grid, config, PAUSE)
+    opening = json.loads((tmp_path / "run" / "sites.json").read_text())
+    assert list((tmp_path / "fedloom" / opening["federation"]).glob("site-*.v1.safetensors"))
