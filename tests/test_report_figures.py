@@ -191,5 +191,10 @@ def test_names_from_users_are_escaped_in_every_figure() -> None:
 
 
 def test_long_names_are_wrapped_at_commas() -> None:
-    assert wrapped("stages(fedavg:100, fedmr)") == "stages(fedavg:100,<br>fedmr)"
+    assert wrapped("stages(fedavg:100, fedmr)", 20) == "stages(fedavg:100,<br>fedmr)"
+    assert wrapped("fedmr, data.partition=dirichlet(0.1)") == "fedmr, data.partition=<br>dirichlet(0.1)"
+    assert (
+        wrapped("plugins.of_my_own_house.named=a_method_with_words")
+        == "plugins.<br>of_my_own_house.named=<br>a_method_with_words"
+    )
     assert wrapped("fedavg") == "fedavg"

@@ -208,10 +208,13 @@ def second_bars(runs: Sequence[RunSummary]) -> go.Figure:
     return _bars(traces, runs, "Seconds of a run", {})
 
 
-def wrapped(name: str, width: int = 20) -> str:
-    """A name as escaped lines of about `width` characters, broken behind commas and brackets first."""
-    lines = textwrap.wrap(re.sub(r"([,(])(?=\S)", r"\1 ", name), width, break_long_words=True) or [""]
-    return "<br>".join(html.escape(re.sub(r"\( ", "(", line)) for line in lines)
+def wrapped(name: str, width: int = 24) -> str:
+    """A name as escaped lines of about `width` characters, broken behind commas and brackets first, then behind dots and signs
+    of equality."""
+    text = re.sub(r"([,(])(?=\S)", r"\1 ", name)
+    text = re.sub(rf"\S{{{width + 1},}}", lambda word: re.sub(r"([=.])(?=\D)", r"\1 ", word[0]), text)
+    lines = textwrap.wrap(text, width, break_long_words=True) or [""]
+    return "<br>".join(html.escape(re.sub(r"([(=.]) ", r"\1", line)) for line in lines)
 
 
 def _line(name: str, style: Style, drawn: Curve, form: str) -> go.Scatter:
@@ -268,7 +271,8 @@ def _bars(traces: Sequence[go.Bar], runs: Sequence[RunSummary], title: str, form
 
 
 def _bar_height(runs: Sequence[RunSummary]) -> int:
-    return 90 + sum(24 + 15 * wrapped(name).count("<br>") for name in by_algorithm(runs)) + 20
+    names = [wrapped(name) for name in by_algorithm(runs)]
+    return 110 + len(names) * (24 + 15 * max((name.count("<br>") for name in names), default=0))
 
 
 def _x_form(x: str) -> dict[str, Any]:
