@@ -429,3 +429,6 @@ def test_closing_ends_every_process_and_removes_the_folder(engine: RayEngine) ->
     assert gone(cluster)
     assert folder is None or not folder.exists()
     assert not sys.modules["ray"].is_initialized()
+    assert os.environ.get("RAY_AUTH_MODE") == engine.session.security, (
+        "Ray's setting for the whole program is taken back"
+    )
