@@ -152,7 +152,13 @@ class Comparison:
 
 
 def make_pool(configuration: Configuration, runs: int, tasks: Tasks) -> Pool:
-    """Where the runs of a configuration go on: in this process, or in workers where there are several runs for them."""
+    """Where the runs of a configuration go on: in this process, in worker processes where there are several runs for them, or
+    in Ray actors. Raises `MissingExtra` without Ray."""
+    if configuration.pool != "processes" and runs > 0:
+        from fedloom.experiment.ray_pool import RayPool  # an extra
+
+        address = "local" if configuration.pool == "ray" else configuration.pool
+        return RayPool(configuration.workers, configuration.threads, address)
     if configuration.workers > 1 and runs > 1:
         return Crew(configuration.workers, configuration.threads)
     return Here(tasks)

@@ -57,7 +57,9 @@ class Configuration(BaseModel):
 
     The keys of `schedule` stand at the top of a file, beside these. Results lie in `directory`, by default `runs/<name>`.
     `workers` runs go on at a time, each with `threads` threads (by default PyTorch's number, shared out to the workers);
-    neither changes what is computed, beyond the last digits of sums. `record` says what is written down beside the figures,
+    neither changes what is computed, beyond the last digits of sums. The `pool` they go on in is `processes`, `ray` (a cluster of
+    this machine) or `ray://host:port` (one whose nodes share the file system).
+    `record` says what is written down beside the figures,
     such as `["objective(every=10)", "ala(client=8)", "trajectory(client=4)"]`. `engine` is `rows`, `stacked`, `processes`,
     `ray`, or `auto`, which takes the one that is fastest here; engines agree but for the last digits, so `auto` may not repeat
     those. An engine may have options: `ray(workers=4, gpus=1)`, `ray://host:10001`.
@@ -89,6 +91,7 @@ class Configuration(BaseModel):
     engine: str = "rows"
     threads: int | None = None
     workers: int = 1
+    pool: str = "processes"
     model: str = "mlp"
     data: Data = Data()
     training: Training = Training()
@@ -318,6 +321,8 @@ def _check(found: Configuration) -> None:
     require_one_of("against", found.against, ("best", "first"))
     require_one_of("measure", found.measure, MEASURES)
     require_at_least("workers", found.workers, 1)
+    if not found.pool.startswith("ray://"):
+        require_one_of("pool", found.pool, ("processes", "ray", "ray://host:port"))
     if found.threads is not None:
         require_at_least("threads", found.threads, 1)
     if len(set(seeds)) < len(seeds):

@@ -1,0 +1,53 @@
+"""Runs of a comparison in Ray actors: the same as here, each with its own fate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedloom.errors import InvalidValue
+from fedloom.experiment.comparison import Comparison
+from fedloom.experiment.configuration import Configuration, configuration
+from fedloom.experiment.events import Event
+
+pytest.importorskip("ray")
+
+
+def plan(folder: Path, **more: object) -> Configuration:
+    return configuration(
+        {
+            "name": "job",
+            "directory": str(folder),
+            "algorithms": ["fedavg", "fedavgm(learning_rate=1e38)", "fedmr"],
+            "rounds": 5,
+            "participation": 0.5,
+            "model": "logistic",
+            "threads": 1,
+            "data": {"clients": 4, "partition": "iid"},
+            **more,
+        }
+    )
+
+
+def test_runs_in_actors_are_those_made_here_and_fail_alone(tmp_path: Path) -> None:
+    import ray
+
+    events: list[Event] = []
+    failed = Comparison.of(plan(tmp_path / "ray", pool="ray")).run(events.append)
+    assert not ray.is_initialized()  # the cluster was ours, and is gone
+    assert [name.algorithm for name in failed] == ["fedavgm(learning_rate=1e+38)"]
+    assert "diverged" in next(iter(failed.values()))
+    assert sum(event.kind == "round" and event.run.algorithm == "fedmr" for event in events) == 5
+    Comparison.of(plan(tmp_path / "here")).run(lambda event: None)
+    for method in ("fedavg", "fedmr"):
+        found = [tmp_path / where / method / "seed-0" / "metrics.jsonl" for where in ("ray", "here")]
+        assert found[0].read_bytes() == found[1].read_bytes()
+    events.clear()
+    Comparison.of(plan(tmp_path / "ray", algorithms=["fedavg", "fedmr"], pool="ray")).run(events.append)
+    assert {event.kind for event in events} == {"skipped"}
+
+
+def test_a_pool_that_is_none_is_told(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValue, match=r"pool 'rya' is not allowed: did you mean 'ray'\?"):
+        plan(tmp_path, pool="rya")
