@@ -78,7 +78,7 @@ class Deployment:
             except OSError:
                 return False
 
-        self.wait_until(answers, 60, "the SuperLink to answer")
+        self.wait_until(answers, 300, "the SuperLink to answer")
 
     def register(self) -> None:
         """Let the SuperLink know the public key of each site."""
@@ -160,12 +160,12 @@ class Deployment:
         self.wait_until(ended, seconds, f"run {run} to end")
         return status
 
-    def wait_for_sites(self, count: int, seconds: float = 60) -> None:
+    def wait_for_sites(self, count: int, seconds: float = 300) -> None:
         """Wait until `count` SuperNodes are online."""
 
         def online() -> bool:
             nodes = self.flwr("supernode", "list")["nodes"]
-            return sum(node["status"] == "online" for node in nodes) >= count
+            return bool(sum(node["status"] == "online" for node in nodes) >= count)
 
         self.wait_until(online, seconds, f"{count} SuperNodes to be online", pause=1)
 

@@ -1,5 +1,5 @@
 """The sites' part of the app."""
 
-from fedloom.deploy import client
+import fedloom.deploy.client
 
-app = client.app
+app = fedloom.deploy.client.app

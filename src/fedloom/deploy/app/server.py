@@ -1,5 +1,5 @@
 """The server's part of the app."""
 
-from fedloom.deploy import server
+import fedloom.deploy.server
 
-app = server.app
+app = fedloom.deploy.server.app
