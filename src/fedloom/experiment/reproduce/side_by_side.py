@@ -120,7 +120,7 @@ def _cells(line: Line) -> list[str]:
         printed_text(line.cell.printed, measure),
         "" if here is None else found_text(here, measure),
         "" if by is None else f"{by:+{_digits(measure, by)}}",
-        "" if deviating is None else f"{deviating:+.1f}",
+        "" if deviating is None else f"{deviating:+,.0f}" if abs(deviating) >= 100 else f"{deviating:+.1f}",
         line.status,
     ]
 
