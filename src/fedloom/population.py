@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from fedloom.layout import Unit
+
+BLOCK = 1 << 22
+"""Numbers of `[K, P]` that work with intermediate results takes at a time: little beside the models, and in the caches."""
 
 
 def weighted_mean(rows: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -61,10 +64,19 @@ def _cycles(source: list[int]) -> list[list[int]]:
     return cycles
 
 
+def _blocks(rows: Tensor) -> Iterator[Tensor]:
+    """Views of `[K, P]`, some columns of all rows at a time."""
+    return iter(rows.split(max(1, BLOCK // max(1, len(rows))), 1))
+
+
 def cosine_similarity(rows: Tensor) -> Tensor:
     """cos(rows[i], rows[j]), `[K, P]` to `[K, K]`; a zero row has similarity 0 to every other row and to itself."""
-    normed: Tensor = rows / rows.norm(dim=1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
-    return (normed @ normed.T).clamp_(-1, 1)
+    norms = rows.norm(dim=1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
+    result = rows.new_zeros(len(rows), len(rows))
+    for block in _blocks(rows):
+        normed = block / norms
+        result.addmm_(normed, normed.T)
+    return result.clamp_(-1, 1)
 
 
 def mean_cosine_similarity(rows: Tensor) -> Tensor:
@@ -82,8 +94,9 @@ def squared_distances(rows: Tensor) -> Tensor:
     exact where the expanded form would cancel."""
     count = len(rows)
     result = torch.zeros(count, count, dtype=rows.dtype, device=rows.device)
-    for i in range(count - 1):
-        result[i, i + 1 :] = (rows[i + 1 :] - rows[i]).square_().sum(1)
+    for block in _blocks(rows):
+        for i in range(count - 1):
+            result[i, i + 1 :] += (block[i + 1 :] - block[i]).square_().sum(1)
     return result + result.T
 
 
