@@ -1,0 +1,126 @@
+"""The most memory that is held, over what must be held: the models of a round, the data, one model's activations.
+
+Rounds: ten clients a round in each engine, each measured in a process of its own; what worker processes hold beyond their imports
+and beyond shared memory is added. A method that keeps a pool of models holds two at the end of a round, the one that was sent
+and the one that came back, since a round that fails leaves everything as it was: `must_mb` counts both. Server: work on models
+of VGG-16's size, over their own bytes. `over_mb` is the peak above what the process held when its imports were done.
+
+    python benchmarks/memory.py [--tasks cnn,resnet20] [--engines rows,stacked] [--rounds 2] [--models 20]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engines import TASKS
+from fedloom.algorithm import build
+from fedloom.engines.choose import make_engine
+from fedloom.engines.local import RowsEngine
+from fedloom.engines.processes import ProcessesEngine
+from fedloom.engines.stacked import ROWS_HELD, bytes_of_training
+from fedloom.federation import Federation
+from fedloom.population import cosine_similarity, recombine_, squared_distances, weighted_mean
+from fedloom.schedule import Schedule
+from fedloom.task import Task
+from outcome import tell
+
+CLIENTS = 10
+VGG = 14_728_266
+POOLS = {"fedavg": 1, "fedmr": 2}
+"""How often a method holds a model of every client at the end of a round."""
+
+
+def status(name: str, pid: int | str = "self") -> float:
+    """A figure of a process's memory in MB: `VmHWM`, the most it held; `VmRSS`, what it holds; `RssShmem`, shared."""
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return 0.0 if found is None else int(found[1]) / 1e3
+
+
+def must_hold(task: Task, pools: int) -> float:
+    """MB of the models, the samples, and what a step's forward pass keeps for its backward pass."""
+    rows = task.layout.size * task.initial.element_size()
+    activations = bytes_of_training(task, RowsEngine(task).replica) - ROWS_HELD * rows
+    return (pools * CLIENTS * rows + task.train.inputs.nbytes + task.train.labels.nbytes + activations) / 1e6
+
+
+def of_rounds(name: str, engine_name: str, method: str, rounds: int) -> dict[str, Any]:
+    """Peak of some rounds over what must be held, in this process."""
+    before = status("VmRSS")
+    task = TASKS[name](CLIENTS)
+    must = must_hold(task, POOLS[method])
+    engine = make_engine(engine_name, task)
+    schedule = Schedule(rounds=rounds, participation=1.0, evaluate_every=rounds + 9)
+    federation = Federation(build(method), task, engine, schedule)
+    federation.step()
+    # What a worker's imports hold is about what this process's do.
+    workers = [worker.process.pid for worker in engine._crew] if isinstance(engine, ProcessesEngine) else []
+    for _ in range(rounds - 1):
+        federation.step()
+    own = status("VmHWM") - before
+    theirs = sum(status("VmHWM", pid) - status("RssShmem", pid) - before for pid in workers)
+    engine.close()
+    return {"what": f"{name}, {method}", "where": engine_name, "must_mb": must, "over_mb": own + theirs,
+            "ratio": (own + theirs) / must}  # fmt: skip
+
+
+def of_server(job_name: str, models: int) -> dict[str, Any]:
+    """Peak of server work over the models' own bytes, in this process."""
+    before = status("VmRSS")
+    pool = torch.empty(models, VGG).uniform_(generator=torch.Generator().manual_seed(0))
+    sixteenth = VGG // 16
+    units = [(slice(k * sixteenth, (k + 1) * sixteenth),) for k in range(16)]
+    jobs: dict[str, Callable[[], object]] = {
+        "recombine": lambda: recombine_(pool, units, torch.Generator().manual_seed(1)),
+        "mean": lambda: weighted_mean(pool, torch.arange(1.0, models + 1)),
+        "cosine": lambda: cosine_similarity(pool),
+        "distances": lambda: squared_distances(pool),
+    }
+    jobs[job_name]()
+    must = pool.nbytes / 1e6
+    over = status("VmHWM") - before
+    return {"what": f"{job_name}, {models} x {VGG / 1e6:.1f} M", "where": "server", "must_mb": must, "over_mb": over,
+            "ratio": over / must}  # fmt: skip
+
+
+def apart(*arguments: str) -> dict[str, Any]:
+    """One line, measured in a process of its own."""
+    done = subprocess.run([sys.executable, __file__, "--alone", *arguments], check=True, capture_output=True, text=True)
+    line: dict[str, Any] = json.loads(done.stdout)
+    return line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", default="mlp,cnn")
+    parser.add_argument("--engines", default="rows,stacked,processes,processes(inside=stacked)")
+    parser.add_argument("--methods", default=",".join(POOLS))
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--models", type=int, default=20, help="models on the server (100 need 6 GB)")
+    parser.add_argument("--alone", nargs="+", help="measure one line in this process")
+    arguments = parser.parse_args()
+    if arguments.alone:
+        kind, *rest = arguments.alone
+        line = (
+            of_server(rest[0], int(rest[1])) if kind == "server" else of_rounds(rest[0], rest[1], rest[2], int(rest[3]))
+        )
+        print(json.dumps(line))
+        return
+    rows = [apart("server", job, str(arguments.models)) for job in ("recombine", "mean", "cosine", "distances")]
+    names = re.split(r",(?![^(]*\))", arguments.engines)
+    lines = product(arguments.tasks.split(","), names, arguments.methods.split(","))
+    rows += [apart("rounds", *line, str(arguments.rounds)) for line in lines]
+    tell("peak of memory over what must be held", rows)
+
+
+if __name__ == "__main__":
+    main()
