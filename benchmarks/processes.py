@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fedloom.algorithm import Algorithm
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.allocator import keep_pages
 from fedloom.data import Partition
@@ -40,8 +41,8 @@ BARE = "bare steps, 1 thread"
 class ArrivalOrder(ProcessesEngine):
     """Clients go to the workers in the order of the selection."""
 
-    def _longest_first(self, orders: Sequence[Order]) -> list[Order]:
-        return list(orders)
+    def _groups(self, algorithm: Algorithm, orders: Sequence[Order]) -> list[list[Order]]:
+        return [[order] for order in orders]
 
 
 def unequal(task: Task, seed: int = 1) -> Task:
@@ -67,6 +68,7 @@ def measure(name: str, sizes: str, task: Task, rounds: int, workers: int) -> lis
         "rows, 2 threads": (RowsEngine(task), 2),
         f"{workers} processes x 1 thread": (ProcessesEngine(task, workers), 1),
         f"{workers} processes, arrival order": (ArrivalOrder(task, workers), 1),
+        f"{workers} processes of stacks": (ProcessesEngine(task, workers, inside="stacked"), 1),
     }
     runs = {what: (Federation(FedAvg(), task, engine, schedule), n) for what, (engine, n) in engines.items()}
     module: nn.Module = copy.deepcopy(task.model)
