@@ -177,6 +177,21 @@ def test_a_node_that_registers_anew_is_found_again(tmp_path: Path) -> None:
     assert_close(found, expected)
 
 
+def test_sites_that_change_their_numbers_are_asked_anew(tmp_path: Path) -> None:
+    """The nodes stay; an order that reaches the wrong one is refused there."""
+    config = run_config("fedavg", tmp_path / "run", rounds=4)
+    grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
+    found = flower(config, grid)
+    one, two = site(grid, 1), site(grid, 2)
+    one.config["partition-id"], two.config["partition-id"] = 2, 1
+    record, _ = found.step()
+    reasons = {fault["client"]: fault["reason"] for fault in record["faults"]}
+    assert reasons == {1: "this is site 2, not 1", 2: "this is site 1, not 2"}
+    found.run()
+    assert not any(record["faults"] for record in found.history[1:])
+    assert 2 in {client for record in found.history[1:] for client in record["clients"]}
+
+
 def test_a_site_that_lost_its_memory_says_so_once_and_begins_anew(tmp_path: Path) -> None:
     config = run_config("scaffold", tmp_path / "run", rounds=6)
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)

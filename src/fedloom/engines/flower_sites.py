@@ -154,6 +154,8 @@ class Sites:
         return Site(number, node, samples, tests, bool(words.get("own")))
 
     def _introduce(self, site: Site) -> None:
+        for number in [n for n, known in self.known.items() if known.node == site.node and n != site.number]:
+            del self.known[number]  # the node was set up anew, with another number
         before = self.known.get(site.number)
         challenge = self._challenges.get(site.number)
         if challenge is not None and before is not None and site.node == before.node:  # it is still there
@@ -174,8 +176,13 @@ class Sites:
         for number, challenge in list(self._challenges.items()):
             if challenge.newcomer.node not in self._online:
                 del self._challenges[number]
-            elif self.known[number].node not in self._online or time.monotonic() >= challenge.until:
-                self._left_alone.add(self.known[number].node)
+            elif (
+                (before := self.known.get(number)) is None
+                or before.node not in self._online
+                or time.monotonic() >= challenge.until
+            ):
+                if before is not None:
+                    self._left_alone.add(before.node)
                 del self._challenges[number]
                 self.known[number] = challenge.newcomer
                 _logger.info("site %d is back", number)
