@@ -48,7 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = app(given, prog_name="fedloom", standalone_mode=False)  # which makes 130 of a KeyboardInterrupt
         if code == 130:
-            _say(f"stopped; to go on: {again(given)}" if given[0] in ("run", "compare", "tune", "reproduce") else "stopped")
+            _say(
+                f"stopped; to go on: {again(given)}"
+                if given[0] in ("run", "compare", "tune", "reproduce")
+                else "stopped"
+            )
         return code if isinstance(code, int) else 0
     except click.ClickException as error:
         if "\n" in error.format_message():
