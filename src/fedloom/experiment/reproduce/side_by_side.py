@@ -44,8 +44,8 @@ class Line:
 def to_table(title: str, lines: Sequence[Line], notes: Sequence[str]) -> Table:
     """For the terminal, a block a column of the paper; `notes` stand below."""
     table = Table(
-        title=title,
-        caption="\n".join(notes),
+        title=Text(title),
+        caption=Text("\n".join(notes)),
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
@@ -59,7 +59,7 @@ def to_table(title: str, lines: Sequence[Line], notes: Sequence[str]) -> Table:
         block = [line for line in lines if line.cell.column == column]
         table.add_row(Text(f"{column}, {block[0].cell.measure.unit}", style="bold"))
         for line in block:
-            table.add_row(f"  {line.cell.row}", *_cells(line))
+            table.add_row(f"  {line.cell.row}", *map(Text, _cells(line)))
     return table
 
 
