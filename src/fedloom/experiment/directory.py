@@ -10,6 +10,7 @@ recorded.jsonl         on request, what was noted of each round (with recorded/,
 checkpoint-*           the state to go on from
 model.safetensors      the final model, by the names of the module's `state_dict`
 result.json            the figures at the end; written last, so that its presence says that the run is finished
+landscape.json         on request, the loss around the final model (`fedloom report --landscape`)
 report.html            figures and tables to look at
 """
 
@@ -38,7 +39,7 @@ _LONGEST = 80  # of a folder's name that is made from an expression
 # What a run writes, and so all that starting afresh may remove.
 _FILES = (
     "configuration.json", "split.npz", "test-split.npz", "task.json", "environment.json", "metrics.jsonl", "timings.jsonl",
-    "clients.jsonl", "clients", "checkpoint-*", "model.safetensors", "result.json", "report.html", "recorded",
+    "clients.jsonl", "clients", "checkpoint-*", "model.safetensors", "result.json", "report.html", "landscape.json", "recorded",
     "recorded.jsonl", RECORDED, f".*{UNFINISHED}", "trackers.jsonl", "events.out.tfevents.*",
 )  # fmt: skip
 
