@@ -1,0 +1,103 @@
+"""A federation over the sites of a deployment, and the same one on one machine to compare it with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm, build
+from fedloom.deploy.template import write_app
+from fedloom.engines.base import Fault, Order, Reply
+from fedloom.engines.local import RowsEngine
+from fedloom.federation import Federation
+from fedloom.files import read_tensors
+from fedloom.round import Round
+from fedloom.task import Task
+from superlink_support import Deployment
+
+PATIENCE = 600
+"""Seconds for what takes one minute where nothing else runs: no test is about time."""
+
+
+class Trial:
+    """An app that trains the example's task by `algorithm` in a deployment: what its run writes, and what the same
+    configuration gives on one machine. `name` is that of the app and of its output."""
+
+    def __init__(self, deployment: Deployment, name: str, algorithm: str, rounds: int) -> None:
+        self.deployment = deployment
+        self.app, self.output = deployment.folder / name, deployment.folder / "runs" / name
+        changes = [
+            f"algorithm={algorithm}",
+            f"rounds={rounds}",
+            f"data.clients={deployment.count}",
+            "checkpoint_every=1",
+        ]
+        self.configuration = write_app(self.app, overrides=changes).configuration
+
+    def start(self) -> int:
+        self._asked = [self._trainings(site) for site in range(self.deployment.count)]
+        return self.deployment.run(self.app, output=str(self.output))
+
+    def rounds(self) -> list[dict[str, Any]]:
+        """The figures of the rounds that have ended."""
+        metrics = self.output / "metrics.jsonl"
+        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def absent(self) -> dict[int, list[int]]:
+        """By round, the sites that did not answer."""
+        return {one["round"]: [fault["client"] for fault in one["faults"]] for one in self.rounds() if one["faults"]}
+
+    def wait_for_round(self, number: int) -> None:
+        self.deployment.wait_until(lambda: len(self.rounds()) >= number, PATIENCE, f"round {number} to end")
+
+    def wait_for_work(self, site: int, number: int) -> None:
+        """Wait until a site has been sent its work of a round, where it has been asked to train in all rounds before."""
+        wanted = self._asked[site] + number
+        self.deployment.wait_until(lambda: self._trainings(site) >= wanted, PATIENCE, f"round {number} at site {site}")
+
+    def _trainings(self, site: int) -> int:
+        """How often a site has been asked to train, in this run and before."""
+        return (self.deployment.folder / f"site-{site}.log").read_text().count("Receiving: train message")
+
+    def wait(self, run: int) -> None:
+        """Wait until a run has ended well."""
+        status = self.deployment.wait_for_run(run, PATIENCE, sign=self.output / "result.json")
+        assert status == "finished:completed", self.deployment.logs()
+
+    def model(self) -> dict[str, Tensor]:
+        return read_tensors(self.output / "model.safetensors")[0]
+
+    def simulated(self, absent: Mapping[int, Sequence[int]] | None = None) -> Federation:
+        """The federation on one machine, where in some rounds some clients are absent."""
+        task = self.configuration.task(self.configuration.seed)
+        method = build(str(self.configuration.algorithm))
+        federation = Federation(method, task, Absences(task, absent or {}), self.configuration.schedule)
+        federation.run()
+        return federation
+
+    def require_same(self, expected: Federation) -> None:
+        """The run's global model and the bytes it counted are those of `expected`."""
+        module = expected.task.module(expected.algorithm.model())
+        found = self.model()
+        for name, tensor in module.state_dict().items():
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5)
+        counted = [(one["bytes_down"], one["bytes_up"], one["clients"]) for one in self.rounds()]
+        assert counted == [(one["bytes_down"], one["bytes_up"], one["clients"]) for one in expected.history]
+
+
+class Absences(RowsEngine):
+    """The rows engine, with clients that are absent in some rounds."""
+
+    def __init__(self, task: Task, absent: Mapping[int, Sequence[int]]) -> None:
+        super().__init__(task)
+        self.absent = absent
+
+    def train(self, algorithm: Algorithm, round: Round, orders: Sequence[Order]) -> Iterator[Reply | Fault]:
+        gone = self.absent.get(round.number, [])
+        yield from super().train(algorithm, round, [order for order in orders if order.client not in gone])
+        yield from (Fault(order, "absent") for order in orders if order.client in gone)
