@@ -3,7 +3,8 @@
 Rounds: ten clients a round in each engine, each measured in a process of its own; what worker processes hold beyond their imports
 and beyond shared memory is added. A method that keeps a pool of models holds two at the end of a round, the one that was sent
 and the one that came back, since a round that fails leaves everything as it was: `must_mb` counts both. Server: work on models
-of VGG-16's size, over their own bytes. `over_mb` is the peak above what the process held when its imports were done.
+of VGG-16's size, over their own bytes. `over_mb` is the peak above what the process held when its imports were done, without the
+pages of program files that came in since.
 
     python benchmarks/memory.py [--tasks cnn,resnet20] [--engines rows,stacked] [--rounds 2] [--models 20]
 """
@@ -41,9 +42,20 @@ POOLS = {"fedavg": 1, "fedmr": 2}
 
 
 def status(name: str, pid: int | str = "self") -> float:
-    """A figure of a process's memory in MB: `VmHWM`, the most it held; `VmRSS`, what it holds; `RssShmem`, shared."""
+    """A figure of a process's memory in MB: `VmHWM`, the most it held; `VmRSS`, what it holds, and `RssFile` and `RssShmem`,
+    which of that are pages of files and shared memory."""
     found = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return 0.0 if found is None else int(found[1]) / 1e3
+
+
+def peak(pid: int | str = "self") -> float:
+    """The most that a process held in MB, without pages of program files and (but in this process) shared memory."""
+    return status("VmHWM", pid) - status("RssFile", pid) - (0.0 if pid == "self" else status("RssShmem", pid))
+
+
+def imports() -> float:
+    """What this process holds when its imports are done, and every worker about as well."""
+    return status("VmRSS") - status("RssFile")
 
 
 def must_hold(task: Task, pools: int) -> float:
@@ -55,19 +67,18 @@ def must_hold(task: Task, pools: int) -> float:
 
 def of_rounds(name: str, engine_name: str, method: str, rounds: int) -> dict[str, Any]:
     """Peak of some rounds over what must be held, in this process."""
-    before = status("VmRSS")
+    before = imports()
     task = TASKS[name](CLIENTS)
     must = must_hold(task, POOLS[method])
     engine = make_engine(engine_name, task)
     schedule = Schedule(rounds=rounds, participation=1.0, evaluate_every=rounds + 9)
     federation = Federation(build(method), task, engine, schedule)
     federation.step()
-    # What a worker's imports hold is about what this process's do.
     workers = [worker.process.pid for worker in engine._crew] if isinstance(engine, ProcessesEngine) else []
     for _ in range(rounds - 1):
         federation.step()
-    own = status("VmHWM") - before
-    theirs = sum(status("VmHWM", pid) - status("RssShmem", pid) - before for pid in workers)
+    own = peak() - before
+    theirs = sum(peak(pid) - before for pid in workers)
     engine.close()
     return {"what": f"{name}, {method}", "where": engine_name, "must_mb": must, "over_mb": own + theirs,
             "ratio": (own + theirs) / must}  # fmt: skip
@@ -75,7 +86,7 @@ def of_rounds(name: str, engine_name: str, method: str, rounds: int) -> dict[str
 
 def of_server(job_name: str, models: int) -> dict[str, Any]:
     """Peak of server work over the models' own bytes, in this process."""
-    before = status("VmRSS")
+    before = imports()
     pool = torch.empty(models, VGG).uniform_(generator=torch.Generator().manual_seed(0))
     sixteenth = VGG // 16
     units = [(slice(k * sixteenth, (k + 1) * sixteenth),) for k in range(16)]
@@ -87,7 +98,7 @@ def of_server(job_name: str, models: int) -> dict[str, Any]:
     }
     jobs[job_name]()
     must = pool.nbytes / 1e6
-    over = status("VmHWM") - before
+    over = peak() - before
     return {"what": f"{job_name}, {models} x {VGG / 1e6:.1f} M", "where": "server", "must_mb": must, "over_mb": over,
             "ratio": over / must}  # fmt: skip
 
