@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer.main
 
 from fedloom.algorithm import algorithms
+from fedloom.cli import app
 from fedloom.experiment.configuration import _KEYS
 from fedloom.models import models
 
@@ -52,6 +54,12 @@ def test_the_tables_of_the_first_page_are_configurations(tmp_path: Path) -> None
 def test_every_key_of_a_configuration_is_explained() -> None:
     text = (DOCS / "configuration.md").read_text()
     missing = [key for key in _KEYS if f"`{key.rpartition('.')[2]}`" not in text]
+    assert missing == []
+
+
+def test_every_command_is_listed() -> None:
+    text = (DOCS / "configuration.md").read_text()
+    missing = [name for name in typer.main.get_command(app).commands if not re.search(rf"fedloom.*\b{name}\b", text)]  # type: ignore[attr-defined]
     assert missing == []
 
 
