@@ -160,7 +160,9 @@ def run(
     described = _described(method, task, schedule, recorders, engine)
     if directory is None:
         recording = Recording(recorders) if recorders else None
-        federation = Federation(method, task, make_engine(engine, task), schedule, observers=_present(recording))
+        federation = Federation(
+            method, task, make_engine(engine, task, schedule), schedule, observers=_present(recording)
+        )
         for notice in _notices(federation, recording):
             _logger.warning(notice)
         result = Result(federation, task, described, recording)
@@ -252,7 +254,7 @@ def _open(
 ) -> Federation:
     """The federation in its directory, after its last checkpoint; what it will need to be read is written first."""
     identity = _identity(task, described)
-    made = make_engine(engine, task) if isinstance(engine, str) else engine(task)
+    made = make_engine(engine, task, schedule) if isinstance(engine, str) else engine(task)
     federation = Federation(method, task, made, schedule, place.path, identity, _present(recording))
     chosen = made.chosen if isinstance(made, LocalEngine) else None
     if chosen is not None and chosen.seconds:
