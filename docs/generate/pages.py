@@ -72,7 +72,7 @@ def _filled(what: str, which: str | None) -> str:
     if what == "file" and which is not None:
         text = (ROOT / which).read_text(encoding="utf-8")
         return text.partition("\n")[2].strip()  # the page has a title of its own
-    return "\n\n".join(map(described, REGISTRIES[what]))
+    return "\n\n".join(f"#{described(entry)}" for entry in REGISTRIES[what])  # one level below the page's sections
 
 
 def family_of(entry: Entry[type[Algorithm]]) -> str:
@@ -187,7 +187,7 @@ def _formula(text: str) -> str:
     text = escape(text, quote=False)
     for plain, sign in _SIGNS.items():
         text = text.replace(plain, sign)
-    text = re.sub(r"(?:(?<=[\w)\]‖^])|(?<=^)) - (?=[\w(‖]|$)", " − ", text)
+    text = re.sub(r"(?:(?<=[\w)\]‖^+])|(?<=^)) - (?=[\w(‖]|$)", " − ", text)
     text = re.sub(r"\bsum(?=[_ (])(?! of)", "Σ", text)
     text = re.sub(r"\bgrad\b", "∇", text)
     text = re.sub(r"\bsqrt\(", "√(", text)
