@@ -95,18 +95,27 @@ class Deployment:
         It is started until it is let in: for up to a minute after a machine was lost, the SuperLink takes its node for one that
         is still there, and refuses another with the same key.
         """
-        place = self.keys.site(site)
         values = {"partition-id": site, "num-partitions": self.count} | {
             name.replace("_", "-"): value for name, value in settings.items()
         }
-        self._start(
-            f"site-{site}",
-            "sh", "-c", 'until "$@"; do sleep 3; done', "sh",
-            "flower-supernode", "--root-certificates", str(place / "ca.crt"),
+        told = " ".join(f"{name}={json.dumps(value)}" for name, value in values.items())
+        patient = ("sh", "-c", 'until "$@"; do sleep 3; done', "sh")
+        self._start(f"site-{site}", *patient, *self._node(self.keys.site(site) / "site.key"), "--node-config", told)
+
+    def turned_away(self, key: Path) -> str:
+        """What a SuperNode with this private key says as it ends, since the SuperLink does not let it in."""
+        self._start("stranger", *self._node(key))
+        assert self._processes["stranger"].wait(timeout=300) != 0
+        self.kill("stranger")  # what it has started may be there still
+        return (self.folder / "stranger.log").read_text(errors="replace")
+
+    def _node(self, key: Path) -> list[str]:
+        """The command that starts a SuperNode."""
+        return [
+            "flower-supernode", "--root-certificates", str(self.keys.server / "ca.crt"),
             "--superlink", f"127.0.0.1:{self.port}", "--port", str(free_port()),
-            "--auth-supernode-private-key", str(place / "site.key"),
-            "--node-config", " ".join(f"{name}={json.dumps(value)}" for name, value in values.items()),
-        )  # fmt: skip
+            "--auth-supernode-private-key", str(key),
+        ]  # fmt: skip
 
     def kill(self, name: str) -> None:
         """SIGKILL to every process of `server` or `site-<number>`, as when its machine is lost."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from fedloom.deploy.keys import make_keys
 from site_trial import Trial
 from superlink_support import Deployment, deployed, needs_flower, needs_processes
 
@@ -56,6 +58,11 @@ def test_a_site_that_dies_is_absent_until_it_is_back_with_its_memory(deployment:
     assert 5 not in absent, "it was not back by the last round"
     assert all(sites == [1] for sites in absent.values())
     trial.require_same(trial.simulated(absent))
+
+
+def test_a_key_that_is_not_registered_is_turned_away(deployment: Deployment, tmp_path: Path) -> None:
+    stranger = make_keys(tmp_path, 1)
+    assert "Failed to activate SuperNode" in deployment.turned_away(stranger.site(0) / "site.key")
 
 
 @slow
