@@ -111,11 +111,11 @@ def test_a_trial_counts_what_the_rounds_to_come_take(monkeypatch: pytest.MonkeyP
     assert mean_steps(task) == 7
     assert mean_steps(replace(task, training=replace(task.training, steps=5))) == 5
     assert mean_steps(replace(task, training=replace(task.training, batch_size=None))) == 2
-    timed(monkeypatch, {"rows": 0.1})
+    timed(monkeypatch, {"rows": 0.2})
     trial = Trial(task, RowsEngine(task))
     assert trial.clients == 4  # a step took longer than LONG_STEP
-    assert trial.task.training.steps == trial.steps == 3
-    assert trial.to_come(0.2, Schedule(rounds=10, participation=0.5)) == pytest.approx(10 * 0.2 * 7 / 3 * 3 / 4)
+    assert trial.task.training.steps == trial.steps == 1
+    assert trial.to_come(0.2, Schedule(rounds=10, participation=0.5)) == pytest.approx(10 * 0.2 * 7 * 3 / 4)
     assert trial.to_come(0.2, None) == float("inf")
     timed(monkeypatch, {"rows": 0.01})
     assert Trial(task, RowsEngine(task)).task is task

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import replace
@@ -26,7 +27,7 @@ FEW = 4
 LONG_STEP = 0.05
 
 SECONDS = 0.3
-"""How long a trial round of the rows engine should take: where the task's own would take longer, clients make fewer steps."""
+"""What a trial round of the rows engine should take: half as long at least, where the task's own takes longer."""
 
 START = 6.0
 """Seconds that starting worker processes may cost; they are tried where the rounds to come take twice as long."""
@@ -74,22 +75,28 @@ def _has_cores(task: Task) -> bool:
 class Trial:
     """A round of plain averaging over the task's first clients, the same for every engine.
 
-    It is a whole round where that takes the rows engine no longer than `SECONDS`, else one of so many steps.
+    It is a whole round where that takes the rows engine little longer than half of `SECONDS`, else one of fewer steps.
     """
 
     def __init__(self, task: Task, rows: RowsEngine) -> None:
         self.clients = min(CLIENTS, task.clients)
         self._asked = task
-        self.task = _with_steps(task, 1)
-        rows.begin(self.task, None)
+        self._take(rows, 1)
         self._run(rows, 1)
-        once = self._run(rows, 1)
-        if once > LONG_STEP:
+        if self._run(rows, 1) > LONG_STEP:
             self.clients = min(FEW, task.clients)
-        whole = self._run(rows, self.clients)
-        affordable = max(1, round(SECONDS / whole))
-        self.steps = min(affordable, mean_steps(task))
-        self.task = task if self.steps < affordable else _with_steps(task, affordable)
+        taken = self._run(rows, self.clients)
+        # In steps, since in a short round what each client costs once stands for more than it is.
+        while self.task is not task and taken < SECONDS / 2:
+            self._take(rows, math.ceil(self.steps * max(2, min(8, SECONDS / taken))))
+            taken = self._run(rows, self.clients)
+
+    def _take(self, rows: RowsEngine, steps: int) -> None:
+        """Let clients make so many steps in the trial, or as many as the task asks for."""
+        asked = mean_steps(self._asked)
+        self.steps = min(float(steps), asked)
+        self.task = self._asked if steps >= asked else _with_steps(self._asked, steps)
+        rows.begin(self.task, None)
 
     def seconds(self, engine: RowsEngine | ProcessesEngine) -> float:
         """Seconds of a round, the better of two after one that warms up (of one after one where they are long)."""
