@@ -38,7 +38,8 @@ class Plan:
     """What a method is told before the first round.
 
     `initial [P]` is the model to start from; `sizes` gives the training samples of clients (`[k]` numbers to `[k]`);
-    `module` is the architecture, whose own weights mean nothing.
+    `module` is the architecture, whose own weights mean nothing. Where clients `exchange` layers among themselves, a method
+    that has them do so must not rehearse it on the server.
     """
 
     layout: Layout
@@ -50,6 +51,7 @@ class Plan:
     classes: int
     sizes: Callable[[Tensor], Tensor]
     module: nn.Module
+    exchange: bool = False
 
     def starting_from(self, model: Tensor) -> Plan:
         """The same plan with another initial model."""

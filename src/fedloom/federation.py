@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, Selection
 from fedloom.checkpoint import Checkpoint, Checkpoints, RoundLog, without_gap
-from fedloom.engines.base import INTEGERS, Engine, Fault, Order, Reply, row_for
+from fedloom.engines.base import INTEGERS, Engine, Exchanging, Fault, Order, Reply, row_for
 from fedloom.errors import CheckpointError, Diverged, InvalidValue
 from fedloom.evaluation import Evaluation, Record, newcomers_last
 from fedloom.files import remove_unfinished
@@ -95,7 +95,7 @@ class Federation:
         algorithm.setup(
             Plan(
                 task.layout, task.initial, trainers, participants, schedule.rounds, schedule.seed,
-                task.dataset.classes, self.task.sizes, task.model,
+                task.dataset.classes, self.task.sizes, task.model, isinstance(engine, Exchanging),
             )
         )  # fmt: skip
         engine.begin(self.task, None if directory is None else directory / "clients")

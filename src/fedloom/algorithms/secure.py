@@ -40,7 +40,8 @@ class Secure(Wrapper):
     What moves together is what FedMR's `unit` says. Choices come from streams of (round, client, stage), those of
     `fedloom.secure.Peer` when it rehearses, so that both move the same layers. Clients that do not reply take no part in the
     exchange before upload; one that received a model and is lost takes along the layers it held, and its slot keeps what the
-    server dispatched. `peer_bytes` is what the clients of the last round sent each other (equation 26, without envelopes).
+    server dispatched. `peer_bytes` is what the clients of the last round sent each other (equation 26, without envelopes; over
+    real sites, whose layers nobody can count, all that was carried).
 
     Averages must not depend on whose a model is: FedMR, Indep, FedMut and `fedavg(weighted=false)` qualify, in `stages`, `umf`,
     `ala` and `clustered(by='size')` too. Sample counts, losses and integer buffers still travel with names on them.
@@ -84,7 +85,7 @@ class Secure(Wrapper):
         message = self.method.send(round)
         rows, count = message["model"], len(round.selected)
         self.state["train_bytes"] = torch.zeros(1, dtype=torch.int64)
-        if not self._exchanges("before_train") or len(rows) < count or count < 2:
+        if self.plan.exchange or not self.exchanges("before_train") or len(rows) < count or count < 2:
             return message
         # A row beyond the selected ones is for clients that train without uploading: they take no part.
         rehearsal = self.rehearse(round, round.selected, "before_train")
@@ -93,7 +94,7 @@ class Secure(Wrapper):
         return {**message, "model": torch.cat([moved, rows[count:]])}
 
     def receive(self, round: Round, replies: Replies) -> None:
-        if self._exchanges("before_upload"):
+        if self.exchanges("before_upload") and not self.plan.exchange:
             rehearsal = self.rehearse(round, replies.clients.tolist(), "before_upload")
             moved = exchanged(replies["model"], self.units(), rehearsal.sources)
             replies = replace(replies, tensors={**replies.tensors, "model": moved})
@@ -114,11 +115,25 @@ class Secure(Wrapper):
         """What the exchange `when` of this round does between these clients; a pure function of its arguments."""
         return rehearse(clients, len(self.units()), self.rules(), stream_choices(round.stream), when)
 
-    def _exchanges(self, when: str) -> bool:
+    def exchanges(self, when: str) -> bool:
+        """Whether clients exchange `before_train`, or `before_upload`."""
         return self.when in ("both", when)
+
+    def carried(self, when: str, count: int) -> None:
+        """Sites have exchanged layers in this round, and `count` bytes were carried from one to another."""
+        name = "train_bytes" if when == "before_train" else "upload_bytes"
+        self.state = {**self.state, name: self.state[name] + count}
 
     def _sizes(self) -> list[int]:
         return layer_sizes(self.units(), self.plan.initial)
+
+
+def secured(method: Algorithm, number: int) -> Secure | None:
+    """The secure recombination that `method` makes in round `number`, where it makes one."""
+    if isinstance(method, Secure):
+        return method
+    inner = [method.leading(number)] if isinstance(method, Stages) else method.inner()
+    return next((found for part in inner if (found := secured(part, number)) is not None), None)
 
 
 def exchanged(rows: Tensor, units: Sequence[Unit], sources: Sequence[Sequence[int]]) -> Tensor:

@@ -104,6 +104,10 @@ class Engine(Protocol):
         """Give back what the engine holds."""
 
 
+class Exchanging:
+    """An engine whose clients exchange layers among themselves, where a method asks for it (`secure`)."""
+
+
 def row_for(rows: Tensor, place: int) -> Tensor:
     """What the receiver at `place` is sent of `[k, ...]`, with its leading axis; one row is for all."""
     return rows[place : place + 1] if len(rows) > 1 else rows
