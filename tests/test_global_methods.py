@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -138,7 +139,13 @@ def moon(world: World, rounds: Rounds, mu: float, temperature: float) -> Iterato
 
 
 def drifting(
-    world: World, rounds: Rounds, alpha: float, decoupled: bool, evaluate: str = "cloud", base: bool = False
+    world: World,
+    rounds: Rounds,
+    alpha: float,
+    decoupled: bool,
+    evaluate: str = "cloud",
+    base: bool = False,
+    nominal: bool = False,
 ) -> Iterator[State]:
     """FedDyn and FedDC, with the mean of all clients' histories summed up anew each round."""
     state, update = world.initial(), zeros(world)
@@ -164,6 +171,9 @@ def drifting(
                 return total
 
             final, steps = world.train(state, number, i, loss=loss)
+            if nominal:
+                assert world.training.batch_size is not None
+                steps = world.training.epochs * math.ceil(mean_size(world) / world.training.batch_size)
             for name in world.trained:
                 moved = final[name] - state[name]
                 history[i][name] = history[i][name] + moved
@@ -303,6 +313,7 @@ CASES: list[tuple[str, Naive, dict[str, Any]]] = [
     ("feddc(alpha=0.1)", drifting, {"alpha": 0.1, "decoupled": True}),
     ("feddc(alpha=0.1, evaluate=all)", drifting, {"alpha": 0.1, "decoupled": True, "evaluate": "all"}),
     ("feddc(alpha=0.1, divisor=base)", drifting, {"alpha": 0.1, "decoupled": True, "base": True}),
+    ("feddc(alpha=0.1, nominal_steps=true)", drifting, {"alpha": 0.1, "decoupled": True, "nominal": True}),
     ("fedexp", fedexp, {"epsilon": 1e-3, "by_clients": False}),
     ("fedexp(epsilon=1e-7)", fedexp, {"epsilon": 1e-7, "by_clients": False}),
     ("fedexp(epsilon=0.02, epsilon_by_clients=true)", fedexp, {"epsilon": 0.02, "by_clients": True}),

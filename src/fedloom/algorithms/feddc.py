@@ -13,7 +13,7 @@ from fedloom.algorithm import Message, Plan, Replies, algorithms, downloaded
 from fedloom.algorithms.feddyn import Drifting
 from fedloom.checks import require_one_of
 from fedloom.cohort import Cohort, Given
-from fedloom.local_run import mean_gradient, relative_sizes, require_sgd
+from fedloom.local_run import mean_gradient, mean_steps, relative_sizes, require_sgd
 from fedloom.round import Round
 
 
@@ -25,12 +25,14 @@ class FedDC(Drifting):
     a_i = n_i / mean_j n_j, alpha_i = alpha / a_i. After tau steps from w_t to w_i, with d_i = w_i - w_t:
     h_i <- h_i + d_i; u_i = g_i - g/a_i - d_i / (tau eta); upload w_i and a_i (u_i - g_i); g_i <- u_i.
     Server: g <- g + (1/N) sum_i a_i (u_i - g_i); w <- mean_i w_i + (1/N) sum over all clients of h_i, uniform over the round;
-    statistics are averaged. `divisor="base"` takes the first round's eta, as the authors' code does.
+    statistics are averaged. `divisor="base"` takes the first round's eta for eta, and `nominal_steps` a mean client's
+    E ceil(mean_j n_j / B) steps for everybody's tau, both as the authors' code does.
     Source: Gao et al. 2022, algorithm 1, in the form of the authors' code.
     Use it when clients hold few classes each and can remember two vectors as long as the model.
     """
 
     divisor: Literal["current", "base"] = "current"
+    nominal_steps: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,7 +64,8 @@ class FedDC(Drifting):
         trained = cohort.fit(start, correction=_decoupled, given=given)
         moved = trained.model[:, :count]
         rate = round.learning_rate if self.divisor == "current" else round.initial_learning_rate
-        new = mean_gradient(start[:, :count], moved, trained.steps, rate).sub_(offset)
+        steps = mean_steps(cohort.training, inbox) if self.nominal_steps else trained.steps
+        new = mean_gradient(start[:, :count], moved, steps, rate).sub_(offset)
         new = torch.where((trained.steps > 0).to(new.device).unsqueeze(1), new, own)
         cohort.memory.write("feddc_drift", drift + moved - sent, cohort.uploads)
         cohort.memory.write("feddc_update", new, cohort.uploads)
