@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from sklearn.datasets import load_digits
 
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.sets.holdout import hold_out
@@ -19,6 +18,8 @@ def digits(*, test_fraction: float = 0.2) -> Dataset:
     floor((1 - test_fraction) n) images train and the others test; the split depends on `test_fraction` alone.
     Source: E. Alpaydin, C. Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998 (its test part).
     """
+    from sklearn.datasets import load_digits  # takes a second, which other data sets need not pay
+
     source = load_digits()
     images = torch.from_numpy(source.images).to(torch.float32).div_(16).unsqueeze(1)
     samples = Samples(images, torch.from_numpy(source.target).to(torch.long))
