@@ -21,7 +21,7 @@ from fedloom.experiment.configuration import Configuration, configuration
 from fedloom.experiment.directory import folder_name
 from fedloom.experiment.finished import Found, read_runs
 from fedloom.report.clients import worst_first
-from fedloom.report.page import about
+from fedloom.report.page import Told, told
 from fedloom.report.slots import image_slots
 from report_support import CHROMIUM, Browser
 
@@ -190,13 +190,14 @@ def test_the_clients_come_worst_first(folder: Path, runs: list[Found]) -> None:
 
 
 def test_a_report_is_written_anew_from_what_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = about(folder / "report.html")
-    assert before == {"title": "small", "targets": [0.3], "command": "fedloom compare small.toml"}
+    assert told(folder / "report.html") == Told("small", (0.3,), "fedloom compare small.toml")
     text = (folder / "report.html").read_text()
     assert main(["report", str(folder)]) == 0
     assert (folder / "report.html").read_text() == text
     assert main(["report", str(place(folder, "fedmr"))]) == 0
-    assert about(place(folder, "fedmr") / "report.html")["title"] == "fedmr, seed 0"
+    alone = told(place(folder, "fedmr") / "report.html")
+    assert alone is not None
+    assert alone.title == "fedmr, seed 0"
     assert capsys.readouterr().out.count("report: ") == 2
 
 

@@ -72,7 +72,7 @@ def compare(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet
     _print_tables(comparison.sheets(failed))
     folder = configuration.folder
     print(f"figures: {folder / 'comparison.csv'}, .json, .md, .tex, {folder / 'differences.csv'}")
-    print(f"report:  {folder / ('*/report.html' if configuration.variants else 'report.html')}")
+    print(f"report:  {folder / 'report.html'}")
     if failed:
         name, reason = next(iter(failed.items()))
         raise Failed(f"{len(failed)} of {len(comparison.names)} runs failed, the first ({name}): {reason}")

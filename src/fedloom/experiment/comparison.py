@@ -8,14 +8,14 @@ from typing import Any
 
 from fedloom.errors import InvalidValue
 from fedloom.experiment.configuration import Configuration
-from fedloom.experiment.directory import folder_name, to_json
+from fedloom.experiment.directory import to_json
 from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.jobs import Here, Job, Pool, Tasks, placed, require_possible
+from fedloom.experiment.pages import write_pages
 from fedloom.experiment.workers import Crew
 from fedloom.expression import parse
 from fedloom.files import write_text
 from fedloom.report import summary as figures
-from fedloom.report import write_report
 from fedloom.report.export import differences_to_csv, to_csv, to_data, to_latex, to_markdown
 from fedloom.report.sheet import Sheet, sheet
 from fedloom.report.summary import Row, RunSummary, summarise
@@ -96,7 +96,7 @@ class Comparison:
 
     def write(self, failed: Failures) -> None:
         """Write the figures as `comparison.json`, `.csv`, `.md` and `.tex`, the tests as `differences.csv`, and a
-        `report.html`, in the folder of each setting where there are several."""
+        `report.html`; where there are settings, one over all of them and one in the folder of each."""
         folder, title = self.configuration.folder, self.configuration.name
         done = [(job, job.summary()) for job in self.jobs() if job.name not in failed]
         settings = dict.fromkeys(job.name.setting for job, _ in done)
@@ -112,10 +112,7 @@ class Comparison:
         write_text(folder / "comparison.md", to_markdown(sheets, title))
         write_text(folder / "comparison.tex", to_latex(sheets, title))
         write_text(folder / "differences.csv", differences_to_csv(sheets))
-        for setting, found in parts.items():
-            place = folder / folder_name(setting) if setting else folder
-            about = f"{title}, {setting}" if setting else title
-            write_report(place / "report.html", about, found, self.configuration.targets, self.command)
+        write_pages(folder, title, list(zip(sheets, parts.values(), strict=True)), self.command)
 
     def _sheet(self, runs: Sequence[RunSummary], setting: str) -> Sheet:
         told = self.configuration

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ from fedloom.errors import CheckpointError, FedloomError, InvalidValue, suggesti
 from fedloom.experiment.artifact import load_model
 from fedloom.experiment.configuration import configuration
 from fedloom.experiment.directory import RunDirectory, folder_name, to_json
+from fedloom.experiment.pages import PAGE, Part, write_pages
 from fedloom.experiment.settings import label
 from fedloom.files import write_text
 from fedloom.recording.landscape import Landscape
-from fedloom.report import write_report
-from fedloom.report.page import about
+from fedloom.report.page import Told, told
+from fedloom.report.sheet import sheet
 from fedloom.report.summary import RunSummary
 from fedloom.task import Task
 
@@ -38,11 +39,12 @@ _OF_TASK = ("data", "model", "training", "plugins")
 
 @dataclass(frozen=True)
 class Found:
-    """A run: the label of its setting, where it lies, and what it has left so far."""
+    """A run: the label of its setting, where it lies, what it has left so far, and what its setting changes."""
 
     setting: str
     place: Path
     summary: RunSummary
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def labelled(self) -> RunSummary:
@@ -61,21 +63,30 @@ def read_runs(folder: Path) -> list[Found]:
     places = list(_places(folder))
     if not places:
         raise InvalidValue(f"{folder} holds no run: give the folder of a run or of a comparison, such as runs/digits")
-    return [Found(setting, place, _summary(place, name)) for setting, place, name in places]
+    return [Found(setting, place, _summary(place, name), changes) for setting, place, name, changes in places]
 
 
 def rewrite_reports(folder: Path, runs: Sequence[Found]) -> list[Path]:
     """Write `report.html` anew, and where there are several settings one for each in its folder; the files.
 
-    Title, targets and command are those of the report that is there, as far as there is one.
+    Title, targets, what the methods are judged by and the command are those of the report that is there, as far as there is one.
     """
     settings = list(dict.fromkeys(run.setting for run in runs))
-    pages = [_rewrite(folder, folder, [run.labelled for run in runs])]
-    if len(settings) > 1:
-        for setting in settings:
-            own = [run.summary for run in runs if run.setting == setting]
-            pages.append(_rewrite(folder / folder_name(setting), folder, own, setting))
-    return pages
+    before = told(folder / PAGE) or _told_by_setting(folder, settings) or Told(_usual_title(folder, runs))
+    parts: list[Part] = []
+    for setting in settings:
+        own = [run for run in runs if run.setting == setting]
+        one = sheet(
+            [run.summary for run in own],
+            before.targets or own[0].summary.configuration.get("targets", ()),
+            last=before.last,
+            against=before.against,
+            measure=before.measure,
+            setting=setting,
+            changes=own[0].changes,
+        )
+        parts.append((one, [run.summary for run in own]))
+    return write_pages(folder, before.title, parts, before.command)
 
 
 def add_landscapes(
@@ -111,19 +122,21 @@ def landscape_of(place: Path, recorder: Landscape) -> dict[str, Any]:
     return recorder.around(row, task, integers)
 
 
-def _places(folder: Path) -> Iterator[tuple[str, Path, str | None]]:
-    """Setting, folder and method (None: as configured) of every run."""
+def _places(folder: Path) -> Iterator[tuple[str, Path, str | None, Mapping[str, Any]]]:
+    """Setting, folder and method (None: as configured) of every run, and what the setting changes."""
     if (folder / "configuration.json").exists():
-        yield "", folder, None
+        yield "", folder, None, {}
         return
     listed = _read(folder / "comparison.json").get("runs", []) if (folder / "comparison.json").exists() else []
     for one in listed:
-        yield label(one.get("setting") or {}), _moved(folder, Path(one["directory"])), str(one["algorithm"])
+        changes = one.get("setting") or {}
+        yield label(changes), _moved(folder, Path(one["directory"])), str(one["algorithm"]), changes
     if not listed:
         for pattern in ("*/seed-*", "*/*/seed-*"):
             for path in sorted(folder.glob(f"{pattern}/task.json")):
                 inside = path.parent.relative_to(folder).parts
-                yield "" if len(inside) == 2 else inside[0], path.parent, None
+                setting = "" if len(inside) == 2 else inside[0]
+                yield setting, path.parent, None, {"setting": setting} if setting else {}
 
 
 def _moved(folder: Path, noted: Path) -> Path:
@@ -150,13 +163,18 @@ def _without_landscape(summary: RunSummary) -> list[dict[str, Any]]:
     return [one for one in summary.recorded if one["kind"] != "landscape"]
 
 
-def _rewrite(place: Path, folder: Path, runs: Sequence[RunSummary], setting: str = "") -> Path:
-    page, single = place / "report.html", (place / "configuration.json").exists()
-    before = about(page) or about(folder / "report.html")
-    usual = f"{runs[0].algorithm}, seed {runs[0].seed}" if single else folder.resolve().name
-    title = about(page).get("title") or (f"{usual}, {setting}" if setting else usual)
-    write_report(page, title, runs, before.get("targets") or None, before.get("command", ""))
-    return page
+def _told_by_setting(folder: Path, settings: Sequence[str]) -> Told | None:
+    """What the report of a setting was told, without its setting."""
+    pages = ((setting, told(folder / folder_name(setting) / PAGE)) for setting in settings if setting)
+    return next(
+        (dataclasses.replace(one, title=one.title.removesuffix(f", {setting}")) for setting, one in pages if one), None
+    )
+
+
+def _usual_title(folder: Path, runs: Sequence[Found]) -> str:
+    one = runs[0].summary
+    single = (folder / "configuration.json").exists()
+    return f"{one.algorithm}, seed {one.seed}" if single else folder.resolve().name
 
 
 def _chosen(runs: Sequence[Found], wanted: Sequence[str]) -> list[Found]:

@@ -1,34 +1,71 @@
-"""The written parts of the report's page, as HTML: headline, comparison, what was run, faults.
+"""The written parts of the report's page, as HTML: headline, what was run, faults.
 
 Everything that comes from a user (names, configuration, reasons of faults) goes through `html.escape`.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from fedloom.report.comparing import NO_BREAK, breakable
 from fedloom.report.figures import Style, styles
-from fedloom.report.summary import LAST, Row, RunSummary, Spread, faults
-from fedloom.report.tables import Table, byte_text, comparison, percent, time_text
+from fedloom.report.sheet import Sheet, spread_of, words
+from fedloom.report.summary import Row, RunSummary, Spread, faults
+from fedloom.report.tables import byte_text, percent, time_text
 
-NO_BREAK = "\u00a0"
+Tile = tuple[str, str, str]
+"""Name, figure, and what it belongs to."""
 
 FAULT_LINES = 60
 """Kinds of faults that are listed; more are counted."""
 
 
-def headline(title: str, runs: Sequence[RunSummary], rows: Sequence[Row]) -> str:
+def headline(title: str, runs: Sequence[RunSummary], tiles: Sequence[Tile]) -> str:
     """Title, one line of what was run, the most important figures, and a warning about runs that are not whole."""
-    tiles = "".join(
+    shown = "".join(
         f"<div class=tile><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>"
-        for name, value, more in _tiles(runs, rows)
+        for name, value, more in tiles
     )
-    lead = " · ".join(escape(text) for text in _lead(runs[0].configuration))
-    return f"<header><h1>{escape(title)}</h1><p class=lead>{lead}</p><dl class=tiles>{tiles}</dl>{_unfinished(runs)}</header>"
+    lead = " · ".join(escape(text) for text in _lead(_common([run.configuration for run in runs])))
+    return f"<header><h1>{escape(title)}</h1><p class=lead>{lead}</p><dl class=tiles>{shown}</dl>{_unfinished(runs)}</header>"
+
+
+def result_tiles(runs: Sequence[RunSummary], sheet: Sheet) -> list[Tile]:
+    """The best accuracies and the fewest rounds to each target of one setting, and what it took."""
+    rows, several = sheet.rows, len(sheet.rows) > 1
+    names = {"final": "final accuracy", "best": "best accuracy"}
+    if several:  # a comparison says what it goes by
+        names.setdefault(sheet.measure, words(sheet.measure, sheet.last))
+    tiles = []
+    for measure, name in names.items():
+        known = [(spread, row) for row in rows if (spread := spread_of(row, measure)) is not None]
+        if known:
+            spread, row = max(known, key=lambda pair: pair[0].mean)
+            title = f"Highest {name}" if several else name.capitalize()
+            tiles.append((title, _accuracy(spread), row.algorithm if several else ""))
+    for k, reach in enumerate(rows[0].reaches):
+        whole = [(row.reaches[k].rounds, row) for row in rows if row.reaches[k].reached == row.seeds]
+        reached = [(spread, row) for spread, row in whole if spread is not None]
+        if reached:
+            spread, row = min(reached, key=lambda pair: pair[0].mean)
+            rounds = f"{spread.mean:.1f}" if spread.count > 1 else f"{spread.mean:.0f}"
+            tiles.append(
+                (f"Fewest rounds to {percent(reach.target)}{NO_BREAK}%", rounds, row.algorithm if several else "")
+            )
+    return tiles + cost_tiles(len(runs), rows)
+
+
+def cost_tiles(runs: int, rows: Sequence[Row]) -> list[Tile]:
+    """What all runs sent and how long they took."""
+    sent = sum(spread.mean * row.seeds for row in rows for spread in (row.bytes_down, row.bytes_up) if spread)
+    tiles = [("Sent in all", byte_text(sent), "down and up")]
+    if any(row.seconds for row in rows):
+        total = sum(row.seconds.mean * row.seconds.count for row in rows if row.seconds)
+        tiles.append(("Time in all", time_text(total), f"{runs} runs" if runs > 1 else ""))
+    return tiles
 
 
 def method_chips(runs: Sequence[RunSummary]) -> str:
@@ -39,32 +76,6 @@ def method_chips(runs: Sequence[RunSummary]) -> str:
         for name, style in styles(runs).items()
     )
     return f'<nav class=methods aria-label="Methods: press to hide or show, twice to show one alone">{chips}</nav>'
-
-
-def comparison_table(runs: Sequence[RunSummary], rows: Sequence[Row]) -> str:
-    """The comparison, whose columns sort; the best value of a column is marked."""
-    table = _worth_showing(comparison(rows))
-    heads = "".join(
-        f"<th scope=col aria-sort=none data-first={'ascending' if column.best == 'smallest' or not k else 'descending'}>"
-        f"<button>{escape(column.title.replace(' %', NO_BREAK + '%'))}</button></th>"
-        for k, column in enumerate(table.columns)
-    )
-    best = [table.best(k) for k in range(len(table.columns))]
-    lines = []
-    for number, (row, line) in enumerate(zip(rows, table.lines, strict=True)):
-        style = styles(runs)[row.algorithm]
-        cells = [
-            f'<th scope=row data-value="{escape(row.algorithm)}"><span class=swatch style="background:{style.colour}">'
-            f"</span>{_breakable(row.algorithm)}</th>"
-        ]
-        for k, cell in enumerate(line[1:], start=1):
-            value = "" if cell.value is None else f' data-value="{escape(str(cell.value))}"'
-            cells.append(f"<td{' class=best' if number in best[k] else ''}{value}>{escape(cell.text)}</td>")
-        lines.append(f'<tr data-method="{escape(row.algorithm)}">{"".join(cells)}</tr>')
-    return (
-        f"<div class=scroll><table class=compare><thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
-        f"<p class=caption>{escape(_reading(rows))}</p>"
-    )
 
 
 def what_was_run(runs: Sequence[RunSummary], command: str) -> str:
@@ -126,36 +137,22 @@ def fault_table(runs: Sequence[RunSummary]) -> str:
     )
 
 
-def _tiles(runs: Sequence[RunSummary], rows: Sequence[Row]) -> list[tuple[str, str, str]]:
-    """(name, figure, what it belongs to) of the headline."""
-    several = len(rows) > 1
-    tiles = []
-    for name, spreads in (("final", [row.final for row in rows]), ("best", [row.best for row in rows])):
-        known = [(spread, row) for spread, row in zip(spreads, rows, strict=True) if spread is not None]
-        if known:
-            spread, row = max(known, key=lambda pair: pair[0].mean)
-            title = f"Highest {name} accuracy" if several else f"{name.capitalize()} accuracy"
-            tiles.append((title, _accuracy(spread), row.algorithm if several else ""))
-    for k, reach in enumerate(rows[0].reaches):
-        whole = [(row.reaches[k].rounds, row) for row in rows if row.reaches[k].reached == row.seeds]
-        reached = [(spread, row) for spread, row in whole if spread is not None]
-        if reached:
-            spread, row = min(reached, key=lambda pair: pair[0].mean)
-            rounds = f"{spread.mean:.1f}" if spread.count > 1 else f"{spread.mean:.0f}"
-            tiles.append(
-                (f"Fewest rounds to {percent(reach.target)}{NO_BREAK}%", rounds, row.algorithm if several else "")
-            )
-    sent = sum(spread.mean * row.seeds for row in rows for spread in (row.bytes_down, row.bytes_up) if spread)
-    tiles.append(("Sent in all", byte_text(sent), "down and up"))
-    if any(row.seconds for row in rows):
-        total = sum(row.seconds.mean * row.seconds.count for row in rows if row.seconds)
-        tiles.append(("Time in all", time_text(total), f"{len(runs)} runs" if len(runs) > 1 else ""))
-    return tiles
-
-
 def _accuracy(spread: Spread) -> str:
     deviation = f" ± {100 * spread.std:.1f}" if spread.count > 1 else ""
     return f"{100 * spread.mean:.1f}{deviation} %".replace(" ", NO_BREAK)
+
+
+def _common(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all of these tables say alike."""
+    first, *others = tables
+    found: dict[str, Any] = {}
+    for key, value in first.items():
+        values = [other.get(key) for other in others]
+        if isinstance(value, Mapping):
+            found[key] = _common([value, *(one for one in values if isinstance(one, Mapping))])
+        elif all(one == value for one in values):
+            found[key] = value
+    return found
 
 
 def _lead(configuration: Mapping[str, Any]) -> list[str]:
@@ -177,45 +174,22 @@ def _lead(configuration: Mapping[str, Any]) -> list[str]:
 
 def _unfinished(runs: Sequence[RunSummary]) -> str:
     """A warning that names the runs with fewer rounds than they, or the others, should have."""
-    planned = [run.configuration.get("rounds") for run in runs]
-    most = max([len(run.records) for run in runs] + [number for number in planned if isinstance(number, int)])
+    told = [number for run in runs if isinstance(number := run.configuration.get("rounds"), int)]
+    most = max([*told, *(len(run.records) for run in runs)])
+    planned = [most if len(set(told)) < 2 else run.configuration.get("rounds", most) for run in runs]
     short = [
-        f"{run.algorithm} (seed {run.seed}: {len(run.records)})" for run in runs if len(run.records) < most
-    ]  # fmt: skip
+        f"{run.algorithm} (seed {run.seed}: {len(run.records)})"
+        for run, rounds in zip(runs, planned, strict=True)
+        if len(run.records) < rounds
+    ]
     if not short:
         return ""
     named = ", ".join(short[:8]) + (f" and {len(short) - 8} more" if len(short) > 8 else "")
+    whole = f"{most} rounds" if len(set(told)) < 2 else "all their rounds"
     return (
-        f"<p class=warning>Not all runs have {most} rounds: {escape(named)}. "
+        f"<p class=warning>Not all runs have {whole}: {escape(named)}. "
         "Their figures below are of the rounds they have; a mean curve ends where its shortest run ends.</p>"
     )
-
-
-def _worth_showing(table: Table) -> Table:
-    """The table without the columns that say nothing here: seeds and rounds that all methods share, faults of none."""
-    silent = {
-        k
-        for k, column in enumerate(table.columns)
-        if (column.title in ("Seeds", "Rounds") and len({line[k].text for line in table.lines}) == 1)
-        or (column.title == "Faults" and all(line[k].text == "0" for line in table.lines))
-    }
-    kept = [k for k in range(len(table.columns)) if k not in silent]
-    return Table(
-        tuple(table.columns[k] for k in kept), tuple(tuple(line[k] for k in kept) for line in table.lines)
-    )  # fmt: skip
-
-
-def _reading(rows: Sequence[Row]) -> str:
-    """How to read the table."""
-    text = f"Accuracy on the test set. Best is the best of any evaluation; the last column of the three averages the last {LAST}."
-    seeds = {row.seeds for row in rows}
-    if seeds != {1}:
-        number = f"{min(seeds)}" if len(seeds) == 1 else f"{min(seeds)} to {max(seeds)}"
-        text = f"Mean ± standard deviation over {number} seeds. {text}"
-    if rows and rows[0].reaches:
-        text += " Rounds and bytes until the first evaluation at or above the target; * never reached"
-        text += f", 2× is twice as fast as {rows[0].algorithm}." if len(rows) > 1 else "."
-    return text
 
 
 def _facts(tables: Sequence[Mapping[str, Any]], without: set[str]) -> str:
@@ -227,15 +201,10 @@ def _facts(tables: Sequence[Mapping[str, Any]], without: set[str]) -> str:
             if key not in without and value not in known:
                 known.append(value)
     return "".join(
-        f"<tr><th scope=row>{_breakable(key)}</th><td>{escape(_listed(known))}</td></tr>"
+        f"<tr><th scope=row>{breakable(key)}</th><td>{escape(_listed(known))}</td></tr>"
         for key, known in values.items()
         if known
     )
-
-
-def _breakable(key: str) -> str:
-    """A key or a name that may be broken behind its dots, underscores, brackets and signs of equality."""
-    return re.sub(r"([._(=])", r"\1<wbr>", escape(key))
 
 
 def _listed(values: Sequence[str]) -> str:

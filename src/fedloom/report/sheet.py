@@ -102,7 +102,7 @@ def overall(sheets: Sequence[Sheet], digits: int = 2) -> Table:
     no rank.
     """
     methods = list(dict.fromkeys(row.algorithm for one in sheets for row in one.rows))
-    found = [{row.algorithm: _spread(row, one.measure) for row in one.rows} for one in sheets]
+    found = [{row.algorithm: spread_of(row, one.measure) for row in one.rows} for one in sheets]
     whole = [means for one in found if len(means := [s.mean for m in methods if (s := one.get(m))]) == len(methods)]
     ranks = [rankdata([-mean for mean in means]) for means in whole]
     columns = (
@@ -128,7 +128,8 @@ def _heading(changes: Mapping[str, Any]) -> str:
     return "\n".join(str(value).lower() if isinstance(value, bool) else str(value) for value in changes.values())
 
 
-def _spread(row: Row, measure: str) -> Spread | None:
+def spread_of(row: Row, measure: str) -> Spread | None:
+    """One of the `MEASURES` of a method."""
     spread: Spread | None = getattr(row, measure)
     return spread
 

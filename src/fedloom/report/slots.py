@@ -168,4 +168,4 @@ def _file_name(text: str) -> str:
 
 
 def _seeds(runs: Sequence[RunSummary]) -> int:
-    return max(len(group) for group in by_algorithm(runs).values())
+    return max(len({run.seed for run in group}) for group in by_algorithm(runs).values())

@@ -1,0 +1,32 @@
+"""Where the reports of an experiment lie: one page, or one for each setting in its folder and one over all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedloom.experiment.directory import folder_name
+from fedloom.report import write_report
+from fedloom.report.overview import write_overview
+from fedloom.report.sheet import Sheet
+from fedloom.report.summary import RunSummary
+
+PAGE = "report.html"
+
+Part = tuple[Sheet, Sequence[RunSummary]]
+"""A setting: its methods compared, and the runs that were."""
+
+
+def write_pages(folder: Path, title: str, parts: Sequence[Part], command: str) -> list[Path]:
+    """Write the report of these settings; the pages, that of the folder first. Nothing where no setting has a run."""
+    settings = [(folder / folder_name(one.setting), one, runs) for one, runs in parts if one.setting]
+    if not settings:
+        for one, runs in parts:
+            write_report(folder / PAGE, title, runs, command=command, sheet=one)
+        return [folder / PAGE] if parts else []
+    for place, one, runs in settings:
+        write_report(place / PAGE, f"{title}, {one.setting}", runs, command=command, sheet=one)
+    pages = {one.setting: f"{place.name}/{PAGE}" for place, one, _ in settings}
+    everything = [run for _, _, runs in settings for run in runs]
+    write_overview(folder / PAGE, title, [one for _, one, _ in settings], everything, pages, command)
+    return [folder / PAGE, *(place / PAGE for place, _, _ in settings)]
