@@ -89,7 +89,7 @@ def reproduce(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsy
         ("fedmr.table-1", "FedMR", "CNN CIFAR-10 IID", 2),
         ("fedmr-kdd.table-1", "FedMut", "CNN CIFAR-10 IID", 2),
         ("fedmr-first.table-1", "FedAvg", "CNN CIFAR-10 IID", 2),
-        ("fedumf.table-a2", "FedUmf+FedDC", "MNIST IID 15%", 2),
+        ("fedumf.table-a2", "FedUmf+FedDC", "MNIST IID 15% to 95%", 2),
         ("fedala.table-2", "FedALA", "MNIST pathological", 1),
     ],
 )
@@ -133,7 +133,7 @@ def _numbers(name: str) -> list[dict[str, Any]]:
 
 def _is(number: dict[str, Any], column: str) -> bool:
     """Whether a number stands in the column that the test above names."""
-    wanted = {"CNN CIFAR-10 IID": ("cnn", "cifar10", "iid"), "MNIST IID 15%": ("feddc_fcn", "mnist", "iid")}
+    wanted = {"CNN CIFAR-10 IID": ("cnn", "cifar10", "iid"), "MNIST IID 15% to 95%": ("feddc_fcn", "mnist", "iid")}
     own = wanted.get(column, ("cnn4", "mnist", "pathological:2"))
     share = number["participation"] in (0.1, 0.15, 1.0)
     return (number["model"], number["dataset"], number["heterogeneity"]) == own and share
@@ -217,11 +217,32 @@ def test_every_printed_number_has_a_cell() -> None:
     tables += [("fedumf", k) for k in ("1", "2", "3", "4", "A1", "A2")]
     for paper, table in tables:
         numbers = printed(paper, table)
-        cells = exhibit(f"{paper}.table-{table.lower()}").cells
+        every = exhibit(f"{paper}.table-{table.lower()}").cells
+        cells = [cell for cell in every if cell.beside is None]
         assert [cell.row for cell in cells] == [number["method"] for number in numbers]
         shown = [None if c.printed is None else c.printed.mean for c in cells]
         assert shown == [number["rounds"] if "rounds" in number else number["mean"] for number in numbers]
-        assert len({(cell.row, cell.column) for cell in cells}) == len(cells)
+        assert len({(cell.row, cell.column) for cell in every}) == len(every)
+
+
+@pytest.mark.parametrize(
+    ("name", "figure", "kind", "left_out"),
+    [("fedumf.table-a2", "speedup", "speedup", {"FedAvg"}), ("fedala.table-4", "improvement", "improvement", set())],
+)
+def test_columns_that_compare_two_runs_hold_what_is_printed(
+    name: str, figure: str, kind: str, left_out: set[str]
+) -> None:
+    cells = [cell for cell in exhibit(name).cells if cell.measure.kind == kind]
+    numbers = [n for n in _numbers(name) if n.get(figure) is not None and n["method"] not in left_out]
+    assert [(cell.row, cell.printed and cell.printed.mean) for cell in cells] == [
+        (number["method"], number[figure]) for number in numbers
+    ]
+    for cell in cells:
+        assert cell.beside is not None
+        alone = "FedAvg" if kind == "speedup" else cell.row.removesuffix("+ALA")
+        assert cell.beside.row == alone
+        assert (cell.beside.setting.name, cell.beside.setting.only) == (cell.setting.name, "")
+        assert parse(cell.beside.algorithm).name == parse(fedala.METHODS[alone]).name
 
 
 @pytest.mark.skipif(not NUMBERS.exists(), reason="the specification is not beside the repository")
@@ -254,6 +275,7 @@ def test_protocols_are_the_papers() -> None:
     assert (appendix.rounds, appendix.partition, appendix.model) == (600, "iid(balanced=true)", "feddc_cnn")
     assert fedumf.appendix_setting("emnist_l", "iid", 0.15).model == "feddc_fcn(hidden=100)"
     assert "alpha=0.5" in fedumf.appendix_method("FedUmf+FedDC", "cifar10", "dir_class_prior:0.6")
+    assert "alpha=1" in fedumf.appendix_method("FedUmf+FedDC", "cifar10", "iid")
 
     personal = fedala.setting("cifar100", "pathological:10").table(2000)
     assert personal["data"] == {
@@ -265,6 +287,66 @@ def test_protocols_are_the_papers() -> None:
     assert rates == [0.1, 0.1, 0.1]
     assert fedala.setting("cifar100", "dir:0.1", clients=100).partition == "dirichlet(0.1, minimum=40)"
     assert fedala.setting("mnist", "dir:0.1").seeds == (0, 1, 2, 3, 4)
+
+
+def test_methods_are_those_of_the_papers_code_where_it_made_the_tables() -> None:
+    def fields(text: str) -> dict[str, Any]:
+        return vars(build(text))
+
+    assert [fields(fedmr.method("MOON", "cnn", data))["mu"] for data in fedmr.DATA] == [5.0, 1.0, 1.0]
+    assert fields(fedmr.method("CluSamp", "cnn", "cifar10"))["weight"] == "size"
+    feddc = fields(fedumf.appendix_method("FedDC", "mnist", "iid"))
+    assert (feddc["alpha"], feddc["divisor"], feddc["nominal_steps"]) == (0.01, "base", True)
+
+    assert fields(fedala.method("Per-FedAvg"))["passes"] == 2
+    assert fields(fedala.method("FedAMP"))["norm"] == "plain"
+    assert fields(fedala.method("pFedMe"))["inner_weight_decay"] == 0.001
+    assert fields(fedala.method("FedPHP"))["deployed"] == "local"
+    learning = ("threshold", "sampling", "epoch_loss", "rate", "percent", "p")
+    for name in ("FedALA", "Ditto+ALA"):
+        own = fields(fedala.method(name))
+        assert [own[key] for key in learning] == [0.01, "window", "last", 1.0, 80.0, 1]
+    assert {cell.setting.partition for cell in exhibit("fedala.figure-3").cells} == {"dirichlet(0.1, minimum=40)"}
+
+
+def test_batch_norm_statistics_never_travel_with_resnet_in_the_fedala_tables() -> None:
+    assert fedala.method("FedAvg", "cnn4") == "fedavg"
+    cells = [c for name in "123" for c in exhibit(f"fedala.table-{name}").cells if c.setting.model == "resnet18"]
+    assert {cell.row for cell in cells} >= set(fedala.METHODS)
+    for cell in cells:
+        own = build(cell.algorithm)
+        assert getattr(own, "buffers") == "local"  # noqa: B009
+    prox = build(fedala.method("FedProx", "resnet18"))
+    assert (vars(prox)["mu"], vars(prox)["finetune_epochs"]) == (0.001, 0)
+
+
+def test_scaffold_takes_equal_steps_on_unbalanced_clients_alone_and_fewer_of_fewer_samples() -> None:
+    def steps(data: str, distribution: str, method: str) -> int | None:
+        return fedumf.appendix_setting(data, distribution, 0.15, method).training.get("steps")
+
+    unbalanced = "iid_lognormal:0.3"
+    assert [steps(data, unbalanced, "SCAFFOLD") for data in fedumf.LABELS] == [12, 10, 10, 10]
+    assert steps("mnist", unbalanced, "FedDC") is None  # its code fixes the divisor, not the steps
+    assert steps("mnist", "dir_class_prior:0.6", "SCAFFOLD") is None  # all clients are of one size
+
+    def planned(**asked: Any) -> dict[str, int | None]:
+        chosen = Request(rows=("SCAFFOLD", "FedDC"), columns=("MNIST unbalanced 15% to 95%",), **asked)
+        return {key: own.training.steps for key, own in plan(exhibit("fedumf.table-a2"), chosen).configurations.items()}
+
+    assert planned() == {"MNIST unbalanced 15% (SCAFFOLD)": 12, "MNIST unbalanced 15%": None}
+    assert planned(samples=14_000) == {"MNIST unbalanced 15% (SCAFFOLD)": 3, "MNIST unbalanced 15%": None}
+
+
+def test_what_is_compared_with_is_run_too() -> None:
+    asked = Request(rows=("Ditto+ALA",), columns=("CIFAR-100 Dir(0.1) improvement",), seeds=(0,))
+    wanted = plan(exhibit("fedala.table-4"), asked)
+    assert [parse(job.name.algorithm).name for job in wanted.jobs] == ["ditto", "ala"]
+    asked = Request(rows=("SCAFFOLD",), columns=("MNIST unbalanced 15% to 95% speed-up",))
+    wanted = plan(exhibit("fedumf.table-a2"), asked)
+    assert [(job.name.setting, parse(job.name.algorithm).name) for job in wanted.jobs] == [
+        ("MNIST unbalanced 15%", "fedavg"),
+        ("MNIST unbalanced 15% (SCAFFOLD)", "scaffold"),
+    ]
 
 
 _FAST = (("mnist", "cnn4"), ("ag_news", "fasttext"), ("tiny_imagenet", "resnet18"))
@@ -299,7 +381,7 @@ def test_rows_and_columns_are_whole_labels_words_or_parts() -> None:
     asked = Request(columns=("synthetic (0,1) 15%",))
     assert {cell.column for cell in plan(exhibit("fedumf.figure-a5"), asked).cells} == {"synthetic (0,1) 15%"}
     asked = Request(columns=("non-IID 15%,EMNIST-L IID",))
-    assert len({cell.column for cell in plan(exhibit("fedumf.table-a2"), asked).cells}) == 4 + 2
+    assert len({cell.column for cell in plan(exhibit("fedumf.table-a2"), asked).cells}) == 2 * (4 + 2)  # with the speed-ups
     with pytest.raises(InvalidValue, match="no row has 'zzz' in its name"):
         rows("FedAvg,zzz")
 
@@ -334,6 +416,25 @@ def test_a_target_counts_as_reached_only_when_every_run_reached_it() -> None:
     assert both == Found(None, None, 2, 1, 3, 95.0)
     assert difference(both, cell.printed) is None
     assert found(cell, []) is None
+
+
+def test_speed_ups_and_improvements_compare_runs_of_the_same_seed() -> None:
+    base = [_run([{"accuracy": a} for a in (0.1, 0.2, 0.9, 0.95)]), _run([{"accuracy": 0.9}] * 2, 1)]
+    quick = [_run([{"accuracy": 0.1}, {"accuracy": 0.9}], seed) for seed in (0, 1)]
+    never = _run([{"accuracy": 0.1}], 1)
+    cell = _cell(Measure("speedup", 90.0), Printed(3.64))
+    here = found(cell, quick, base)
+    assert here is not None
+    assert here.mean == pytest.approx((3 / 2 + 1 / 2) / 2)
+    assert here.std == pytest.approx(statistics.stdev([3 / 2, 1 / 2]))
+    assert found(cell, [quick[0], never], base) == Found(None, None, 2, 1, 2)
+    assert found(cell, quick, []) is None
+
+    ala = [_run([{"personal_accuracy": a}, {"personal_accuracy": 0.1}], seed) for seed, a in enumerate((0.8, 0.7))]
+    alone = [_run([{"personal_accuracy": a}], seed) for seed, a in ((1, 0.4), (0, 0.3))]
+    gain = found(_cell(Measure("improvement")), ala, alone)
+    assert gain is not None
+    assert gain.mean == pytest.approx((50 + 30) / 2)
 
 
 def test_differences_are_in_standard_deviations_of_paper_and_measurement() -> None:
@@ -398,6 +499,8 @@ def test_steps_are_counted_as_the_protocol_has_them() -> None:
     assert steps("fedmr.table-1", "FedAvg", "CNN CIFAR-10 IID") == 1000 * 10 * 5 * 10
     assert steps("fedala.table-7", "FedAvg", "MNIST Dir(0.1)") == 2000 * 20 * 262  # the last short batch is dropped
     assert work(parse("umf(fedavg, alpha=1)"), 0.25) == pytest.approx(1.75)
+    assert work(parse("fedavg_c(finetune_epochs=10)"), 1.0) == 11.0
+    assert work(parse("fedprox_c(finetune_epochs=0, mu=0.001)"), 1.0) == 1.0
     assert work(parse("stages(fedavg:100, fedasam)"), 0.1) == 2.0
 
 

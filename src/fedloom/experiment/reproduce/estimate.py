@@ -34,13 +34,13 @@ PATIENCE = 2.0
 """Seconds after which no further step is taken, once there are two."""
 
 WORK = {
-    "moon": 1.7, "fedgen": 1.5, "fedasam": 2.0, "fedsam": 2.0, "fedavg_c": 11.0, "fedprox_c": 11.0, "fedrep": 3.5,
+    "moon": 1.7, "fedgen": 1.5, "fedasam": 2.0, "fedsam": 2.0, "fedrep": 3.5,
     "pfedme": 5.0, "ditto": 3.0, "fedphp": 1.4, "fedfomo": 2.5, "apple": 2.5, "fedala": 1.3,
 }  # fmt: skip
 """Time of a method's local training in that of plain SGD, by its passes over the data; 1 for those that are not listed."""
 
-SCORING = {"fedavg_c": 10.0, "fedprox_c": 10.0, "fedala": 0.3, "ala": 0.3}
-"""What a client does before its own model can be scored, in local trainings."""
+SCORING = {"fedala": 0.3, "ala": 0.3}
+"""What a client does before its own model can be scored, in local trainings; FedAvg-C and FedProx-C tell it themselves."""
 
 
 @dataclass(frozen=True)
@@ -123,13 +123,18 @@ def work(call: Call, participation: float) -> float:
         return most * (2 - participation)
     if call.name == "ala":
         return most + 0.3
+    if call.name == "per_fedavg":
+        return float(call.named.get("passes", 1))
+    if "finetune_epochs" in call.named:
+        return 1.0 + float(call.named["finetune_epochs"])
     return WORK.get(call.name, most)
 
 
 def scoring(call: Call) -> float:
     """What a client does before its own model is scored, in local trainings."""
     inner = [value for value in (*call.positional, *call.named.values()) if isinstance(value, Call)]
-    return SCORING.get(call.name, 0.0) + sum(scoring(one) for one in inner)
+    own = float(call.named.get("finetune_epochs", SCORING.get(call.name, 0.0)))
+    return own + sum(scoring(one) for one in inner)
 
 
 def seconds_a_step(own: Configuration, spec: DataSpec, threads: int) -> float:

@@ -11,7 +11,7 @@ from fedloom.experiment.events import RunName, Watch
 from fedloom.experiment.jobs import Here, Job, Pool, Tasks, require_possible
 from fedloom.experiment.reproduce.measure import found
 from fedloom.experiment.reproduce.needs import FACTS, at_hand, family
-from fedloom.experiment.reproduce.protocols import Cell
+from fedloom.experiment.reproduce.protocols import Beside, Cell
 from fedloom.experiment.reproduce.request import Plan, setting_key
 from fedloom.experiment.reproduce.side_by_side import Line, to_csv, to_markdown
 from fedloom.experiment.workers import Crew
@@ -89,16 +89,13 @@ def lines(plan: Plan, failed: Mapping[RunName, str]) -> list[Line]:
     summaries = summaries_of(plan)
     result = []
     for cell in plan.cells:
-        jobs = plan.jobs_of(cell)
+        own, others = plan.jobs_of(cell), plan.jobs_of(cell.beside) if cell.beside else []
+        jobs = list({job.name: job for job in (*own, *others)}.values())
         reason = next((failed[job.name] for job in jobs if job.name in failed), "")
-        runs = [summaries[job.name] for job in jobs if job.name in summaries]
-        base = [
-            run
-            for name, run in summaries.items()
-            if name.setting == setting_key(cell) and name.algorithm == "fedavg" and cell.measure.kind == "slower"
-        ]
-        short = (f"{len(runs)} of {len(jobs)} runs",) if len(runs) < len(jobs) else ()
-        result.append(Line(cell, found(cell, runs, base), (*plan.partial[setting_key(cell)], *short), reason))
+        runs, base = ([summaries[job.name] for job in some if job.name in summaries] for some in (own, others))
+        finished = sum(job.name in summaries for job in jobs)
+        short = (f"{finished} of {len(jobs)} runs",) if finished < len(jobs) else ()
+        result.append(Line(cell, found(cell, runs, base), (*plan.partial[setting_key(cell.setting)], *short), reason))
     return result
 
 
@@ -118,7 +115,7 @@ def notes(plan: Plan) -> list[str]:
     found = [f"{plan.label}: {reason}" for reason in plan.reasons]
     if len(plan.cells) < len(plan.exhibit.cells):
         found.append(f"{len(plan.cells)} of {len(plan.exhibit.cells)} cells")
-    if any(cell.measure.kind == "rounds" for cell in plan.cells):
+    if any(cell.measure.kind in ("rounds", "speedup") for cell in plan.cells):
         found.append("*: never reached")
     if any(cell.measure.kind == "end" for cell in plan.cells):
         found.append("mean ± std of the last 10 evaluations of a run")
@@ -142,13 +139,15 @@ def write(plan: Plan, table: list[Line], command: str) -> list[Path]:
 
 def _labelled(plan: Plan) -> list[RunSummary]:
     """The finished runs under the paper's names, with their setting where there are several."""
-    first: dict[tuple[str, str], Cell] = {}
-    for cell in plan.cells:
-        first.setdefault((setting_key(cell), str(parse(cell.algorithm))), cell)
+    first: dict[tuple[str, str], Cell | Beside] = {}
+    beside = [cell.beside for cell in plan.cells if cell.beside]
+    places: list[Cell | Beside] = [*plan.cells, *beside]
+    for place in places:
+        first.setdefault((setting_key(place.setting), str(parse(place.algorithm))), place)
     several = len({cell.setting.name for cell in plan.cells}) > 1
     result = []
     for name, run in summaries_of(plan).items():
-        cell = first[name.setting, name.algorithm]
-        label = f"{cell.row}, {cell.setting.name}" if several else cell.row
+        place = first[name.setting, name.algorithm]
+        label = f"{place.row}, {place.setting.name}" if several else place.row
         result.append(dataclasses.replace(run, algorithm=label))
     return result

@@ -42,7 +42,11 @@ FEDMR = "fedmr(unit=tensor)"
 FIRST_STAGE = "fedavg(weighted=false)"
 PAIR = {"FedAvg": "fedavg", "FedMR": FEDMR}
 
+CHANGES: dict[str, dict[str, Any]] = {"SCAFFOLD": {"weight_decay": 1e-5, "clip": 10.0}}
+"""What of local training the authors' code changes for one method."""
+
 _MU = {"cifar10": 0.01, "cifar100": 0.001, "femnist": 0.1}
+_MOON = {"cifar10": 5.0, "cifar100": 1.0, "femnist": 1.0}
 _FEDGEN = {"cifar10": (0.2, 0.2, 0.0003), "cifar100": (10.0, 1.0, 0.0001), "femnist": (10.0, 10.0, 0.0003)}
 
 LAST = Measure("end")
@@ -55,11 +59,11 @@ def setting(
     *,
     participants: int | None = None,
     record: Recorders = nothing,
-    **training: Any,
+    method: str = "",
 ) -> Setting:
     """A setting in the words of the numbers, such as `setting("cnn", "cifar10", "dir:0.1")`.
 
-    `participants` of the 100 clients take part in a round (10 %), `training` changes keys of local training.
+    `participants` of the 100 clients take part in a round (10 %); for SCAFFOLD as `method`, local training differs.
     """
     kind, _, value = distribution.partition(":")
     partition = f"dirichlet({value})" if kind == "dir" else {"iid": "iid", "natural": "natural"}[distribution]
@@ -73,11 +77,12 @@ def setting(
         clients=0 if distribution == "natural" else 100,  # natural: everyone there is
         partition=partition,
         model=MODELS[model][1],
-        training={"learning_rate": 0.01, "momentum": 0.9, "batch_size": 50, "epochs": 5, **training},
+        training={"learning_rate": 0.01, "momentum": 0.9, "batch_size": 50, "epochs": 5, **CHANGES.get(method, {})},
         rounds=ROUNDS,
         participation=0.1 if participants is None else participants / 100,
         evaluate_every=10,
         record=record,
+        only=method if method in CHANGES else "",
     )
 
 
@@ -88,9 +93,9 @@ def method(name: str, model: str, data: str) -> str:
         "FedAvg": "fedavg",
         "FedProx": f"fedprox(mu={_MU[data]})",
         "SCAFFOLD": "scaffold",
-        "MOON": "moon(mu=5.0, temperature=0.5)",
+        "MOON": f"moon(mu={_MOON[data]}, temperature=0.5)",
         "FedGen": f"fedgen(alpha={alpha}, beta={beta}, generator_learning_rate={rate})",
-        "CluSamp": "clusamp",
+        "CluSamp": "clusamp(weight=size)",
         "FedExP": "fedexp(epsilon=0.1, epsilon_by_clients=true)",
         "FedASAM": "fedasam(rho=0.1, eta=0.0)",
         "FedMut": "fedmut(radius=4.0, beta=0.3, mutation_rounds=50)",
@@ -101,11 +106,6 @@ def method(name: str, model: str, data: str) -> str:
 def two_stages(rounds: int) -> str:
     """FedMR-n: `rounds` of plain averaging first (equal weights, as the code has it)."""
     return FEDMR if rounds == 0 else f"stages({FIRST_STAGE}:{rounds}, {FEDMR})"
-
-
-def changes(name: str) -> dict[str, Any]:
-    """What of local training the authors' code changes for one method."""
-    return {"weight_decay": 1e-5, "clip": 10.0} if name == "SCAFFOLD" else {}
 
 
 def curves(
@@ -121,7 +121,7 @@ def curves(
     found = []
     for distribution in distributions:
         for name in methods:
-            where = setting(model, data, distribution, participants=participants, record=record, **changes(name))
+            where = setting(model, data, distribution, participants=participants, record=record, method=name)
             found.append(Cell(name, where.name, where, method(name, model, data), LAST))
     return found
 
@@ -137,7 +137,7 @@ def table(paper: str) -> list[Cell]:
     found = []
     for number in printed(paper, "1"):
         model, data, name = number["model"], number["dataset"], number["method"]
-        where = setting(model, data, number["heterogeneity"], **changes(name))
+        where = setting(model, data, number["heterogeneity"], method=name)
         value = Printed(number["mean"], number["std"])
         found.append(Cell(name, where.name, where, method(name, model, data), LAST, value))
     return found

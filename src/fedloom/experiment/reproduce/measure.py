@@ -38,7 +38,7 @@ class Found:
 
 
 def found(cell: Cell, runs: Sequence[RunSummary], base: Sequence[RunSummary] = ()) -> Found | None:
-    """The cell's value over its `runs`, a seed each; `base` are FedAvg's in the same setting, where they are needed.
+    """The cell's value over its `runs`, a seed each; `base` are those of the run beside it, where there is one.
 
     None when there is no run, or no figure of the kind in them.
     """
@@ -51,9 +51,12 @@ def found(cell: Cell, runs: Sequence[RunSummary], base: Sequence[RunSummary] = (
         return _end(runs)
     if kind == "rounds":
         return _rounds(runs, (cell.measure.target or 0.0) / 100)
+    if kind == "speedup":
+        return _speedup(runs, base, (cell.measure.target or 0.0) / 100)
     measures: dict[str, Callable[[RunSummary], float | None]] = {
         "best": lambda run: _percent(figures.best(run)),
-        "personal": lambda run: _percent(max(_personal(run).values(), default=None)),
+        "personal": _best_personal,
+        "improvement": lambda run: _improvement(run, base),
         "joining": lambda run: _percent(max(_joining(run), default=None)),
         "minutes": lambda run: _minutes(run),
         "total": _total,
@@ -115,6 +118,29 @@ def _rounds(runs: Sequence[RunSummary], target: float) -> Found:
     mean = statistics.fmean(reached) if whole else None
     best = max((share for run in runs if (share := figures.best(run)) is not None), default=None)
     return Found(mean, std, len(runs), len(reached), _length(runs), _percent(best))
+
+
+def _speedup(runs: Sequence[RunSummary], base: Sequence[RunSummary], target: float) -> Found | None:
+    """Rounds of the run with the same seed beside it over a run's own; no mean unless every one of both reached the target."""
+    beside = {run.seed: figures.rounds_to(run, target) for run in base}
+    pairs = [(beside[run.seed], figures.rounds_to(run, target)) for run in runs if run.seed in beside]
+    if not pairs:
+        return None
+    ratios = [theirs / own for theirs, own in pairs if theirs is not None and own is not None]
+    whole = len(ratios) == len(pairs)
+    std = statistics.stdev(ratios) if whole and len(ratios) > 1 else None
+    return Found(statistics.fmean(ratios) if whole else None, std, len(pairs), len(ratios), _length(runs))
+
+
+def _best_personal(run: RunSummary) -> float | None:
+    return _percent(max(_personal(run).values(), default=None))
+
+
+def _improvement(run: RunSummary, base: Sequence[RunSummary]) -> float | None:
+    """Points above the run with the same seed beside it."""
+    own = _best_personal(run)
+    theirs = next((_best_personal(other) for other in base if other.seed == run.seed), None)
+    return None if own is None or theirs is None else own - theirs
 
 
 def _personal(run: RunSummary) -> dict[int, float]:

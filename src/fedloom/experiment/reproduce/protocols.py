@@ -26,7 +26,8 @@ class Setting:
     `data` is the data set's expression without a folder, `training` the keys of `[training]` that are not the defaults.
     Evaluations take place every `evaluate_every` rounds, of the global model or, with `personal`, of the clients' own models
     on the quarter of each client's data that is held out (FedALA; training and test part are merged before). `seeds` are the
-    runs of the protocol, `record` what is recorded beside the figures.
+    runs of the protocol, `record` what is recorded beside the figures. `only` names the method that this setting is for, where
+    a paper trains one method in another way than the others in the same column.
     """
 
     paper: str
@@ -42,6 +43,7 @@ class Setting:
     personal: bool = False
     seeds: tuple[int, ...] = (0,)
     record: Recorders = nothing
+    only: str = ""
 
     def table(self, rounds: int) -> dict[str, Any]:
         """The configuration of this setting for so many rounds, without methods, seeds and folders.
@@ -81,10 +83,12 @@ class Measure:
     `end`       mean of the last ten evaluations' test accuracy, %
     `personal`  best over rounds of the accuracy of the clients' own models, over all their test samples, %
     `joining`   the same over the clients that take part in the round alone, %
+    `improvement`  best personal accuracy less that of the run beside it, points
     `rounds`    first round whose test accuracy is at least `target` %
+    `speedup`   that round of the run beside it over this run's
     `minutes`   minutes a round (training and server)
     `total`     minutes until the best personal accuracy is reached
-    `slower`    minutes a round over those of FedAvg in the same setting
+    `slower`    minutes a round over those of the run beside it
     `models`    models sent and received a round (`a_client`: by one client), from counted bytes
     `weights`   weights that ALA learns, from the model
     `classes`   classes that a client holds, mean over the clients
@@ -105,7 +109,9 @@ _UNITS = {
     "end": "%",
     "personal": "%",
     "joining": "%",
+    "improvement": "points",
     "rounds": "rounds",
+    "speedup": "x FedAvg",
     "minutes": "min a round",
     "total": "min",
     "slower": "x FedAvg",
@@ -124,10 +130,20 @@ class Printed:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """The run that a measure compares with: the method as the paper calls it, where, and how."""
+
+    row: str
+    setting: Setting
+    algorithm: str
+
+
+@dataclass(frozen=True)
 class Cell:
     """One value: `row` is the method as the paper calls it, `column` the setting with the target, if any.
 
-    `setting` and `algorithm` give the run; `printed` is None for a curve, of which the paper prints no number.
+    `setting` and `algorithm` give the run; `printed` is None for a curve, of which the paper prints no number. `beside` is
+    the run that is compared with, where the measure compares two.
     """
 
     row: str
@@ -136,6 +152,7 @@ class Cell:
     algorithm: str
     measure: Measure
     printed: Printed | None = None
+    beside: Beside | None = None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from fedloom.experiment.configuration import Configuration, configuration, put
 from fedloom.experiment.events import RunName
 from fedloom.experiment.jobs import Job
 from fedloom.experiment.reproduce.needs import FACTS, family, in_folder
-from fedloom.experiment.reproduce.protocols import Cell, Exhibit, Setting, folder_of
+from fedloom.experiment.reproduce.protocols import Beside, Cell, Exhibit, Setting, folder_of
 from fedloom.experiment.run import run_directory
 from fedloom.expression import Call, parse
 
@@ -93,18 +94,16 @@ class Plan:
         """Where the files about this table or figure go."""
         return self.request.directory / self.exhibit.id
 
-    def jobs_of(self, cell: Cell) -> list[Job]:
-        """The runs that fill a cell, a seed each."""
-        wanted = str(parse(cell.algorithm))
-        key = setting_key(cell)
+    def jobs_of(self, where: Cell | Beside) -> list[Job]:
+        """The runs that fill a cell, or stand beside one, a seed each."""
+        wanted = str(parse(where.algorithm))
+        key = setting_key(where.setting)
         return [job for job in self.jobs if job.name.setting == key and job.name.algorithm == wanted]
 
 
-def setting_key(cell: Cell) -> str:
-    """What tells the settings of one table apart: their names, with what a method changes of training (as SCAFFOLD does)."""
-    extra = {k: v for k, v in cell.setting.training.items() if k in ("weight_decay", "clip")}
-    changed = "" if cell.setting.paper != "fedmr" or not extra else " (SCAFFOLD)"
-    return cell.setting.name + changed
+def setting_key(setting: Setting) -> str:
+    """What tells the settings of one table apart: their names, with the method that has one of its own."""
+    return f"{setting.name} ({setting.only})" if setting.only else setting.name
 
 
 def plan(exhibit: Exhibit, request: Request) -> Plan:
@@ -113,15 +112,15 @@ def plan(exhibit: Exhibit, request: Request) -> Plan:
     configurations: dict[str, Configuration] = {}
     partial: dict[str, tuple[str, ...]] = {}
     methods: dict[str, list[str]] = {}
-    for cell in cells:
-        key = setting_key(cell)
+    for where in [place for cell in cells for place in (cell.beside, cell) if place is not None]:
+        key = setting_key(where.setting)
         if key not in configurations:
-            seeds = request.seeds or cell.setting.seeds
-            configurations[key] = _configured(cell.setting, key, request, seeds)
-            partial[key] = _left_out(cell.setting, request, seeds)
-        if cell.measure.kind != "weights":
+            seeds = request.seeds or where.setting.seeds
+            configurations[key] = _configured(where.setting, key, request, seeds)
+            partial[key] = _left_out(where.setting, request, seeds)
+        if isinstance(where, Beside) or where.measure.kind != "weights":
             methods.setdefault(key, [])
-            methods[key] += [text for text in [str(parse(cell.algorithm))] if text not in methods[key]]
+            methods[key] += [text for text in [str(parse(where.algorithm))] if text not in methods[key]]
     jobs = []
     for key, texts in methods.items():
         own = configurations[key]
@@ -182,6 +181,9 @@ def _configured(setting: Setting, key: str, request: Request, seeds: Sequence[in
     data["name"] = in_folder(setting.data, request.folders.get(family(name)))
     if request.samples is not None and not FACTS[name].generated:
         data["name"] = str(Call("part", named={"of": data["name"], "samples": request.samples}))
+        if "steps" in table["training"]:
+            share = min(1.0, request.samples / (FACTS[name].train + FACTS[name].test))
+            table["training"]["steps"] = math.ceil(share * table["training"]["steps"])
     for change in request.changes:
         put(table, change)
     # Where something lies or how many work at it makes no other experiment.

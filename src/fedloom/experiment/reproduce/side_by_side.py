@@ -88,7 +88,7 @@ def to_csv(exhibit: str, lines: Sequence[Line]) -> str:
 
 def _plain(exhibit: str, line: Line) -> Mapping[str, object]:
     cell, here, paper = line.cell, line.here, line.cell.printed
-    never = cell.measure.kind == "rounds"
+    never = cell.measure.kind in ("rounds", "speedup")
     return {
         "exhibit": exhibit,
         "column": cell.column,
@@ -137,6 +137,8 @@ def printed_text(paper: Printed | None, measure: Measure) -> str:
 def found_text(here: Found, measure: Measure) -> str:
     """As `printed_text`; where not every run reached a target, within how many rounds, how many did, and how near the best
     came."""
+    if here.mean is None and measure.kind == "speedup":
+        return NEVER
     if here.mean is None:
         some = f", {here.reached} of {here.runs} did" if here.reached else ""
         near = "" if here.best is None else f", best {here.best:.1f}%"
@@ -155,4 +157,5 @@ def _digits(measure: Measure, value: float) -> str:
         return ",.0f"
     if measure.kind in ("rounds", "total"):
         return ".0f" if value == round(value) else ".1f"
-    return ".2f" if measure.kind in ("best", "end", "personal", "joining") or abs(value) >= 0.01 else ".2g"
+    percent = measure.kind in ("best", "end", "personal", "joining", "improvement")
+    return ".2f" if percent or abs(value) >= 0.01 else ".2g"
