@@ -254,13 +254,6 @@ def test_other_versions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         flower(config, grid)
 
 
-def test_secure_recombination_is_refused_rather_than_played(tmp_path: Path) -> None:
-    config = run_config("secure(fedmr)", tmp_path / "run")
-    federation = flower(config, LocalGrid(nodes(CLIENTS, tmp_path), config))
-    with pytest.raises(InvalidValue, match="would protect nothing"):
-        federation.step()
-
-
 def test_a_round_in_which_every_site_fails_ends_the_run_with_its_reason(tmp_path: Path) -> None:
     config = run_config("fedavg", tmp_path / "run")
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)

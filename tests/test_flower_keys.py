@@ -107,8 +107,8 @@ def test_nothing_private_lies_where_it_does_not_belong(tmp_path: Path) -> None:
     }
     assert names == {
         "server": ["ca.crt", "server.crt", "server.key", "site-0.pub", "site-1.pub"],
-        "site-0": ["ca.crt", "site.key"],
-        "site-1": ["ca.crt", "site.key"],
+        "site-0": ["ca.crt", "peers.pub", "site.key"],
+        "site-1": ["ca.crt", "peers.pub", "site.key"],
     }
     assert sorted(keys.made) == sorted(path for path in tmp_path.rglob("*") if path.is_file())
 
@@ -118,8 +118,9 @@ def test_a_second_call_adds_what_is_missing_and_changes_nothing(tmp_path: Path) 
     before = contents(tmp_path)
     assert make_keys(tmp_path, 2).made == ()
     more = make_keys(tmp_path, 3)
-    assert {path.name for path in more.made} == {"site.key", "ca.crt", "site-2.pub"}
-    assert before.items() <= contents(tmp_path).items()
+    assert {path.name for path in more.made} == {"site.key", "ca.crt", "site-2.pub", "peers.pub"}
+    after = contents(tmp_path)
+    assert {name for name in before if before[name] != after[name]} == {"site-0/peers.pub", "site-1/peers.pub"}
 
 
 def test_a_site_that_has_taken_its_folder_away_keeps_its_key(tmp_path: Path) -> None:
@@ -149,7 +150,7 @@ def test_fresh_makes_all_anew_and_leaves_other_files_alone(tmp_path: Path) -> No
     before = contents(tmp_path)
     make_keys(tmp_path, 2, fresh=True)
     after = contents(tmp_path)
-    assert set(before) - set(after) == {"server/site-2.pub", "site-2/site.key", "site-2/ca.crt"}
+    assert set(before) - set(after) == {"server/site-2.pub", "site-2/site.key", "site-2/ca.crt", "site-2/peers.pub"}
     assert [name for name in after if after[name] == before[name]] == ["site-2/notes.txt"]
 
 
@@ -214,7 +215,7 @@ def test_the_command_says_what_goes_where(tmp_path: Path, capsys: pytest.Capture
     assert main(command) == 0
     out = capsys.readouterr().out
     for word in (
-        "13 files made",
+        "16 files made",
         "authority",
         "server",
         "site-0",

@@ -55,7 +55,7 @@ def _say_keys(found: Keys, hosts: list[str]) -> None:
     )
     print(f"  {found.authority_key.parent}: signs certificates; keep it away from every machine of the federation")
     print(f"  {server}: to the machine of the server (ca.crt, server.crt, server.key, the sites' public keys)")
-    print(f"  {first}{last}: each to its site alone (ca.crt, site.key)")
+    print(f"  {first}{last}: each to its site alone (ca.crt, site.key, all public keys in peers.pub)")
     print(f"The certificate is good for {', '.join(('localhost', '127.0.0.1', *hosts))}. Files *.key are secrets.")
 
 

@@ -6,6 +6,7 @@ import hashlib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -67,16 +68,7 @@ def deployment(run_config: Mapping[str, Any]) -> Deployment:
 
 def read_configuration(text: str) -> Configuration:
     """The configuration that a text is, or that lies where it says. Raises `InvalidValue` unless it is of one federation."""
-    if "=" not in text and "\n" not in text:
-        found = load(Path(text))
-    else:
-        try:
-            table = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise InvalidValue(
-                f"run configuration: configuration is not TOML: {' '.join(str(error).split())}"
-            ) from None
-        found = configuration({"name": "federation", **table})
+    found = load(Path(text)) if "=" not in text and "\n" not in text else _parsed(text)
     if found.algorithm is None:
         raise InvalidValue("run configuration: configuration names no method: give algorithm, such as 'fedmr'")
     if found.variants:
@@ -84,6 +76,16 @@ def read_configuration(text: str) -> Configuration:
     if found.data.clients < 1:
         raise InvalidValue("run configuration: configuration must say how many sites there are: data.clients")
     return found
+
+
+@lru_cache(maxsize=1)
+def _parsed(text: str) -> Configuration:
+    """The configuration in a text; kept for sites that share a process, as in tests."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidValue(f"run configuration: configuration is not TOML: {' '.join(str(error).split())}") from None
+    return configuration({"name": "federation", **table})
 
 
 def description(dataset: Dataset) -> Words:

@@ -10,7 +10,7 @@ from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from fedloom.deploy.site import Answer, Site
-from fedloom.engines.flower_messages import Refusal, Words, any_tensors, encoded, one_line, pack, words_of
+from fedloom.engines.flower_messages import Refusal, Words, any_tensors, encoded, one_line, pack, parcel_of, words_of
 from fedloom.errors import FedloomError
 
 _logger = logging.getLogger("flwr.fedloom")
@@ -22,6 +22,12 @@ app = ClientApp()
 def hello(message: Message, context: Context) -> Message:
     """Say which client this site is."""
     return _answered(message, context, lambda site, words, _: site.hello(words))
+
+
+@app.query("exchange")
+def exchange(message: Message, context: Context) -> Message:
+    """Exchange layers with other sites."""
+    return _answered(message, context, lambda site, words, inbox: site.exchange(words, inbox, parcel_of(message)))
 
 
 @app.train()
@@ -51,6 +57,6 @@ def _answered(
         words = {"refused": one_line(f"{type(error).__name__}: {error}")}
     else:
         arrays = {name: encoded(tensor) for name, tensor in answer.tensors.items()}
-        return Message(pack(answer.words, arrays, answer.figures), reply_to=message)
+        return Message(pack(answer.words, arrays, answer.figures, answer.parcel), reply_to=message)
     _logger.error("%s", words["refused"])
     return Message(pack(words), reply_to=message)

@@ -5,6 +5,7 @@ server/ca.crt                the authority's certificate, in PEM
 server/server.crt, .key      the server's certificate and private key, in PEM
 server/site-0.pub, ...       the sites' public keys, in OpenSSH's format, to register with the SuperLink
 site-0/ca.crt, site.key, ... a site's own private key, in OpenSSH's format, and what it knows the server by
+site-0/peers.pub             the public keys of all sites, by which they know each other where they exchange layers
 
 Each folder is for one place. All keys are on the curve P-384, the widest that Flower takes for SuperNodes.
 """
@@ -71,14 +72,15 @@ class Keys:
         return self.server / f"site-{site}.pub"
 
     def site(self, site: int) -> Path:
-        """The folder for a site: `ca.crt` and `site.key`."""
+        """The folder for a site: `ca.crt`, `site.key` and `peers.pub`."""
         return self.folder / f"site-{site}"
 
 
 def make_keys(
     folder: Path, sites: int, hosts: Sequence[str] = (), days: int = SERVER_DAYS, fresh: bool = False
 ) -> Keys:
-    """Make the keys that are missing in `folder`; those that are there stay as they are, unless `fresh`.
+    """Make the keys that are missing in `folder`; those that are there stay as they are, unless `fresh`. Lists of public keys
+    grow with the sites.
 
     The server's certificate holds `localhost`, `127.0.0.1` and `hosts` (names or addresses) and is good for `days` days.
     So a federation grows by asking for more sites, and a certificate is renewed by removing `server/server.crt` first.
@@ -98,6 +100,7 @@ def make_keys(
     pem = certificate.public_bytes(Encoding.PEM)
     for site in range(sites):
         _site(keys, site, pem, made)
+    _peers(keys, made)
     return Keys(folder, sites, tuple(made))
 
 
@@ -172,6 +175,16 @@ def _site(keys: Keys, site: int, authority: bytes, made: list[Path]) -> None:
         _write(public_path, public + f" site-{site}\n".encode(), made)
     if not (keys.site(site) / "ca.crt").exists():
         _write(keys.site(site) / "ca.crt", authority, made)
+
+
+def _peers(keys: Keys, made: list[Path]) -> None:
+    """The list of all public keys, in the folder of each site that is still here; longer when there are more sites."""
+    numbers = sorted(int(path.stem.removeprefix("site-")) for path in keys.server.glob("site-*.pub"))
+    listed = b"".join(keys.public(number).read_bytes() for number in numbers)
+    for number in numbers:
+        path = keys.site(number) / "peers.pub"
+        if (keys.site(number) / "site.key").exists() and not (path.exists() and path.read_bytes() == listed):
+            _write(path, listed, made)
 
 
 def _builder(
@@ -274,7 +287,7 @@ def _write(path: Path, content: bytes, made: list[Path], private: bool = False) 
 def _remove(folder: Path) -> None:
     """Remove what `make_keys` makes, and nothing else."""
     made = ("authority/ca.key", "server/ca.crt", "server/server.crt", "server/server.key", "server/site-*.pub")
-    for pattern in (*made, "site-*/site.key", "site-*/ca.crt"):
+    for pattern in (*made, "site-*/site.key", "site-*/ca.crt", "site-*/peers.pub"):
         for path in folder.glob(pattern):
             path.unlink()
     for place in [folder / "authority", folder / "server", *folder.glob("site-*")]:

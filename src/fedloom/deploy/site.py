@@ -19,15 +19,21 @@ from torch import Tensor
 
 import fedloom
 from fedloom.algorithm import Algorithm, Plan, build
+from fedloom.algorithms.secure import Secure, secured
 from fedloom.data.partition import Partition
 from fedloom.deploy.agreement import Deployment, deployment, described, layout_digest, read_configuration
+from fedloom.deploy.identity import Identity
 from fedloom.deploy.memory import SiteMemory, default_folder
+from fedloom.deploy.peer import SitePeer, begins
 from fedloom.deploy.site_data import own_data
 from fedloom.engines.base import INTEGERS, Fault, Order
 from fedloom.engines.flower_messages import Refusal, Words, whole
 from fedloom.engines.local import RowsEngine
 from fedloom.errors import DamagedCheckpoint, InvalidValue, RefusedReply
 from fedloom.round import Round
+from fedloom.secure import from_layers, to_layers
+from fedloom.secure.messages import pack as packed
+from fedloom.secure.peer import OCCASIONS
 from fedloom.task import Task, make_task
 
 _MOST = 1 << 48  # of anything that is counted
@@ -51,14 +57,24 @@ class Answer:
     words: Words
     tensors: Mapping[str, Tensor]
     figures: Mapping[str, float]
+    parcel: bytes = b""
 
 
 class Site:
-    """Site `number` of a deployment. `source` names its own data; with None it takes its share of the configuration's."""
+    """Site `number` of a deployment. `source` names its own data; with None it takes its share of the configuration's.
+    `identity` is who it is to other sites, where they exchange layers."""
 
-    def __init__(self, settings: Deployment, number: int, source: str | None, folder: Path, text: str) -> None:
+    def __init__(
+        self,
+        settings: Deployment,
+        number: int,
+        source: str | None,
+        folder: Path,
+        text: str,
+        identity: Identity | None = None,
+    ) -> None:
         self.settings, self.number, self.source, self.folder = settings, number, source, folder
-        self._text = text
+        self._text, self.identity = text, identity
 
     @classmethod
     def of(cls, run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Site:
@@ -79,12 +95,15 @@ class Site:
         folder = node_config.get("memory")
         place = Path(str(folder)).expanduser() if folder else default_folder()
         source = str(node_config["data"]) if node_config.get("data") else None
-        return cls(settings, number, source, place, str(run_config["configuration"]))
+        identity = Identity.of(node_config, number)
+        return cls(settings, number, source, place, str(run_config["configuration"]), identity)
 
     # --- what it is asked ---
 
     def hello(self, words: Words) -> Answer:
         """Who this site is and how many samples it has."""
+        if any(isinstance(part, Secure) for part in build(self.settings.algorithm).nested()):
+            self._require_identity()
         task, index = self._whole_task(words)
         tests = 0 if task.local_test is None else len(task.local_test[index])
         told = {
@@ -107,6 +126,13 @@ class Site:
         before = engine.store.read(client)
         method = self._method(engine.task, round)
         expected = _shapes(words.get("expected"))
+        # By the site's own configuration: the server cannot ask for a model that others should have a part in.
+        exchange = None if expected is None else secured(method, round.number)
+        peer = None if exchange is None else self._peer(words, round, exchange)
+        if peer is not None and exchange is not None and words.get("exchanged") is True:
+            layers = peer.outcome("before_train")
+            inbox = {**inbox, "model": from_layers(layers, exchange.units(), engine.task.initial).unsqueeze(0)}
+            _require_sound(engine.task, inbox)
         order = Order(client, None if expected is None else 0, dict(inbox))
         result = engine.train_one(method, round, order, expected or {})
         if isinstance(result, Fault):
@@ -121,7 +147,43 @@ class Site:
         kept = [kept for kept in words.get("keep", []) if type(kept) is int]
         memory.forget(round.number, {version, *kept})
         told = {"site": self.number, "round": round.number, "memory": written}
-        return Answer(told, {} if expected is None else result.tensors, result.metrics)
+        tensors = {} if expected is None else dict(result.tensors)
+        if peer is not None and exchange is not None:
+            peer.leave()
+            if exchange.exchanges("before_upload"):
+                peer.keep(to_layers(tensors.pop("model"), exchange.units()))
+        return Answer(told, tensors, result.metrics)
+
+    def exchange(self, words: Words, inbox: Mapping[str, Tensor], parcel: bytes) -> Answer:
+        """Take the next step of an exchange of layers with other sites, or hand over what this site holds after it.
+
+        Raises `RefusedReply` where the site is in no such exchange, `FedloomError` for what it would not do.
+        """
+        round, _ = self._addressed(words)
+        run, when = str(words.get("run")), str(words.get("when"))
+        method = secured(build(self.settings.algorithm), round.number)
+        if method is None or when not in OCCASIONS or not method.exchanges(when):
+            raise RefusedReply(f"nothing is exchanged {when:.40} in round {round.number}")
+        peer = self._peer(words, round, method)
+        told = {"site": self.number, "round": round.number}
+        if words.get("upload") is True:
+            layers = peer.outcome("before_upload", run)
+            peer.leave()
+            return Answer(told, {}, {}, packed(*layers))
+        if not begins(parcel):
+            return Answer(told, {}, {}, peer.go_on(parcel, run))
+        layers = peer.trained() if when == "before_upload" else self._sent(words, round, inbox)
+        return Answer(told, {}, {}, peer.begin(parcel, run, when, layers))
+
+    def _sent(self, words: Words, round: Round, inbox: Mapping[str, Tensor]) -> list[bytes]:
+        """The layers of the model that the server sent to this site, for an exchange before training."""
+        task, _ = self._whole_task(words)
+        _require_sound(task, inbox)
+        method = secured(self._method(task, round), round.number)
+        model = inbox.get("model")
+        if method is None or model is None or model.shape != (1, task.layout.size):
+            raise RefusedReply("the server sent no whole model to exchange")
+        return to_layers(model[0], method.units())
 
     def evaluate(self, words: Words, inbox: Mapping[str, Tensor]) -> Answer:
         """Judge the model that this client would use, or the one that it is sent, on its own test samples."""
@@ -133,6 +195,19 @@ class Site:
         return Answer(told, {}, {})
 
     # --- what it needs for that ---
+
+    def _require_identity(self) -> Identity:
+        """Raise `InvalidValue` where this site cannot say who it is to the others."""
+        if self.identity is None:
+            raise InvalidValue(
+                f"site {self.number}: {self.settings.algorithm} needs to know who the sites are: name its key and everybody's "
+                "public keys in the node configuration (identity='keys/site-0/site.key' peers='keys/site-0/peers.pub')"
+            )
+        return self.identity
+
+    def _peer(self, words: Words, round: Round, method: Secure) -> SitePeer:
+        folder = SiteMemory(self.folder, str(words.get("federation")), self.number).folder
+        return SitePeer(folder, self.number, self._require_identity(), method.rules(), round.number, round.seed)
 
     def _addressed(self, words: Words) -> tuple[Round, int]:
         """The round and the client's number in it, when the message is for this site."""

@@ -15,15 +15,17 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from flwr.app import Array, Message
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, describe
-from fedloom.algorithms.secure import Secure
-from fedloom.engines.base import INTEGERS, Choice, Fault, Order, Reply, expectations, inspect_reply
+from fedloom.algorithms.secure import Secure, secured
+from fedloom.algorithms.stages import Stages
+from fedloom.engines.base import INTEGERS, Choice, Exchanging, Fault, Order, Reply, expectations, inspect_reply
+from fedloom.engines.flower_exchange import SecureRound
 from fedloom.engines.flower_messages import (
     Refusal,
     Shape,
@@ -35,7 +37,7 @@ from fedloom.engines.flower_messages import (
     whole,
     words_of,
 )
-from fedloom.engines.flower_post import FOREVER, Post
+from fedloom.engines.flower_post import FOREVER, Kind, Post
 from fedloom.engines.flower_sites import MOST_SAMPLES, Sites
 from fedloom.errors import DamagedCheckpoint, FedloomError, InvalidValue, RefusedReply
 from fedloom.round import Round
@@ -52,18 +54,17 @@ _logger = logging.getLogger("flwr.fedloom")
 
 
 def require_supported(algorithm: Algorithm) -> None:
-    """Raise `InvalidValue` for a method whose clients hand each other parcels, which this engine does not carry.
-
-    The rehearsal of that exchange on the server, right in a simulation, would show the server every upload.
-    """
-    if any(isinstance(method, Secure) for method in algorithm.nested()):
+    """Raise `InvalidValue` for a method of which a site cannot tell by itself in which rounds its upload must be exchanged."""
+    found = list(algorithm.nested())
+    if any(isinstance(one, Secure) for one in found) and any(
+        isinstance(one, Stages) and one.automatic for one in found
+    ):
         raise InvalidValue(
-            f"{describe(algorithm)}: real sites cannot exchange layers through Flower yet, and without that "
-            "secure(...) would protect nothing: take the method inside it, or simulate"
+            f"{describe(algorithm)}: sites must know when secure(...) leads: give a last round in place of auto"
         )
 
 
-class FlowerEngine:
+class FlowerEngine(Exchanging):
     """Lets sites train. `federation` names this federation at the sites, `briefing` is told with every message.
 
     `numbers` are the partition ids of the task's clients where those differ. Sites have `deadline` seconds for one round, or as
@@ -100,16 +101,32 @@ class FlowerEngine:
     # --- the work of a round ---
 
     def train(self, algorithm: Algorithm, round: Round, orders: Sequence[Order]) -> Iterator[Reply | Fault]:
-        require_supported(algorithm)
-        expected = expectations(algorithm, round, self.task.layout)
+        method = secured(algorithm, round.number)
+        if method is not None:
+            yield from SecureRound(self, method, algorithm, round).train(orders)
+        else:
+            yield from self.trained(algorithm, round, orders)
+
+    def trained(
+        self,
+        algorithm: Algorithm,
+        round: Round,
+        orders: Sequence[Order],
+        exchanged: bool = False,
+        withheld: bool = False,
+    ) -> Iterator[Reply | Fault]:
+        """What the sites that train answer. Their models are those that they `exchanged` before, where they did; models that
+        are `withheld` are no part of the answers."""
+        whole_reply = expectations(algorithm, round, self.task.layout)
+        expected = {name: shape for name, shape in whole_reply.items() if not (withheld and name == "model")}
         types = {"model": self.task.layout.dtype, INTEGERS: torch.int64}
 
         def words(order: Order) -> Words:
             kept = sorted({int(saved[order.client]) for saved in self._saved} - {0})
-            shapes = None if order.slot is None else {name: list(shape) for name, shape in expected.items()}
-            return {"expected": shapes, "keep": kept}
+            shapes = None if order.slot is None else {name: list(shape) for name, shape in whole_reply.items()}
+            return {"expected": shapes, "keep": kept, "exchanged": exchanged and order.slot is not None}
 
-        for order, answer in self._answers("train", round, orders, words):
+        for order, answer in self.answers("train", round, orders, words):
             if isinstance(answer, str):
                 yield Fault(order, answer)
                 continue
@@ -157,7 +174,7 @@ class FlowerEngine:
         def words(order: Order) -> Words:
             return {"given": given}
 
-        for order, answer in self._answers("evaluate", round, orders, words):
+        for order, answer in self.answers("evaluate", round, orders, words):
             try:
                 if isinstance(answer, str):
                     raise FedloomError(answer)
@@ -165,14 +182,17 @@ class FlowerEngine:
             except FedloomError as error:
                 _logger.warning("site %d is not evaluated: %s", self.numbers[order.client], error)
 
-    def _answers(
+    def answers(
         self,
-        kind: Literal["train", "evaluate"],
+        kind: Kind,
         round: Round,
         orders: Sequence[Order],
         words: Callable[[Order], Words],
+        parcels: Mapping[int, bytes] | None = None,
     ) -> Iterator[tuple[Order, Message | str]]:
-        """Every site's message as it comes, or why there is none."""
+        """Every site's message as it comes, or why there is none. `parcels` go to those clients beside words and tensors."""
+        if not orders:
+            return
         end = time.monotonic() + self.deadline
         nodes = self._nodes(orders)
         arrays: dict[int, Array] = {}  # what several sites are sent is encoded once
@@ -184,7 +204,11 @@ class FlowerEngine:
                 yield order, "the site is not there"
                 continue
             addressed = {"site": number, "client": order.client, "memory": self._version(order.client)}
-            content = pack(told | addressed | words(order), _encoded_once(order.inbox, arrays))
+            content = pack(
+                told | addressed | words(order),
+                _encoded_once(order.inbox, arrays),
+                parcel=b"" if parcels is None else parcels[order.client],
+            )
             sent = self.post.send(nodes[number], kind, content, f"{round.number}", self.deadline)
             if sent is None:
                 yield order, "Flower did not take the message"
@@ -219,6 +243,10 @@ class FlowerEngine:
         for client, version in self._written.items():
             versions[client] = version
         self._versions, self._written = versions, {}
+
+    def forget(self, client: int) -> None:
+        """What this client did in this round is not taken: it goes on from the memory that it had."""
+        self._written.pop(client, None)
 
     def rollback(self) -> bool:
         self._written = {}

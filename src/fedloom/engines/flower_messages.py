@@ -26,6 +26,7 @@ PROTOCOL = 1
 RECORD = "fedloom"
 ARRAYS = "arrays"
 FIGURES = "figures"
+PARCEL = "parcel"
 
 Words = dict[str, Any]
 """Plain values."""
@@ -49,14 +50,19 @@ class Refusal(FedloomError):
 
 
 def pack(
-    words: Words, arrays: Mapping[str, Array] | None = None, figures: Mapping[str, float] | None = None
+    words: Words,
+    arrays: Mapping[str, Array] | None = None,
+    figures: Mapping[str, float] | None = None,
+    parcel: bytes = b"",
 ) -> RecordDict:
-    """The content of a message."""
+    """The content of a message; `parcel` is what the carrier does not look into."""
     content = RecordDict({RECORD: ConfigRecord({"protocol": PROTOCOL, "words": json.dumps(words)})})
     if arrays is not None:
         content[ARRAYS] = ArrayRecord(dict(arrays))
     if figures is not None:
         content[FIGURES] = MetricRecord({name: float(value) for name, value in figures.items()})
+    if parcel:
+        content[PARCEL] = ConfigRecord({"bytes": parcel})
     return content
 
 
@@ -166,6 +172,17 @@ def figures_of(message: Message) -> dict[str, float]:
         if not _FIGURE.fullmatch(name) or name in _RESERVED or not isinstance(value, (int, float)):
             raise RefusedReply(f"{name!r:.80} is not the name of a figure")
     return {name: float(value) for name, value in found.items() if isinstance(value, (int, float))}
+
+
+def parcel_of(message: Message) -> bytes:
+    """What a message carries for others to look into, or nothing. Raises `RefusedReply` for what is no parcel."""
+    record = message.content.get(PARCEL)
+    if record is None:
+        return b""
+    found = record.get("bytes") if isinstance(record, ConfigRecord) else None
+    if not isinstance(found, bytes):
+        raise RefusedReply("the message's parcel is none")
+    return found
 
 
 def whole(words: Words, name: str, low: int, high: int) -> int:

@@ -11,7 +11,14 @@ from flwr.serverapp import Grid
 
 FOREVER = float("inf")
 
-_KINDS = {"hello": MessageType.QUERY, "train": MessageType.TRAIN, "evaluate": MessageType.EVALUATE}
+Kind = Literal["hello", "exchange", "train", "evaluate"]
+
+_KINDS = {
+    "hello": MessageType.QUERY,
+    "exchange": f"{MessageType.QUERY}.exchange",
+    "train": MessageType.TRAIN,
+    "evaluate": MessageType.EVALUATE,
+}
 
 
 class Post:
@@ -27,7 +34,7 @@ class Post:
     def send(
         self,
         node: int,
-        kind: Literal["hello", "train", "evaluate"],
+        kind: Kind,
         content: RecordDict,
         group: str = "",
         seconds: float = FOREVER,

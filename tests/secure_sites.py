@@ -1,0 +1,94 @@
+"""Sites that exchange layers over Flower's messages, without processes; what travels between them is kept and can be changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ConfigRecord, Message
+from flwr.common.serde import message_to_proto
+
+from fedloom.deploy.keys import make_keys
+from fedloom.engines.flower_messages import PARCEL, parcel_of, words_of
+from fedloom.secure.messages import Letter, Request
+from flower_support import CLIENTS, LocalGrid, Node, nodes, travelled
+
+Change = Callable[[tuple[Letter, ...]], tuple[Letter, ...]]
+
+
+@dataclass
+class PeerNode(Node):
+    """A SuperNode whose part in exchanges can go wrong. `steps` counts the requests of the exchange that it is in, from 0."""
+
+    answers: list[Message] = field(default_factory=list)
+    when: str = "before_upload"  # the exchange in which something happens, in round `round`, attempt 0
+    round: str = "1"
+    leaves: int | None = None  # at this step it stops answering, for the rest of that round
+    drops_upload: bool = False
+    change: tuple[int, Change] | None = None  # at this step it is brought other letters
+    also: tuple[int, Change] | None = None
+    steps: int = -1
+    attempt: int = 0
+    left: bool = False
+
+    def answer(self, message: Message, run_config: dict[str, Any], node: int) -> Message:
+        self.left = self.left and message.metadata.group_id == self.round
+        if message.metadata.message_type == "query.exchange" and not self.left:
+            message = self._meddled(message)
+        if self.left:
+            raise Silence
+        reply = super().answer(message, run_config, node)
+        self.answers.append(travelled(reply))
+        return reply
+
+    def _meddled(self, message: Message) -> Message:
+        words, parcel = words_of(message), parcel_of(message)
+        chosen = words["when"] == self.when and message.metadata.group_id == self.round
+        if words.get("upload"):
+            self.left = chosen and self.drops_upload and not self.left
+            return message
+        request = Request.decode(parcel)
+        self.attempt = self.attempt if request.terms is None else request.terms.attempt
+        self.steps = self.steps + 1 if request.terms is None else 0
+        if not chosen or self.attempt or request.kind == "abort":
+            return message
+        self.left = self.steps == self.leaves
+        for step, change in filter(None, (self.change, self.also)):
+            if self.steps == step:
+                changed = Request(request.kind, request.terms, change(request.letters))
+                message.content[PARCEL] = ConfigRecord({"bytes": changed.encode()})
+        return message
+
+
+class Silence(Exception):
+    """A node that does not answer."""
+
+
+class ExchangeGrid(LocalGrid):
+    """A grid of `PeerNode`s."""
+
+    def push_messages(self, messages: Any) -> Any:
+        sent = []
+        for message in messages:
+            try:
+                sent += super().push_messages([message])
+            except Silence:
+                sent.append(f"message-{len(self.sent) - 1}")
+        return sent
+
+
+def on_the_wire(message: Message) -> bytes:
+    """A message as bytes."""
+    return bytes(message_to_proto(message).SerializeToString())
+
+
+def peers(folder: Path, config: dict[str, Any], choices: str = "rehearsed", count: int = CLIENTS) -> ExchangeGrid:
+    """A grid of sites that know each other's keys."""
+    keys = make_keys(folder / "keys", count)
+    plain = nodes(count, folder)
+    for node in plain.values():
+        place = keys.site(node.config["partition-id"])
+        node.config |= {"identity": str(place / "site.key"), "peers": str(place / "peers.pub"), "choices": choices}
+    return ExchangeGrid({number: PeerNode(node.config) for number, node in plain.items()}, config)

@@ -1,0 +1,384 @@
+"""Secure recombination over Flower's messages: as in a simulation, whole whatever goes wrong, and unseen by the server."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Context, Message, RecordDict
+
+from fedloom.algorithm import build
+from fedloom.algorithms.fedmr import FedMR
+from fedloom.deploy.agreement import deployment
+from fedloom.deploy.client import app
+from fedloom.deploy.identity import Identity, read_peers
+from fedloom.deploy.keys import make_keys
+from fedloom.engines.flower import require_supported
+from fedloom.engines.flower_messages import ARRAYS, Refusal, encoded, pack, words_of
+from fedloom.engines.local import RowsEngine
+from fedloom.errors import InvalidValue
+from fedloom.federation import Federation
+from fedloom.layout import Layout
+from fedloom.secure import to_layers
+from fedloom.secure.messages import Letter, unpack
+from flower_support import RUN, NormNet, assert_close, flower, nodes, run_config, schedule, site
+from secure_sites import Change, ExchangeGrid, PeerNode, on_the_wire, peers
+
+UNITS = Layout(NormNet()).units("layer")
+SELECTED = ((1, 2, 4), (4, 0, 2))  # in rounds 1 and 2
+SHORT = "secure(fedmr, repeats=1)"
+
+
+def node(grid: ExchangeGrid, number: int) -> PeerNode:
+    found = site(grid, number)
+    assert isinstance(found, PeerNode)
+    return found
+
+
+def started(
+    folder: Path, algorithm: str, rounds: int = 2, choices: str = "rehearsed"
+) -> tuple[Federation, ExchangeGrid]:
+    """A federation of sites that know each other; nobody is waited for."""
+    config = run_config(algorithm, folder / "run", rounds=rounds)
+    grid = peers(folder, config, choices)
+    federation = flower(config, grid)
+    federation.engine.deadline = 0.01  # type: ignore[attr-defined]
+    return federation, grid
+
+
+def on_one_machine(folder: Path, algorithm: str, rounds: int) -> Federation:
+    settings = deployment(run_config(algorithm, folder, rounds=rounds))
+    task = settings.configuration.task(3)
+    federation = Federation(build(algorithm), task, RowsEngine(task), schedule(settings))
+    federation.run()
+    return federation
+
+
+def trained(folder: Path, number: int) -> list[bytes]:
+    """The layers that a site has trained, from its own disk."""
+    (path,) = folder.glob(f"site-{number}/*/site-*.trained")
+    return unpack(path.read_bytes(), number)[1:]
+
+
+def pool(federation: Federation) -> torch.Tensor:
+    (method,) = [part for part in federation.algorithm.nested() if isinstance(part, FedMR)]
+    return method.state["pool"]
+
+
+def by_layer(models: list[list[bytes]]) -> list[list[bytes]]:
+    return [sorted(layers) for layers in zip(*models, strict=True)]
+
+
+def require_whole(folder: Path, federation: Federation, before: torch.Tensor, absent: set[int]) -> None:
+    """Every layer that was trained and uploaded is in the pool once, and where a site is absent, the model it was sent."""
+    selected = federation.history[-1]["clients"]
+    rows = [
+        to_layers(before[slot], UNITS) if number in absent else trained(folder, number)
+        for slot, number in enumerate(selected)
+    ]
+    assert by_layer([to_layers(row, UNITS) for row in pool(federation)]) == by_layer(rows)
+
+
+# --- the same numbers ---
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        "secure(fedmr, when='before_upload')",
+        "secure(fedmr, when='before_train')",
+        "secure(fedavg(weighted=false), repeats=1)",
+        "stages(fedavg:1, secure(fedmr, low=2, high=3))",
+        "umf(secure(fedmr, repeats=1))",
+        "secure(umf(fedmr), repeats=1)",
+        "ala(secure(fedmr, repeats=1))",
+    ],
+)
+def test_an_exchange_between_sites_moves_what_a_simulation_moves(algorithm: str, tmp_path: Path) -> None:
+    found, _ = started(tmp_path, algorithm)
+    found.run()
+    expected = on_one_machine(tmp_path, algorithm, 2)
+    carried, moved = (federation.history[-1].pop("peer_bytes") for federation in (found, expected))
+    assert carried > moved > 0
+    assert_close(found, expected)
+    assert not any(record["faults"] for record in found.history)
+
+
+def test_with_secret_choices_the_layers_are_the_same_in_other_models(tmp_path: Path) -> None:
+    found, _ = started(tmp_path, "secure(fedmr, repeats=4)", rounds=1, choices="secret")
+    found.run()
+    expected = on_one_machine(tmp_path, "secure(fedmr, repeats=4)", 1)
+    ours, theirs = ([to_layers(row, UNITS) for row in pool(federation)] for federation in (found, expected))
+    torch.testing.assert_close(found.algorithm.model(), expected.algorithm.model(), rtol=0, atol=1e-6)
+    assert len(by_layer(ours)) == len(UNITS)
+    require_whole(tmp_path, found, pool(found), set())
+    assert by_layer(ours) == by_layer(theirs)
+
+
+# --- who sees what ---
+
+
+def test_no_layer_is_in_any_message_in_clear(tmp_path: Path) -> None:
+    federation, grid = started(tmp_path, "secure(fedmr)", choices="secret")
+    federation.step()
+    dispatched = [layer for row in pool(federation) for layer in to_layers(row, UNITS)]
+    began = len(grid.sent)
+    federation.step()
+    own = [layer for number in SELECTED[1] for layer in trained(tmp_path, number)]
+    answers = [on_the_wire(answer) for one in grid.nodes.values() for answer in getattr(one, "answers", [])]
+    wire = b"".join([*answers, *map(on_the_wire, grid.sent[:began])])
+    everything = wire + b"".join(map(on_the_wire, grid.sent[began:]))
+    for layer in own:
+        assert not any(piece in everything for piece in pieces(layer))
+    for layer in dispatched:
+        assert not any(piece in b"".join(answers) for piece in pieces(layer))
+        assert any(piece in everything for piece in pieces(layer)), "the server did not send it"
+
+
+def pieces(layer: bytes) -> list[bytes]:
+    return [layer[start : start + 32] for start in range(0, len(layer) - 31, 32)]
+
+
+def test_keys_are_for_the_site_alone_and_gone_after_the_round(tmp_path: Path) -> None:
+    federation, grid = started(tmp_path, SHORT, rounds=1)
+    modes: dict[str, int] = {}
+
+    def look(letters: tuple[Letter, ...]) -> tuple[Letter, ...]:
+        modes.update({path.stem: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("site-*/*/site-*.peer")})
+        return letters
+
+    node(grid, 2).change = (2, look)
+    federation.run()
+    assert modes == {f"site-{number:06d}": 0o600 for number in SELECTED[0]}
+    assert list(tmp_path.glob("site-*/*/*.peer")) == []
+    kept = list(tmp_path.glob("site-*/*/site-*.trained"))
+    assert len(kept) == 3
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in kept)
+
+
+def order(**words: Any) -> dict[str, Any]:
+    told = {
+        "number": 1, "rounds": 1, "seed": 3, "clients": 6, "participants": 3, "learning_rate": 0.05,
+        "initial_learning_rate": 0.05, "decay": 1.0, "selected": [0, 1, 2],
+    }  # fmt: skip
+    return {"federation": "0123456789abcdef", "round": told, "site": 0, "client": 0, "memory": 0, **words}
+
+
+def test_a_server_that_asks_for_a_model_before_the_exchange_does_not_get_it(tmp_path: Path) -> None:
+    config = run_config(SHORT, tmp_path / "run")
+    grid = peers(tmp_path, config)
+    task = deployment(config).configuration.task(3)
+    expected = {"model": [task.layout.size], "integers": [task.layout.integers]}
+    inbox = {"model": task.initial.unsqueeze(0), "integers": task.initial_integers.unsqueeze(0)}
+    reply = asked(grid, "train", order(expected=expected, exchanged=False), inbox)
+    assert words_of(reply)["site"] == 0
+    assert sorted(reply.content.array_records[ARRAYS]) == ["integers"]
+    upload = order(run="mine", when="before_upload", upload=True)
+    with pytest.raises(Refusal, match="this site is in no such exchange"):
+        words_of(asked(grid, "query.exchange", upload))
+    with pytest.raises(Refusal, match="nothing is exchanged sometimes in round 1"):
+        words_of(asked(grid, "query.exchange", order(run="mine", when="sometimes", upload=True)))
+    with pytest.raises(Refusal, match="this site is in no such exchange"):
+        words_of(asked(grid, "train", order(expected=expected, exchanged=True), {"integers": inbox["integers"]}))
+
+
+def asked(
+    grid: ExchangeGrid, kind: str, words: dict[str, Any], inbox: dict[str, torch.Tensor] | None = None
+) -> Message:
+    """What site 0 answers to a message."""
+    arrays = {name: encoded(tensor) for name, tensor in (inbox or {}).items()}
+    message = Message(pack(words, arrays), 1, kind)
+    return app(message, Context(RUN, 1, dict(site(grid, 0).config), RecordDict(), dict(grid.run_config)))
+
+
+# --- what goes wrong ---
+
+
+@pytest.mark.parametrize("when", ["before_train", "before_upload"])
+@pytest.mark.parametrize("step", [0, 2, 4])
+def test_a_site_that_leaves_is_named_and_the_others_exchange_without_it(when: str, step: int, tmp_path: Path) -> None:
+    federation, grid = started(tmp_path, SHORT)
+    one = node(grid, 2)
+    one.when, one.round, one.leaves = when, "2", step
+    federation.step()
+    before = pool(federation)
+    record, _ = federation.step()
+    assert [(fault["client"], "stopped answering" in fault["reason"]) for fault in record["faults"]] == [(2, True)]
+    assert "no reply within 0.01 s" in record["faults"][0]["reason"]
+    require_whole(tmp_path, federation, before, {2})
+
+
+def test_a_site_whose_upload_is_lost_takes_no_layer_along(tmp_path: Path) -> None:
+    federation, grid = started(tmp_path, SHORT)
+    one = node(grid, 4)
+    one.round, one.drops_upload = "2", True
+    federation.step()
+    before = pool(federation)
+    record, _ = federation.step()
+    assert [fault["client"] for fault in record["faults"]] == [4]
+    require_whole(tmp_path, federation, before, {4})
+    assert record["bytes_up"] == 2 * (4 * before.shape[1] + 8)
+
+
+def test_when_too_few_are_left_everybody_sits_out_the_round(tmp_path: Path) -> None:
+    federation, grid = started(tmp_path, SHORT)
+    for number, step in ((0, 1), (4, 1)):
+        one = node(grid, number)
+        one.round, one.leaves = "2", step
+    federation.step()
+    before = pool(federation)
+    record, _ = federation.step()
+    reasons = {fault["client"]: fault["reason"] for fault in record["faults"]}
+    assert reasons.keys() == {0, 2, 4}
+    assert "exchange aborted with 1 of at least 2 peers left" in reasons[2]
+    assert torch.equal(before, pool(federation))
+    assert record["bytes_up"] == 0
+
+
+def without_first(letters: tuple[Letter, ...]) -> tuple[Letter, ...]:
+    return letters[1:]
+
+
+def twice(letters: tuple[Letter, ...]) -> tuple[Letter, ...]:
+    return (*letters, letters[0])
+
+
+def altered(letters: tuple[Letter, ...]) -> tuple[Letter, ...]:
+    first = letters[0]
+    return (first._replace(body=first.body[:-1] + bytes([first.body[-1] ^ 1])), *letters[1:])
+
+
+def misdirected(letters: tuple[Letter, ...]) -> tuple[Letter, ...]:
+    return (letters[0]._replace(recipient=99), *letters[1:])
+
+
+@pytest.mark.parametrize("when", ["before_train", "before_upload"])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (without_first, "did not come"),
+        (twice, "came twice"),
+        (altered, "was altered"),
+        (misdirected, "brought to the wrong peer"),
+    ],
+)
+def test_letters_that_are_meddled_with_are_noticed(when: str, change: Change, reason: str, tmp_path: Path) -> None:
+    federation, grid = started(tmp_path, SHORT)
+    one = node(grid, 2)
+    one.when, one.round, one.change = when, "2", (2, change)
+    federation.step()
+    before = pool(federation)
+    record, _ = federation.step()
+    ((client, told),) = [(fault["client"], fault["reason"]) for fault in record["faults"]]
+    assert client in (0, 4), "it is the sender that is named"
+    assert reason in told
+    assert told.endswith("says peer 2")
+    require_whole(tmp_path, federation, before, {client})
+
+
+def test_letters_of_another_stage_are_noticed(tmp_path: Path) -> None:
+    federation, grid = started(tmp_path, SHORT)
+
+    def stale(letters: tuple[Letter, ...]) -> tuple[Letter, ...]:
+        noted.append(letters)
+        return noted[0]
+
+    noted: list[tuple[Letter, ...]] = []
+    one = node(grid, 2)
+    one.round, one.change, one.also = "2", (2, stale), (3, stale)
+    federation.step()
+    before = pool(federation)
+    record, _ = federation.step()
+    ((client, told),) = [(fault["client"], fault["reason"]) for fault in record["faults"]]
+    assert "belongs to another stage or exchange" in told
+    require_whole(tmp_path, federation, before, {client})
+
+
+def test_a_site_with_a_key_that_the_others_do_not_know_is_left_out(tmp_path: Path) -> None:
+    federation, grid = started(tmp_path, SHORT)
+    make_keys(tmp_path / "other", 6)
+    place = tmp_path / "other" / "site-2"
+    node(grid, 2).config |= {"identity": str(place / "site.key")}
+    listed = (tmp_path / "keys" / "site-2" / "peers.pub").read_bytes().splitlines(keepends=True)
+    listed[2] = (tmp_path / "other" / "server" / "site-2.pub").read_bytes()
+    (tmp_path / "keys" / "site-2" / "peers.pub").write_bytes(b"".join(listed))
+    record, _ = federation.step()
+    assert record["clients"] == list(SELECTED[0])
+    ((client, told),) = [(fault["client"], fault["reason"]) for fault in record["faults"]]
+    assert client == 2
+    assert "is not who it says" in told
+
+
+# --- who a site is ---
+
+
+def test_sites_without_keys_end_the_run_before_it_begins(tmp_path: Path) -> None:
+    config = run_config(SHORT, tmp_path / "run")
+    grid = ExchangeGrid(dict(nodes(6, tmp_path)), config)
+    with pytest.raises(InvalidValue, match=r"needs to know who the sites are: name its key"):
+        flower(config, grid)
+
+
+def test_a_list_holds_what_the_keys_are(tmp_path: Path) -> None:
+    keys = make_keys(tmp_path, 3)
+    lists = {(keys.site(number) / "peers.pub").read_bytes() for number in range(3)}
+    assert lists == {b"".join(keys.public(number).read_bytes() for number in range(3))}
+    more = make_keys(tmp_path, 4)
+    assert sorted(read_peers(more.site(0) / "peers.pub")) == [0, 1, 2, 3]
+
+
+def edited(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "site-0" / name
+        path.write_bytes(change(path.read_bytes()))
+
+    return edit
+
+
+WRONG: dict[str, tuple[Callable[[Path], None], dict[str, Any], str]] = {
+    "no list": (lambda _: None, {"peers": ""}, "identity and peers go together"),
+    "no such key": (lambda folder: (folder / "site-0" / "site.key").unlink(), {}, "site.key cannot be read"),
+    "no key": (edited("site.key", lambda _: b"mine"), {}, "site.key is not a private key"),
+    "another's key": (
+        lambda folder: (folder / "site-1" / "site.key").replace(folder / "site-0" / "site.key"),
+        {},
+        "is not the key that .* lists for site-0",
+    ),
+    "not listed": (edited("peers.pub", lambda text: b"".join(text.splitlines(True)[1:])), {}, "lists no site-0"),
+    "listed twice": (edited("peers.pub", lambda text: text + text.splitlines()[0]), {}, "line 3 lists site-0 again"),
+    "one key for two": (
+        edited("peers.pub", lambda text: text + text.splitlines()[1].replace(b"site-1", b"site-2")),
+        {},
+        "line 3 gives site-2 the key of another site",
+    ),
+    "not a line": (edited("peers.pub", lambda text: b"hello\n" + text), {}, "line 1 is not a public key followed by"),
+    "empty": (edited("peers.pub", lambda _: b"\n"), {}, "lists no public key"),
+    "a number": (lambda _: None, {"identity": 3}, "identity must be text, not 3"),
+    "no such choices": (lambda _: None, {"choices": "open"}, "choices must be 'secret' or 'rehearsed', not 'open'"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_an_identity_that_does_not_fit_gets_one_line(kind: str, tmp_path: Path) -> None:
+    spoil, changes, message = WRONG[kind]
+    make_keys(tmp_path, 2)
+    spoil(tmp_path)
+    place = tmp_path / "site-0"
+    config = {"identity": str(place / "site.key"), "peers": str(place / "peers.pub"), **changes}
+    with pytest.raises(InvalidValue, match=message) as caught:
+        Identity.of(config, 0)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_site_that_names_no_key_has_none() -> None:
+    assert Identity.of({}, 0) is None
+
+
+def test_a_method_of_which_sites_cannot_tell_when_it_leads_is_refused() -> None:
+    with pytest.raises(InvalidValue, match="give a last round in place of auto"):
+        require_supported(build("stages(fedavg:auto, secure(fedmr))"))
+    require_supported(build("stages(fedavg:auto, fedmr)"))
