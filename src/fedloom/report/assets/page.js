@@ -119,9 +119,17 @@
       if (figure.data) Plotly.Plots.resize(figure);
     }
   }
+  // Paper is laid out at once, and Plotly resizes only later: so the drawings are scaled as they are, like pictures.
   window.addEventListener("beforeprint", () => {
     while (waiting.length) draw(waiting.shift());
+    for (const container of document.querySelectorAll(".svg-container")) {
+      const { clientWidth: width, clientHeight: height } = container;
+      container.style.aspectRatio = `${width} / ${height}`;
+      container.querySelectorAll(":scope > .main-svg").forEach((svg) => svg.setAttribute("viewBox", `0 0 ${width} ${height}`));
+    }
+  });
+  window.addEventListener("afterprint", () => {
+    document.querySelectorAll(".main-svg").forEach((svg) => svg.removeAttribute("viewBox"));
     resize();
   });
-  window.addEventListener("afterprint", resize);
 })();
