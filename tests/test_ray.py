@@ -1,6 +1,6 @@
 """The Ray engine gives the numbers of the rows engine, whatever dies; and leaves nothing behind.
 
-One local cluster of two actors serves the whole file. FEDLOOM_ALL_PLACES=1 tries every method.
+One local cluster of two actors serves the whole file. That methods give the numbers of other places: test_places.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from every_method import EVERY_METHOD
 from fedloom.algorithm import Algorithm, build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.cli import main
@@ -45,10 +44,6 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'fedloom[ra
 
 CLIENTS = len(TRAIN_SIZES)
 TASK = wide_task()
-REPRESENTATIVE = ["fedavg", "fedmr", "scaffold", "umf(feddc)", "ala(fedavg)", "fedfomo", "secure(fedmr)"]
-EVERYBODY = ("apple", "fedamp")
-"""Methods that need all clients in every round."""
-METHODS = sorted({*REPRESENTATIVE, *EVERY_METHOD}) if os.environ.get("FEDLOOM_ALL_PLACES") == "1" else REPRESENTATIVE
 
 
 @pytest.fixture(scope="module")
@@ -100,17 +95,6 @@ def assert_same(found: Federation, expected: Federation, tolerance: float = 0.0)
 
 
 # --- the same numbers ---
-
-
-@pytest.mark.parametrize("expression", METHODS)
-def test_methods_give_the_numbers_of_the_rows_engine(engine: RayEngine, expression: str) -> None:
-    task = TASK if expression == "fedbn" else digits()  # which needs batch norm
-    part = 1.0 if expression in EVERYBODY else 0.5
-    options: dict[str, Any] = {"task": task, "rounds": 5, "participation": part, "personal_every": 5}
-    found = run(build(expression), engine, **options)
-    assert_same(found, run(build(expression), RowsEngine(task), **options), tolerance=1e-5)
-    assert found.history[-1]["bytes_up"] > 0
-    assert found.client_history
 
 
 def test_statistics_dropout_and_new_clients_are_the_same_to_the_bit(engine: RayEngine) -> None:
