@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedloom.data.augmentation import apply_flip_crop, draw_flip_crop
 from fedloom.data.dataset import Dataset, Samples
+from fedloom.device import moved
 from fedloom.replica import Batch, Rows
 
 AHEAD = 1 << 23
@@ -81,13 +82,15 @@ def alone(feed: Feed, epochs: Epochs, noise: torch.Generator | None) -> Iterator
     """The batches `[1, b, ...]` of one client; with `noise`, augmented by what that draws for each epoch."""
     step = 0
     for order, sizes in epochs:
-        drawn = None if noise is None else draw_flip_crop(len(order), noise)
+        device = feed.samples.labels.device
+        order = moved(order, device)
+        drawn = None if noise is None else moved(draw_flip_crop(len(order), noise), device)
         at_once = max(1, AHEAD // (feed.values * sizes[0]))
         for first in range(0, len(sizes), at_once):
             chosen = sizes[first : first + at_once]
             start = sum(sizes[:first])
             part = slice(start, start + sum(chosen))
-            index = order[part].to(feed.samples.labels.device)
+            index = order[part]
             inputs = feed.inputs(index, None if drawn is None else drawn[part]).unsqueeze(0).split(chosen, 1)
             labels = feed.samples.labels[index].unsqueeze(0).split(chosen, 1)
             for one, two in zip(inputs, labels, strict=True):
@@ -97,6 +100,7 @@ def alone(feed: Feed, epochs: Epochs, noise: torch.Generator | None) -> Iterator
 
 class _Run:
     """What one client has before it: the order of all of its samples, what is drawn for each, the sizes of its batches.
+    `send` brings the first two to where the samples are, once for all steps.
 
     Batch i holds the samples from `starts[i]` on, and batches up to `until[i]` are as large as it. `share`, where the client
     was `padded`: the part of each place in the mean over its batch, 0 where nothing real stands.
@@ -112,8 +116,7 @@ class _Run:
             self.sizes += sizes
             if noise is not None:
                 drawn.append(draw_flip_crop(len(order), noise))
-        device = feed.samples.labels.device
-        self.index = torch.cat(orders).to(device) if orders else torch.empty(0, dtype=torch.int64, device=device)
+        self.index = torch.cat(orders) if orders else torch.empty(0, dtype=torch.int64)
         self.drawn = torch.cat(drawn) if drawn else None
         self.share: Tensor | None = None
         self._measure()
@@ -127,16 +130,23 @@ class _Run:
 
     def padded(self, size: int) -> None:
         """Fill every batch up to `size` with samples that do not count."""
-        sizes = torch.tensor(self.sizes, device=self.index.device)
-        first = torch.arange(len(sizes), device=sizes.device) * size - (sizes.cumsum(0) - sizes)
-        places = torch.arange(len(self.index), device=sizes.device) + first.repeat_interleave(sizes)
+        sizes = torch.tensor(self.sizes)
+        first = torch.arange(len(sizes)) * size - (sizes.cumsum(0) - sizes)
+        places = torch.arange(len(self.index)) + first.repeat_interleave(sizes)
         index = self.index.new_zeros(size * len(sizes))
-        self.share = torch.zeros(len(index), device=sizes.device)
+        self.share = torch.zeros(len(index))
         self.share[places] = sizes.to(self.share).reciprocal().repeat_interleave(sizes)
         index[places] = self.index
         self.index = index
         self.sizes = [size] * len(sizes)
         self._measure()
+
+    def send(self) -> None:
+        """Bring the order and what was drawn to the samples' device."""
+        device = self.feed.samples.labels.device
+        self.index = moved(self.index, device)
+        self.drawn = None if self.drawn is None else moved(self.drawn, device)
+        self.share = None if self.share is None else moved(self.share, device)
 
     def write(self, part: slice, inputs: Tensor, labels: Tensor) -> None:
         index = self.index[part]
@@ -162,6 +172,8 @@ def together(
     runs = [_Run(*each) for each in zip(feeds, epochs, noises, strict=True)]
     if pad:
         _pad(runs)
+    for run in runs:
+        run.send()
     made = [0] * len(runs)
     while waiting := [k for k, run in enumerate(runs) if made[k] < len(run.sizes)]:
         alike: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)

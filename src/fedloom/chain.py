@@ -63,6 +63,8 @@ class LinearChain:
         It heeds the samples' `share` of the mean."""
         if settings.optimiser != "sgd" or settings.clip is not None or any(settings.optimiser_options.values()):
             return None
+        if settings.autocast != "none":
+            return None
         momentum, decay = settings.momentum, settings.weight_decay
 
         def move(rows: Tensor, velocity: Tensor | None, slot: Slot, out: Tensor, x: Tensor, first: bool) -> None:

@@ -65,6 +65,7 @@ class Cohort:
         self.training = training
         self.memory = memory
         self.replica = replica
+        replica.autocast = None if training.autocast == "none" else getattr(torch, training.autocast)
         self.layout: Layout = replica.layout
         self.sizes = torch.tensor([len(s) for s in samples])
         self.uploads = torch.tensor([True] * len(self.clients) if uploads is None else list(uploads))
@@ -161,6 +162,7 @@ class Cohort:
         """
         settings = self.training
         own_length = epochs is not None or steps is not None
+        wanted = [True] * len(self.clients) if active is None else active.tolist()
         orders = [
             epoch_orders(
                 len(samples),
@@ -171,9 +173,9 @@ class Cohort:
                 drop_last=settings.drop_last if drop_last is None else drop_last,
                 smallest=2 if self.replica.needs_pairs else 1,
             )
-            if active is None or bool(active[place])
+            if chosen
             else iter(())
-            for place, (client, samples) in enumerate(zip(self.clients, self._samples, strict=True))
+            for chosen, client, samples in zip(wanted, self.clients, self._samples, strict=True)
         ]
         augmented = settings.augmentation == "flip_crop"
         noises = self.stream(f"{purpose}/augmentation") if augmented else [None] * len(orders)

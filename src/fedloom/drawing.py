@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from fedloom.device import moved
+
 _SHARED_AXES = {F.dropout: None, F.dropout1d: 1, F.dropout2d: 2, F.dropout3d: 3}
 """How many trailing axes of a sample share one draw (None: every number has its own)."""
 
@@ -75,4 +77,4 @@ def _mask(like: Tensor, shape: tuple[int, ...], p: float, stream: torch.Generato
     if p == 1:
         return like.new_zeros(shape)
     drawn = torch.empty(shape, dtype=like.dtype).bernoulli_(1 - p, generator=stream)
-    return drawn.div_(1 - p).to(like.device)
+    return moved(drawn.div_(1 - p), like.device)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, Selection
 from fedloom.checkpoint import Checkpoint, Checkpoints, RoundLog, without_gap
+from fedloom.device import moved_back
 from fedloom.engines.base import INTEGERS, Engine, Exchanging, Fault, Order, Reply, row_for
 from fedloom.errors import CheckpointError, Diverged, InvalidValue
 from fedloom.evaluation import Evaluation, Record, newcomers_last
@@ -301,7 +302,8 @@ class Federation:
         for observer in self.observers:
             observer.resume(finished)
         if found is not None:
-            server = dict(found.server)
+            like = {**self.algorithm.full_state(), "integers": self.integers}
+            server = moved_back(found.server, like, self.task.initial.device)
             self.integers = server.pop("integers")
             self.algorithm.restore(server)
 

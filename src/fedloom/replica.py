@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -152,6 +153,7 @@ class Replica:
         self.needs_pairs = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
         self._row: Tensor | None = None
         self._gradient = torch.zeros(1, layout.trainable, dtype=layout.dtype, device=next(module.parameters()).device)
+        self.autocast: torch.dtype | None = None  # what forward and loss compute in, where that does no harm
         self._channels_last: bool | None = None  # of images, as soon as there are any
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
         self._slots = layout.slots[: len(self._parameters)]
@@ -203,8 +205,16 @@ class Replica:
         """Loss `[1]` and the gradient of every tensor of `pieces(rows)`, zero for one that the loss does not use."""
         self.bind(rows)
         one = Batch(self._laid_out(batch.inputs[0]), batch.labels[0], batch.step)
-        loss = objective(self.net, one, {name: value[0] for name, value in given.items()})
-        return loss.detach().unsqueeze(0), torch.autograd.grad(loss, self._trained, materialize_grads=True)
+        with self.precision(rows.device):
+            loss = objective(self.net, one, {name: value[0] for name, value in given.items()})
+        return loss.detach().to(rows).unsqueeze(0), torch.autograd.grad(loss, self._trained, materialize_grads=True)
+
+    def precision(self, device: torch.device) -> AbstractContextManager[object]:
+        """Lets the forward pass and the loss compute in `autocast` where that is set. Nothing is kept between two uses of a
+        weight: a copy of one step must not outlive it."""
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(device.type, self.autocast, cache_enabled=False)
 
     def _laid_out(self, inputs: Tensor) -> Tensor:
         """Images `[b, c, h, w]` as convolutions are fastest on them: on a CPU with the channels last, which every layer then

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from fedloom.chain import LinearChain
+from fedloom.device import moved
 from fedloom.drawing import dropout_of
 from fedloom.layout import Layout, Slot
 from fedloom.replica import Batch, CalledNet, FoldedStep, Objective, Replica, Rows
@@ -29,6 +30,7 @@ class StackedReplica(Replica):
         self._statistics = [slot for slot in layout.slots if slot.name in names]
         self._fixed = [slot for slot in layout.slots[len(self._slots) :] if slot.name not in names]
         self._counts: Tensor | None = None
+        self._places: tuple[Tensor, Tensor] | None = None  # a turn's clients, and the same beside the counts
         self._streams: Sequence[torch.Generator] = ()
 
     def begin(self, clients: int, streams: Sequence[torch.Generator]) -> None:
@@ -93,31 +95,41 @@ class StackedReplica(Replica):
             return objective(net, Batch(inputs, labels, batch.step), own)
 
         tensors = {**trained, **others, **statistics, **integers}
-        with dropout_of(self._drawing(batch.clients)):
+        with dropout_of(self._drawing(batch.clients)), self.precision(rows.device):
             losses = vmap(loss_of_one)(tensors, batch.inputs, batch.labels, dict(given))
         gradients = torch.autograd.grad(losses.sum(), list(trained.values()), materialize_grads=True)
         for slot in self._statistics:
             _piece(rows, slot).detach().copy_(statistics[slot.name])
         self._keep_counts(batch.clients, integers)
-        return losses.detach(), gradients
+        return losses.detach().to(rows), gradients
 
     def _drawing(self, clients: Rows | None) -> Sequence[torch.Generator]:
         if clients is None or not self._streams:
             return self._streams
         return [self._streams[place] for place in torch.arange(len(self._streams))[clients].tolist()]
 
+    def _here(self, clients: Rows) -> Rows:
+        """The clients' places where the counts are; they are sent there once for all steps of a turn."""
+        if not isinstance(clients, Tensor):
+            return clients
+        if self._places is None or self._places[0] is not clients:
+            self._places = clients, moved(clients, self._counts_for(None).device)
+        return self._places[1]
+
     # --- integer buffers, which batch norm counts its batches in ---
 
     def _counts_for(self, clients: Rows | None) -> Tensor:
         if self._counts is None:
             raise RuntimeError("begin a cohort first")
-        return self._counts if clients is None else self._counts[clients]
+        return self._counts if clients is None else self._counts[self._here(clients)]
 
     def _keep_counts(self, clients: Rows | None, integers: Mapping[str, Tensor]) -> None:
         if not integers or self._counts is None:
             return
         flat = [integers[slot.name].reshape(-1, slot.stop - slot.start) for slot in self.layout.integer_slots]
-        self._counts[slice(None) if clients is None else clients] = torch.cat([part.long() for part in flat], 1)
+        self._counts[slice(None) if clients is None else self._here(clients)] = torch.cat(
+            [part.long() for part in flat], 1
+        )
 
     def load_integers(self, integers: Tensor) -> None:
         self._counts = integers.clone()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.partition import Partition, partitions, split_train_test
+from fedloom.device import find_device
 from fedloom.errors import InvalidValue
 from fedloom.expression import Call, checked, parse, plain
 from fedloom.layout import Layout
@@ -79,7 +80,15 @@ class Task:
 
     def samples(self, client: int) -> Samples:
         """The training samples of one client."""
-        return self.train[torch.from_numpy(self.partition[client]).to(self.train.labels.device)]
+        if self.train.labels.is_cpu:
+            return self.train[torch.from_numpy(self.partition[client])]
+        first, behind = self.partition.offsets[client : client + 2].tolist()
+        return self.train[self._indices[first:behind]]
+
+    @cached_property
+    def _indices(self) -> Tensor:
+        """Everybody's samples, where the data are: reading one client's sends nothing there."""
+        return torch.from_numpy(self.partition.indices).to(self.train.labels.device)
 
     def module(self, row: Tensor) -> nn.Module:
         """A new module with the weights of `row`."""
@@ -88,8 +97,9 @@ class Task:
         return module
 
     def to(self, device: torch.device | str) -> Task:
-        """The same task with data and model on `device`."""
-        target = torch.device(device)
+        """The same task with data and model on `device`, such as `"cuda"` or `"auto"`; everything that is made of them (the
+        population, what clients remember) is made there too. Raises `InvalidValue` for a device that is not here."""
+        target = find_device(device) if isinstance(device, str) else device
         return Task(
             self.dataset, self.train.to(target), self.test.to(target), self.partition,
             copy.deepcopy(self.model).to(target), self.training, self.local_test,
@@ -144,15 +154,18 @@ def make_task(
     local_test: float | None = None,
     merge: bool = False,
     seed: int = 0,
+    device: str = "cpu",
 ) -> Task:
     """Make a task from names or from things of your own.
 
     `merge` joins the training and test part of the data before it is shared out, as FedALA does; it needs `local_test`,
     the share of each client's samples that it keeps for testing (FedALA: 0.25), and the global test set is then the union
-    of the clients' own. `seed` draws the partition and the initial weights, and nothing else.
+    of the clients' own. `seed` draws the partition and the initial weights, and nothing else. `device` is where data and models
+    lie: `cpu`, `cuda`, `cuda:1`, or `auto`, a GPU where there is one.
 
     Raises `InvalidValue` or `UnknownName` in one line for anything that does not fit.
     """
+    place = find_device(device)
     dataset = make_dataset(data) if isinstance(data, str) else data
     if merge and local_test is None:
         raise InvalidValue("merge=true leaves no test data: give local_test, such as 0.25")
@@ -164,4 +177,5 @@ def make_task(
     test = pool[torch.from_numpy(np.sort(kept.indices))] if merge and kept is not None else dataset.test
     module = _make_module(model, dataset, seed) if isinstance(model, str) else copy.deepcopy(model)
     settings = training if isinstance(training, Training) else Training(**(training or {}))
-    return Task(dataset, pool, test, shared, module, settings, kept)
+    task = Task(dataset, pool, test, shared, module, settings, kept)
+    return task if place.type == "cpu" else task.to(place)

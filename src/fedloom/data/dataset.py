@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -86,9 +87,14 @@ class Dataset:
         if self.mean is None or self.std is None:
             return scaled
         shape = (1, -1, *([1] * (inputs.dim() - 2)))
-        mean = torch.tensor(self.mean, device=inputs.device).view(shape)
-        std = torch.tensor(self.std, device=inputs.device).view(shape)
-        return scaled.sub_(mean).div_(std)
+        mean, std = _figures(self.mean, inputs.device), _figures(self.std, inputs.device)
+        return scaled.sub_(mean.view(shape)).div_(std.view(shape))
+
+
+@cache
+def _figures(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """The values on a device: sending them there for every batch would let it wait."""
+    return torch.tensor(values, device=device)
 
 
 # A data set is a function of keyword parameters (every one with a default) that returns a `Dataset`.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fedloom.checks import require_one_of
+from fedloom.device import require_device
 from fedloom.engines.base import Choice
 from fedloom.engines.local import RowsEngine
 from fedloom.engines.processes import ProcessesEngine
@@ -33,21 +34,24 @@ WHERE = ("workers", "threads", "cpus", "gpus", "address", "memory_budget", "obje
 """Options that say where and how fast clients train, not what comes of it (but for the last digits of sums)."""
 
 
-def make_engine(name: str, task: Task, schedule: Schedule | None = None, **options: Any) -> LocalEngine:
+def make_engine(
+    name: str, task: Task, schedule: Schedule | None = None, *, hearing: bool = False, **options: Any
+) -> LocalEngine:
     """The engine called `name`, made with `options`: `rows`, `stacked`, `processes`, `ray`, or `auto`, which measures.
 
     `name` may hold options itself, as in `ray(workers=4, gpus=1)`; `ray://host:port` is `ray(address='ray://host:port')`.
 
     `auto` runs a short round of plain averaging in each engine on this machine on this task and takes the fastest; options are
     then those that all of these have. Worker processes are tried only where the rounds of the `schedule` are worth their start;
-    without one they are taken to be many. Which engine it was, and the seconds, stand in the engine's `chosen`. Engines agree to
-    float tolerance and not bit for bit, so a run that is to be repeated exactly names its engine.
+    without one they are taken to be many. With `hearing`, clients learn in this process, since a recorder listens to them. Which
+    engine it was, and the seconds, stand in the engine's `chosen`. Engines agree to float tolerance and not bit for bit, so a run
+    that is to be repeated exactly names its engine.
     Raises `InvalidValue` for another name or for options that the engine does not have.
     """
     call = require_engine(name)
     try:
         if call.name == "auto":
-            return fastest(task, schedule, options)
+            return fastest(task, schedule, options, hearing=hearing)
         engine = ENGINES[call.name](task, **{**call.named, **options})
     except TypeError as error:
         raise InvalidValue(f"engine {call.name!r}: {error}") from error
@@ -80,6 +84,15 @@ def require_engine(text: str) -> Call:
     if "inside" in found.named:
         require_one_of("inside", found.named["inside"], ("rows", "stacked"))
     return found
+
+
+def require_engine_on(text: str, device: str) -> None:
+    """Raise `InvalidValue` unless `text` names an engine and `device` a device that it takes tasks on."""
+    call = require_engine(text)
+    require_device(device)
+    if device.startswith("cuda") and call.name in ("processes", "ray"):
+        other = "ray(gpus=1) takes GPUs of its own" if call.name == "ray" else "take stacked or rows"
+        raise InvalidValue(f"engine {call.name!r} takes data on the CPU, not device = {device!r}: {other}")
 
 
 def settled_by(text: str) -> str:

@@ -81,7 +81,7 @@ class RowsEngine(Remembering):
         if order.slot is not None:
             inspect_reply(tensors, expected)
         cohort.memory.commit()
-        return Reply(order, tensors, figures_of(cohort, 0))
+        return Reply(order, tensors, measured(cohort)[0])
 
     def evaluate(self, algorithm: Algorithm, round: Round, orders: Sequence[Order]) -> Iterator[Tally]:
         own = self.task.local_test
@@ -132,10 +132,11 @@ class RowsEngine(Remembering):
         self.store.close()
 
 
-def figures_of(cohort: Cohort, place: int) -> dict[str, float]:
-    """What was measured of one client's work; NaN says that there was nothing to measure."""
-    figures = {name: float(values[place]) for name, values in cohort.metrics.items()}
-    return {name: value for name, value in figures.items() if not math.isnan(value)}
+def measured(cohort: Cohort) -> list[dict[str, float]]:
+    """What was measured of each client's work; NaN says that there was nothing to measure."""
+    figures = {name: values.tolist() for name, values in cohort.metrics.items()}
+    places = range(len(cohort.clients))
+    return [{n: values[k] for n, values in figures.items() if not math.isnan(values[k])} for k in places]
 
 
 def _cuda_devices(tensor: Tensor) -> list[int]:

@@ -13,7 +13,7 @@ from fedloom.algorithm import Algorithm, Message, describe
 from fedloom.checks import require_at_least
 from fedloom.cohort import Cohort
 from fedloom.engines.base import INTEGERS, Fault, Order, Reply, inspect_reply
-from fedloom.engines.local import RowsEngine, figures_of
+from fedloom.engines.local import RowsEngine, measured
 from fedloom.errors import FedloomError, InvalidValue, RefusedReply
 from fedloom.replica import Batch, Replica, cross_entropy, generator_state
 from fedloom.replica_stack import StackedReplica
@@ -142,6 +142,7 @@ def _answers(
     """One answer a client; whoever's is refused remembers nothing of the round."""
     answers: list[Reply | Fault] = []
     kept = []
+    figures = measured(cohort)
     for place, order in enumerate(orders):
         tensors = {name: rows[place] for name, rows in message.items()}
         try:
@@ -151,7 +152,7 @@ def _answers(
             answers.append(Fault(order, str(error), error, diverged="not finite" in str(error)))
             continue
         kept.append(place)
-        answers.append(Reply(order, tensors, figures_of(cohort, place)))
+        answers.append(Reply(order, tensors, figures[place]))
     cohort.memory.commit(kept)
     yield from answers
 

@@ -33,11 +33,13 @@ START = 6.0
 """Seconds that starting worker processes may cost; they are tried where the rounds to come take twice as long."""
 
 
-def fastest(task: Task, schedule: Schedule | None, options: dict[str, Any]) -> RowsEngine | ProcessesEngine:
+def fastest(
+    task: Task, schedule: Schedule | None, options: dict[str, Any], *, hearing: bool = False
+) -> RowsEngine | ProcessesEngine:
     """The engine, ready for the task, whose trial round was shortest. `options` are given to each.
 
     Worker processes start once, to be kept where they win, and only where the rounds to come are worth it; without a
-    `schedule` they are taken to be many.
+    `schedule` they are taken to be many. With `hearing`, clients learn in this process, where a recorder can listen.
     """
     rows, stacked = RowsEngine(task, **options), StackedEngine(task, **options)
     made: dict[str, RowsEngine | ProcessesEngine] = {"rows": rows}
@@ -46,7 +48,7 @@ def fastest(task: Task, schedule: Schedule | None, options: dict[str, Any]) -> R
     if not stacked.unstackable:
         made["stacked"] = stacked
         seconds["stacked"] = trial.seconds(stacked)
-    if _has_cores(task) and trial.to_come(min(seconds.values()), schedule) > 2 * START:
+    if not hearing and _has_cores(task) and trial.to_come(min(seconds.values()), schedule) > 2 * START:
         participants = task.clients if schedule is None else schedule.participants(task.clients)
         crew = ProcessesEngine(task, **{"workers": min(torch.get_num_threads(), participants), **options})
         for inside in ("rows", "stacked") if "stacked" in made else ("rows",):

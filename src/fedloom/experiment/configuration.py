@@ -16,7 +16,7 @@ from fedloom.algorithm import build, describe
 from fedloom.checks import require_at_least, require_one_of, require_share
 from fedloom.data.dataset import Dataset, datasets
 from fedloom.data.partition import partitions
-from fedloom.engines.choose import require_engine, settled_by
+from fedloom.engines.choose import require_engine_on, settled_by
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.experiment.settings import changed as with_changes
 from fedloom.experiment.settings import combinations, label
@@ -62,7 +62,8 @@ class Configuration(BaseModel):
     `record` says what is written down beside the figures,
     such as `["objective(every=10)", "ala(client=8)", "trajectory(client=4)"]`. `engine` is `rows`, `stacked`, `processes`,
     `ray`, or `auto`, which takes the one that is fastest here; engines agree but for the last digits, so `auto` may not repeat
-    those. An engine may have options: `ray(workers=4, gpus=1)`, `ray://host:10001`.
+    those. An engine may have options: `ray(workers=4, gpus=1)`, `ray://host:10001`. `device` is where data and models lie: `cpu`,
+    `cuda`, `cuda:1`, or `auto`, a GPU where there is one.
     `plugins` are modules of the user's own that register methods, models or data, imported before anything is looked up.
     `trackers` hear of every round, such as `["tensorboard", "mlflow(uri='sqlite:///mlflow.db')", "module:Class"]`.
 
@@ -89,6 +90,7 @@ class Configuration(BaseModel):
     record: list[str] = []
     directory: str | None = None
     engine: str = "rows"
+    device: str = "cpu"
     threads: int | None = None
     workers: int = 1
     pool: str = "processes"
@@ -119,6 +121,7 @@ class Configuration(BaseModel):
             local_test=self.data.local_test,
             merge=self.data.merge,
             seed=seed,
+            device=self.device,
         )
         return task if self.data.validation is None else withhold(task, self.data.validation, seed)
 
@@ -133,9 +136,10 @@ class Configuration(BaseModel):
             "model": self.model,
             # What was added later is only said where it is used, so that older runs stay what they are.
             "data": self.data.model_dump(exclude={"validation"} if self.data.validation is None else None),
-            "training": dataclasses.asdict(self.training),
+            "training": self.training.values(),
             **({"record": recorders} if recorders else {}),
             **({"engine": engine} if (engine := settled_by(self.engine)) != "rows" else {}),
+            **({"device": self.device} if self.device != "cpu" else {}),
         }
 
 
@@ -332,7 +336,7 @@ def _check(found: Configuration) -> None:
     if found.data.validation is not None and not 0 < found.data.validation < 1:
         raise InvalidValue(f"data.validation must lie between 0 and 1, not {found.data.validation}")
     require_at_least("data.clients", found.data.clients, 0)
-    require_engine(found.engine)
+    require_engine_on(found.engine, found.device)
     _check_expressions(found)
 
 
