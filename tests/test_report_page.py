@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from plotly.offline import get_plotlyjs
@@ -147,3 +148,31 @@ def test_the_same_runs_give_the_same_page() -> None:
 def test_a_report_of_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidValue, match="at least one run"):
         write_report(tmp_path / "report.html", "Nothing", [])
+
+
+def labels_of(*runs: RunSummary) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page_of(*runs), re.DOTALL)
+    assert found is not None
+    slot: dict[str, Any] = json.loads(found[1])["labels"]
+    return slot
+
+
+def test_every_label_distribution_can_be_chosen_also_where_settings_share_a_seed() -> None:
+    one, other = made_up_run("fedavg, Dir(0.1)", 0), made_up_run("fedavg, Dir(0.5)", 0, clients=7)
+    assert list(labels_of(one, other)["variants"]) == ["fedavg, Dir(0.1)", "fedavg, Dir(0.5)"]
+    again = made_up_run("fedavg, Dir(0.1)", 1)
+    assert list(labels_of(one, again)["variants"]) == ["seed 0", "seed 1"]
+    assert list(labels_of(one, again, other)["variants"]) == [
+        "fedavg, Dir(0.1), seed 0", "fedavg, Dir(0.1), seed 1", "fedavg, Dir(0.5), seed 0",
+    ]  # fmt: skip
+
+
+def test_a_page_begins_with_the_section_it_is_about() -> None:
+    def headings(first: str) -> list[str]:
+        return re.findall("<h2>(.*?)</h2>", render("A figure", [made_up_run("fedavg", 0)], (), first=first))
+
+    usual = headings("")
+    assert usual[:2] == ["Result", "Learning curves"]
+    moved = headings("clients")
+    assert moved[0] == "The clients and their data"
+    assert [name for name in moved if name != moved[0]] == [name for name in usual if name != moved[0]]

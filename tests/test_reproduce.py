@@ -139,6 +139,17 @@ def test_an_estimate_comes_first_and_alone_where_it_is_all_that_is_asked(reprodu
     assert not (tmp_path / "runs").exists()
 
 
+def test_the_page_of_a_figure_begins_with_it_and_holds_every_setting(reproduce: Say, tmp_path: Path) -> None:
+    small = ("--columns", "MNIST,CIFAR-10", "-q", "threads=1", "data.clients=3", "training.batch_size=50")
+    code, out, err = reproduce("fedala.figure-7", *small)
+    assert code == 0, err
+    assert sum(line.rstrip().endswith("PARTIAL") for line in out.splitlines()) == 2
+    page = (tmp_path / "runs" / "reproduce" / "fedala.figure-7" / "report.html").read_text()
+    assert page.split("<h2>")[1].startswith("The clients and their data")
+    for name in ("MNIST pathological", "CIFAR-10 pathological"):
+        assert f'data-choice="labels" data-value="labels, {name}"' in page
+
+
 # what the command says ----------------------------------------------------------------------------------------------------
 
 

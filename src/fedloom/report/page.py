@@ -45,15 +45,17 @@ def write_report(
     targets: Sequence[float] | None = None,
     command: str = "",
     sheet: Sheet | None = None,
+    first: str = "",
 ) -> None:
     """Write the report of `runs` (one run, or methods x seeds on the same task) to `path`, all of it or nothing.
 
     `targets` are the accuracies in (0, 1] whose rounds and bytes the table shows, `command` the line that repeats the runs;
     where they are not given, those of the first run's configuration (`targets`, `command`) are taken. `sheet` is the
-    comparison of these runs where it is known (with its own targets), so that the page says what is said elsewhere.
+    comparison of these runs where it is known (with its own targets), so that the page says what is said elsewhere. `first` is
+    the section that the page is about and begins with: `recorded`, `clients`, `curves`, `effects`, or the usual order.
     Raises `InvalidValue` without runs, or for a target that is not a share.
     """
-    page = render(title, runs, targets, command, sheet)
+    page = render(title, runs, targets, command, sheet, first)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, page)
 
@@ -64,6 +66,7 @@ def render(
     targets: Sequence[float] | None = None,
     command: str = "",
     sheet: Sheet | None = None,
+    first: str = "",
 ) -> str:
     """The page as text; see `write_report`."""
     if not runs:
@@ -76,17 +79,20 @@ def render(
     noted = recorded_slots(runs)
     seeds, effects = seed_slots(runs), ablation_slots(runs)
     several = len(sheet.rows) > 1
+    sections = {
+        "result": f"<section>{head('Comparison' if several else 'Result')}{comparison_table(sheet, figures.styles(runs))}"
+        f"{difference_table(sheet)}{_all(seeds)}</section>",
+        "effects": effect_section(effects),
+        "curves": _curve_section(runs, curves),
+        "costs": f"<section>{head('Bytes and time')}<div class=pair>{_all(spent)}</div></section>",
+        "clients": _client_section(runs, labels),
+        "recorded": recorded_section(_all(noted)),
+    }
     body = [
         headline(title, runs, result_tiles(runs, sheet)),
         method_chips(runs) if several else "",
         "<main>",
-        f"<section>{head('Comparison' if several else 'Result')}{comparison_table(sheet, figures.styles(runs))}"
-        f"{difference_table(sheet)}{_all(seeds)}</section>",
-        effect_section(effects),
-        _curve_section(runs, curves),
-        f"<section>{head('Bytes and time')}<div class=pair>{_all(spent)}</div></section>",
-        _client_section(runs, labels),
-        recorded_section(_all(noted)),
+        *(sections[name] for name in sorted(sections, key=lambda name: name != first)),
         fault_table(runs),
         what_was_run(runs, repeat),
     ]

@@ -131,14 +131,21 @@ def seed_slots(runs: Sequence[RunSummary]) -> list[Slot]:
 
 
 def label_slot(runs: Sequence[RunSummary]) -> Slot | None:
-    """The label distribution of each seed; one figure where all seeds share it."""
-    known: dict[str, RunSummary] = {}
+    """Each label distribution that runs have: by their seeds, or by the runs where one seed has several (other partitions, other
+    data); one figure where all share it."""
+    different: list[RunSummary] = []
     for run in runs:
-        if run.label_counts and all(run.label_counts != other.label_counts for other in known.values()):
-            known.setdefault(f"seed {run.seed}", run)
-    if not known:
+        if run.label_counts and all(run.label_counts != other.label_counts for other in different):
+            different.append(run)
+    if not different:
         return None
-    first = next(iter(known.values()))
+    by_seed = len({run.seed for run in different}) == len(different)
+    seeds = _seeds(different) > 1
+    known = {
+        f"seed {run.seed}" if by_seed else f"{run.algorithm}, seed {run.seed}" if seeds else run.algorithm: run
+        for run in different
+    }
+    first = different[0]
     clients = len(first.label_counts)
     shown = len(figures.shown_clients(clients))
     some = f" {shown} of the {clients:,} clients, evenly spaced." if shown < clients else ""
@@ -147,7 +154,8 @@ def label_slot(runs: Sequence[RunSummary]) -> Slot | None:
         name: figures.label_distribution(run.label_counts, run.class_names)
         for name, run in list(known.items())[:PARTITIONS]
     }
-    caption = f"Each bubble's area is the number of a client's training samples of a class; {samples:,} in all.{some}"
+    total = f"; {samples:,} in all" if len({sum(map(sum, run.label_counts)) for run in different}) == 1 else ""
+    caption = f"Each bubble's area is the number of a client's training samples of a class{total}.{some}"
     return Slot("labels", "Label distribution.", caption, variants, "labels")
 
 

@@ -133,8 +133,15 @@ def write(plan: Plan, table: list[Line], command: str) -> list[Path]:
         places.append(plan.folder / "report.html")
         targets = sorted({cell.measure.target / 100 for cell in plan.cells if cell.measure.target})
         left_out = f" ({'; '.join(plan.reasons)})" if plan.reasons else ""
-        write_report(places[-1], title(plan) + left_out, runs, targets, command)
+        write_report(places[-1], title(plan) + left_out, runs, targets, command, first=_first(plan))
     return places
+
+
+def _first(plan: Plan) -> str:
+    """The section of the report that the figure is in, so that the page begins with it; the usual order for tables."""
+    if any(cell.measure.kind == "classes" for cell in plan.cells):
+        return "clients"
+    return "recorded" if any(cell.setting.record(cell.setting.rounds) for cell in plan.cells) else ""
 
 
 def _labelled(plan: Plan) -> list[RunSummary]:

@@ -225,28 +225,25 @@ def bubbles(settings: Iterable[tuple[str, str, int]]) -> list[Cell]:
 def exhibits() -> list[Exhibit]:
     """All tables and figures that are not drawings."""
     three = ("mnist", "cifar10", "cifar100")
-    figures: list[tuple[int, str, Callable[[], list[Cell]], str]] = [
-        (3, "loss while ALA's weights are learned, client 8", blending_figure, "loss by epoch"),
-        (4, "models of client 4 over its loss surface", trajectory_figure, "path and surface"),
-        (5, "objective before and after local training", objective_figure, "objective by round"),
+    figures: list[tuple[int, str, Callable[[], list[Cell]]]] = [
+        (3, "loss while ALA's weights are learned, client 8", blending_figure),
+        (4, "models of client 4 over its loss surface", trajectory_figure),
+        (5, "objective before and after local training", objective_figure),
         (
             6,
             "labels of the clients, Tiny-ImageNet",
             lambda: bubbles(("tiny_imagenet", f"dir:{beta}", 20) for beta in ("0.01", "0.1", "0.5")),
-            "bubbles",
         ),
         (
             7,
             "labels of the clients, pathological",
             lambda: bubbles((data, f"pathological:{DATA[data][2]}", 20) for data in three),
-            "bubbles",
         ),
-        (8, "labels of the clients, Dir(0.1)", lambda: bubbles((data, "dir:0.1", 20) for data in three), "bubbles"),
+        (8, "labels of the clients, Dir(0.1)", lambda: bubbles((data, "dir:0.1", 20) for data in three)),
         (
             9,
             "labels of 50 and 100 clients, CIFAR-100",
             lambda: bubbles(("cifar100", "dir:0.1", clients) for clients in (50, 100)),
-            "bubbles",
         ),
     ]
     return [
@@ -256,7 +253,7 @@ def exhibits() -> list[Exhibit]:
         Exhibit("fedala.table-4", "heterogeneity, scale, ALA on other methods", lambda: accuracy_table("4")),
         Exhibit("fedala.table-6", "ranges p of layers, CNN and fastText", lambda: weight_table("6")),
         Exhibit("fedala.table-7", "MNIST Dir(0.1); half of 100 clients a round", lambda: accuracy_table("7")),
-        *(Exhibit(f"fedala.figure-{number}", shows, make, gives) for number, shows, make, gives in figures),
+        *(Exhibit(f"fedala.figure-{number}", shows, make) for number, shows, make in figures),
     ]
 
 

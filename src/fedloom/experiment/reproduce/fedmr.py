@@ -274,23 +274,20 @@ def _grid_of(names: Iterable[str], model: str) -> Any:
 
 def _ablations(paper: str, first: int, names: Iterable[str]) -> list[Exhibit]:
     """The eight figures that the long version and KDD 2024 share, numbered from `first` on."""
-    shown: list[tuple[str, Any, str]] = [
-        ("FedAvg, four independent models and their mean", _independent, "test accuracy and loss of four models"),
-        ("cosine similarity of the pool's models", _cosine, "similarity by round"),
-        ("loss landscapes of FedAvg and FedMR", _landscapes, "the loss around the final models"),
-        ("test loss of FedAvg and FedMR", _losses, "test loss by round"),
+    shown: list[tuple[str, Any]] = [
+        ("FedAvg, four independent models and their mean", _independent),
+        ("cosine similarity of the pool's models", _cosine),
+        ("loss landscapes of FedAvg and FedMR", _landscapes),
+        ("test loss of FedAvg and FedMR", _losses),
         (
             "learning curves, ResNet-20 on CIFAR-100",
             lambda: curves(names, "resnet20", "cifar100", DISTRIBUTIONS),
-            "learning curves",
         ),
-        ("K activated clients, Dir(0.1)", lambda: _participants(names, "dir:0.1"), "learning curves"),
-        ("recombination of segments (FedMR-px)", _segments, "learning curves"),
-        ("two-stage training, five lengths", _stage_lengths, "learning curves"),
+        ("K activated clients, Dir(0.1)", lambda: _participants(names, "dir:0.1")),
+        ("recombination of segments (FedMR-px)", _segments),
+        ("two-stage training, five lengths", _stage_lengths),
     ]
-    return [
-        Exhibit(f"{paper}.figure-{first + place}", what, make, gives) for place, (what, make, gives) in enumerate(shown)
-    ]
+    return [Exhibit(f"{paper}.figure-{first + place}", what, make) for place, (what, make) in enumerate(shown)]
 
 
 DRAWINGS = {

@@ -209,7 +209,6 @@ def exhibits() -> list[Exhibit]:
         "3": "rounds to an accuracy, CIFAR-10 IID",
         "4": "rounds to an accuracy, CIFAR-10 non-IID",
     }
-    curves = "test accuracy and training loss"
     figures = [
         (data, distribution, rate)
         for data in ("mnist", "cifar10")
@@ -221,14 +220,14 @@ def exhibits() -> list[Exhibit]:
         Exhibit("fedumf.table-a1", "test accuracy beside FedDC and others, 4 data sets", lambda: appendix_table("A1")),
         Exhibit("fedumf.table-a2", "rounds to one accuracy a data set", lambda: appendix_table("A2")),
         *(
-            Exhibit(f"fedumf.figure-{3 + place}", _named(*figure), _figure_of(*figure), curves)
+            Exhibit(f"fedumf.figure-{3 + place}", _named(*figure), _figure_of(*figure))
             for place, figure in enumerate(figures)
         ),
         *(
-            Exhibit(f"fedumf.figure-a{k}", f"curves of all methods, {LABELS[data]}", _appendix_of(data), curves)
+            Exhibit(f"fedumf.figure-a{k}", f"curves of all methods, {LABELS[data]}", _appendix_of(data))
             for k, data in enumerate(LABELS, start=1)
         ),
-        Exhibit("fedumf.figure-a5", "curves of all methods, synthetic data", synthetic_figure, curves),
+        Exhibit("fedumf.figure-a5", "curves of all methods, synthetic data", synthetic_figure),
     ]
 
 

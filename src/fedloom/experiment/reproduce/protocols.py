@@ -157,12 +157,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Exhibit:
-    """A table or figure: `shows` says what is in it, `gives` what the runs leave of it beside the numbers."""
+    """A table or figure: `shows` says what is in it."""
 
     id: str
     shows: str
     make: Callable[[], list[Cell]] = field(repr=False)
-    gives: str = ""
 
     @cached_property
     def cells(self) -> list[Cell]:

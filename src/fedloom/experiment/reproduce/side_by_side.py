@@ -53,8 +53,9 @@ def to_table(title: str, lines: Sequence[Line], notes: Sequence[str]) -> Table:
         caption_justify="left",
     )
     for name in ("Method", "Paper", "Here", "Difference", "In std", "Status"):
-        right = name not in ("Method", "Status")
-        table.add_column(name, justify="right" if right else "left", no_wrap=name != "Status")
+        right = name not in ("Method", "Status")  # words may break, figures may not
+        least = len(PARTIAL) if name == "Status" else None
+        table.add_column(name, justify="right" if right else "left", no_wrap=right, min_width=least)
     for column in dict.fromkeys(line.cell.column for line in lines):
         block = [line for line in lines if line.cell.column == column]
         table.add_row(Text(f"{column}, {block[0].cell.measure.unit}", style="bold"))
