@@ -6,12 +6,15 @@ import csv
 import io
 import itertools
 import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
+from fedloom.cli import main
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import Configuration, configuration, put
@@ -137,6 +140,15 @@ def test_a_comparison_in_several_settings_is_one_run_each_and_makes_none_twice(t
             assert json.loads((place / "configuration.json").read_text())["data"]["partition"] == partition
             assert (place / "result.json").exists()
         assert (tmp_path / setting / "report.html").exists()
+    overview = (tmp_path / "report.html").read_text()
+    links = [unquote(link) for link in re.findall(r'<a href="([^"]+/report.html)"', overview)]
+    assert [tmp_path / link for link in links] == [
+        tmp_path / name / "report.html" for name in ("data.partition=iid", "data.partition=dirichlet-0.5")
+    ]
+    assert all((tmp_path / link).exists() for link in links)
+    assert '<div id="ablation-data.partition"' in overview
+    assert main(["report", str(tmp_path)]) == 0
+    assert (tmp_path / "report.html").read_text() == overview
     found = json.loads((tmp_path / "comparison.json").read_text())
     for line in csv.DictReader(io.StringIO((tmp_path / "comparison.csv").read_text())):
         finals = [

@@ -38,7 +38,7 @@ def report(
     DIR holds a run or a comparison, such as runs/digits. Nothing is trained: all comes from what is recorded there.
     """
     from fedloom.errors import InvalidValue
-    from fedloom.experiment.finished import add_landscapes, read_runs, rewrite_reports
+    from fedloom.experiment.finished import add_landscapes, gathered, read_runs, rewrite_reports
     from fedloom.recording.landscape import Landscape
     from fedloom.recording.recorder import build_recorders
     from fedloom.report.images import require_images, write_images
@@ -56,5 +56,5 @@ def report(
     for page in rewrite_reports(folder, runs):
         print(f"report: {page}")
     if formats:
-        files = write_images(folder / "images", [run.labelled for run in runs], formats)
+        files = write_images(folder / "images", [run.labelled for run in gathered(folder, runs)], formats)
         print(f"images: {folder / 'images'} ({len(files)} files)")

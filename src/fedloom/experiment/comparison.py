@@ -11,7 +11,8 @@ from fedloom.experiment.configuration import Configuration
 from fedloom.experiment.directory import to_json
 from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.jobs import Here, Job, Pool, Tasks, placed, require_possible
-from fedloom.experiment.pages import write_pages
+from fedloom.experiment.pages import setting_folder, write_pages
+from fedloom.experiment.trajectories import draw_together, scene_of
 from fedloom.experiment.workers import Crew
 from fedloom.expression import parse
 from fedloom.files import write_text
@@ -112,7 +113,14 @@ class Comparison:
         write_text(folder / "comparison.md", to_markdown(sheets, title))
         write_text(folder / "comparison.tex", to_latex(sheets, title))
         write_text(folder / "differences.csv", differences_to_csv(sheets))
-        write_pages(folder, title, list(zip(sheets, parts.values(), strict=True)), self.command)
+        shown = [self._together(setting, [job for job, _ in done]) for setting in parts]
+        write_pages(folder, title, list(zip(sheets, shown, strict=True)), self.command)
+
+    def _together(self, setting: str, jobs: Sequence[Job]) -> list[RunSummary]:
+        """The runs of a setting, their clients' ways in one plane where several methods recorded them."""
+        own = [(job.path, job.summary()) for job in jobs if job.name.setting == setting]
+        place = setting_folder(self.configuration.folder, setting)
+        return draw_together(place, own, lambda seed: scene_of(self.configuration.settings[setting], seed))
 
     def _sheet(self, runs: Sequence[RunSummary], setting: str) -> Sheet:
         told = self.configuration

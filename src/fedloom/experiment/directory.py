@@ -180,7 +180,7 @@ def folder_name(expression: str) -> str:
 
     Expressions that are long or nest get a digest at the end, so that different ones stay different.
     """
-    plain = expression.replace("'", "").replace('"', "")
+    plain = re.sub(r"(?<=\d)e\+(?=\d)", "e", expression.replace("'", "").replace('"', ""))  # 1e+38 is not 1e-38
     name = re.sub(r"[^\w.=]+", "-", plain.replace(":", "_")).strip("-")
     if plain.count("(") < 2 and len(name) <= _LONGEST:
         return name

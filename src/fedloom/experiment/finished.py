@@ -19,9 +19,10 @@ from fedloom.data.partition import Partition
 from fedloom.errors import CheckpointError, FedloomError, InvalidValue, suggestion
 from fedloom.experiment.artifact import load_model
 from fedloom.experiment.configuration import configuration
-from fedloom.experiment.directory import RunDirectory, folder_name, to_json
-from fedloom.experiment.pages import PAGE, Part, write_pages
+from fedloom.experiment.directory import RunDirectory, to_json
+from fedloom.experiment.pages import PAGE, Part, setting_folder, write_pages
 from fedloom.experiment.settings import label
+from fedloom.experiment.trajectories import together
 from fedloom.files import write_text
 from fedloom.recording.landscape import Landscape
 from fedloom.report.page import Told, told
@@ -49,8 +50,17 @@ class Found:
     @property
     def labelled(self) -> RunSummary:
         """The summary with the setting in its method's name, so that runs of several settings stay apart."""
-        name = f"{self.summary.algorithm}, {self.setting}" if self.setting else self.summary.algorithm
-        return dataclasses.replace(self.summary, algorithm=name)
+        if not self.setting:
+            return self.summary
+        recorded = [
+            one | {"methods": {f"{name}, {self.setting}": way for name, way in one["methods"].items()}}
+            if one["kind"] == "trajectories"
+            else one
+            for one in self.summary.recorded
+        ]
+        return dataclasses.replace(
+            self.summary, algorithm=f"{self.summary.algorithm}, {self.setting}", recorded=recorded
+        )
 
 
 def read_runs(folder: Path) -> list[Found]:
@@ -66,11 +76,22 @@ def read_runs(folder: Path) -> list[Found]:
     return [Found(setting, place, _summary(place, name), changes) for setting, place, name, changes in places]
 
 
+def gathered(folder: Path, runs: Sequence[Found]) -> list[Found]:
+    """The runs with what the folder keeps of several of them: their clients' ways in one plane."""
+    summaries: dict[tuple[str, Path], RunSummary] = {}
+    for setting in dict.fromkeys(run.setting for run in runs):
+        own = [(run.place, run.summary) for run in runs if run.setting == setting]
+        found = together(setting_folder(folder, setting), own)
+        summaries |= {(setting, place): summary for (place, _), summary in zip(own, found, strict=True)}
+    return [dataclasses.replace(run, summary=summaries[run.setting, run.place]) for run in runs]
+
+
 def rewrite_reports(folder: Path, runs: Sequence[Found]) -> list[Path]:
     """Write `report.html` anew, and where there are several settings one for each in its folder; the files.
 
     Title, targets, what the methods are judged by and the command are those of the report that is there, as far as there is one.
     """
+    runs = gathered(folder, runs)
     settings = list(dict.fromkeys(run.setting for run in runs))
     before = told(folder / PAGE) or _told_by_setting(folder, settings) or Told(_usual_title(folder, runs))
     parts: list[Part] = []
@@ -165,7 +186,7 @@ def _without_landscape(summary: RunSummary) -> list[dict[str, Any]]:
 
 def _told_by_setting(folder: Path, settings: Sequence[str]) -> Told | None:
     """What the report of a setting was told, without its setting."""
-    pages = ((setting, told(folder / folder_name(setting) / PAGE)) for setting in settings if setting)
+    pages = ((setting, told(setting_folder(folder, setting) / PAGE)) for setting in settings if setting)
     return next(
         (dataclasses.replace(one, title=one.title.removesuffix(f", {setting}")) for setting, one in pages if one), None
     )

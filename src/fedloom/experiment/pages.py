@@ -17,9 +17,14 @@ Part = tuple[Sheet, Sequence[RunSummary]]
 """A setting: its methods compared, and the runs that were."""
 
 
+def setting_folder(folder: Path, setting: str) -> Path:
+    """Where the page of a setting lies in a comparison's folder; in the folder itself where there are no settings."""
+    return folder / folder_name(setting) if setting else folder
+
+
 def write_pages(folder: Path, title: str, parts: Sequence[Part], command: str) -> list[Path]:
     """Write the report of these settings; the pages, that of the folder first. Nothing where no setting has a run."""
-    settings = [(folder / folder_name(one.setting), one, runs) for one, runs in parts if one.setting]
+    settings = [(setting_folder(folder, one.setting), one, runs) for one, runs in parts if one.setting]
     if not settings:
         for one, runs in parts:
             write_report(folder / PAGE, title, runs, command=command, sheet=one)

@@ -87,7 +87,8 @@ class Recording:
         return self.directory / "recorded"
 
     def _path(self, number: int) -> Path:
-        return self._folder / f"round-{number:07d}.safetensors"
+        assert self.directory is not None
+        return kept_file(self.directory, number)
 
     def finished(self) -> int:
         """How many rounds from the first on have all their notes on disk."""
@@ -175,6 +176,11 @@ class Recording:
                 tensors = self._tensors[number] if self._log is None else read_tensors(self._path(number))[0]
                 found[number] = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
         return found
+
+
+def kept_file(directory: Path, number: int) -> Path:
+    """Where a run's directory keeps the models of a round, each as `recorder/key`."""
+    return directory / "recorded" / f"round-{number:07d}.safetensors"
 
 
 def _exchanges(orders: Sequence[Order], replies: Replies) -> list[Exchange]:

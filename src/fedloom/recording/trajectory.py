@@ -79,32 +79,32 @@ class Trajectory(Recorder):
         plane = principal_plane(rows[:, :trainable].cpu())
         if plane is None:
             return found
-        x, y = (_ticks(plane.points[:, axis], self.grid) for axis in (0, 1))
-        model = rows.double().mean(0).to(rows)
         integers = tensors[numbers[-1]].get("integers")
         return found | {
             "points": plane.points.tolist(),
-            "explained": plane.explained.tolist(),
-            "x": x,
-            "y": y,
-            "surface": self._surface(plane, x, y, model, integers, scene),
+            **surroundings(plane, self.grid, rows.double().mean(0).to(rows), integers, self.client, scene),
         }
 
-    def _surface(
-        self, plane: Plane, x: Sequence[float], y: Sequence[float], model: Tensor, integers: Tensor | None, scene: Scene
-    ) -> list[list[float]]:
-        """The loss at every point of the grid, line by line from the lowest y up; `model [P]` lends its buffers."""
-        client, trainable = scene.place(self.client), scene.task.layout.trainable
-        row = model.clone()
-        lines: list[list[float]] = []
-        for up in y:
-            line: list[float] = []
-            for along in x:
-                row[:trainable] = plane.at(along, up)
-                loss, samples = scene.training_loss(row, client, integers)
-                line.append(loss / samples)
-            lines.append(line)
-        return lines
+
+def surroundings(
+    plane: Plane, grid: int, model: Tensor, integers: Tensor | None, client: int, scene: Scene
+) -> dict[str, Any]:
+    """What the plane explains, the coordinates `x` and `y` of a grid around its points, and the client's loss on it.
+
+    The loss stands line by line from the lowest y up; `model [P]` lends its buffers.
+    """
+    place, trainable = scene.place(client), scene.task.layout.trainable
+    x, y = (_ticks(plane.points[:, axis], grid) for axis in (0, 1))
+    row = model.clone()
+    lines: list[list[float]] = []
+    for up in y:
+        line: list[float] = []
+        for along in x:
+            row[:trainable] = plane.at(along, up)
+            loss, samples = scene.training_loss(row, place, integers)
+            line.append(loss / samples)
+        lines.append(line)
+    return {"explained": plane.explained.tolist(), "x": x, "y": y, "surface": lines}
 
 
 def _ticks(values: Tensor, count: int) -> list[float]:

@@ -21,6 +21,7 @@ from fedloom.report.models import (
     of_kind,
     similarity_curves,
 )
+from fedloom.report.paths import SEQUENCE, trajectories, trajectory_path
 from fedloom.report.summary import RunSummary, by_algorithm
 
 ROUNDS = 12
@@ -28,11 +29,6 @@ ROUNDS = 12
 
 DRAWN = 24
 """Figures of one page at most."""
-
-SEQUENCE = "Viridis"
-"""Colours from early to late, and from low to high; told apart by people with any common colour blindness."""
-
-_LINE = "#d55e00"
 
 _EARLY, _LATE = 0.35, 0.88
 """The part of the colours that is seen on white and on near black alike."""
@@ -59,11 +55,14 @@ def drawings(runs: Sequence[RunSummary]) -> list[Drawing]:
     if any(of_kind(run, "similarity") for run in runs):
         found.append(_similarity(runs))
     found += [*_local_models(chosen, looks), *_landscapes(runs)]
+    joint = [one for run in runs for one in run.recorded if one["kind"] == "trajectories"]
+    found += [_trajectories(one, looks) for one in joint]
+    shown = {(method, one["client"]) for one in joint for method in one["methods"]}
     for run in chosen:
         for one in run.recorded:
             if one["kind"] == "ala":
                 found.append(_blending(run, one, _whose(run, runs)))
-            elif one["kind"] == "trajectory":
+            elif one["kind"] == "trajectory" and (run.algorithm, one["client"]) not in shown:
                 found.append(_trajectory(run, one, _whose(run, runs)))
     return found[:DRAWN]
 
@@ -125,68 +124,6 @@ def blending_losses(method: str, recorded: Mapping[str, Any]) -> go.Figure:
         380,
         xaxis={"title": "Epoch of learning the weights", "dtick": 1 if max(map(len, losses)) <= 12 else None},
         yaxis={"title": "Training loss"},
-        hovermode="closest",
-    )
-
-
-def trajectory_path(method: str, recorded: Mapping[str, Any]) -> go.Figure:
-    """The path of a client's models over its local loss in the plane of their two principal components; without a plane, the
-    loss of the models over the rounds."""
-    rounds, losses = recorded["rounds"], recorded["losses"]
-    if "points" not in recorded:
-        line = go.Scatter(
-            x=rounds, y=losses, mode="lines+markers", line={"color": _LINE}, legendgroup=method, showlegend=False
-        )
-        return framed([line], 380, xaxis={"title": "Round"}, yaxis={"title": "Training loss"})
-    x, y = zip(*recorded["points"], strict=True)
-    surface = go.Contour(
-        x=recorded["x"],
-        y=recorded["y"],
-        z=recorded["surface"],
-        colorscale=SEQUENCE,
-        reversescale=True,
-        ncontours=24,
-        line={"width": 0.5, "color": "rgba(255,255,255,0.5)"},
-        colorbar={"title": {"text": "Loss"}, "thickness": 12, "outlinewidth": 0},
-        hovertemplate="loss %{z:.4~g}<extra></extra>",
-        legendgroup=method,
-    )
-    # A light line below the dark one, so that the path is seen on high and on low ground.
-    halo = go.Scatter(
-        x=x,
-        y=y,
-        mode="lines",
-        line={"color": "#ffffff", "width": 5},
-        hoverinfo="skip",
-        showlegend=False,
-        legendgroup=method,
-    )
-    path = go.Scatter(
-        x=x,
-        y=y,
-        customdata=list(zip(rounds, losses, strict=True)),
-        mode="lines+markers",
-        line={"color": "#101010", "width": 1.5},
-        marker={"size": 7, "color": _LINE, "line": {"width": 1, "color": "#ffffff"}},
-        hovertemplate="round %{customdata[0]}, loss %{customdata[1]:.4~g}<extra></extra>",
-        showlegend=False,
-        legendgroup=method,
-    )
-    ends = go.Scatter(
-        x=[x[0], x[-1]],
-        y=[y[0], y[-1]],
-        mode="markers",
-        marker={"size": 13, "symbol": ["circle", "star"], "color": _LINE, "line": {"width": 1.5, "color": "#ffffff"}},
-        hoverinfo="skip",
-        showlegend=False,
-        legendgroup=method,
-    )
-    first, second = (f"{name} component ({share:.0%} of the variance)" for name, share in _components(recorded))
-    return framed(
-        [surface, halo, path, ends],
-        460,
-        xaxis={"title": first, "showgrid": False, "range": _ends(recorded["x"])},
-        yaxis={"title": second, "showgrid": False, "range": _ends(recorded["y"])},
         hovermode="closest",
     )
 
@@ -314,12 +251,13 @@ def _trajectory(run: RunSummary, one: Mapping[str, Any], whose: str) -> Drawing:
     return Drawing(name, f"Models of client {one['client']}", caption, trajectory_path(run.algorithm, one))
 
 
-def _components(recorded: Mapping[str, Any]) -> list[tuple[str, float]]:
-    return list(zip(("First", "Second"), recorded["explained"], strict=True))
-
-
-def _ends(ticks: Sequence[float]) -> list[float]:
-    return [ticks[0], ticks[-1]]
+def _trajectories(one: Mapping[str, Any], looks: Mapping[str, Style]) -> Drawing:
+    caption = (
+        f"with {', '.join(one['methods'])} over its training loss in the plane of the two principal components of all, "
+        f"each from its first recorded round (circle) to its last (star). Seed {one['seed']}."
+    )
+    title = f"Models of client {one['client']}"
+    return Drawing(f"trajectories-{one['client']}", title, caption, trajectories(one, looks))
 
 
 def _scale_of_rounds(first: int, last: int, method: str) -> list[go.Scatter]:

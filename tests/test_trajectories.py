@@ -1,0 +1,85 @@
+"""The ways of one client's models with several methods in one plane, against the models that the runs kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+import fedloom as fl
+from fedloom.cli import main
+from fedloom.data.partition import Partition
+from fedloom.experiment.comparison import Comparison
+from fedloom.experiment.configuration import configuration
+from fedloom.experiment.finished import gathered, read_runs
+from fedloom.report.slots import image_slots
+
+PLACES = {"fedavg": "fedavg", "ala(fedavg)": "ala-fedavg"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ways")
+    told = {
+        "name": "ways", "directory": str(folder), "algorithms": list(PLACES), "rounds": 3, "participation": 1.0,
+        "record": ["trajectory(client=1, grid=3)"], "model": "logistic", "threads": 1,
+        "data": {"clients": 4, "partition": "dirichlet(0.5)"},
+    }  # fmt: skip
+    assert Comparison.of(configuration(told)).run(lambda event: None) == {}
+    return folder
+
+
+def models(folder: Path) -> torch.Tensor:
+    """All models of the client, method by method and round by round."""
+    files = [
+        folder / place / f"seed-0/recorded/round-{number:07d}.safetensors"
+        for place in PLACES.values()
+        for number in (1, 2, 3)
+    ]
+    return torch.stack([load_file(file)["trajectory of client 1/model"].double() for file in files])
+
+
+def test_the_plane_is_that_of_all_models_and_the_surface_the_clients_loss(folder: Path) -> None:
+    (one,) = json.loads((folder / "trajectories.json").read_text())["trajectories"]
+    assert (one["client"], one["seed"], list(one["methods"])) == (1, 0, list(PLACES))
+    rows = models(folder)
+    centre = rows.mean(0)
+    left, singular, axes = np.linalg.svd((rows - centre).numpy(), full_matrices=False)
+    found = np.array([point for method in PLACES for point in one["methods"][method]["points"]])
+    assert np.abs(found) == pytest.approx(np.abs(left[:, :2] * singular[:2]), abs=1e-6)
+    assert one["explained"] == pytest.approx(singular[:2] ** 2 / np.sum(singular**2))
+
+    signs = np.sign((found * left[:, :2]).sum(0))
+    point = centre + torch.from_numpy(one["x"][2] * signs[0] * axes[0] + one["y"][0] * signs[1] * axes[1])
+    task = fl.make_task("digits", clients=4, partition="dirichlet(0.5)", model="logistic")
+    mine = Partition.load(folder / "fedavg/seed-0/split.npz")[1]
+    inputs, labels = task.train.inputs[mine].flatten(1).double(), task.train.labels[mine]
+    weight, bias = point[:640].view(10, 64), point[640:]
+    assert one["surface"][0][2] == pytest.approx(F.cross_entropy(inputs @ weight.T + bias, labels).item(), rel=1e-5)
+
+
+def test_the_page_draws_both_ways_once_also_when_it_is_written_anew(folder: Path) -> None:
+    page = (folder / "report.html").read_text()
+    assert '<div id="trajectories-1"' in page
+    assert '<div id="trajectory-1-' not in page
+    assert main(["report", str(folder)]) == 0
+    assert (folder / "report.html").read_text() == page
+    drawn = {slot.name: slot for slot in image_slots([run.labelled for run in gathered(folder, read_runs(folder))])}
+    named = [trace.name for trace in drawn["trajectories-1"].variants[""].data if trace.name]
+    assert named == list(PLACES)
+
+
+def test_ways_of_other_runs_are_not_shown(folder: Path) -> None:
+    kept = folder / "ala-fedavg/seed-0/recording.json"
+    before = kept.read_text()
+    kept.write_text(before.replace("[", "[ ", 1))
+    try:
+        shown = gathered(folder, read_runs(folder))
+    finally:
+        kept.write_text(before)
+    assert not any(one["kind"] == "trajectories" for run in shown for one in run.summary.recorded)
