@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ from fedloom.errors import InvalidValue
 from fedloom.federation import Federation
 from fedloom.layout import Layout
 from fedloom.secure import to_layers
-from fedloom.secure.messages import Letter, unpack
+from fedloom.secure.messages import Letter, Request, Terms, unpack
 from flower_support import RUN, NormNet, assert_close, flower, nodes, run_config, schedule, site
 from secure_sites import Change, ExchangeGrid, PeerNode, on_the_wire, peers
 
@@ -181,18 +184,36 @@ def test_a_server_that_asks_for_a_model_before_the_exchange_does_not_get_it(tmp_
     with pytest.raises(Refusal, match="this site is in no such exchange"):
         words_of(asked(grid, "query.exchange", upload))
     with pytest.raises(Refusal, match="nothing is exchanged sometimes in round 1"):
-        words_of(asked(grid, "query.exchange", order(run="mine", when="sometimes", upload=True)))
+        words_of(asked(grid, "query.exchange", order(run="mine", when="sometimes"), parcel=begun(when="sometimes")))
+    for changes in ({"run": "another"}, {"round": 2}, {"when": "before_train"}):
+        with pytest.raises(Refusal, match="the terms are not those of this exchange"):
+            words_of(asked(grid, "query.exchange", order(run="mine", when="before_upload"), parcel=begun(**changes)))
     with pytest.raises(Refusal, match="this site is in no such exchange"):
         words_of(asked(grid, "train", order(expected=expected, exchanged=True), {"integers": inbox["integers"]}))
 
 
+def begun(**changes: Any) -> bytes:
+    """A request to begin an exchange between sites 0 and 1."""
+    return Request("begin", replace(Terms("mine", 1, "before_upload", 0, (0, 1), bytes(32)), **changes)).encode()
+
+
 def asked(
-    grid: ExchangeGrid, kind: str, words: dict[str, Any], inbox: dict[str, torch.Tensor] | None = None
+    grid: ExchangeGrid,
+    kind: str,
+    words: dict[str, Any],
+    inbox: dict[str, torch.Tensor] | None = None,
+    parcel: bytes = b"",
 ) -> Message:
     """What site 0 answers to a message."""
     arrays = {name: encoded(tensor) for name, tensor in (inbox or {}).items()}
-    message = Message(pack(words, arrays), 1, kind)
+    message = Message(pack(words, arrays, parcel=parcel), 1, kind)
     return app(message, Context(RUN, 1, dict(site(grid, 0).config), RecordDict(), dict(grid.run_config)))
+
+
+def test_a_step_of_an_exchange_loads_neither_pytorch_nor_data() -> None:
+    code = "import sys, fedloom.deploy.client, fedloom.deploy.peer; print(sys.modules.keys() & {'torch', 'sklearn', 'scipy'})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "set()"
 
 
 # --- what goes wrong ---

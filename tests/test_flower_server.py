@@ -19,7 +19,7 @@ from fedloom.data.dataset import Samples
 from fedloom.data.partition import Partition
 from fedloom.deploy import server
 from fedloom.deploy.agreement import deployment
-from fedloom.deploy.memory import default_folder
+from fedloom.deploy.answer import default_folder
 from fedloom.deploy.site_data import own_data
 from fedloom.engines.flower_post import Post
 from fedloom.engines.local import RowsEngine

@@ -6,25 +6,17 @@ since the first reply was late, or since the server was killed, trains from the 
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection
 from pathlib import Path
 
 from torch import Tensor
 
-from fedloom.errors import CheckpointError, DamagedCheckpoint, RefusedReply
+from fedloom.deploy.answer import federation_folder
+from fedloom.errors import CheckpointError, DamagedCheckpoint
 from fedloom.files import read_tensors, write_tensors
 
-_FEDERATION = re.compile(r"[0-9a-f]{16}")
-
 _NAME = re.compile(r"site-(\d+)\.v(\d+)\.safetensors")
-
-
-def default_folder() -> Path:
-    """`fedloom` under FLWR_HOME, or under ~/.flwr where that is not set."""
-    home = os.environ.get("FLWR_HOME")
-    return (Path(home) if home else Path.home() / ".flwr") / "fedloom"
 
 
 class SiteMemory:
@@ -34,9 +26,7 @@ class SiteMemory:
     """
 
     def __init__(self, folder: Path, federation: str, number: int) -> None:
-        if not _FEDERATION.fullmatch(federation):
-            raise RefusedReply(f"{federation!r:.40} is not the name of a federation")
-        self.folder = folder / federation
+        self.folder = federation_folder(folder, federation)
         self.number = number
 
     def read(self, version: int) -> dict[str, Tensor]:

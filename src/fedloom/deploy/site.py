@@ -22,9 +22,10 @@ from fedloom.algorithm import Algorithm, Plan, build
 from fedloom.algorithms.secure import Secure, secured
 from fedloom.data.partition import Partition
 from fedloom.deploy.agreement import Deployment, deployment, described, layout_digest, read_configuration
+from fedloom.deploy.answer import Answer, federation_folder, memory_folder
 from fedloom.deploy.identity import Identity
-from fedloom.deploy.memory import SiteMemory, default_folder
-from fedloom.deploy.peer import SitePeer, begins
+from fedloom.deploy.memory import SiteMemory
+from fedloom.deploy.peer import Entry, SitePeer
 from fedloom.deploy.site_data import own_data
 from fedloom.engines.base import INTEGERS, Fault, Order
 from fedloom.engines.flower_messages import Refusal, Words, whole
@@ -32,7 +33,6 @@ from fedloom.engines.local import RowsEngine
 from fedloom.errors import DamagedCheckpoint, InvalidValue, RefusedReply
 from fedloom.round import Round
 from fedloom.secure import from_layers, to_layers
-from fedloom.secure.messages import pack as packed
 from fedloom.secure.peer import OCCASIONS
 from fedloom.task import Task, make_task
 
@@ -48,16 +48,6 @@ class SiteTask(Task):
 
     def __post_init__(self) -> None:
         """Empty shares are what they should be."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a site answers."""
-
-    words: Words
-    tensors: Mapping[str, Tensor]
-    figures: Mapping[str, float]
-    parcel: bytes = b""
 
 
 class Site:
@@ -92,11 +82,9 @@ class Site:
         for key in ("data", "memory"):
             if not isinstance(node_config.get(key, ""), str):
                 raise InvalidValue(f"node configuration: {key} must be text, not {node_config[key]!r}")
-        folder = node_config.get("memory")
-        place = Path(str(folder)).expanduser() if folder else default_folder()
         source = str(node_config["data"]) if node_config.get("data") else None
         identity = Identity.of(node_config, number)
-        return cls(settings, number, source, place, str(run_config["configuration"]), identity)
+        return cls(settings, number, source, memory_folder(node_config), str(run_config["configuration"]), identity)
 
     # --- what it is asked ---
 
@@ -128,9 +116,9 @@ class Site:
         expected = _shapes(words.get("expected"))
         # By the site's own configuration: the server cannot ask for a model that others should have a part in.
         exchange = None if expected is None else secured(method, round.number)
-        peer = None if exchange is None else self._peer(words, round, exchange)
+        peer = None if exchange is None else self._peer(words)
         if peer is not None and exchange is not None and words.get("exchanged") is True:
-            layers = peer.outcome("before_train")
+            layers = peer.outcome("before_train", round.number)
             inbox = {**inbox, "model": from_layers(layers, exchange.units(), engine.task.initial).unsqueeze(0)}
             _require_sound(engine.task, inbox)
         order = Order(client, None if expected is None else 0, dict(inbox))
@@ -151,29 +139,23 @@ class Site:
         if peer is not None and exchange is not None:
             peer.leave()
             if exchange.exchanges("before_upload"):
-                peer.keep(to_layers(tensors.pop("model"), exchange.units()))
+                peer.keep(to_layers(tensors.pop("model"), exchange.units()), round.number)
         return Answer(told, tensors, result.metrics)
 
     def exchange(self, words: Words, inbox: Mapping[str, Tensor], parcel: bytes) -> Answer:
-        """Take the next step of an exchange of layers with other sites, or hand over what this site holds after it.
+        """Enter an exchange of layers with other sites; `fedloom.deploy.peer.go_on` takes the steps that follow.
 
-        Raises `RefusedReply` where the site is in no such exchange, `FedloomError` for what it would not do.
+        Raises `RefusedReply` where there is no such exchange, `FedloomError` for what the site would not do.
         """
         round, _ = self._addressed(words)
-        run, when = str(words.get("run")), str(words.get("when"))
+        when = str(words.get("when"))
         method = secured(build(self.settings.algorithm), round.number)
         if method is None or when not in OCCASIONS or not method.exchanges(when):
             raise RefusedReply(f"nothing is exchanged {when:.40} in round {round.number}")
-        peer = self._peer(words, round, method)
-        told = {"site": self.number, "round": round.number}
-        if words.get("upload") is True:
-            layers = peer.outcome("before_upload", run)
-            peer.leave()
-            return Answer(told, {}, {}, packed(*layers))
-        if not begins(parcel):
-            return Answer(told, {}, {}, peer.go_on(parcel, run))
-        layers = peer.trained() if when == "before_upload" else self._sent(words, round, inbox)
-        return Answer(told, {}, {}, peer.begin(parcel, run, when, layers))
+        peer = self._peer(words)
+        layers = peer.trained(round.number) if when == "before_upload" else self._sent(words, round, inbox)
+        entry = Entry(str(words.get("run")), when, round.number, round.seed, method.rules())
+        return Answer({"site": self.number}, parcel=peer.begin(parcel, entry, layers))
 
     def _sent(self, words: Words, round: Round, inbox: Mapping[str, Tensor]) -> list[bytes]:
         """The layers of the model that the server sent to this site, for an exchange before training."""
@@ -205,9 +187,9 @@ class Site:
             )
         return self.identity
 
-    def _peer(self, words: Words, round: Round, method: Secure) -> SitePeer:
-        folder = SiteMemory(self.folder, str(words.get("federation")), self.number).folder
-        return SitePeer(folder, self.number, self._require_identity(), method.rules(), round.number, round.seed)
+    def _peer(self, words: Words) -> SitePeer:
+        folder = federation_folder(self.folder, str(words.get("federation")))
+        return SitePeer(folder, self.number, self._require_identity())
 
     def _addressed(self, words: Words) -> tuple[Round, int]:
         """The round and the client's number in it, when the message is for this site."""

@@ -11,14 +11,15 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from torch import Tensor
 
 from fedloom.errors import FedloomError, RefusedReply
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PROTOCOL = 1
 """Number of the agreement between server and site; both must have the same."""
@@ -147,6 +148,8 @@ def decoded(name: str, array: Array, shape: Shape | None) -> Tensor:
         raise RefusedReply(f"{name!r:.80} is not an array in NumPy's format") from None
     if header != (declared, False, dtype) or len(array.data) - stream.tell() != size:
         raise RefusedReply(f"{name!r:.80} holds other numbers than its type and shape say")
+    import torch
+
     # Into memory of torch's own: sums may round differently where memory begins off the boundaries that it keeps.
     tensor = torch.empty(declared, dtype=getattr(torch, array.dtype))
     tensor.numpy()[...] = np.frombuffer(array.data, dtype, math.prod(declared), stream.tell()).reshape(declared)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -32,6 +33,8 @@ class StreamDraws:
         self.generator = generator
 
     def below(self, bound: int) -> int:
+        import torch  # secret choices do without
+
         return int(torch.randint(bound, (), generator=self.generator))
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from fedloom.errors import InvalidValue
-from fedloom.layout import Unit
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedloom.layout import Unit
 
 
 def layer_sizes(units: Sequence[Unit], like: Tensor) -> list[int]:
@@ -18,6 +20,8 @@ def layer_sizes(units: Sequence[Unit], like: Tensor) -> list[int]:
 
 def to_layers(row: Tensor, units: Sequence[Unit]) -> list[bytes]:
     """The numbers of a row `[P]`, layer by layer, as bytes in the machine's order (little-endian on all that PyTorch runs on)."""
+    import torch  # a peer between two messages does without
+
     flat = row.detach().cpu()
     return [torch.cat([flat[part] for part in unit]).numpy().tobytes() for unit in units]
 
@@ -27,6 +31,8 @@ def from_layers(layers: Sequence[bytes], units: Sequence[Unit], like: Tensor) ->
 
     Slices outside all units are those of `like`.
     """
+    import torch
+
     row = like.detach().cpu().clone()
     for number, (layer, unit, size) in enumerate(zip(layers, units, layer_sizes(units, like), strict=True)):
         if len(layer) != size:
