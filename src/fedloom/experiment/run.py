@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -49,7 +50,7 @@ _logger = logging.getLogger("fedloom")
 
 @dataclass(frozen=True)
 class Result:
-    """A run that came to its end."""
+    """A run that came to its end; its federation's engine is closed, so it trains no more."""
 
     federation: Federation
     task: Task
@@ -160,16 +161,16 @@ def run(
     described = _described(method, task, schedule, recorders, engine)
     if directory is None:
         recording = Recording(recorders) if recorders else None
-        federation = Federation(
-            method, task, make_engine(engine, task, schedule), schedule, observers=_present(recording)
-        )
-        for notice in _notices(federation, recording):
-            _logger.warning(notice)
-        result = Result(federation, task, described, recording)
-        with Tracking(trackers, None, _logger.warning) as tracking:
-            _tracked(federation, tracking, "fedloom", _label(result), described, on_round)
-            if trackers:
-                tracking.finish(_ends(result))
+        made = make_engine(engine, task, schedule, hearing=_listens(recorders, method))
+        with closing(made):
+            federation = Federation(method, task, made, schedule, observers=_present(recording))
+            for notice in _notices(federation, recording):
+                _logger.warning(notice)
+            result = Result(federation, task, described, recording)
+            with Tracking(trackers, None, _logger.warning) as tracking:
+                _tracked(federation, tracking, "fedloom", _label(result), described, on_round)
+                if trackers:
+                    tracking.finish(_ends(result))
         return result
     place = RunDirectory(Path(directory))
     with place.locked():
@@ -177,13 +178,15 @@ def run(
         for notice in place.begin(described):
             _logger.warning(notice)
         recording = Recording(recorders, place.path) if recorders else None
-        federation = _open(method, task, schedule, place, described, recording, engine)
-        for notice in _notices(federation, recording):
-            _logger.warning(notice)
-        result = Result(federation, task, described, recording)
-        with Tracking(wanted, place.path, _logger.warning) as tracking:
-            _tracked(federation, tracking, "fedloom", _label(result), described, on_round)
-            tracking.finish(_finish(result, place, type(task.model).__name__))
+        made = make_engine(engine, task, schedule, hearing=_listens(recorders, method))
+        with closing(made):
+            federation = _open(method, task, schedule, place, described, recording, made)
+            for notice in _notices(federation, recording):
+                _logger.warning(notice)
+            result = Result(federation, task, described, recording)
+            with Tracking(wanted, place.path, _logger.warning) as tracking:
+                _tracked(federation, tracking, "fedloom", _label(result), described, on_round)
+                tracking.finish(_finish(result, place, type(task.model).__name__))
     return result
 
 
@@ -223,24 +226,34 @@ def run_configured(
         schedule = dataclasses.replace(configuration.schedule, seed=name.seed)
         recording = Recording(build_recorders(configuration.record), place.path) if configuration.record else None
         method = build(name.algorithm)
-        federation = _open(method, task, schedule, place, resolved, recording, engine or configuration.engine)
-        for notice in [*notices, *_notices(federation, recording)]:
-            watch(Event("notice", name, text=notice))
-        watch(Event("started", name, federation.finished))
-        result = Result(federation, task, resolved, recording)
-        with Tracking(
-            configuration.trackers, place.path, lambda text: watch(Event("notice", name, text=text))
-        ) as tracking:
-
-            def told(record: Record, timing: Record) -> None:
-                watch(Event("round", name, federation.finished, record, timing["seconds"]))
-
-            label = f"{folder_name(name.setting)}/{_label(result)}" if name.setting else _label(result)
-            _tracked(federation, tracking, configuration.name, label, resolved, told)
-            tracking.finish(_finish(result, place, configuration.model))
+        hearing = recording is not None and _listens(recording.recorders, method)
+        made = engine(task) if engine else make_engine(configuration.engine, task, schedule, hearing=hearing)
+        with closing(made):
+            federation = _open(method, task, schedule, place, resolved, recording, made)
+            for notice in [*notices, *_notices(federation, recording)]:
+                watch(Event("notice", name, text=notice))
+            watch(Event("started", name, federation.finished))
+            result = Result(federation, task, resolved, recording)
+            _watched(result, configuration, name, place, watch)
         found = place.summary(name.algorithm)
     watch(Event("ended", name, configuration.schedule.rounds, federation.history[-1], figures.seconds(found) or 0.0))
     return found
+
+
+def _watched(result: Result, configuration: Configuration, name: RunName, place: RunDirectory, watch: Watch) -> None:
+    """Run the remaining rounds of a configured run, tell of each, and write what there is at the end."""
+    federation = result.federation
+
+    def told(record: Record, timing: Record) -> None:
+        watch(Event("round", name, federation.finished, record, timing["seconds"]))
+
+    def noticed(text: str) -> None:
+        watch(Event("notice", name, text=text))
+
+    label = f"{folder_name(name.setting)}/{_label(result)}" if name.setting else _label(result)
+    with Tracking(configuration.trackers, place.path, noticed) as tracking:
+        _tracked(federation, tracking, configuration.name, label, result.configuration, told)
+        tracking.finish(_finish(result, place, configuration.model))
 
 
 def _open(
@@ -250,13 +263,12 @@ def _open(
     place: RunDirectory,
     described: Mapping[str, Any],
     recording: Recording | None,
-    engine: str | Callable[[Task], Engine],
+    engine: Engine,
 ) -> Federation:
     """The federation in its directory, after its last checkpoint; what it will need to be read is written first."""
     identity = _identity(task, described)
-    made = make_engine(engine, task, schedule) if isinstance(engine, str) else engine(task)
-    federation = Federation(method, task, made, schedule, place.path, identity, _present(recording))
-    chosen = made.chosen if isinstance(made, LocalEngine) else None
+    federation = Federation(method, task, engine, schedule, place.path, identity, _present(recording))
+    chosen = engine.chosen if isinstance(engine, LocalEngine) else None
     if chosen is not None and chosen.seconds:
         write_text(place.path / "engine.json", json.dumps(dataclasses.asdict(chosen)) + "\n")
     if not task.elsewhere:
@@ -265,6 +277,11 @@ def _open(
         task.local_test.save(place.path / "test-split.npz")
     write_text(place.path / "task.json", json.dumps(_described_data(task)) + "\n")
     return federation
+
+
+def _listens(recorders: Sequence[Recorder], method: Algorithm) -> bool:
+    """Whether one of the recorders has to hear the clients learn, so that they must do so in this process."""
+    return any(type(one).attach is not Recorder.attach and not one.unfit(method) for one in recorders)
 
 
 def _present(recording: Recording | None) -> list[Recording]:
@@ -345,9 +362,10 @@ def _described(
         **schedule_values(schedule),
         "model": type(task.model).__name__,
         "data": {"name": task.dataset.name, "clients": task.clients},
-        "training": dataclasses.asdict(task.training),
+        "training": task.training.values(),
         **({"record": [expression(recorder) for recorder in recorders]} if recorders else {}),
         **({"engine": kind} if (kind := settled_by(engine)) != "rows" else {}),
+        **({"device": str(place)} if (place := task.initial.device).type != "cpu" else {}),
     }
 
 

@@ -1,0 +1,64 @@
+"""A run closes its engine when it ends, however it ends, so that no worker process or cluster outlives it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import fedloom as fl
+from fedloom.engines.local import RowsEngine
+from fedloom.errors import CheckpointError
+from fedloom.experiment.configuration import configuration
+from fedloom.experiment.events import Event, RunName
+from fedloom.experiment.run import run_configured
+
+SMALL = {"rounds": 1, "model": "logistic", "data": {"clients": 4}, "training": {"batch_size": 50}}
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[RowsEngine]:
+    """The engines that were closed, in order."""
+    found: list[RowsEngine] = []
+    monkeypatch.setattr(RowsEngine, "close", lambda engine: found.append(engine))
+    return found
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_run_in_python_closes_its_engine(closed: list[RowsEngine], tmp_path: Path, kept: bool) -> None:
+    task = fl.make_task("digits", clients=4, model="logistic")
+    found = fl.run("fedavg", task, rounds=1, directory=tmp_path if kept else None)
+    assert closed == [found.federation.engine]
+    with pytest.raises(KeyboardInterrupt):
+        fl.run("fedmr", task, rounds=2, directory=tmp_path / "other" if kept else None, on_round=interrupted)
+    assert len(set(closed)) == len(closed) == 2
+
+
+def test_a_configured_run_closes_its_engine_also_when_it_fails(closed: list[RowsEngine], tmp_path: Path) -> None:
+    told = configuration({**SMALL, "algorithm": "fedavg", "directory": str(tmp_path)})
+
+    def at_a_round(event: Event) -> None:
+        if event.kind == "round":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_configured(told, RunName("fedavg", 0), at_a_round)
+    assert len(closed) == 1
+    run_configured(told, RunName("fedavg", 0), lambda event: None)
+    assert len(closed) == 2
+    run_configured(told, RunName("fedavg", 0), lambda event: None)  # only reads what is there
+    assert len(closed) == 2
+
+
+def test_an_engine_whose_run_does_not_even_begin_is_closed(closed: list[RowsEngine], tmp_path: Path) -> None:
+    task = fl.make_task("digits", clients=4, model="logistic")
+    fl.run("fedavg", task, rounds=1, directory=tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises((CheckpointError, OSError)):
+        fl.run("fedavg", task, rounds=1, directory=tmp_path)
+    assert len(closed) == 2
