@@ -28,24 +28,34 @@ from fedloom.algorithms.feddc import FedDC
 from fedloom.allocator import keep_pages
 from fedloom.cohort import Cohort
 from fedloom.engines.local import RowsEngine
+from fedloom.experiment.reproduce.fedumf import appendix_setting, synthetic_setting
+from fedloom.experiment.reproduce.numbers import printed
+from fedloom.experiment.reproduce.protocols import Setting
 from fedloom.federation import Federation
 from fedloom.round import Round
 from fedloom.schedule import Schedule
 from fedloom.task import Task, make_task
 from outcome import tell
 
-# Rounds to 95 % as printed in the paper's Table A2, participation 15 %, in the order of SETTINGS.
-PAPER = {
-    "fedavg": (40, 34, 52),
-    "fedprox(mu=0.0001)": (40, 35, 52),
-    "scaffold": (39, 42, 43),
-    "feddyn": (25, 25, 31),
-    "feddc": (22, 28, 24),
-    "umf(feddc)": (11, 12, 14),
-    "idle counted": (11, 12, 14),
-}
-SETTINGS = {"IID": "iid", "unbalanced": "lognormal(0.3)", "non-IID": "class_prior(0.6)"}
+METHODS = {
+    "fedavg": "FedAvg", "fedprox(mu=0.0001)": "FedProx", "scaffold": "SCAFFOLD", "feddyn": "FedDyn", "feddc": "FedDC",
+    "umf(feddc)": "FedUmf+FedDC", "idle counted": "FedUmf+FedDC",
+}  # fmt: skip
+"""What the paper calls each of them."""
+
+SETTINGS = {"IID": "iid", "unbalanced": "iid_lognormal:0.3", "non-IID": "dir_class_prior:0.6"}
 SYNTHETIC = {"synthetic (0,0)": (0, 0, 0.93), "synthetic (1,0)": (1, 0, 0.28), "synthetic (0,1)": (0, 1, 0.90)}
+
+
+def printed_rounds(setting: str, method: str) -> int | None:
+    """Rounds to 95 % that the paper prints at participation 15 %; None for the synthetic settings."""
+    wanted = {
+        "dataset": "mnist",
+        "participation": 0.15,
+        "heterogeneity": SETTINGS.get(setting),
+        "method": METHODS[method],
+    }
+    return next((number["rounds"] for number in printed("fedumf", "A2") if wanted.items() <= number.items()), None)
 
 
 @dataclass
@@ -80,27 +90,16 @@ class IdleCounted(FedDC):
         return reply
 
 
-def mnist_task(folder: str, partition: str, seed: int) -> Task:
-    """100 clients on MNIST with FedDC's settings."""
+def task_of(setting: Setting, folder: str, seed: int) -> Task:
+    """The task of one of the paper's settings; synthetic data are drawn anew for each seed."""
+    data = f"mnist(folder='{folder}')" if setting.data == "mnist" else f"{setting.data[:-1]}, seed={seed})"
     return make_task(
-        f"mnist(folder='{folder}')",
-        clients=100,
-        partition=partition,
-        model="feddc_fcn",
+        data,
+        clients=setting.clients,
+        partition=setting.partition,
+        model=setting.model,
         seed=seed,
-        training={"learning_rate": 0.1, "decay": 0.998, "weight_decay": 1e-3, "clip": 10.0, "batch_size": 50},
-    )
-
-
-def synthetic_task(alpha: float, beta: float, seed: int) -> Task:
-    """20 clients on FedDC's synthetic data."""
-    return make_task(
-        f"synthetic_feddc({alpha}, {beta}, test=train, seed={seed})",
-        clients=20,
-        partition="natural",
-        model="logistic(zero_init=true)",
-        seed=seed,
-        training={"learning_rate": 0.1, "weight_decay": 1e-5, "clip": 10.0, "batch_size": 10, "epochs": 10},
+        training=setting.training,
     )
 
 
@@ -119,24 +118,20 @@ def rounds_to(method: str, task: Task, target: float, rounds: int, seed: int) ->
 
 def cells(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One row a setting and method, as it is finished."""
-    settings: list[tuple[str, float, int | None, Any]] = []
+    settings: list[tuple[str, float, Setting]] = []
     if arguments.part in ("mnist", "all"):
-        settings += [
-            (name, 0.95, k, lambda seed, p=partition: mnist_task(arguments.mnist, p, seed))
-            for k, (name, partition) in enumerate(SETTINGS.items())
-        ]
+        settings += [(name, 0.95, appendix_setting("mnist", kind, 0.15)) for name, kind in SETTINGS.items()]
     if arguments.part in ("synthetic", "all"):
         settings += [
-            (name, target, None, lambda seed, a=alpha, b=beta: synthetic_task(a, b, seed))
-            for name, (alpha, beta, target) in SYNTHETIC.items()
+            (name, target, synthetic_setting(alpha, beta, 0.15)) for name, (alpha, beta, target) in SYNTHETIC.items()
         ]
-    for name, target, column, make in settings:
-        tasks = [make(seed) for seed in range(arguments.seeds)]
-        for method, printed in PAPER.items():
+    for name, target, setting in settings:
+        tasks = [task_of(setting, arguments.mnist, seed) for seed in range(arguments.seeds)]
+        for method in METHODS:
             found = [rounds_to(method, task, target, arguments.rounds, seed) for seed, task in enumerate(tasks)]
             reached = [rounds for rounds, _, _ in found if rounds is not None]
             mean = statistics.mean(reached) if len(reached) == len(found) else None
-            paper = printed[column] if column is not None else None
+            paper = printed_rounds(name, method)
             row = {
                 "setting": name,
                 "method": method,
