@@ -72,6 +72,16 @@ def test_changes_and_a_chosen_method_end_in_the_configuration(tmp_path: Path) ->
     assert configuration(found).schedule.rounds == 7
 
 
+def test_sites_that_exchange_layers_are_told_how_to_name_their_keys(tmp_path: Path) -> None:
+    write_app(tmp_path / "app", overrides=["algorithm=secure(fedmr, repeats=8)"])
+    write_app(tmp_path / "plain")
+    texts = [(tmp_path / name / "README.md").read_text() for name in ("app", "plain")]
+    assert ["identity='keys/site-0/site.key' peers='keys/site-0/peers.pub'\"" in text for text in texts] == [
+        True,
+        False,
+    ]
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.text("'\"\\\n\t\r", max_size=12))
 def test_any_text_comes_back_from_the_literal(text: str) -> None:

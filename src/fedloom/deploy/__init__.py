@@ -26,6 +26,10 @@ A site is told about itself by its SuperNode,
     data            its own data: `module:function`, called without arguments, or a folder of npy files or an npz file, as the
                     data sets `python` and `arrays` read them: (inputs, labels), or training and test part. Without it, for
                     trials, the site takes its client's share of the configuration's data, as in a simulation
+    identity, peers where sites exchange layers (`secure`): the site's private key, that of its SuperNode, and the list of all
+                    sites' public keys, which must not come to it through the server
+    choices         `secret`, or for trials `rehearsed`: what it chooses in an exchange is what a simulation with the run's seed
+                    chooses, and hides nothing
     memory          folder for what the client remembers from round to round; by default `fedloom` under FLWR_HOME, or under
                     ~/.flwr where that is not set
 

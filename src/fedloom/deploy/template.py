@@ -12,6 +12,8 @@ from string import Template
 from typing import Any
 
 from fedloom import __version__
+from fedloom.algorithm import build
+from fedloom.algorithms.secure import Secure
 from fedloom.errors import InvalidValue, MissingExtra
 from fedloom.experiment.configuration import Configuration, configuration, put, read_table
 
@@ -45,6 +47,10 @@ _PLAIN = {
 }
 
 _LISTED = 5  # more sites than these are registered in a loop
+
+_PEERS = """
+`identity` and `peers` say who the site is and who the others are, with whom it exchanges layers; the list must not come to it
+through the server, and is a new one when sites are added."""
 
 # Keys of a configuration that say something of comparisons or of one machine, not of the run over sites.
 _ELSEWHERE = ("algorithms", "seeds", "settings", "workers", "engine", "directory")
@@ -115,6 +121,7 @@ def _contents(app: App, configuration_text: str) -> dict[str, str]:
     """Every file's path in the app and its text."""
     sites, method = app.sites, app.configuration.algorithm
     summary = f"{app.configuration.model} with {method} for {app.configuration.schedule.rounds} rounds"
+    secure = any(isinstance(part, Secure) for part in build(str(method)).nested())
     blanks = {
         "name": app.name,
         "folder": app.folder.name or app.name,
@@ -123,6 +130,8 @@ def _contents(app: App, configuration_text: str) -> dict[str, str]:
         "description": f"{summary} over {sites} sites".replace("\\", "\\\\").replace('"', '\\"'),
         "sites": str(sites),
         "register": _registering(sites),
+        "identity": " identity='keys/site-0/site.key' peers='keys/site-0/peers.pub'" if secure else "",
+        "peers": _PEERS if secure else "",
         "configuration": f"configuration = {_literal(configuration_text.strip())}",
     }
     template = files("fedloom.deploy") / "app"

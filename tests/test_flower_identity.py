@@ -1,0 +1,68 @@
+"""Who a site is to other sites: its key, the list of all public keys, and what is wrong with files that do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedloom.deploy.identity import Identity, read_peers
+from fedloom.deploy.keys import make_keys
+from fedloom.errors import InvalidValue
+
+
+def test_a_list_holds_what_the_keys_are(tmp_path: Path) -> None:
+    keys = make_keys(tmp_path, 3)
+    lists = {(keys.site(number) / "peers.pub").read_bytes() for number in range(3)}
+    assert lists == {b"".join(keys.public(number).read_bytes() for number in range(3))}
+    more = make_keys(tmp_path, 4)
+    assert sorted(read_peers(more.site(0) / "peers.pub")) == [0, 1, 2, 3]
+
+
+def edited(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "site-0" / name
+        path.write_bytes(change(path.read_bytes()))
+
+    return edit
+
+
+WRONG: dict[str, tuple[Callable[[Path], None], dict[str, Any], str]] = {
+    "no list": (lambda _: None, {"peers": ""}, "identity and peers go together"),
+    "no such key": (lambda folder: (folder / "site-0" / "site.key").unlink(), {}, "site.key cannot be read"),
+    "no key": (edited("site.key", lambda _: b"mine"), {}, "site.key is not a private key"),
+    "another's key": (
+        lambda folder: (folder / "site-1" / "site.key").replace(folder / "site-0" / "site.key"),
+        {},
+        "is not the key that .* lists for site-0",
+    ),
+    "not listed": (edited("peers.pub", lambda text: b"".join(text.splitlines(True)[1:])), {}, "lists no site-0"),
+    "listed twice": (edited("peers.pub", lambda text: text + text.splitlines()[0]), {}, "line 3 lists site-0 again"),
+    "one key for two": (
+        edited("peers.pub", lambda text: text + text.splitlines()[1].replace(b"site-1", b"site-2")),
+        {},
+        "line 3 gives site-2 the key of another site",
+    ),
+    "not a line": (edited("peers.pub", lambda text: b"hello\n" + text), {}, "line 1 is not a public key followed by"),
+    "empty": (edited("peers.pub", lambda _: b"\n"), {}, "lists no public key"),
+    "a number": (lambda _: None, {"identity": 3}, "identity must be text, not 3"),
+    "no such choices": (lambda _: None, {"choices": "open"}, "choices must be 'secret' or 'rehearsed', not 'open'"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_an_identity_that_does_not_fit_gets_one_line(kind: str, tmp_path: Path) -> None:
+    spoil, changes, message = WRONG[kind]
+    make_keys(tmp_path, 2)
+    spoil(tmp_path)
+    place = tmp_path / "site-0"
+    config = {"identity": str(place / "site.key"), "peers": str(place / "peers.pub"), **changes}
+    with pytest.raises(InvalidValue, match=message) as caught:
+        Identity.of(config, 0)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_site_that_names_no_key_has_none() -> None:
+    assert Identity.of({}, 0) is None
