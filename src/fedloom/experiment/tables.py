@@ -13,8 +13,7 @@ from rich.text import Text
 from fedloom.algorithm import Algorithm
 from fedloom.expression import show
 from fedloom.registry import Entry, Registry
-from fedloom.report.export import difference_cells
-from fedloom.report.sheet import Sheet, keys, overall, words
+from fedloom.report.sheet import Sheet, difference_cells, keys, overall, words
 from fedloom.report.summary import LAST, Reach, Row, Spread
 from fedloom.report.tables import NEVER, byte_text, halves, percent
 from fedloom.report.tables import Table as Plain

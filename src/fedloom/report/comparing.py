@@ -10,9 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from fedloom.report.export import difference_cells
 from fedloom.report.figures import Style
-from fedloom.report.sheet import Sheet, keys, overall, reading, words
+from fedloom.report.sheet import Sheet, difference_cells, keys, overall, reading, words
 from fedloom.report.tables import Table
 
 NO_BREAK = "\u00a0"

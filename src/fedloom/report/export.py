@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedloom.report.sheet import LIKELY, NOT_SHOWN, Sheet, keys, overall, reading, words
+from fedloom.report.sheet import LIKELY, NOT_SHOWN, Sheet, difference_cells, keys, overall, reading, words
 from fedloom.report.significance import Difference
 from fedloom.report.summary import Row
 from fedloom.report.tables import Table, halves
@@ -162,20 +162,6 @@ def _markdown_differences(one: Sheet) -> str:
         cells = [_markdown_cell(found.method, False), _markdown_cell(found.other, False), *difference_cells(found)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def difference_cells(found: Difference) -> list[str]:
-    """Difference and interval in points, corrected p of both tests, and the verdict."""
-    interval = "–" if found.low is None or found.high is None else f"{100 * found.low:+.2f} to {100 * found.high:+.2f}"
-    tests = [p_text(found.t_test_corrected), p_text(found.exact_corrected)]
-    return [f"{100 * found.mean:+.2f}", interval, *tests, found.verdict]
-
-
-def p_text(p: float | None) -> str:
-    """A p with two digits: `0.031`, `< 0.001`, or – without one."""
-    if p is None:
-        return "–"
-    return "< 0.001" if p < 0.001 else f"{p:.2g}" if p < 0.995 else "1"
 
 
 def _flat(text: str) -> str:

@@ -10,7 +10,7 @@ from scipy.stats import rankdata
 
 from fedloom.report.significance import Difference, comparisons, differences, seeds_needed, smallest_exact
 from fedloom.report.summary import LAST, MEASURES, Row, RunSummary, Spread, by_algorithm, measured, summarise
-from fedloom.report.tables import Cell, Column, Table, comparison
+from fedloom.report.tables import Cell, Column, Table, comparison, share_cell
 
 NOT_SHOWN, LIKELY = "ⁿ", "ᵗ"
 """Follow an accuracy whose difference from the reference is not shown, or is shown by the t-test alone."""
@@ -112,10 +112,27 @@ def overall(sheets: Sequence[Sheet], digits: int = 2) -> Table:
     )
     lines = []
     for k, method in enumerate(methods):
-        cells = [_cell(spreads.get(method), one, method, digits) for one, spreads in zip(sheets, found, strict=True)]
+        cells = [
+            share_cell(spreads.get(method), one.marks[one.measure].get(method, ""), digits)
+            for one, spreads in zip(sheets, found, strict=True)
+        ]
         rank = sum(float(one[k]) for one in ranks) / len(ranks) if ranks else None
         lines.append((Cell(method, method), *cells, Cell("–" if rank is None else f"{rank:.1f}", rank)))
     return Table(columns, tuple(lines))
+
+
+def difference_cells(found: Difference) -> list[str]:
+    """Difference and interval in points, corrected p of both tests, and the verdict."""
+    interval = "–" if found.low is None or found.high is None else f"{100 * found.low:+.2f} to {100 * found.high:+.2f}"
+    tests = [p_text(found.t_test_corrected), p_text(found.exact_corrected)]
+    return [f"{100 * found.mean:+.2f}", interval, *tests, found.verdict]
+
+
+def p_text(p: float | None) -> str:
+    """A p with two digits: `0.031`, `< 0.001`, or – without one."""
+    if p is None:
+        return "–"
+    return "< 0.001" if p < 0.001 else f"{p:.2g}" if p < 0.995 else "1"
 
 
 def keys(sheets: Sequence[Sheet]) -> list[str]:
@@ -132,10 +149,3 @@ def spread_of(row: Row, measure: str) -> Spread | None:
     """One of the `MEASURES` of a method."""
     spread: Spread | None = getattr(row, measure)
     return spread
-
-
-def _cell(spread: Spread | None, one: Sheet, method: str, digits: int) -> Cell:
-    if spread is None:
-        return Cell("–", None)
-    deviation = f" ± {100 * spread.std:.{digits}f}" if spread.count > 1 else ""
-    return Cell(f"{100 * spread.mean:.{digits}f}{deviation}{one.marks[one.measure].get(method, '')}", spread.mean)

@@ -98,6 +98,14 @@ def halves(table: Table) -> tuple[Table, Table]:
     return table.part([0, *accuracy]), table.part([0, *cost])
 
 
+def share_cell(spread: Spread | None, mark: str = "", digits: int = 2) -> Cell:
+    """A share over seeds in per cent, `87.21 ± 0.48`, with a mark behind it."""
+    if spread is None:
+        return Cell("–", None)
+    deviation = f" ± {100 * spread.std:.{digits}f}" if spread.count > 1 else ""
+    return Cell(f"{100 * spread.mean:.{digits}f}{deviation}{mark}", spread.mean)
+
+
 def percent(share: float) -> str:
     """A share as per cent without superfluous zeros: 0.875 is `87.5`."""
     return f"{round(100 * share, 6):g}"
@@ -128,8 +136,8 @@ def _line(row: Row, first: Row, clients: bool, marks: Mapping[str, Mapping[str, 
         Cell(row.algorithm, row.algorithm),
         Cell(str(row.seeds), row.seeds),
         Cell(str(row.rounds), row.rounds),
-        *(_share(spread, marks.get(name, {}).get(row.algorithm, "")) for name, spread in shares.items()),
-        *(_share(spread) for spread in ((row.client_std, row.client_worst) if clients else ())),
+        *(share_cell(spread, marks.get(name, {}).get(row.algorithm, "")) for name, spread in shares.items()),
+        *(share_cell(spread) for spread in ((row.client_std, row.client_worst) if clients else ())),
         *(_rounds(reach, base) for reach, base in zip(row.reaches, first.reaches, strict=True)),
         *(_bytes(reach.bytes, NEVER, reach.reached < reach.seeds) for reach in row.reaches),
         _bytes(row.bytes_down),
@@ -137,13 +145,6 @@ def _line(row: Row, first: Row, clients: bool, marks: Mapping[str, Mapping[str, 
         Cell("–", None) if row.seconds is None else Cell(time_text(row.seconds.mean), row.seconds.mean),
         Cell(str(row.faults), row.faults),
     )
-
-
-def _share(spread: Spread | None, mark: str = "") -> Cell:
-    if spread is None:
-        return Cell("–", None)
-    deviation = f" ± {100 * spread.std:.2f}" if spread.count > 1 else ""
-    return Cell(f"{100 * spread.mean:.2f}{deviation}{mark}", spread.mean)
 
 
 def _rounds(reach: Reach, first: Reach) -> Cell:
