@@ -198,7 +198,7 @@ def test_a_comparison_gives_every_method_the_same_start(tmp_path: Path) -> None:
         assert firsts[1]["accuracy"] == firsts[2]["accuracy"]
         assert firsts[0]["clients"] == firsts[1]["clients"] == firsts[2]["clients"]
         assert firsts[0]["training_loss"] == firsts[1]["training_loss"] == firsts[2]["training_loss"]
-    rows = comparison.rows(comparison.summaries({}))
+    rows = comparison.sheets({})[0].rows
     finals = [json.loads((tmp_path / f"fedmr/seed-{seed}/result.json").read_text())["accuracy"] for seed in (0, 1)]
     assert rows[2].final is not None
     assert rows[2].final.mean == pytest.approx(statistics.fmean(finals))

@@ -15,6 +15,7 @@ from plotly.offline import get_plotlyjs
 from fedloom.errors import InvalidValue
 from fedloom.report import RunSummary, write_report
 from fedloom.report.page import render
+from fedloom.report.sheet import difference_cells, reading, sheet
 from report_support import made_up_run
 
 EVIL = '"><script>alert(1)</script><img src=x onerror=alert(2)>'
@@ -176,3 +177,18 @@ def test_a_page_begins_with_the_section_it_is_about() -> None:
     moved = headings("clients")
     assert moved[0] == "The clients and their data"
     assert [name for name in moved if name != moved[0]] == [name for name in usual if name != moved[0]]
+
+
+def test_the_page_says_what_the_terminal_says_of_differences() -> None:
+    runs = [made_up_run(name, seed) for name in ("fedavg", "fedmr", "indep") for seed in range(3)]
+    found = sheet(runs, (0.5,), last=4, against="first", measure="final")
+    page = render("Three", runs, sheet=found).replace(get_plotlyjs(), "")
+    text = Elements(page).text
+    for cell in (cell for line in found.table.lines for cell in line if "±" in cell.text):
+        assert cell.text in text
+    for one in found.tests["final"]:
+        assert all(cell in text for cell in difference_cells(one))
+    for sentence in reading([found]):
+        assert sentence in text
+    assert "mean of the last 4 evaluations" in text
+    assert "Differences in the accuracy after the last round" in text

@@ -19,7 +19,7 @@ from fedloom.files import write_text
 from fedloom.report import summary as figures
 from fedloom.report.export import differences_to_csv, to_csv, to_data, to_latex, to_markdown
 from fedloom.report.sheet import Sheet, sheet
-from fedloom.report.summary import Row, RunSummary, summarise
+from fedloom.report.summary import RunSummary
 
 Failures = Mapping[RunName, str]
 """What went wrong, on one line, by run."""
@@ -82,10 +82,6 @@ class Comparison:
         """The figures of the runs, in one setting or in all, that came to their end."""
         chosen = [job for job in self.jobs() if setting is None or job.name.setting == setting]
         return [job.summary() for job in chosen if job.name not in failed]
-
-    def rows(self, summaries: Sequence[RunSummary]) -> list[Row]:
-        """One row a method, of summaries in one setting."""
-        return summarise(summaries, self.configuration.targets, self.configuration.last)
 
     def sheets(self, failed: Failures) -> list[Sheet]:
         """The methods of each setting with at least one run, and which of their differences are real."""
