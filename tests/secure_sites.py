@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,8 +69,8 @@ class Silence(Exception):
 class ExchangeGrid(LocalGrid):
     """A grid of `PeerNode`s."""
 
-    def push_messages(self, messages: Any) -> Any:
-        sent = []
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        sent: list[str] = []
         for message in messages:
             try:
                 sent += super().push_messages([message])

@@ -29,7 +29,7 @@ def edited(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None
     return edit
 
 
-WRONG: dict[str, tuple[Callable[[Path], None], dict[str, Any], str]] = {
+WRONG: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
     "no list": (lambda _: None, {"peers": ""}, "identity and peers go together"),
     "no such key": (lambda folder: (folder / "site-0" / "site.key").unlink(), {}, "site.key cannot be read"),
     "no key": (edited("site.key", lambda _: b"mine"), {}, "site.key is not a private key"),
