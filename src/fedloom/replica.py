@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,6 +13,7 @@ from torch.nn import functional as F
 
 from fedloom.layout import Layout, Unit
 from fedloom.models.structure import head_name
+from fedloom.precision import autocast
 from fedloom.training import Training
 
 Rows = slice | Tensor
@@ -205,16 +205,9 @@ class Replica:
         """Loss `[1]` and the gradient of every tensor of `pieces(rows)`, zero for one that the loss does not use."""
         self.bind(rows)
         one = Batch(self._laid_out(batch.inputs[0]), batch.labels[0], batch.step)
-        with self.precision(rows.device):
+        with autocast(self.autocast, rows.device):
             loss = objective(self.net, one, {name: value[0] for name, value in given.items()})
         return loss.detach().to(rows).unsqueeze(0), torch.autograd.grad(loss, self._trained, materialize_grads=True)
-
-    def precision(self, device: torch.device) -> AbstractContextManager[object]:
-        """Lets the forward pass and the loss compute in `autocast` where that is set. Nothing is kept between two uses of a
-        weight: a copy of one step must not outlive it."""
-        if self.autocast is None:
-            return nullcontext()
-        return torch.autocast(device.type, self.autocast, cache_enabled=False)
 
     def _laid_out(self, inputs: Tensor) -> Tensor:
         """Images `[b, c, h, w]` as convolutions are fastest on them: on a CPU with the channels last, which every layer then

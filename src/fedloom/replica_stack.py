@@ -12,6 +12,7 @@ from fedloom.chain import LinearChain
 from fedloom.device import moved
 from fedloom.drawing import dropout_of
 from fedloom.layout import Layout, Slot
+from fedloom.precision import stacked_autocast
 from fedloom.replica import Batch, CalledNet, FoldedStep, Objective, Replica, Rows
 from fedloom.training import Training
 
@@ -95,7 +96,7 @@ class StackedReplica(Replica):
             return objective(net, Batch(inputs, labels, batch.step), own)
 
         tensors = {**trained, **others, **statistics, **integers}
-        with dropout_of(self._drawing(batch.clients)), self.precision(rows.device):
+        with dropout_of(self._drawing(batch.clients)), stacked_autocast(self.autocast):
             losses = vmap(loss_of_one)(tensors, batch.inputs, batch.labels, dict(given))
         gradients = torch.autograd.grad(losses.sum(), list(trained.values()), materialize_grads=True)
         for slot in self._statistics:
