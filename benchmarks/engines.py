@@ -50,16 +50,16 @@ def random_task(model: str | nn.Module, shape: tuple[int, ...], clients: int, sa
     return make_task(Dataset("random", train, train[:10], 10), partition=partition, model=model, training=settings)
 
 
-def mlp_task(clients: int) -> Task:
-    return random_task(mlp(), (784,), clients, 600, batch_size=10)
+def mlp_task(clients: int, samples: int = 600) -> Task:
+    return random_task(mlp(), (784,), clients, samples, batch_size=10)
 
 
-def cnn_task(clients: int) -> Task:
-    return random_task(cnn(), (3, 32, 32), clients, 500, batch_size=50, momentum=0.9)
+def cnn_task(clients: int, samples: int = 500) -> Task:
+    return random_task(cnn(), (3, 32, 32), clients, samples, batch_size=50, momentum=0.9)
 
 
-def resnet_task(clients: int) -> Task:
-    return random_task("fedmr_resnet20", (3, 32, 32), clients, 100, batch_size=50, momentum=0.9)
+def resnet_task(clients: int, samples: int = 100) -> Task:
+    return random_task("fedmr_resnet20", (3, 32, 32), clients, samples, batch_size=50, momentum=0.9)
 
 
 def logistic_task(clients: int) -> Task:
@@ -73,7 +73,7 @@ def logistic_task(clients: int) -> Task:
     )
 
 
-TASKS: dict[str, Callable[[int], Task]] = {
+TASKS: dict[str, Callable[..., Task]] = {
     "mlp": mlp_task,
     "cnn": cnn_task,
     "logistic": logistic_task,

@@ -1,0 +1,130 @@
+"""What a GPU gives: rounds of stacked clients over the same rounds client by client, and the share of the card's peak.
+
+    python benchmarks/gpu.py [--device cuda] [--tasks mlp,resnet20] [--clients 10,100] [--rounds 5] [--autocast bfloat16]
+
+Both engines run in turn in one process, round by round; the first round of each warms up. `over_rows` is the median over rounds
+of stacked over rows of the same round. `samples_per_s` are samples trained on. `share_of_peak`: the operations of products and
+convolutions, forward and backward, as torch's counter finds them in one step, per second, over what a product of two large
+matrices reaches on the same device in the same run and type. The last rows are rounds of FedMR on ResNet-20: 10 clients with 500
+samples each, 5 epochs, batches of 50. With `--device cpu --clients 2 --samples 20 --matrix 256` it only shows that it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from engines import TASKS, resnet_task
+from fedloom.algorithm import build
+from fedloom.allocator import keep_pages
+from fedloom.device import find_device
+from fedloom.engines.choose import make_engine
+from fedloom.errors import InvalidValue
+from fedloom.federation import Federation
+from fedloom.schedule import Schedule
+from fedloom.task import Task
+from outcome import tell
+
+ENGINES = ("rows", "stacked")
+REPEATS = 10
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds until the device has done the work."""
+    began = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def peak(device: torch.device, size: int, autocast: str) -> float:
+    """Operations a second of the product of two square matrices, the best of several."""
+    kind = torch.float32 if autocast == "none" else torch.bfloat16
+    left, right = (torch.ones(size, size, device=device, dtype=kind) for _ in range(2))
+    return 2 * size**3 / min(seconds_of(lambda: left @ right, device) for _ in range(REPEATS))
+
+
+def operations_a_sample(task: Task) -> float:
+    """Operations of a step's products and convolutions, forward and backward, for each of its samples."""
+    module = copy.deepcopy(task.model).train()
+    count = min(len(task.train), task.training.batch_size or len(task.train))
+    samples = task.train[:count]
+    with FlopCounterMode(display=False) as counter:
+        F.cross_entropy(module(task.dataset.prepare(samples.inputs)), samples.labels).backward()
+    return counter.get_total_flops() / count
+
+
+def measure(name: str, method: str, task: Task, rounds: int, peak_rate: float) -> list[dict[str, Any]]:
+    """One row for each engine. Everybody takes part in every round, and nobody is evaluated."""
+    schedule = Schedule(rounds=rounds + 9, participation=1.0, evaluate_every=rounds + 9)
+    runs = {engine: Federation(build(method), task, make_engine(engine, task), schedule) for engine in ENGINES}
+    taken: dict[str, list[float]] = {engine: [] for engine in ENGINES}
+    for _ in range(rounds + 1):
+        for engine, run in runs.items():
+            taken[engine].append(seconds_of(run.step, task.initial.device))
+    samples = int(task.partition.sizes.sum()) * task.training.epochs
+    needed = operations_a_sample(task) * samples
+    found = []
+    for engine, run in runs.items():
+        seconds = statistics.median(taken[engine][1:])
+        pairs = zip(taken[engine][1:], taken["rows"][1:], strict=True)
+        found.append({
+            "task": name,
+            "method": method,
+            "clients": task.clients,
+            "engine": engine,
+            "round_s": seconds,
+            "samples_per_s": samples / seconds,
+            "share_of_peak": needed / seconds / peak_rate,
+            "over_rows": statistics.median(ours / rows for ours, rows in pairs),
+            "faults": sum(len(record["faults"]) for record in run.history),
+        })  # fmt: skip
+        run.engine.close()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--clients", default="10,100")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--autocast", default="none", choices=["none", "bfloat16"])
+    parser.add_argument("--samples", type=int, help="of each client, in place of the tasks' own numbers")
+    parser.add_argument("--matrix", type=int, default=8192, help="rows of the matrices whose product is the peak")
+    arguments = parser.parse_args()
+    keep_pages()
+    try:
+        device = find_device(arguments.device)
+    except InvalidValue as error:
+        parser.error(str(error))
+    rate = peak(device, arguments.matrix, arguments.autocast)
+    sized = {} if arguments.samples is None else {"samples": arguments.samples}
+
+    def placed(task: Task, **training: Any) -> Task:
+        return replace(task, training=replace(task.training, autocast=arguments.autocast, **training)).to(device)
+
+    rows = []
+    for name in arguments.tasks.split(","):
+        for clients in map(int, arguments.clients.split(",")):
+            task = TASKS[name](clients, **({} if name == "logistic" else sized))
+            rows += measure(name, "fedavg", placed(task), arguments.rounds, rate)
+    count = min(10, max(map(int, arguments.clients.split(","))))
+    task = placed(resnet_task(count, **{"samples": 500, **sized}), epochs=5)
+    rows += measure("resnet20", "fedmr", task, arguments.rounds, rate)
+    named = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    tell(f"stacked over rows on {named}, {rate / 1e12:.3g} Tflop/s at most", rows)
+
+
+if __name__ == "__main__":
+    main()
