@@ -63,7 +63,7 @@ class Partition:
     @property
     def elsewhere(self) -> bool:
         """Whether only the numbers of samples are known here."""
-        return len(self.indices) != self.offsets[-1]
+        return bool(len(self.indices) != self.offsets[-1])
 
     def take(self, clients: Sequence[int]) -> Partition:
         """These clients in this order, numbered from 0."""
