@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from fedloom.algorithm import algorithms
 from fedloom.errors import FedloomError
 from fedloom.expression import Call, parse, show
-from fedloom.report.figures import COLOURS, Style, framed, wrapped
+from fedloom.report.figures import COLOURS, SHARES, Style, framed, wrapped
 from fedloom.report.summary import RunSummary, Spread, best, final
 
 LINES = 8
@@ -104,7 +104,7 @@ def ablation_figure(ablation: Ablation, looks: Mapping[str, Style]) -> go.Figure
         traces,
         360 + 24 * min(len(ablation.lines), LINES),
         xaxis=across,
-        yaxis={"title": "Test accuracy", "tickformat": ".2~%", "rangemode": "normal" if values else "tozero"},
+        yaxis={"title": "Test accuracy", **SHARES, "rangemode": "normal" if values else "tozero"},
         barmode="group",
         hovermode="closest",
         showlegend=len(ablation.lines) > 1,

@@ -29,6 +29,9 @@ BUBBLE = "#2a88c9"
 POINTS = 400
 """Points of a curve that are drawn; more than a screen is wide shows nothing more."""
 
+SHARES = {"tickformat": ".2~%", "autorangeoptions": {"minallowed": -0.02, "maxallowed": 1.02}}
+"""An axis of shares: in percent, and never far beyond what a share can be, as a level curve would have it."""
+
 FEW = 8
 """Up to so many methods share one box when the mouse rests on a figure of curves."""
 
@@ -89,7 +92,7 @@ def learning_curves(
         traces,
         380,
         xaxis={"title": _X_TITLES[x], "rangemode": "tozero", **_x_form(x)},
-        yaxis={"title": html.escape(title_of(measure)), "tickformat": ".2~%" if share else "", "hoverformat": form},
+        yaxis={"title": html.escape(title_of(measure)), "hoverformat": form, **(SHARES if share else {})},
         hovermode="x unified" if len(styles(runs)) <= FEW and x == "round" else "closest",
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from fedloom.report.figures import Style, framed, learning_curves, pale, title_of
+from fedloom.report.figures import SHARES, Style, framed, learning_curves, pale, title_of
 from fedloom.report.summary import RunSummary
 
 SHOWN = 10
@@ -83,7 +83,7 @@ def local_models(
         hovertemplate=f"global model, round %{{x}}: %{{y:{form}}}<extra></extra>",
         **common,
     )
-    up = {"title": title_of(measure), "tickformat": ".2~%" if share else ""}
+    up = {"title": title_of(measure), **(SHARES if share else {})}
     return framed(
         [*thin, thick],
         340,
