@@ -61,7 +61,7 @@ def operations_a_sample(task: Task) -> float:
     samples = task.train[:count]
     with FlopCounterMode(display=False) as counter:
         F.cross_entropy(module(task.dataset.prepare(samples.inputs)), samples.labels).backward()
-    return counter.get_total_flops() / count
+    return float(counter.get_total_flops()) / count
 
 
 def measure(name: str, method: str, task: Task, rounds: int, peak_rate: float) -> list[dict[str, Any]]:
