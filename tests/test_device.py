@@ -1,0 +1,439 @@
+"""Devices: where data and models lie, that steps wait for no figure, and half precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from every_method import EVERY_METHOD
+from fedloom import batches
+from fedloom.algorithm import build
+from fedloom.chain import LinearChain
+from fedloom.cohort import Cohort
+from fedloom.descent import Descent
+from fedloom.device import find_device, moved, moved_back, present
+from fedloom.engines.choose import make_engine
+from fedloom.engines.local import RowsEngine
+from fedloom.engines.stacked import StackedEngine
+from fedloom.errors import InvalidValue
+from fedloom.experiment.configuration import configuration
+from fedloom.experiment.run import run
+from fedloom.federation import Federation
+from fedloom.replica import Batch
+from fedloom.schedule import Schedule
+from fedloom.task import Task, make_task
+from fedloom.training import Training
+from small_task import small_task
+
+ENGINES: tuple[Callable[[Task], RowsEngine], ...] = (RowsEngine, StackedEngine)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+def test_devices_are_found_by_name(two_gpus: None) -> None:
+    assert present() == ["cpu", "cuda:0", "cuda:1"]
+    found = {name: find_device(name) for name in ("cpu", "cuda", "cuda:1", "auto")}
+    cpu, first, second = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
+    assert found == {"cpu": cpu, "cuda": first, "cuda:1": second, "auto": first}
+    with pytest.raises(InvalidValue, match=r"^there is no device 'cuda:2' here \(there are: cpu, cuda:0, cuda:1\)$"):
+        find_device("cuda:2")
+
+
+def test_a_device_that_is_not_here_is_refused_in_one_line(no_gpu: None) -> None:
+    assert find_device("auto") == torch.device("cpu")
+    line = r"^there is no device 'cuda' here \(there are: cpu\)$"
+    for refused in (
+        lambda: find_device("cuda"),
+        lambda: make_task("digits", device="cuda"),
+        lambda: small_task().to("cuda"),
+        lambda: configuration({"device": "cuda"}).task(0),
+    ):
+        with pytest.raises(InvalidValue, match=line):
+            refused()
+
+
+def test_a_configuration_names_its_device(no_gpu: None) -> None:
+    assert "device" not in configuration({}).resolved("fedavg", 0)
+    assert configuration({"device": "auto"}).resolved("fedavg", 0)["device"] == "auto"
+    assert configuration({"device": "auto"}).task(0).initial.device.type == "cpu"
+    for table, words in (
+        ({"device": "gpu"}, r"device 'gpu' is not allowed:.*\(allowed: cpu, cuda, cuda:1, auto\)"),
+        ({"device": "cuda:x"}, r"device 'cuda:x' is not allowed: did you mean 'cuda'"),
+        ({"device": "cuda", "engine": "processes"}, r"'processes' takes data on the CPU, not device = 'cuda'"),
+        ({"device": "cuda:1", "engine": "ray(workers=2)"}, r"'ray' takes data on the CPU.*gpus=1"),
+    ):
+        with pytest.raises(InvalidValue, match=words) as caught:
+            configuration(table)
+        assert "\n" not in str(caught.value)
+    for engine in ("rows", "stacked", "auto"):
+        assert configuration({"device": "cuda", "engine": engine}).device == "cuda"
+
+
+def test_autocast_is_named_where_it_is_used() -> None:
+    settings = configuration({"training": {"autocast": "bfloat16"}}).resolved("fedavg", 0)["training"]
+    assert settings["autocast"] == "bfloat16"
+    assert "autocast" not in configuration({}).resolved("fedavg", 0)["training"]
+    with pytest.raises(InvalidValue, match=r"training.autocast 'bfloat' is not allowed: did you mean 'bfloat16'"):
+        configuration({"training": {"autocast": "bfloat"}})
+
+
+class _Pinned:
+    """A tensor whose way to a GPU is written down."""
+
+    is_cuda = False
+
+    def __init__(self) -> None:
+        self.way: list[Any] = []
+
+    def pin_memory(self) -> _Pinned:
+        self.way.append("pinned")
+        return self
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> _Pinned:
+        self.way.append((device, non_blocking))
+        return self
+
+
+def test_what_goes_to_a_gpu_goes_without_waiting() -> None:
+    tensor: Any = _Pinned()
+    moved(tensor, torch.device("cuda"))
+    assert tensor.way == ["pinned", (torch.device("cuda"), True)]
+    real = torch.arange(3)
+    assert moved(real, torch.device("cpu")) is real
+
+
+def test_checkpoints_come_back_to_where_their_tensors_were() -> None:
+    """`meta` stands for another device."""
+    like = {"model": torch.empty(3, device="meta"), "counter": torch.zeros(1)}
+    back = moved_back(
+        {"model": torch.ones(3), "counter": torch.ones(1), "later": torch.ones(2)}, like, torch.device("meta")
+    )
+    assert {name: tensor.device.type for name, tensor in back.items()} == {
+        "model": "meta", "counter": "cpu", "later": "meta",
+    }  # fmt: skip
+
+
+def test_clients_samples_are_read_by_indices_that_are_there() -> None:
+    task = small_task()
+    elsewhere = task.to(torch.device("meta"))
+    assert elsewhere.initial.is_meta
+    for client in range(task.clients):
+        here, there = task.samples(client), elsewhere.samples(client)
+        assert there.inputs.is_meta
+        assert there.inputs.shape == here.inputs.shape
+    assert elsewhere._indices.is_meta
+    assert elsewhere._indices.shape == task.partition.indices.shape
+
+
+# --- no step waits for a figure ---
+
+WAITING = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten._unique2.default,
+    torch.ops.aten.repeat_interleave.Tensor,
+    torch.ops.aten.bincount.default,
+}
+"""Operations that on a GPU hold up the process until all work before them is done, to learn a figure or a shape."""
+
+
+class Nowait(TorchDispatchMode):
+    """Raises where an operation would wait for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        waits = func in WAITING
+        if func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default):
+            waits = any(index is not None and index.dtype == torch.bool for index in args[1])
+        if waits and any(isinstance(one, Tensor) for one in args):
+            raise AssertionError(f"{func} in a step")
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_operation_that_waits_is_noticed() -> None:
+    one = torch.ones(3)
+    for waits in (lambda: one.sum().item(), lambda: bool(one[0] > 0), lambda: one[one > 0], lambda: one.nonzero()):
+        with Nowait(), pytest.raises(AssertionError, match="in a step"):
+            waits()
+
+
+@contextmanager
+def without_waiting() -> Iterator[list[int]]:
+    """Every step of local training, and the gathering of its batch, raises where it would wait; how many there were."""
+    steps: list[int] = []
+    over, each_batch, gradient = Descent.over, Cohort.each_batch, Cohort.gradient
+
+    def watched(step: Callable[..., Any]) -> Callable[..., Any]:
+        def run_step(*given: Any) -> Any:
+            steps.append(1)
+            with Nowait():
+                return step(*given)
+
+        return run_step
+
+    def gathered(batches: Callable[..., Iterator[Batch]]) -> Callable[..., Iterator[Batch]]:
+        def gather(*given: Any) -> Iterator[Batch]:
+            found = batches(*given)
+            while True:
+                with Nowait():
+                    batch = next(found, None)
+                if batch is None:
+                    return
+                yield batch
+
+        return gather
+
+    def each(self: Cohort, step: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return each_batch(self, watched(step), *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Descent, "over", lambda self, *args: watched(over(self, *args)))
+        patch.setattr(Cohort, "each_batch", each)
+        patch.setattr(
+            Cohort, "gradient", lambda self, *args, **kwargs: watched(partial(gradient, self, **kwargs))(*args)
+        )
+        patch.setattr("fedloom.cohort.alone", gathered(batches.alone))
+        patch.setattr("fedloom.batches._lock_step", gathered(batches._lock_step))
+        yield steps
+
+
+BRIEF = {"fedala": "fedala(max_epochs=2)", "ala(fedmr)": "ala(fedmr, max_epochs=2)"}
+"""Methods that would go on until they converge."""
+
+
+@pytest.mark.parametrize("make", ENGINES)
+@pytest.mark.parametrize("method", EVERY_METHOD)
+def test_no_step_of_a_local_epoch_waits_for_a_figure(method: str, make: Callable[[Task], RowsEngine]) -> None:
+    engine = make(replace(small_task(), training=Training(learning_rate=0.05, batch_size=4)))
+    federation = Federation(
+        build(BRIEF.get(method, method)), engine.task, engine, Schedule(rounds=2, participation=1.0)
+    )
+    with without_waiting() as steps:
+        federation.run()
+    assert steps
+    assert not any(record["faults"] for record in federation.history)
+    if isinstance(engine, StackedEngine):
+        assert all("one client at a time" in reason for reason in engine.alone.values())
+
+
+# --- half precision ---
+
+
+class Listening(nn.Module):
+    """A small network that notes the type in which each layer computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.norm, self.out = nn.Linear(64, 32), nn.BatchNorm1d(32), nn.Linear(32, 10)
+        self.heard: list[torch.dtype] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.hidden(inputs.flatten(1))
+        self.heard.append(hidden.dtype)
+        logits: Tensor = self.out(torch.relu(self.norm(hidden)))
+        return logits
+
+
+def digits(autocast: str, model: str | nn.Module = "mlp(hidden=[32])") -> Task:
+    settings = Training(learning_rate=0.05, momentum=0.9, batch_size=20, autocast=autocast)
+    return make_task("digits", clients=6, partition="iid", model=model, training=settings)
+
+
+def trained(task: Task, engine: str, rounds: int = 4) -> Any:
+    return run("fedavg", task, rounds=rounds, participation=1.0, engine=engine)
+
+
+@pytest.mark.parametrize("engine", ["rows", "stacked"])
+@pytest.mark.parametrize("model", ["mlp(hidden=[32])", "digits_cnn"])
+def test_half_precision_learns_nearly_what_single_precision_does(engine: str, model: str) -> None:
+    half, single = (trained(digits(kind, model), engine) for kind in ("bfloat16", "none"))
+    ours, reference = (found.federation.algorithm.model() for found in (half, single))
+    assert ours.dtype == torch.float32
+    start = half.task.initial
+    away, way = float((ours - reference).norm()), float((reference - start).norm())
+    assert 0 < away < 0.1 * way
+    assert half.accuracy > single.accuracy - 0.04
+    assert half.accuracy > 0.5
+    assert not torch.equal(ours, ours.bfloat16().float())  # weights are not rounded
+
+
+@pytest.mark.parametrize("make", ENGINES)
+def test_layers_compute_in_half_precision_and_only_while_clients_train(make: Callable[[Task], RowsEngine]) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Listening()
+    for kind, expected in (("bfloat16", torch.bfloat16), ("none", torch.float32)):
+        task = digits(kind, model)
+        engine = make(task)
+        assert engine.replica.module.heard is not None
+        heard = [engine.replica.module, *([engine.stack.module] if isinstance(engine, StackedEngine) else [])]
+        federation = Federation(build("fedavg"), task, engine, Schedule(rounds=1, participation=1.0))
+        for module in heard:
+            module.heard.clear()  # type: ignore[union-attr, operator]
+        federation.run()
+        types = {dtype for module in heard for dtype in module.heard}  # type: ignore[union-attr]
+        assert types == {expected}
+        assert federation.algorithm.model().dtype == torch.float32
+        assert set(federation.evaluation.evaluator.module.heard) == {torch.float32}  # type: ignore[arg-type]
+
+
+def test_statistics_move_alike_in_half_precision() -> None:
+    """Stacks and rows, and neither far from single precision."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Listening()
+    names = [("bfloat16", "rows"), ("bfloat16", "stacked"), ("none", "rows")]
+    rows, stacked, single = (trained(digits(kind, model), engine, rounds=1) for kind, engine in names)
+    behind = rows.task.layout.trainable
+    moved_by = [
+        found.federation.algorithm.model()[behind:] - found.task.initial[behind:] for found in (rows, stacked, single)
+    ]
+    assert float(moved_by[2].norm()) > 0.1
+    for ours in moved_by[:2]:
+        assert float((ours - moved_by[2]).norm()) < 0.05 * float(moved_by[2].norm())
+    assert rows.federation.integers.tolist() == stacked.federation.integers.tolist() != [0]
+
+
+@pytest.mark.parametrize("method", ["fedmr", "fedprox(mu=0.01)", "scaffold", "moon", "feddc", "fedala"])
+def test_stacks_in_half_precision_are_near_rows(method: str) -> None:
+    task = digits("bfloat16")
+    task = replace(task, training=replace(task.training, momentum=0.0))
+    one, many = (run(method, task, rounds=2, participation=0.5, engine=name) for name in ("rows", "stacked"))
+    assert isinstance(many.federation.engine, StackedEngine)
+    assert not many.federation.engine.alone
+    ours, reference = many.federation.algorithm.model(), one.federation.algorithm.model()
+    assert float((ours - reference).norm()) < 0.1 * float((reference - task.initial).norm())
+
+
+def test_steps_in_half_precision_are_not_folded() -> None:
+    task = digits("bfloat16")
+    chain = LinearChain.of(task.model, task.layout)
+    assert chain is not None
+    assert chain.folded(task.training, 0.1) is None
+    assert chain.folded(replace(task.training, autocast="none"), 0.1) is not None
+
+
+def test_a_replica_takes_its_precision_from_each_cohort() -> None:
+    task = digits("bfloat16")
+    engine = RowsEngine(task)
+    federation = Federation(build("fedavg"), task, engine, Schedule(rounds=1, participation=0.2))
+    federation.step()
+    assert engine.replica.autocast is torch.bfloat16
+    engine.begin(digits("none"), None)
+    Federation(build("fedavg"), engine.task, engine, Schedule(rounds=1, participation=0.2)).step()
+    assert engine.replica.autocast is None
+
+
+# --- auto ---
+
+
+def test_auto_takes_no_engine_that_recorders_cannot_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Clients of other processes are out of a recorder's hearing; which recorder and method it is decides."""
+    asked: list[bool] = []
+
+    def told(task: Task, schedule: Schedule, options: dict[str, Any], *, hearing: bool) -> RowsEngine:
+        asked.append(hearing)
+        return RowsEngine(task)
+
+    monkeypatch.setattr("fedloom.engines.choose.fastest", told)
+    task = make_task("digits", clients=4, partition="iid", model="logistic", local_test=0.25)
+    cases: tuple[tuple[list[str], str, bool], ...] = (
+        (["ala(client=3)"], "fedala", True),
+        (["objective(every=1)"], "fedala", False),
+        ([], "fedala", False),
+    )
+    for record, method, _ in cases:
+        run(method, task, rounds=1, participation=0.5, engine="auto", record=record)
+    run("fedala", task, rounds=1, participation=0.5, engine="auto", record=["ala(client=3)"], directory=tmp_path)
+    assert asked == [*(expected for _, _, expected in cases), True]
+
+
+def test_auto_within_hearing_tries_no_worker_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedloom.engines.trial._has_cores", lambda task: True)
+    monkeypatch.setattr("fedloom.engines.trial.SECONDS", 0.01)
+    task = make_task("digits", clients=4, partition="iid", model="logistic")
+    chosen = make_engine("auto", task, hearing=True).chosen
+    assert chosen is not None
+    assert chosen.seconds.keys() == {"rows", "stacked"}
+
+
+# --- on a GPU ---
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_gpu
+@pytest.mark.parametrize("engine", ["rows", "stacked"])
+@pytest.mark.parametrize("method", EVERY_METHOD)
+def test_a_gpu_gives_the_numbers_of_the_cpu(method: str, engine: str) -> None:
+    training = Training(learning_rate=0.05, momentum=0.5, batch_size=7, epochs=2)
+    task = make_task("digits", clients=6, partition="dirichlet(0.5)", model="mlp(hidden=[16])", training=training)
+    here = run(method, task, rounds=2, participation=1.0).federation
+    there = run(method, task.to("cuda"), rounds=2, participation=1.0, engine=engine).federation
+    model = there.algorithm.model()
+    assert model.is_cuda
+    assert not any(record["faults"] for record in there.history)
+    assert torch.allclose(model.cpu(), here.algorithm.model(), atol=2e-3)
+
+
+@needs_gpu
+@pytest.mark.parametrize("make", ENGINES)
+def test_steps_on_a_gpu_do_not_wait(make: Callable[[Task], RowsEngine]) -> None:
+    task = make_task("digits", clients=6, partition="iid", model="digits_cnn").to("cuda")
+    federation = Federation(build("fedavg"), task, make(task), Schedule(rounds=2, participation=1.0))
+    federation.step()
+    over = Descent.over
+
+    def strict(step: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run_step(*given: Any) -> Tensor:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return step(*given)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return run_step
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Descent, "over", lambda self, *args: strict(over(self, *args)))
+        federation.step()
+    assert federation.history[-1]["faults"] == []
+
+
+@needs_gpu
+def test_a_run_on_a_gpu_goes_on_there(tmp_path: Path) -> None:
+    task = make_task("digits", clients=4, partition="iid", model="logistic").to("cuda")
+
+    def federation() -> Federation:
+        return Federation(build("scaffold"), task, RowsEngine(task), Schedule(rounds=4, participation=0.5), tmp_path)
+
+    first = federation()
+    first.step()
+    first.save()
+    second = federation()
+    assert second.finished == 1
+    second.run()
+    assert second.algorithm.model().is_cuda
