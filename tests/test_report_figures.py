@@ -203,5 +203,5 @@ def test_long_names_are_wrapped_at_commas() -> None:
 def test_an_axis_of_shares_stays_with_what_a_share_can_be() -> None:
     run = replace(made_up_run("fedavg", 0), records=[{"round": k, "accuracy": 0.07, "loss": 2.0} for k in (1, 2)])
     allowed = learning_curves([run], "accuracy").layout.yaxis.autorangeoptions
-    assert (allowed.minallowed, allowed.maxallowed) == (-0.02, 1.02)
-    assert learning_curves([run], "loss").layout.yaxis.autorangeoptions.minallowed is None
+    assert (allowed.clipmin, allowed.clipmax) == (-0.02, 1.02)
+    assert learning_curves([run], "loss").layout.yaxis.autorangeoptions.clipmin is None

@@ -29,7 +29,7 @@ BUBBLE = "#2a88c9"
 POINTS = 400
 """Points of a curve that are drawn; more than a screen is wide shows nothing more."""
 
-SHARES = {"tickformat": ".2~%", "autorangeoptions": {"minallowed": -0.02, "maxallowed": 1.02}}
+SHARES = {"tickformat": ".2~%", "autorangeoptions": {"clipmin": -0.02, "clipmax": 1.02}}
 """An axis of shares: in percent, and never far beyond what a share can be, as a level curve would have it."""
 
 FEW = 8
