@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from site_trial import Trial
+from site_trial import PATIENCE, Trial
 from superlink_support import Deployment, deployed, needs_flower, needs_processes
 
 SITES = 3
@@ -40,7 +40,9 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 
 def test_three_sites_exchange_layers_and_train_the_model_that_one_machine_does(deployment: Deployment) -> None:
     trial = Trial(deployment, "secure", "secure(fedmr, repeats=1, low=1, high=1)", ROUNDS)
-    trial.wait(trial.start())
+    run = trial.start()
+    status = deployment.wait_for_run(run, ROUNDS * PATIENCE, sign=trial.output / "result.json")
+    assert status == "finished:completed", deployment.logs()
     expected = trial.simulated()
     trial.require_same(expected)
     assert trial.absent() == {}
