@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from every_method import EVERY_METHOD
 from fedloom import batches
-from fedloom.algorithm import build
+from fedloom.algorithm import Plan, build
 from fedloom.chain import LinearChain
 from fedloom.cohort import Cohort
 from fedloom.descent import Descent
@@ -28,8 +28,11 @@ from fedloom.errors import InvalidValue
 from fedloom.experiment.configuration import configuration
 from fedloom.experiment.run import run
 from fedloom.federation import Federation
-from fedloom.replica import Batch
+from fedloom.replica import Batch, Replica
+from fedloom.replica_stack import StackedReplica
+from fedloom.round import Round
 from fedloom.schedule import Schedule
+from fedloom.store import ClientStore, Memory
 from fedloom.task import Task, make_task
 from fedloom.training import Training
 from small_task import small_task
@@ -237,6 +240,40 @@ def test_no_step_of_a_local_epoch_waits_for_a_figure(method: str, make: Callable
     assert not any(record["faults"] for record in federation.history)
     if isinstance(engine, StackedEngine):
         assert all("one client at a time" in reason for reason in engine.alone.values())
+
+
+READS = {
+    "fedgen": "clients count their labels, before the first step",
+    "umf(feddc)": "clients that do not upload look whether their update is finite, after the last step",
+}
+"""Methods that read what lies on the device, outside of all steps."""
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("method", [name for name in EVERY_METHOD if name not in READS])
+def test_a_client_trains_on_another_device_and_reads_nothing_back(method: str, stacked: bool) -> None:
+    """On `meta` tensors have a device and no values: whatever mixes it with the CPU, or asks for a value, raises."""
+    settings = Training(learning_rate=0.05, momentum=0.5, batch_size=4)
+    task = replace(small_task(), training=settings).to(torch.device("meta"))
+    count, clients = task.clients, [0, 1, 2] if stacked else [1]
+    algorithm = build(method)
+    plan = Plan(task.layout, task.initial, count, count, 5, 0, task.dataset.classes, task.sizes, task.model)
+    algorithm.setup(plan)
+    round = Round(1, 5, 0, count, count, 0.05, 0.05)
+    round = replace(round, selected=algorithm.select(round).clients)
+    message = algorithm.send(round)
+    inbox = {
+        name: rows[clients] if len(rows) > 1 else rows.expand(len(clients), *rows.shape[1:])
+        for name, rows in message.items()
+    }
+    replica = StackedReplica(task.model, task.layout) if stacked else Replica(task.model, task.layout)
+    if isinstance(replica, StackedReplica):
+        replica.begin(len(clients), [round.stream("layers", client) for client in clients])
+    samples = [task.samples(client) for client in clients]
+    cohort = Cohort(clients, samples, task.dataset, replica, settings, round, Memory(ClientStore(), clients))
+    replies = algorithm.train(cohort, inbox)
+    assert replies.keys() == algorithm.expects(round).keys()
+    assert all(tensor.is_meta and len(tensor) == len(clients) for tensor in replies.values())
 
 
 # --- half precision ---
