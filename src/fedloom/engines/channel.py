@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -60,20 +61,27 @@ def _described(tensor: Tensor, shape: tuple[int, ...], place: tuple[int, int] | 
     return tensor.dtype, tuple(tensor.shape), shape, -1, inside
 
 
-class _Pickler(pickle.Pickler):
-    """Puts tensors and large arrays aside; each is named once."""
+class SetsTensorsAside:
+    """What a pickler does so that tensors and arrays travel apart: each is named once, in the order of `tensors`.
 
-    def __init__(self, buffer: io.BytesIO) -> None:
-        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+    A method goes without its server's state, and its plan as the numbers that make it.
+    """
+
+    def begin(self) -> None:
+        """Before the first message: nothing has been put aside."""
         self.tensors: list[Tensor] = []
         self._numbers: dict[int, int] = {}
         self._alive: list[Any] = []  # so that no two have the same id
 
+    def shared(self, array: npt.NDArray[Any]) -> Tensor | None:
+        """An array as the tensor that stands for it, or None where it travels with the words."""
+        raise NotImplementedError
+
     def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
         if type(value) is Tensor:
             return "tensor", self._number(value, value)
-        if type(value) is np.ndarray and value.nbytes > INLINE and value.dtype.kind in "biuf":
-            return "array", self._number(value, torch.from_numpy(value))
+        if type(value) is np.ndarray and (tensor := self.shared(value)) is not None:
+            return "array", self._number(value, tensor)
         if isinstance(value, Plan):
             return "plan", value.clients, value.participants, value.rounds, value.seed, value.classes
         return None
@@ -92,6 +100,16 @@ class _Pickler(pickle.Pickler):
             self.tensors.append(tensor)
             self._alive.append(value)
         return self._numbers[id(value)]
+
+
+class _Pickler(SetsTensorsAside, pickle.Pickler):
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+        self.begin()
+
+    def shared(self, array: npt.NDArray[Any]) -> Tensor | None:
+        large = array.nbytes > INLINE and array.dtype.kind in "biuf"
+        return torch.from_numpy(array) if large else None
 
 
 class Unpickler(pickle.Unpickler):

@@ -10,7 +10,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,8 @@ import torch
 from ray.cloudpickle import CloudPickler
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Plan
+from fedloom.algorithm import Plan
+from fedloom.engines.channel import SetsTensorsAside
 from fedloom.engines.shared import unexpanded
 
 Parcel = tuple[bytes, bytes, list[npt.NDArray[Any]]]
@@ -62,41 +63,22 @@ def _tensor(array: npt.NDArray[Any], dtype: torch.dtype, shape: tuple[int, ...])
         return torch.from_numpy(array).view(dtype).expand(shape)
 
 
-class _Pickler(CloudPickler):
-    """Puts tensors and arrays of numbers aside; each is named once."""
-
+class _Pickler(SetsTensorsAside, CloudPickler):
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
-        self.tensors: list[Tensor] = []
-        self._numbers: dict[int, int] = {}
-        self._alive: list[Any] = []  # so that no two have the same id
+        self.begin()
 
-    def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
-        if type(value) is Tensor:
-            return "tensor", self._number(value, value)
-        if type(value) is np.ndarray and value.ndim and value.dtype.kind in "iuf" and value.dtype.isnative:
-            try:
-                return "array", self._number(value, torch.from_numpy(np.ascontiguousarray(value)))
-            except TypeError:  # a type that torch lacks
-                return None
-        if isinstance(value, Plan):
-            return "plan", value.clients, value.participants, value.rounds, value.seed, value.classes
-        return None
+    def shared(self, array: npt.NDArray[Any]) -> Tensor | None:
+        if not (array.ndim and array.dtype.kind in "iuf" and array.dtype.isnative):
+            return None
+        try:
+            return torch.from_numpy(np.ascontiguousarray(array))
+        except TypeError:  # a type that torch lacks
+            return None
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, Algorithm):
-            make, arguments, attributes, *rest = cast(tuple[Any, ...], value.__reduce_ex__(pickle.HIGHEST_PROTOCOL))
-            if isinstance(attributes, dict):
-                attributes = {name: held for name, held in attributes.items() if name != "state"}
-            return make, arguments, attributes, *rest
-        return super().reducer_override(value)  # type: ignore[no-untyped-call]
-
-    def _number(self, value: Any, tensor: Tensor) -> int:
-        if id(value) not in self._numbers:
-            self._numbers[id(value)] = len(self.tensors)
-            self.tensors.append(tensor)
-            self._alive.append(value)
-        return self._numbers[id(value)]
+        reduced = super().reducer_override(value)
+        return CloudPickler.reducer_override(self, value) if reduced is NotImplemented else reduced  # type: ignore[no-untyped-call]
 
 
 class _Unpickler(pickle.Unpickler):
