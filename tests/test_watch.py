@@ -248,6 +248,9 @@ def test_the_command_serves_until_it_is_interrupted(folder: Path) -> None:
         assert connection.getresponse().status == 200
         connection.close()
         process.send_signal(signal.SIGINT)
-        assert process.wait(SECONDS) == 130
+        try:
+            assert process.wait(SECONDS) == 130
+        finally:
+            process.kill()
     wrong = subprocess.run([*command, "nowhere"], capture_output=True, text=True, check=False)
     assert (wrong.returncode, wrong.stderr) == (2, "fedloom: nowhere is not there: give a folder of runs\n")
