@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fedloom import replica as replicas
 from fedloom.layout import Layout
-from fedloom.replica import Batch, Replica, convolutions_weigh_little, cross_entropy
+from fedloom.replica import Batch, Replica, channels_last, convolutions_weigh_little, cross_entropy
 
 
 def convolutions(channels: int = 8) -> nn.Module:
@@ -56,3 +56,13 @@ def test_it_depends_on_the_filters_beside_what_they_put_out() -> None:
     assert convolutions_weigh_little(convolutions().eval(), image)
     assert not convolutions_weigh_little(convolutions(600).eval(), image)
     assert not convolutions_weigh_little(nn.Flatten(), image)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_every_layer_after_images_that_are_laid_out_is_laid_out_too(channels: int) -> None:
+    images = torch.randn(5, channels, 8, 8, generator=torch.Generator().manual_seed(0))
+    laid = channels_last(images)
+    torch.testing.assert_close(laid, images, rtol=0, atol=0)
+    hidden = torch.nn.Conv2d(channels, 4, 3)(laid)
+    assert hidden.is_contiguous(memory_format=torch.channels_last)
+    assert not hidden.is_contiguous()

@@ -217,7 +217,7 @@ class Replica:
             return inputs
         if self._channels_last is None:
             self._channels_last = convolutions_weigh_little(self.frozen, inputs[:1])
-        return inputs.contiguous(memory_format=torch.channels_last) if self._channels_last else inputs
+        return channels_last(inputs) if self._channels_last else inputs
 
     def train_only(self, units: Unit | None) -> None:
         """Let gradients reach only the parameters inside `units` (None: all), so that backward goes no deeper."""
@@ -237,7 +237,7 @@ class Replica:
         self.bind(rows)
         with torch.random.fork_rng(devices=[rows.device] if rows.is_cuda else []):
             before = generator_state(rows)
-            features, logits = self.net.both(inputs[0])
+            features, logits = self.net.both(self._laid_out(inputs[0]))
             drawn = not torch.equal(before, generator_state(rows))
         return None if drawn or not torch.equal(self.net.head(features), logits) else features.unsqueeze(0)
 
@@ -245,7 +245,7 @@ class Replica:
     def logits(self, rows: Tensor, inputs: Tensor) -> Tensor:
         """`[1, b, classes]` in evaluation mode for `inputs [1, b, ...]` or shared `[b, ...]` given as `[1, b, ...]`."""
         self.layout.bind(self.frozen, rows[0])
-        logits: Tensor = self.frozen(inputs[0])
+        logits: Tensor = self.frozen(self._laid_out(inputs[0]))
         return logits.unsqueeze(0)
 
     def load_integers(self, integers: Tensor) -> None:
@@ -280,3 +280,11 @@ def convolutions_weigh_little(module: nn.Module, image: Tensor) -> bool:
 def generator_state(tensor: Tensor) -> Tensor:
     """Where torch's own generator of the tensor's device stands."""
     return torch.cuda.get_rng_state(tensor.device) if tensor.is_cuda else torch.get_rng_state()
+
+
+def channels_last(images: Tensor) -> Tensor:
+    """`[b, c, h, w]` with the channels last. Images of one channel lie so anyway, and are told from others by their strides."""
+    height, width = images.shape[2:]
+    if images.shape[1] == 1 and images.is_contiguous():
+        return images.as_strided(images.shape, (height * width, 1, width, 1), images.storage_offset())
+    return images.contiguous(memory_format=torch.channels_last)
