@@ -6,55 +6,22 @@ import os
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-
-import functools
+os.environ["PYTHONPATH"] = os.path.dirname(os.path.abspath(__file__))  # its actors import from here
 
 import torch
 import torch_models
 import workload as w
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
+from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
-from torch.nn import functional as F
-
-NAME = os.environ.get("PEERS_WORKLOAD", "mlp")
-
-
-@functools.cache
-def users() -> tuple[torch.Tensor, torch.Tensor]:
-    """Kept in each actor, so that no round pays for it twice."""
-    inputs, labels = w.WORKLOADS[NAME].data()
-    return torch.from_numpy(inputs), torch.from_numpy(labels)
-
-
-client = ClientApp()
-
-
-@client.train()
-def train(message: Message, context: Context) -> Message:
-    work = w.WORKLOADS[NAME]
-    torch.set_num_threads(1)
-    user = int(context.node_config["partition-id"])
-    inputs, labels = (part[user] for part in users())
-    module = torch_models.MODELS[NAME]()
-    module.load_state_dict(message.content["arrays"].to_torch_state_dict())
-    optimiser = torch.optim.SGD(module.parameters(), lr=work.learning_rate, momentum=work.momentum)
-    order = torch.randperm(work.samples)
-    for first in range(0, work.samples, work.batch):
-        chosen = order[first : first + work.batch]
-        optimiser.zero_grad()
-        F.cross_entropy(module(inputs[chosen]), labels[chosen]).backward()
-        optimiser.step()
-    content = {"arrays": ArrayRecord(module.state_dict()), "metrics": MetricRecord({"num-examples": work.samples})}
-    return Message(content=RecordDict(content), reply_to=message)
 
 
 def main() -> None:
     given = w.arguments(__doc__ or "")
     os.environ["PEERS_WORKLOAD"] = given.workload
-    globals()["NAME"] = given.workload
+    from flower_client import client
+
     work = w.WORKLOADS[given.workload]
     ends: list[float] = []
     last: list[ArrayRecord] = []
