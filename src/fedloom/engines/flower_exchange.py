@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
+
+import flwr.app
 
 from fedloom.algorithm import Algorithm, Message
 from fedloom.algorithms.secure import Secure
 from fedloom.engines.base import Fault, Order, Reply, inspect_reply
 from fedloom.engines.flower_messages import Words, parcel_of, words_of
+from fedloom.engines.flower_post import Kind
 from fedloom.errors import FedloomError
 from fedloom.round import Round
 from fedloom.secure import (
@@ -30,14 +33,43 @@ from fedloom.secure import (
 )
 from fedloom.secure.envelopes import OVERHEAD
 from fedloom.secure.messages import Request, unpack
-
-if TYPE_CHECKING:
-    from fedloom.engines.flower import FlowerEngine
+from fedloom.task import Task
 
 FEWEST = 2
 """Peers that an exchange must have: a model that was exchanged with nobody has its owner's name on it."""
 
 _logger = logging.getLogger("flwr.fedloom")
+
+
+class Correspondent(Protocol):
+    """What an exchange asks of the engine that sends its messages."""
+
+    task: Task
+    federation: str
+    numbers: Sequence[int]
+
+    def answers(
+        self,
+        kind: Kind,
+        round: Round,
+        orders: Sequence[Order],
+        words: Callable[[Order], Words],
+        parcels: Mapping[int, bytes] | None = None,
+    ) -> Iterator[tuple[Order, flwr.app.Message | str]]:
+        """Every site's message as it comes, or why there is none."""
+
+    def trained(
+        self,
+        algorithm: Algorithm,
+        round: Round,
+        orders: Sequence[Order],
+        exchanged: bool = False,
+        withheld: bool = False,
+    ) -> Iterator[Reply | Fault]:
+        """What the sites that train answer."""
+
+    def forget(self, client: int) -> None:
+        """What this client did in this round is not taken."""
 
 
 class Courier:
@@ -47,7 +79,7 @@ class Courier:
     `lost` says why. `carried` counts the bytes that sites gave it.
     """
 
-    def __init__(self, engine: FlowerEngine, round: Round, orders: Sequence[Order], terms: Terms) -> None:
+    def __init__(self, engine: Correspondent, round: Round, orders: Sequence[Order], terms: Terms) -> None:
         self.engine, self.round, self.terms = engine, round, terms
         self.orders = {engine.numbers[order.client]: order for order in orders}
         self.lost: dict[int, str] = {}
@@ -95,7 +127,7 @@ class Courier:
 class SecureRound:
     """One round in which sites exchange layers, as `method`, some part of `algorithm`, has them do."""
 
-    def __init__(self, engine: FlowerEngine, method: Secure, algorithm: Algorithm, round: Round) -> None:
+    def __init__(self, engine: Correspondent, method: Secure, algorithm: Algorithm, round: Round) -> None:
         self.engine, self.method, self.algorithm, self.round = engine, method, algorithm, round
 
     def train(self, orders: Sequence[Order]) -> Iterator[Reply | Fault]:
