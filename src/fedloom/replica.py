@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from fedloom.drawing import NotesDropout
 from fedloom.layout import Layout, Unit
 from fedloom.models.structure import head_name
 from fedloom.precision import autocast
@@ -259,7 +260,8 @@ class Replica:
 
 @torch.no_grad()
 def convolutions_weigh_little(module: nn.Module, image: Tensor) -> bool:
-    """Whether the module has convolutions of images, with few weights beside what they put out for one image `[1, c, h, w]`."""
+    """Whether the module has convolutions of images, with few weights beside what they put out for one image `[1, c, h, w]`,
+    and no dropout of images: its masks would be others, and engines would not agree."""
     convolutions = [part for part in module.modules() if isinstance(part, nn.Conv2d)]
     put_out = 0
 
@@ -269,12 +271,14 @@ def convolutions_weigh_little(module: nn.Module, image: Tensor) -> bool:
 
     handles = [part.register_forward_hook(note) for part in convolutions]
     try:
-        with torch.random.fork_rng(devices=[image.device] if image.is_cuda else []):
+        with torch.random.fork_rng(devices=[image.device] if image.is_cuda else []), NotesDropout() as dropout:
             module(image)
     finally:
         for handle in handles:
             handle.remove()
-    return 0 < sum(part.weight.numel() for part in convolutions) <= FILTERS_PER_ACTIVATION * put_out
+    return (
+        not dropout.found and 0 < sum(part.weight.numel() for part in convolutions) <= FILTERS_PER_ACTIVATION * put_out
+    )
 
 
 def generator_state(tensor: Tensor) -> Tensor:
