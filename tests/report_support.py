@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import re
 import select
 import shutil
 import subprocess
@@ -47,6 +48,13 @@ def made_up_run(algorithm: str, seed: int, rounds: int = 30, clients: int = 12, 
     return RunSummary(
         algorithm, seed, records, timings, counts.tolist(), None, configuration, {"python": "3.11", "machine": "x86_64"}
     )
+
+
+def ablations_drawn(page: str) -> list[dict[str, Any]]:
+    """The figures of parameters and settings in a report's page."""
+    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return [slot["variants"][""] for name, slot in json.loads(found[1]).items() if name.startswith("ablation")]
 
 
 class Browser:

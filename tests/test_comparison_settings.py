@@ -21,6 +21,8 @@ from fedloom.experiment.configuration import Configuration, configuration, put
 from fedloom.experiment.directory import fingerprint
 from fedloom.experiment.events import Event
 from fedloom.experiment.settings import Range, combinations, label
+from fedloom.report import images
+from report_support import ablations_drawn
 
 
 def plan(folder: Path, **more: object) -> Configuration:
@@ -168,6 +170,21 @@ def test_a_comparison_in_several_settings_is_one_run_each_and_makes_none_twice(t
         "data.partition=dirichlet(0.5), training.epochs=1",
     }
     assert sum(event.kind == "ended" for event in events) == 8
+
+
+def test_images_and_a_report_made_anew_go_by_the_measure_of_the_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"participation": [0.5, 1.0]}
+    Comparison.of(plan(tmp_path, algorithms=["fedavg"], measure="best", settings=settings)).run(lambda event: None)
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr(images, "require_images", lambda formats: None)
+    monkeypatch.setattr(images, "save_figures", lambda folder, figures, formats: list(drawn.update(figures) or ()))
+    assert main(["report", str(tmp_path), "--images", "png"]) == 0
+    (page,) = ablations_drawn((tmp_path / "report.html").read_text())
+    wanted = "Best accuracy of any<br>evaluation"
+    assert page["layout"]["yaxis"]["title"]["text"] == wanted
+    assert drawn["ablation-participation"].layout.yaxis.title.text == wanted
 
 
 def test_runs_of_a_plain_comparison_are_found_again_in_a_setting(tmp_path: Path) -> None:

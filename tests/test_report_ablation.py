@@ -10,7 +10,10 @@ import pytest
 from fedloom.report.ablation import ablation_figure, ablations
 from fedloom.report.figures import styles
 from fedloom.report.page import render
+from fedloom.report.sheet import score, sheet
+from fedloom.report.slots import ablation_slots, image_slots
 from fedloom.report.summary import RunSummary
+from report_support import ablations_drawn
 
 
 def run(algorithm: str, accuracy: float, seed: int = 0, **settings: Any) -> RunSummary:
@@ -22,7 +25,7 @@ def run(algorithm: str, accuracy: float, seed: int = 0, **settings: Any) -> RunS
 def table(runs: list[RunSummary], measure: str = "final") -> dict[str, dict[str, dict[Any, float]]]:
     return {
         one.name: {line.label: {value: spread.mean for value, spread in line.spreads.items()} for line in one.lines}
-        for one in ablations(runs, measure)
+        for one in ablations(runs, score(measure))
     }
 
 
@@ -38,7 +41,7 @@ def test_a_setting_is_a_line_a_method_over_its_values() -> None:
         for (method, share), values in accuracy.items()
         for seed, value in enumerate(values)
     ]  # fmt: skip
-    (one,) = ablations(runs)
+    (one,) = ablations(runs, score("final"))
     assert (one.name, one.values, one.numeric) == ("participation", [0.1, 0.5], True)
     for line in one.lines:
         for share, spread in line.spreads.items():
@@ -91,13 +94,14 @@ def test_two_things_that_differ_are_told_apart() -> None:
             "data.partition=dirichlet(0.1)": {1: 0.2, 5: pytest.approx(0.3)},
         },
     }
-    bars = ablation_figure(ablations(runs)[0], styles(runs)).data
+    bars = ablation_figure(ablations(runs, score("final"))[0], styles(runs)).data
     assert [bar.type for bar in bars] == ["bar", "bar"]
     assert list(bars[0].x) == ["iid", "dirichlet(0.1)"]
 
 
 def test_methods_that_only_differ_in_name_show_nothing() -> None:
-    assert ablations([run("fedavg", 0.5), run("fedprox", 0.5), run("<b>my own</b>", 0.5), run("fedavg", 0.6, 1)]) == []
+    runs = [run("fedavg", 0.5), run("fedprox", 0.5), run("<b>my own</b>", 0.5), run("fedavg", 0.6, 1)]
+    assert ablations(runs, score()) == []
     assert "What makes the difference" not in render("Two", [run("fedavg", 0.5), run("fedmr", 0.5)])
 
 
@@ -107,3 +111,25 @@ def test_the_page_draws_them_and_escapes_their_names() -> None:
     assert "What makes the difference" in page
     assert '<div id="ablation-data.-script"' in page
     assert "<i>" not in page
+
+
+def test_a_figure_shows_and_names_the_measure_that_its_table_goes_by() -> None:
+    runs = [run("fedavg", value, participation=share) for share, value in ((0.1, 0.2), (0.5, 0.6))]
+    for one in runs:
+        one.records[1:1] = [{"round": 2, "accuracy": 0.4}]
+        one.records[-1] |= {"round": 3, "personal_accuracy": 0.7}
+    wanted = {
+        "final": ([0.2, 0.6], "Accuracy after the last<br>round"),
+        "best": ([0.99, 0.99], "Best accuracy of any<br>evaluation"),
+        "last": ([0.3, 0.5], "Mean accuracy of the<br>last 2 evaluations"),
+        "personal": ([0.7, 0.7], "Accuracy of the clients&#x27;<br>own models"),
+    }
+    for measure, (values, title) in wanted.items():
+        judged = sheet(runs, last=2, measure=measure)
+        (figure,) = ablations_drawn(render("Shares", runs, sheet=judged))
+        assert figure["data"][0]["y"] == pytest.approx(values)
+        assert figure["layout"]["yaxis"]["title"]["text"] == title
+        (slot,) = ablation_slots(runs, judged.score)
+        assert slot.title == judged.score.title
+        (image,) = [slot for slot in image_slots(runs, judged.score) if slot.name.startswith("ablation")]
+        assert list(image.variants[""].data[0].y) == pytest.approx(values)

@@ -23,6 +23,7 @@ from fedloom.experiment.reproduce.request import Request, plan
 from fedloom.expression import parse
 from fedloom.task import make_dataset
 from forking_cli import main
+from report_support import ablations_drawn
 from test_reproduce_protocols import numbers_of
 
 Say = Callable[..., tuple[int, str, str]]
@@ -148,6 +149,21 @@ def test_the_page_of_a_figure_begins_with_it_and_holds_every_setting(reproduce: 
     assert page.split("<h2>")[1].startswith("The clients and their data")
     for name in ("MNIST pathological", "CIFAR-10 pathological"):
         assert f'data-choice="labels" data-value="labels, {name}"' in page
+
+
+def test_figures_of_what_differs_show_the_measure_of_the_cells(reproduce: Say, tmp_path: Path) -> None:
+    small = ("--rows", "FedAvg", "--rounds", "3", "-q", "threads=1", "training.batch_size=50", "training.epochs=1")
+    code, _, err = reproduce("fedumf.figure-3", *small)
+    assert code == 0, err
+    folder = tmp_path / "runs" / "reproduce" / "fedumf.figure-3"
+    cells = {
+        cell["column"]: float(cell["here"]) for cell in csv.DictReader((folder / "cells.csv").read_text().splitlines())
+    }
+    (figure,) = ablations_drawn((folder / "report.html").read_text())
+    assert figure["layout"]["yaxis"]["title"]["text"] == "Best accuracy of any<br>evaluation"
+    assert [100 * y for y in figure["data"][0]["y"]] == pytest.approx(
+        [cells["MNIST IID 10% rate 0.01"], cells["MNIST IID 50% rate 0.01"]]
+    )
 
 
 # what the command says ----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from fedloom.errors import InvalidValue
 from fedloom.experiment.configuration import configuration
 from fedloom.experiment.reproduce import fedala, fedmr, fedumf
 from fedloom.experiment.reproduce.catalogue import exhibit, exhibits
-from fedloom.experiment.reproduce.measure import Found, deviations, difference, found
+from fedloom.experiment.reproduce.measure import Found, deviations, difference, found, judged
 from fedloom.experiment.reproduce.needs import FACTS
 from fedloom.experiment.reproduce.numbers import printed
 from fedloom.experiment.reproduce.protocols import Cell, Measure, Printed
@@ -298,6 +298,16 @@ def test_joining_clients_are_those_who_train_in_the_round_that_the_models_begin(
     assert here is not None
     after_first, after_second = (20 * 0.5 + 30 * 0.1) / 50, (10 * 0.9 + 30 * 0.2) / 40
     assert here.mean == pytest.approx(100 * max(after_first, after_second))  # after the last round nobody trains
+
+
+def test_runs_are_judged_by_the_first_measure_that_is_an_accuracy() -> None:
+    records = [{"accuracy": 0.9, "personal_accuracy": 0.8}, *({"accuracy": 0.5, "personal_accuracy": 0.3},) * 10]
+    run = _run([{"clients": [0], **record} for record in records])
+    for kind, value in (("best", 0.9), ("end", 0.5), ("personal", 0.8)):
+        by = judged([_cell(Measure("weights")), _cell(Measure(kind)), _cell(Measure("joining"))])
+        assert by is not None
+        assert by.of(run) == pytest.approx(value)
+    assert judged([_cell(Measure("rounds", 95.0))]) is None
 
 
 def test_times_traffic_and_classes() -> None:

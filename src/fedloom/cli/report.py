@@ -42,6 +42,8 @@ def report(
     from fedloom.recording.landscape import Landscape
     from fedloom.recording.recorder import build_recorders
     from fedloom.report.images import require_images, write_images
+    from fedloom.report.page import told
+    from fedloom.report.sheet import score
 
     formats = [name.strip() for name in images.split(",") if name.strip()]
     if formats:
@@ -53,8 +55,11 @@ def report(
         (recorder,) = build_recorders([f"landscape({landscape_options})" if landscape_options else "landscape"])
         assert isinstance(recorder, Landscape)
         runs = add_landscapes(runs, landscape, recorder, lambda text: None if quiet else print(text, file=sys.stderr))
-    for page in rewrite_reports(folder, runs):
+    pages = rewrite_reports(folder, runs)
+    for page in pages:
         print(f"report: {page}")
     if formats:
-        files = write_images(folder / "images", [run.labelled for run in gathered(folder, runs)], formats)
+        about = told(pages[0])
+        by = score(about.measure, about.last) if about else None
+        files = write_images(folder / "images", [run.labelled for run in gathered(folder, runs)], formats, by)
         print(f"images: {folder / 'images'} ({len(files)} files)")

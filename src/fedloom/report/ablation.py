@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,8 @@ from fedloom.algorithm import algorithms
 from fedloom.errors import FedloomError
 from fedloom.expression import Call, parse, show
 from fedloom.report.figures import COLOURS, SHARES, Style, framed, wrapped
-from fedloom.report.summary import RunSummary, Spread, best, final
+from fedloom.report.sheet import Score
+from fedloom.report.summary import RunSummary, Spread
 
 LINES = 8
 """Lines of one figure at most."""
@@ -41,10 +42,12 @@ class Line:
 class Ablation:
     """Accuracies over the values of one parameter, a line for each combination of all else.
 
-    `name` is the parameter: a configuration key (`data.partition`) or a method's (`fraction of fedmr`).
+    `name` is the parameter: a configuration key (`data.partition`) or a method's (`fraction of fedmr`); `title` says which
+    accuracies these are.
     """
 
     name: str
+    title: str
     lines: Sequence[Line]
 
     @property
@@ -68,22 +71,22 @@ class _Told:
     stands_in: bool = False
 
 
-def ablations(runs: Sequence[RunSummary], measure: str = "final") -> list[Ablation]:
+def ablations(runs: Sequence[RunSummary], by: Score) -> list[Ablation]:
     """All parameters that differ between runs which agree in everything else but the seed.
 
     Parameters of methods count with their defaults, so that `fedmr(unit=segment)` and `fedmr(unit=segment, fraction=0.5)`
-    differ in one; a method beside `stages(first:n, method)` is the stage that begins after 0 rounds. `measure` is the `final`
-    or the `best` test accuracy.
+    differ in one; a method beside `stages(first:n, method)` is the stage that begins after 0 rounds. Their accuracy is the score
+    that they are judged `by`.
     """
-    told = list(_told(runs, best if measure == "best" else final))
+    told = list(_told(runs, by))
     names = dict.fromkeys(name for one in told for name in one.features if name != METHOD)
     varying = [name for name in names if len({_key(one.features[name]) for one in told if name in one.features}) > 1]
-    found = [_ablation(name, varying, told) for name in varying]
+    found = [Ablation(name, by.title, _lines(name, varying, told)) for name in varying]
     return [one for one in found if one.lines]
 
 
 def ablation_figure(ablation: Ablation, looks: Mapping[str, Style]) -> go.Figure:
-    """Test accuracy over the values, mean over seeds with ± one standard deviation: lines over numbers, else bars.
+    """Accuracy over the values, mean over seeds with ± one standard deviation: lines over numbers, else bars.
 
     `looks` are the methods' styles, kept where each line is a method of its own.
     """
@@ -104,7 +107,7 @@ def ablation_figure(ablation: Ablation, looks: Mapping[str, Style]) -> go.Figure
         traces,
         360 + 24 * min(len(ablation.lines), LINES),
         xaxis=across,
-        yaxis={"title": "Test accuracy", **SHARES, "rangemode": "normal" if values else "tozero"},
+        yaxis={"title": wrapped(ablation.title), **SHARES, "rangemode": "normal" if values else "tozero"},
         barmode="group",
         hovermode="closest",
         showlegend=len(ablation.lines) > 1,
@@ -136,7 +139,7 @@ def _trace(line: Line, style: Style, numeric: bool, group: str | None) -> go.Sca
     return go.Scatter(x=list(line.spreads), mode="lines+markers", line=stroke, marker={"size": 8}, **common)
 
 
-def _ablation(name: str, varying: Sequence[str], told: Sequence[_Told]) -> Ablation:
+def _lines(name: str, varying: Sequence[str], told: Sequence[_Told]) -> list[Line]:
     """The lines along `name` that have two values or more; their labels say what tells them apart."""
     groups: dict[tuple[tuple[str, str], ...], dict[Any, list[_Told]]] = {}
     others = [METHOD, *(other for other in varying if other != name)]
@@ -156,15 +159,15 @@ def _ablation(name: str, varying: Sequence[str], told: Sequence[_Told]) -> Ablat
         }
         methods = {one.run.algorithm for members in line.values() for one in members}
         lines.append(Line(", ".join(parts), methods.pop() if len(methods) == 1 else None, spreads))
-    return Ablation(name, lines)
+    return lines
 
 
-def _told(runs: Sequence[RunSummary], of: Callable[[RunSummary], float | None]) -> Iterator[_Told]:
+def _told(runs: Sequence[RunSummary], by: Score) -> Iterator[_Told]:
     """Each run that was measured; one that also stands for a first stage of no rounds comes twice."""
     calls = [_call(run) for run in runs]
     staged = {str(call.positional[1]): call for call in calls if _two_staged(call)}
     for run, call in zip(runs, calls, strict=True):
-        if (accuracy := of(run)) is None:
+        if (accuracy := by.of(run)) is None:
             continue
         settings = {key: value for key, value in _flat(run.configuration) if key.partition(".")[0] not in _APART}
         yield _Told(settings | _parameters(call), run, accuracy)

@@ -46,12 +46,8 @@ def difference_table(sheet: Sheet) -> str:
 
 def overall_table(sheets: Sequence[Sheet], looks: Mapping[str, Style]) -> str:
     """One measure of every method in every setting, and the mean of a method's ranks; columns sort."""
-    one = sheets[0]
-    what = words(one.measure, one.last)
     seeds = {row.seeds for sheet in sheets for row in sheet.rows}
-    text = (
-        f"{_spread(seeds)}{what[0].upper()}{what[1:]}, in per cent, by {', '.join(keys(sheets))}. Rank 1 is the best."
-    )
+    text = f"{_spread(seeds)}{sheets[0].score.title}, in per cent, by {', '.join(keys(sheets))}. Rank 1 is the best."
     return f"{_sortable(overall(sheets), looks)}<p class=caption>{escape(text)}</p>{_sentences(reading(sheets))}"
 
 

@@ -123,9 +123,7 @@ def _csv(lines: Sequence[Mapping[str, Any]], only: str) -> str:
 
 
 def _caption(sheets: Sequence[Sheet]) -> str:
-    one = sheets[0]
-    what = words(one.measure, one.last)
-    return f"{what[0].upper()}{what[1:]}, in per cent, by {', '.join(keys(sheets))}."
+    return f"{sheets[0].score.title}, in per cent, by {', '.join(keys(sheets))}."
 
 
 def _explained(sheets: Sequence[Sheet]) -> str:

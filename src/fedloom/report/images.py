@@ -17,6 +17,7 @@ import plotly.graph_objects as go
 from fedloom.checks import require_one_of
 from fedloom.errors import InvalidValue
 from fedloom.report.models import COLUMNS
+from fedloom.report.sheet import Score
 from fedloom.report.slots import Slot, image_slots
 from fedloom.report.summary import RunSummary
 
@@ -32,14 +33,17 @@ WIDTH = 1000
 INK, SOFT = "#1b2026", "#5b6570"
 
 
-def write_images(folder: Path, runs: Sequence[RunSummary], formats: Sequence[str] = ("png",)) -> list[Path]:
-    """Write every figure that the runs have something for into `folder`, once in each format; the files, in order.
+def write_images(
+    folder: Path, runs: Sequence[RunSummary], formats: Sequence[str] = ("png",), by: Score | None = None
+) -> list[Path]:
+    """Write every figure that the runs, judged `by` a score (None: the usual one), have something for into `folder`, once in
+    each format; the files, in order.
 
     A figure is called as its place in the report, such as `curve-accuracy.png` or `landscapes.svg`. Raises `InvalidValue` in
     one line for an unknown format, or when Kaleido or a Chromium is missing or fails.
     """
     require_images(formats)
-    portraits = {slot.name: portrait(slot) for slot in image_slots(runs)}
+    portraits = {slot.name: portrait(slot) for slot in image_slots(runs, by)}
     return save_figures(folder, portraits, formats)
 
 

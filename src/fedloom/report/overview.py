@@ -32,7 +32,7 @@ def write_overview(
         ("Methods", str(methods), ""),
         *cost_tiles(len(runs), rows),
     ]
-    effects = ablation_slots(runs)
+    effects = ablation_slots(runs, sheets[0].score)
     links = "".join(
         f'<li><a href="{escape(quote(place))}">{escape(setting.replace(" ", NO_BREAK))}</a></li>'
         for setting, place in pages.items()

@@ -30,7 +30,7 @@ from fedloom.report.sections import (
     result_tiles,
     what_was_run,
 )
-from fedloom.report.sheet import Sheet
+from fedloom.report.sheet import Score, Sheet
 from fedloom.report.sheet import sheet as sheet_of
 from fedloom.report.slots import Slot, ablation_slots, cost_slots, curve_slots, label_slot, recorded_slots, seed_slots
 from fedloom.report.summary import LAST, RunSummary
@@ -46,16 +46,18 @@ def write_report(
     command: str = "",
     sheet: Sheet | None = None,
     first: str = "",
+    by: Score | None = None,
 ) -> None:
     """Write the report of `runs` (one run, or methods x seeds on the same task) to `path`, all of it or nothing.
 
     `targets` are the accuracies in (0, 1] whose rounds and bytes the table shows, `command` the line that repeats the runs;
     where they are not given, those of the first run's configuration (`targets`, `command`) are taken. `sheet` is the
     comparison of these runs where it is known (with its own targets), so that the page says what is said elsewhere. `first` is
-    the section that the page is about and begins with: `recorded`, `clients`, `curves`, `effects`, or the usual order.
-    Raises `InvalidValue` without runs, or for a target that is not a share.
+    the section that the page is about and begins with: `recorded`, `clients`, `curves`, `effects`, or the usual order. What
+    parameters and settings do is shown by the sheet's measure, or `by` another score. Raises `InvalidValue` without runs, or
+    for a target that is not a share.
     """
-    page = render(title, runs, targets, command, sheet, first)
+    page = render(title, runs, targets, command, sheet, first, by)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, page)
 
@@ -67,6 +69,7 @@ def render(
     command: str = "",
     sheet: Sheet | None = None,
     first: str = "",
+    by: Score | None = None,
 ) -> str:
     """The page as text; see `write_report`."""
     if not runs:
@@ -77,7 +80,7 @@ def render(
     repeat = command or str(settings.get("command", ""))
     curves, spent, labels = curve_slots(runs), cost_slots(runs), label_slot(runs)
     noted = recorded_slots(runs)
-    seeds, effects = seed_slots(runs), ablation_slots(runs)
+    seeds, effects = seed_slots(runs), ablation_slots(runs, by or sheet.score)
     several = len(sheet.rows) > 1
     sections = {
         "result": f"<section>{head('Comparison' if several else 'Result')}{comparison_table(sheet, figures.styles(runs))}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,19 @@ _WORDS = {
 
 
 @dataclass(frozen=True)
+class Score:
+    """What runs are judged by: in words, and of a run, a share (None where it was not measured)."""
+
+    words: str
+    of: Callable[[RunSummary], float | None]
+
+    @property
+    def title(self) -> str:
+        """The words with a capital letter."""
+        return self.words[0].upper() + self.words[1:]
+
+
+@dataclass(frozen=True)
 class Sheet:
     """The methods of one setting. `tests` holds, by measure, the differences from the reference (`against`)."""
 
@@ -39,6 +52,11 @@ class Sheet:
         """What follows an accuracy, by measure and method; nothing where the difference is real or not tested."""
         signs = {"real": "", "likely": LIKELY, "not shown": NOT_SHOWN, "equal": ""}
         return {name: {one.method: signs[one.verdict] for one in found} for name, found in self.tests.items()}
+
+    @property
+    def score(self) -> Score:
+        """The measure as a score of single runs."""
+        return score(self.measure, self.last)
 
     @property
     def table(self) -> Table:
@@ -71,6 +89,11 @@ def sheet(
 def words(measure: str, last: int) -> str:
     """What a measure is: `mean accuracy of the last 10 evaluations`."""
     return _WORDS.get(measure, f"mean accuracy of the last {last} evaluations")
+
+
+def score(measure: str = "last", last: int = LAST) -> Score:
+    """One of the `MEASURES` as a score."""
+    return Score(words(measure, last), lambda run: measured(run, measure, last))
 
 
 def reading(sheets: Sequence[Sheet]) -> list[str]:

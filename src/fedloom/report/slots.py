@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 from fedloom.report import figures, recorded
 from fedloom.report.ablation import ablation_figure, ablations
 from fedloom.report.curves import AXES
+from fedloom.report.sheet import Score, score
 from fedloom.report.summary import RunSummary, by_algorithm
 
 _CAPTIONS = {
@@ -66,10 +67,11 @@ def curve_slots(runs: Sequence[RunSummary]) -> list[Slot]:
     return [replace(slot, caption=slot.caption + band) if slot is found[0] else slot for slot in found]
 
 
-def image_slots(runs: Sequence[RunSummary]) -> list[Slot]:
-    """Every figure that the runs have something for; landscapes of several methods also side by side in one."""
+def image_slots(runs: Sequence[RunSummary], by: Score | None = None) -> list[Slot]:
+    """Every figure that the runs, judged `by` a score (None: the usual one), have something for; landscapes of several methods
+    also side by side in one."""
     labels = label_slot(runs)
-    found = [*seed_slots(runs), *ablation_slots(runs), *curve_slots(runs), *cost_slots(runs)]
+    found = [*seed_slots(runs), *ablation_slots(runs, by or score()), *curve_slots(runs), *cost_slots(runs)]
     beside = recorded.side_by_side(runs)
     together = [] if beside is None else [Slot(beside.name, beside.title, beside.caption, {"": beside.figure})]
     return [*found, *([] if labels is None else [labels]), *recorded_slots(runs), *together]
@@ -95,17 +97,17 @@ def _others(runs: Sequence[RunSummary]) -> list[str]:
     return sorted(names)[:OTHERS]
 
 
-def ablation_slots(runs: Sequence[RunSummary]) -> list[Slot]:
-    """Accuracy over every parameter or setting that differs between the runs."""
+def ablation_slots(runs: Sequence[RunSummary], by: Score) -> list[Slot]:
+    """The score over every parameter or setting that differs between the runs."""
     spread = ", mean over seeds ± one standard deviation" if _seeds(runs) > 1 else ""
     return [
         Slot(
             f"ablation-{_file_name(one.name)}",
-            "Final test accuracy",
+            by.title,
             f"over {one.name}, all else equal{spread}.",
             {"": ablation_figure(one, figures.styles(runs))},
         )
-        for one in ablations(runs)[:ABLATIONS]
+        for one in ablations(runs, by)[:ABLATIONS]
     ]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from fedloom.errors import DataError, InvalidValue
 from fedloom.experiment.events import RunName, Watch
 from fedloom.experiment.jobs import Here, Job, Pool, Tasks, require_possible
-from fedloom.experiment.reproduce.measure import found
+from fedloom.experiment.reproduce.measure import found, judged
 from fedloom.experiment.reproduce.needs import FACTS, at_hand, family
 from fedloom.experiment.reproduce.protocols import Beside, Cell
 from fedloom.experiment.reproduce.request import Plan, setting_key
@@ -133,7 +133,9 @@ def write(plan: Plan, table: list[Line], command: str) -> list[Path]:
         places.append(plan.folder / "report.html")
         targets = sorted({cell.measure.target / 100 for cell in plan.cells if cell.measure.target})
         left_out = f" ({'; '.join(plan.reasons)})" if plan.reasons else ""
-        write_report(places[-1], title(plan) + left_out, runs, targets, command, first=_first(plan))
+        write_report(
+            places[-1], title(plan) + left_out, runs, targets, command, first=_first(plan), by=judged(plan.cells)
+        )
     return places
 
 

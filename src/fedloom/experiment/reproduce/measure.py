@@ -16,6 +16,7 @@ from fedloom.layout import Layout
 from fedloom.models.build import make_model
 from fedloom.models.structure import block_parameters
 from fedloom.report import summary as figures
+from fedloom.report.sheet import Score, score
 from fedloom.report.summary import RunSummary, Spread
 from fedloom.task import make_dataset
 
@@ -53,11 +54,10 @@ def found(cell: Cell, runs: Sequence[RunSummary], base: Sequence[RunSummary] = (
         return _rounds(runs, (cell.measure.target or 0.0) / 100)
     if kind == "speedup":
         return _speedup(runs, base, (cell.measure.target or 0.0) / 100)
+    if kind in SCORES:
+        return _spread(runs, [_percent(SCORES[kind].of(run)) for run in runs])
     measures: dict[str, Callable[[RunSummary], float | None]] = {
-        "best": lambda run: _percent(figures.best(run)),
-        "personal": _best_personal,
         "improvement": lambda run: _improvement(run, base),
-        "joining": lambda run: _percent(max(_joining(run), default=None)),
         "minutes": lambda run: _minutes(run),
         "total": _total,
         "slower": lambda run: _over(run, base),
@@ -133,14 +133,14 @@ def _speedup(runs: Sequence[RunSummary], base: Sequence[RunSummary], target: flo
 
 
 def _best_personal(run: RunSummary) -> float | None:
-    return _percent(max(_personal(run).values(), default=None))
+    return max(_personal(run).values(), default=None)
 
 
 def _improvement(run: RunSummary, base: Sequence[RunSummary]) -> float | None:
     """Points above the run with the same seed beside it."""
     own = _best_personal(run)
     theirs = next((_best_personal(other) for other in base if other.seed == run.seed), None)
-    return None if own is None or theirs is None else own - theirs
+    return None if own is None or theirs is None else 100 * own - 100 * theirs
 
 
 def _personal(run: RunSummary) -> dict[int, float]:
@@ -221,3 +221,17 @@ def _weights(cell: Cell) -> int:
 def _classes(run: RunSummary) -> float | None:
     held = [sum(count > 0 for count in counts) for counts in run.label_counts]
     return statistics.fmean(held) if held else None
+
+
+SCORES = {
+    "best": score("best"),
+    "end": score("last", LAST),
+    "personal": Score("best accuracy of the clients' own models", _best_personal),
+    "joining": Score("best accuracy of the joining clients' own models", lambda run: max(_joining(run), default=None)),
+}
+"""What the runs of a cell are judged by, where its measure is an accuracy."""
+
+
+def judged(cells: Sequence[Cell]) -> Score | None:
+    """The score of the first of the cells whose measure is an accuracy; None where there is none."""
+    return next((SCORES[cell.measure.kind] for cell in cells if cell.measure.kind in SCORES), None)
