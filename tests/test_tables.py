@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import io
 import itertools
 import math
@@ -14,11 +15,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plotly.offline import get_plotlyjs
 from rich.console import Console
 from scipy import stats
 
+from fedloom.cli.running import print_tables
 from fedloom.experiment.tables import comparison_tables, difference_table, overall_tables
 from fedloom.report.export import differences_to_csv, escape_latex, to_csv, to_data, to_latex, to_markdown
+from fedloom.report.page import render
 from fedloom.report.sheet import LIKELY, NOT_SHOWN, Sheet, overall, reading, sheet
 from fedloom.report.significance import (
     FLIPS,
@@ -256,6 +260,28 @@ def test_latex_is_booktabs_with_everything_escaped_and_balanced() -> None:
             assert len(re.findall(r"(?<!\\)&", line)) == len(body[0]) - 1
     assert not set("±×ⁿᵗ–") & set(text)
     assert escape_latex(r"\a_b^c~{d}#$") == (r"\textbackslash{}a\_b\textasciicircum{}c\textasciitilde{}\{d\}\#\$")
+
+
+def test_how_differences_are_tested_is_said_once_and_in_the_same_words_everywhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    runs = methods(3, best=0.2, near=0.2, far=0.0)
+    one = sheet(runs)
+    print_tables([one])
+    shown = {
+        "terminal": capsys.readouterr().out,
+        "page": html.unescape(render("Three", runs, sheet=one).replace(get_plotlyjs(), "")),
+        "markdown": to_markdown([one]),
+    }
+    for place, text in shown.items():
+        plain = " ".join(text.split())
+        for said in reading([one]):
+            assert said in plain, place
+        assert [plain.count(word) for word in ("sign-flip", "Holm")] == [1, 1], place
+    paper = to_latex([one])
+    assert all(escape_latex(said) in paper for said in reading([one]))
+    assert [paper.count(word) for word in ("sign-flip", "Holm")] == [1, 1]
 
 
 def test_the_terminal_shows_everything_in_80_columns() -> None:

@@ -69,7 +69,7 @@ def compare(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet
     rounds = max(one.schedule.rounds for one in configuration.settings.values())
     with shown(len(comparison.names), rounds, quiet) as watch, patient(watch) as stopped:
         failed = comparison.run(watch, fresh=fresh, stopped=stopped)
-    _print_tables(comparison.sheets(failed))
+    print_tables(comparison.sheets(failed))
     folder = configuration.folder
     print(f"figures: {folder / 'comparison.csv'}, .json, .md, .tex, {folder / 'differences.csv'}")
     print(f"report:  {folder / 'report.html'}")
@@ -78,7 +78,7 @@ def compare(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet
         raise Failed(f"{len(failed)} of {len(comparison.names)} runs failed, the first ({name}): {reason}")
 
 
-def _print_tables(sheets: Sequence[Sheet]) -> None:
+def print_tables(sheets: Sequence[Sheet]) -> None:
     """Each setting by itself, then all in one table, and what their seeds show."""
     from rich.console import Console
     from rich.text import Text

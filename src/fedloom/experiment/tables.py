@@ -13,7 +13,7 @@ from rich.text import Text
 from fedloom.algorithm import Algorithm
 from fedloom.expression import show
 from fedloom.registry import Entry, Registry
-from fedloom.report.sheet import Sheet, difference_cells, keys, overall, words
+from fedloom.report.sheet import Sheet, difference_cells, difference_title, keys, overall, words
 from fedloom.report.summary import LAST, Reach, Row, Spread
 from fedloom.report.tables import NEVER, byte_text, halves, percent
 from fedloom.report.tables import Table as Plain
@@ -98,8 +98,7 @@ def _blocks(full: Plain, width: int) -> list[list[int]]:
 def difference_table(sheet: Sheet) -> Table:
     """The differences of the sheet's measure from the reference, with the corrected p of both tests."""
     tests = sheet.tests[sheet.measure]
-    caption = f"points of the {words(sheet.measure, sheet.last)}; p with Holm's correction"
-    table = _frame(f"minus {tests[0].other}", caption)
+    table = _frame(f"minus {tests[0].other}", difference_title(sheet))
     for title in ("Diff.", "95 % interval", "p (t)", "p (exact)"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("")

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from fedloom.report.figures import Style
-from fedloom.report.sheet import Sheet, difference_cells, keys, overall, reading, words
+from fedloom.report.sheet import Sheet, difference_cells, difference_title, keys, overall, reading
 from fedloom.report.tables import Table
 
 NO_BREAK = "\u00a0"
@@ -26,7 +26,8 @@ def comparison_table(sheet: Sheet, looks: Mapping[str, Style]) -> str:
 
 
 def difference_table(sheet: Sheet) -> str:
-    """The differences of the sheet's measure from the reference, both tests and the verdict; empty where nothing is tested."""
+    """The differences of the sheet's measure from the reference, both tests and the verdict (`reading`); empty where nothing is
+    tested."""
     tests = sheet.tests[sheet.measure]
     if not tests:
         return ""
@@ -38,9 +39,8 @@ def difference_table(sheet: Sheet) -> str:
         for found in tests
     )
     return (
-        f"<h3>Differences in the {escape(words(sheet.measure, sheet.last))}</h3>"
+        f"<h3>{escape(difference_title(sheet))}</h3>"
         f"<div class=scroll><table class=differences><thead><tr>{line}</tr></thead><tbody>{body}</tbody></table></div>"
-        f"<p class=caption>{escape(_VERDICTS)}</p>"
     )
 
 
@@ -54,13 +54,6 @@ def overall_table(sheets: Sequence[Sheet], looks: Mapping[str, Style]) -> str:
 def breakable(key: str) -> str:
     """A key or a name as HTML that may be broken behind its dots, underscores, brackets and signs of equality."""
     return re.sub(r"([._(=])", r"\1<wbr>", escape(key))
-
-
-_VERDICTS = (
-    "In points, paired seed by seed; p with Holm's correction. Real: shown by the exact sign-flip test, which takes nothing "
-    "for granted, and by the t-test where that has one. Likely: by the t-test alone, with too few seeds for the exact test. "
-    "Not shown: by neither. Equal: the same figure with every seed."
-)
 
 
 def _sortable(table: Table, looks: Mapping[str, Style]) -> str:

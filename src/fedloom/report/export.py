@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedloom.report.sheet import LIKELY, NOT_SHOWN, Sheet, difference_cells, keys, overall, reading, words
+from fedloom.report.sheet import LIKELY, NOT_SHOWN, Sheet, difference_cells, difference_title, keys, overall, reading
 from fedloom.report.significance import Difference
 from fedloom.report.summary import Row
 from fedloom.report.tables import Table, halves
@@ -152,7 +152,7 @@ def _markdown_cell(text: str, is_best: bool) -> str:
 def _markdown_differences(one: Sheet) -> str:
     """The differences of the sheet's measure as a table."""
     lines = [
-        f"Differences in the {words(one.measure, one.last)}, in points:\n",
+        f"{difference_title(one)}:\n",
         "| Method | minus | Difference | 95 % interval | p (t) | p (exact) | |",
         "| --- | --- | ---: | ---: | ---: | ---: | --- |",
     ]

@@ -97,7 +97,8 @@ def score(measure: str = "last", last: int = LAST) -> Score:
 
 
 def reading(sheets: Sequence[Sheet]) -> list[str]:
-    """What the marks of these sheets mean and what their seeds cannot show, a sentence each; nothing where nothing is tested."""
+    """How differences are tested, what the verdicts and their marks mean, and what the seeds cannot show: the one wording for
+    the page, the terminal and the files. Nothing where nothing is tested."""
     tested = [one for one in sheets if any(one.tests.values())]
     if not tested:
         return []
@@ -107,8 +108,10 @@ def reading(sheets: Sequence[Sheet]) -> list[str]:
     pairs = "1 difference" if family == 1 else f"{family} differences"
     reference = "best method" if first.against == "best" else "first method"
     text = [
-        f"{NOT_SHOWN} not shown to differ from the {reference}; {LIKELY} differs by the paired t-test, which takes "
-        f"differences to be normal, but not by the exact sign-flip test (5 %, Holm's correction for {pairs})."
+        f"Differences from the {reference} are paired seed by seed and tested at 5 %, p with Holm's correction for {pairs}. "
+        "Real: by the exact sign-flip test, which takes nothing for granted, and by the paired t-test, which takes differences "
+        f"to be normal, where that says anything. Likely ({LIKELY}): by the t-test alone, with too few seeds for the exact "
+        f"test. Not shown ({NOT_SHOWN}): any other. Equal: the same figure with every seed."
     ]
     if family * smallest_exact(seeds) >= 0.05:
         text.append(
@@ -142,6 +145,11 @@ def overall(sheets: Sequence[Sheet], digits: int = 2) -> Table:
         rank = sum(float(one[k]) for one in ranks) / len(ranks) if ranks else None
         lines.append((Cell(method, method), *cells, Cell("–" if rank is None else f"{rank:.1f}", rank)))
     return Table(columns, tuple(lines))
+
+
+def difference_title(one: Sheet) -> str:
+    """What the table of a sheet's differences shows."""
+    return f"Differences in the {one.score.words}, in points"
 
 
 def difference_cells(found: Difference) -> list[str]:
