@@ -9,6 +9,7 @@ import itertools
 import math
 import random
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from rich.console import Console
 from scipy import stats
 
 from fedloom.cli.running import print_tables
+from fedloom.experiment.pages import write_pages
 from fedloom.experiment.tables import comparison_tables, difference_table, overall_tables
 from fedloom.report.export import differences_to_csv, escape_latex, to_csv, to_data, to_latex, to_markdown
 from fedloom.report.page import render
@@ -235,6 +237,37 @@ def test_csv_and_json_hold_every_setting_with_plain_numbers() -> None:
     assert {line["measure"] for line in tested} == {"final", "best", "last"}
     assert len(tested) == 2 * 3 * 2
     assert to_data(sheets)["differences"][0]["setting"] == {"data.partition": "iid"}
+
+
+def test_every_setting_says_how_often_clients_failed_where_any_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sheets, parts = [], []
+    for number, count in enumerate((3, 0, 1, 0)):
+        runs = [run_of([0.5, 0.6], name, 0) for name in ("a", "b")]
+        runs[0].records[0]["faults"] = [{"client": 1, "reason": "late"}] * count
+        sheets.append(sheet(runs, setting=f"epochs={number}", changes={"epochs": number}))
+        parts.append((sheets[-1], runs))
+    wanted = [
+        "3 times a client was absent, failed or was refused",
+        "",
+        "once a client was absent, failed or was refused",
+        "",
+    ]
+
+    for width in ("80", "160"):
+        monkeypatch.setenv("COLUMNS", width)
+        print_tables(sheets)
+        blocks = " ".join(capsys.readouterr().out.split()).split("epochs=")[1:]
+        assert [
+            re.findall(r"(?:once|\d+ times) a client was absent, failed or was refused", one) for one in blocks
+        ] == [[text] if text else [] for text in wanted]
+
+    overview, *pages = [page.read_text() for page in write_pages(tmp_path, "Epochs", parts, "")]
+    for page, one, text in zip(pages, sheets, wanted, strict=True):
+        assert ("a client was absent" in page) is bool(text)
+        assert not text or f" {text[0].upper()}{text[1:]}." in page
+        assert (f"{one.setting}</a> <small>{text}</small></li>" if text else f"{one.setting}</a></li>") in overview
 
 
 def test_markdown_marks_the_best_and_escapes_names() -> None:

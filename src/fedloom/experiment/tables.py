@@ -13,7 +13,7 @@ from rich.text import Text
 from fedloom.algorithm import Algorithm
 from fedloom.expression import show
 from fedloom.registry import Entry, Registry
-from fedloom.report.sheet import Sheet, difference_cells, difference_title, keys, overall, words
+from fedloom.report.sheet import Sheet, difference_cells, difference_title, faults_in, keys, overall, words
 from fedloom.report.summary import LAST, Reach, Row, Spread
 from fedloom.report.tables import NEVER, byte_text, halves, percent
 from fedloom.report.tables import Table as Plain
@@ -43,24 +43,25 @@ _SHORT_TITLES = {
 
 def comparison_tables(sheet: Sheet, width: int, *, explained: bool = True) -> list[Table]:
     """The comparison of one setting, the best values bold: two tables that fit a narrow terminal, accuracies and what they
-    cost, or one on a wide terminal. The files have everything. `explained` says below how to read it."""
+    cost, or one on a wide terminal. The files have everything. Below stands how often clients failed, and, where `explained`, how
+    to read it."""
     rows = sheet.rows
     seeds, rounds = max(row.seeds for row in rows), max(row.rounds for row in rows)
-    faults = sum(row.faults for row in rows)
-    caption = (f"mean ± std over {seeds} seeds, " if seeds > 1 else "") + f"{rounds} rounds"
-    caption += f"; {faults} times a client was absent, failed or was refused" if faults else ""
-    caption = caption if explained else ""
+    told = [(f"mean ± std over {seeds} seeds, " if seeds > 1 else "") + f"{rounds} rounds"] if explained else []
+    told += [text for text in [faults_in(sheet)] if text]
     if width >= WIDE:
-        return [_shown(sheet.table, caption, last=sheet.last)]
+        return [_shown(sheet.table, "; ".join(told), last=sheet.last)]
     accuracy, cost = halves(sheet.table)
     if len(rows[0].reaches) > 2:
         cost = cost.part([k for k, column in enumerate(cost.columns) if not column.title.startswith("Bytes to")])
     short = [_short(row, rows[0], sheet.marks) for row in rows]
     if explained and rows[0].reaches:
         shares = ", ".join(f"{percent(reach.target)} %" for reach in rows[0].reaches)
-        caption += f"; {shares}: rounds to that accuracy ({NEVER} never, {SOME} not with every seed; 2×: in half"
-        caption += " as many as the first method), B: bytes until then"
-    return [_shown(half, text, short, sheet.last) for half, text in ((accuracy, ""), (cost, caption))]
+        told.append(
+            f"{shares}: rounds to that accuracy ({NEVER} never, {SOME} not with every seed; 2×: in half as many as the first "
+            "method), B: bytes until then"
+        )
+    return [_shown(half, text, short, sheet.last) for half, text in ((accuracy, ""), (cost, "; ".join(told)))]
 
 
 def overall_tables(sheets: Sequence[Sheet], width: int) -> list[Table]:

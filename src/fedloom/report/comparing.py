@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from fedloom.report.figures import Style
-from fedloom.report.sheet import Sheet, difference_cells, difference_title, keys, overall, reading
+from fedloom.report.sheet import Sheet, difference_cells, difference_title, faults_in, keys, overall, reading
 from fedloom.report.tables import Table
 
 NO_BREAK = "\u00a0"
@@ -116,7 +116,7 @@ def _figures(sheet: Sheet) -> str:
     if rows and rows[0].reaches:
         text += " Rounds, and bytes down and up, until the first evaluation at or above the target; * never reached"
         text += f", 2× is in half as many rounds as {rows[0].algorithm}." if len(rows) > 1 else "."
-    return text
+    return f"{text} {sentence[0].upper()}{sentence[1:]}." if (sentence := faults_in(sheet)) else text
 
 
 def _sentences(texts: Sequence[str]) -> str:

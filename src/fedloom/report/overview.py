@@ -12,7 +12,7 @@ from fedloom.report.comparing import NO_BREAK, overall_table
 from fedloom.report.figures import styles
 from fedloom.report.page import Told, effect_section, head, page_of
 from fedloom.report.sections import Tile, cost_tiles, fault_table, headline, method_chips, what_was_run
-from fedloom.report.sheet import Sheet
+from fedloom.report.sheet import Sheet, faults_in
 from fedloom.report.slots import ablation_slots
 from fedloom.report.summary import RunSummary
 
@@ -34,8 +34,9 @@ def write_overview(
     ]
     effects = ablation_slots(runs, sheets[0].score)
     links = "".join(
-        f'<li><a href="{escape(quote(place))}">{escape(setting.replace(" ", NO_BREAK))}</a></li>'
-        for setting, place in pages.items()
+        f'<li><a href="{escape(quote(pages[one.setting]))}">{escape(one.setting.replace(" ", NO_BREAK))}</a>'
+        f"{f' <small>{escape(text)}</small>' if (text := faults_in(one)) else ''}</li>"
+        for one in sheets
     )
     body = [
         headline(title, runs, tiles),

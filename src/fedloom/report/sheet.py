@@ -121,6 +121,12 @@ def reading(sheets: Sequence[Sheet]) -> list[str]:
     return text
 
 
+def faults_in(one: Sheet) -> str:
+    """How often a client did not answer or was refused in this setting; empty where none ever was."""
+    count = sum(row.faults for row in one.rows)
+    return f"{'once' if count == 1 else f'{count:,} times'} a client was absent, failed or was refused" if count else ""
+
+
 def overall(sheets: Sequence[Sheet], digits: int = 2) -> Table:
     """One measure of every method (a line) in every setting (a column), and the mean of a method's ranks over the settings.
 
