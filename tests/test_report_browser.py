@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fedloom.report import write_report
+from fedloom.report import RunSummary, write_report
+from fedloom.report.ablation import LINES
 from report_support import CHROMIUM, Browser, made_up_run
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path (Debian's package: chromium)")
@@ -52,6 +54,43 @@ def test_it_loads_without_a_complaint_or_a_request(
     assert browser.run("window.broken") is None
     ground = browser.run("getComputedStyle(document.documentElement).backgroundColor")
     assert (ground == "rgb(18, 21, 26)") is dark
+
+
+@pytest.mark.parametrize(("width", "phone"), [(1280, False), (390, True)])
+def test_legends_are_read_to_their_ends(browser: Browser, tmp_path: Path, width: int, phone: bool) -> None:
+    path = tmp_path / "ablation.html"
+    write_report(path, "Ablation", [run for share in (0.1, 0.5) for run in told_apart(share)], ())
+    browser.open(path, width, phone=phone)
+    assert browser.errors == []
+    place = "(e => { const r = e.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom]; })"
+    figure = "document.getElementById('ablation-participation')"
+    left, top, right, bottom = browser.run(f"{place}({figure})")
+    names = browser.run(f"[...{figure}.querySelectorAll('.legendtext')].map({place})")
+    assert len(names) == LINES
+    for name in names:
+        assert left <= name[0] < name[2] <= right
+        assert top <= name[1] < name[3] <= bottom
+    seen = browser.run(f"[...{figure}.querySelectorAll('.legend .scrollbar')].map({place})")
+    assert all(x == beyond for x, _, beyond, _ in seen)  # nothing to scroll to
+    lowest = max(
+        browser.run(f"[...{figure}.querySelectorAll('.xtick text, .xtitle')].map({place})"), key=lambda r: r[3]
+    )
+    assert all(name[1] >= lowest[3] for name in names)  # below the axis
+    assert browser.run(f"{figure}._fullLayout.yaxis._length") > 200
+    cut = "[...document.querySelectorAll('.chip span')].filter(e => e.scrollWidth > e.clientWidth).length"
+    assert browser.run(cut) == 0 or not phone  # where no mouse can rest on a chip, it shows the whole name
+
+
+def told_apart(share: float) -> list[RunSummary]:
+    """Runs with as many lines as a figure of parameters draws, with long names."""
+    found = []
+    for number in range(LINES // len(METHODS)):
+        for method in (*METHODS[:3], "fedmr(unit=segment, fraction=0.5)"):
+            run = made_up_run(method, 0)
+            more = {"algorithm": method, "participation": share, "training": {"learning_rate": 0.125 / 2**number}}
+            name = f"{method}, participation={share}, training.learning_rate={0.125 / 2**number}"
+            found.append(replace(run, algorithm=name, configuration=run.configuration | more))
+    return found
 
 
 def test_every_figure_draws_its_traces(browser: Browser, page: Path) -> None:

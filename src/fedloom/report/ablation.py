@@ -19,6 +19,9 @@ from fedloom.report.summary import RunSummary, Spread
 LINES = 8
 """Lines of one figure at most."""
 
+NAME = 34
+"""Letters of a line's name beside each other, so that a legend fits the screen of a phone."""
+
 METHOD = "method"
 """The feature that names a run's method without its parameters."""
 
@@ -95,40 +98,34 @@ def ablation_figure(ablation: Ablation, looks: Mapping[str, Style]) -> go.Figure
     traces: list[go.Scatter | go.Bar] = []
     for k, line in enumerate(ablation.lines[:LINES]):
         style = looks[line.method] if own and line.method else Style(COLOURS[k % len(COLOURS)], "solid")
-        named = Line(line.method, line.method, line.spreads) if own and line.method else line
-        traces.append(_trace(named, style, ablation.numeric, named.method if own else None))
+        name = wrapped(line.method if own and line.method else line.label, NAME)
+        traces.append(_trace(line, name, style, ablation.numeric, line.method if own else None))
     values = sorted(ablation.values) if ablation.numeric else []
     wide = bool(values) and values[0] > 0 and values[-1] / values[0] >= 20
     kind = "category" if not values else "log" if wide else "linear"
     across: dict[str, Any] = {"title": html.escape(ablation.name), "type": kind}
     if wide or 0 < len(values) <= 8:
         across |= {"tickvals": values, "ticktext": [_text(value) for value in values]}
+    legend = sum(10 + 17 * (1 + trace.name.count("<br>")) for trace in traces) if len(traces) > 1 else 0
     return framed(
         traces,
-        360 + 24 * min(len(ablation.lines), LINES),
+        max(360 + legend, 2 * legend),  # a legend that is taller than the plot would be cut
         xaxis=across,
         yaxis={"title": wrapped(ablation.title), **SHARES, "rangemode": "normal" if values else "tozero"},
         barmode="group",
         hovermode="closest",
-        showlegend=len(ablation.lines) > 1,
-        legend={
-            "orientation": "h",
-            "y": 1.02,
-            "yanchor": "bottom",
-            "x": 0,
-            "entrywidthmode": "fraction",
-            "entrywidth": 1,
-        },
+        showlegend=len(traces) > 1,
+        legend={"orientation": "h", "xref": "container", "x": 0, "yref": "container", "y": 0, "yanchor": "bottom"},
     )
 
 
-def _trace(line: Line, style: Style, numeric: bool, group: str | None) -> go.Scatter | go.Bar:
+def _trace(line: Line, name: str, style: Style, numeric: bool, group: str | None) -> go.Scatter | go.Bar:
     spreads = list(line.spreads.values())
     error = {"type": "data", "array": [one.std for one in spreads], "visible": any(one.count > 1 for one in spreads)}
     common: dict[str, Any] = {
         "y": [one.mean for one in spreads],
         "error_y": {**error, "thickness": 1.5, "width": 4},
-        "name": html.escape(line.label),
+        "name": name,
         "legendgroup": group,
         "customdata": [one.count for one in spreads],
         "hovertemplate": "%{x}: %{y:.2%}, %{customdata} seeds<extra>%{fullData.name}</extra>",

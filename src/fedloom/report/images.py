@@ -116,7 +116,9 @@ def portrait(slot: Slot) -> go.Figure:
             "text": heading, "font": {"size": 14}, "x": 16 / width, "xref": "container", "yref": "container",
             "y": 1 - 18 / (height + top), "yanchor": "top",
         },
-        legend={"orientation": "v", "x": 1.01, "y": 1, "xanchor": "left", "yanchor": "top", "entrywidth": None},
+        legend={
+            "orientation": "v", "x": 1.01, "xref": "paper", "xanchor": "left", "y": 1, "yref": "paper", "yanchor": "top",
+        },
     )  # fmt: skip
     return figure
 
