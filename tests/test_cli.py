@@ -257,6 +257,54 @@ def test_without_a_terminal_progress_is_a_line_now_and_then() -> None:
     ]
 
 
+def test_without_a_terminal_runs_at_the_same_time_each_have_their_lines_and_all_of_them_one() -> None:
+    now, text = 0.0, io.StringIO()
+    quick, slow, late = RunName("fedavg", 0), RunName("fedmr", 0, "rounds=40"), RunName("fedala", 0)
+    lines = Lines(Console(file=text, width=60), runs=4, rounds={quick: 20, slow: 40, late: 20, RunName("x", 0): 5},
+                  clock=lambda: now)  # fmt: skip
+
+    def tell(*events: Event) -> list[str]:
+        text.seek(0)
+        text.truncate()
+        for event in events:
+            lines(event)
+        return text.getvalue().splitlines()
+
+    tell(Event("skipped", RunName("x", 0), 5), Event("started", quick), Event("started", slow))
+    for number in range(1, 5):  # two rounds of one in the time of one of the other
+        now += 2
+        assert tell(Event("round", quick, number, {"accuracy": 0.25} if number == 2 else {})) == []
+        assert number % 2 or tell(Event("round", slow, number // 2)) == []
+    now += 2
+    assert tell(Event("round", quick, 5)) == [
+        # 5 + 2 rounds in 10 s, 20 + 40 + 20 - 7 are left: 104 s; but the slow one took 10 s for 2 of its 40
+        "1 of 4 runs finished; about 3 min 10 s left for all",
+        "  fedavg, seed 0: round 5 of 20, accuracy 25.0 %",
+        "  fedmr, seed 0, rounds=40: round 2 of 40, accuracy not measured yet",
+    ]
+    now += 1
+    assert tell(Event("round", slow, 3)) == []  # not a line a round
+    now += 1
+    assert tell(Event("ended", quick, 20, {"accuracy": 0.5}, 12.0)) == [
+        "fedavg, seed 0: accuracy 50.0 % after 20 rounds, 12 s"
+    ]
+    tell(Event("started", late))
+    now += 8
+    assert tell(Event("round", slow, 4)) == [
+        # 5 + 4 rounds in 20 s
+        "2 of 4 runs finished; about 3 min 00 s left for all",
+        "  fedmr, seed 0, rounds=40: round 4 of 40, accuracy not measured yet",
+        "  fedala, seed 0: round 0 of 20, accuracy not measured yet",
+    ]
+    assert "failed: diverged" in tell(Event("failed", slow, text="diverged"))[0]
+    now += 20
+    assert tell(Event("round", late, 1)) == [
+        # 10 rounds in 40 s, 19 are left: 76 s; but this one took 28 s for 1
+        "3 of 4 runs finished; about 8 min 52 s left for all",
+        "  fedala, seed 0: round 1 of 20, accuracy not measured yet",
+    ]
+
+
 def test_on_a_terminal_progress_is_bars() -> None:
     text = io.StringIO()
     console = Console(file=text, width=80, force_terminal=True, highlight=False)

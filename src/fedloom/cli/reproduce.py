@@ -83,8 +83,8 @@ def _run(wanted: Plan, workers: int, fresh: bool, quiet: bool, command: str) -> 
     if wanted.jobs:
         use_threads(wanted.jobs[0].configuration)
     tasks = execute.require_data(wanted, fresh)
-    most = max((job.configuration.schedule.rounds for job in wanted.jobs), default=0)
-    with shown(len(wanted.jobs), most, quiet) as watch, patient(watch) as stopped:
+    rounds = {job.name: job.configuration.schedule.rounds for job in execute.waiting(wanted, fresh)}
+    with shown(len(rounds), rounds, quiet) as watch, patient(watch) as stopped:
         failed = execute.execute(wanted, watch, tasks, workers=workers, fresh=fresh, stopped=stopped)
     table = execute.lines(wanted, failed)
     Console().print(to_table(execute.title(wanted), table, execute.notes(wanted)))

@@ -66,8 +66,8 @@ def compare(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet
     configuration = load(file, overrides or [])
     comparison = Comparison.of(configuration, again(["compare", str(file), *(overrides or [])]))
     use_threads(configuration)
-    rounds = max(one.schedule.rounds for one in configuration.settings.values())
-    with shown(len(comparison.names), rounds, quiet) as watch, patient(watch) as stopped:
+    rounds = {name: configuration.settings[name.setting].schedule.rounds for name in comparison.names}
+    with shown(len(rounds), rounds, quiet) as watch, patient(watch) as stopped:
         failed = comparison.run(watch, fresh=fresh, stopped=stopped)
     print_tables(comparison.sheets(failed))
     folder = configuration.folder

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fedloom.experiment.configuration import Configuration
-    from fedloom.experiment.progress import Display
+    from fedloom.experiment.progress import Display, Rounds
 
 # The help of each command says what its arguments are: not every version of click shows theirs.
 File = Annotated[Path, typer.Argument(metavar="FILE.toml", hidden=True)]
@@ -47,7 +47,7 @@ def use_threads(configuration: Configuration) -> None:
 
 
 @contextmanager
-def shown(runs: int, rounds: int, quiet: bool) -> Iterator[Display]:
+def shown(runs: int, rounds: Rounds, quiet: bool) -> Iterator[Display]:
     """Progress on stderr, so that stdout holds the result alone."""
     from rich.console import Console
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 
 from rich.console import Console
@@ -21,12 +22,28 @@ _SHARE = 0.1
 """Part of the time since the start that passes between two lines, so that a long run does not fill its log."""
 
 
-class Display:
-    """What both ways of showing share: one line when a run ends, and notices."""
+Rounds = int | Mapping[RunName, int]
+"""How many rounds each run has: all the same, or each its own."""
 
-    def __init__(self, console: Console, runs: int, rounds: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.console, self.runs, self.rounds, self.clock = console, runs, rounds, clock
+
+class Display:
+    """What both ways of showing share: one line when a run ends, and notices.
+
+    `finished` holds the rounds that are done, by run; all of them for a run that is over, whichever way, since it asks for no
+    more time.
+    """
+
+    def __init__(
+        self, console: Console, runs: int, rounds: Rounds, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.console, self.runs, self.clock = console, runs, clock
+        self.total = runs * rounds if isinstance(rounds, int) else sum(rounds.values())
         self.finished: dict[RunName, int] = {}
+        self._rounds = rounds
+
+    def rounds(self, run: RunName) -> int:
+        """How many rounds a run has."""
+        return self._rounds if isinstance(self._rounds, int) else self._rounds[run]
 
     def __enter__(self) -> Display:
         return self
@@ -38,7 +55,9 @@ class Display:
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
-        self.finished[event.run] = event.finished or self.finished.get(event.run, 0)
+        over = event.kind in ("ended", "failed")
+        done = self.rounds(event.run) if over else event.finished
+        self.finished[event.run] = done or self.finished.get(event.run, 0)
         if event.kind == "notice":
             self.line(f"{event.run}: {event.text}")
         elif event.kind == "failed":
@@ -57,35 +76,72 @@ class Display:
         self.console.print(Text(text), soft_wrap=True)
 
 
-class Lines(Display):
-    """For logs and pipes: a line for each run that ends, and now and then one about where the others are."""
+@dataclass
+class _UnderWay:
+    """A run that goes on: when it began, after how many rounds, how many are done since, and the latest accuracy."""
 
-    def __init__(self, console: Console, runs: int, rounds: int, clock: Callable[[], float] = time.monotonic) -> None:
+    began: float
+    first: int
+    done: int = 0
+    accuracy: str = "not measured yet"
+
+    def left(self, now: float, rounds: int) -> float:
+        """Seconds that the rest of `rounds` takes at the run's own pace; 0 while there is none."""
+        return (rounds - self.first - self.done) * (now - self.began) / self.done if self.done else 0.0
+
+
+class Lines(Display):
+    """For logs and pipes: a line for each run that ends, and now and then how far all are, with a line for each under way."""
+
+    def __init__(
+        self, console: Console, runs: int, rounds: Rounds, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         super().__init__(console, runs, rounds, clock)
         self._began = self._spoke = clock()
-        self._done = 0
+        self._done = self._over = 0
+        self._under_way: dict[RunName, _UnderWay] = {}
 
     def __call__(self, event: Event) -> None:
         super().__call__(event)
         now = self.clock()
-        if event.kind == "started" and not self._done:
-            self._began = now  # making data and worker processes ready says nothing of the rounds to come
-        if event.kind != "round":
-            return
-        self._done += 1
-        if now - self._spoke < max(_PAUSE, _SHARE * (now - self._began)):
-            return
-        self._spoke = now
-        left = (self.runs * self.rounds - sum(self.finished.values())) * (now - self._began) / self._done
-        self.line(
-            f"{event.run}: round {event.finished} of {self.rounds}, accuracy {_percent(event)}; about {time_text(left)} left"
-        )
+        if event.kind == "started":
+            self._under_way[event.run] = _UnderWay(now, event.finished)
+            if not self._done:
+                self._began = now  # making data and worker processes ready says nothing of the rounds to come
+        elif event.kind in ("ended", "skipped", "failed"):
+            self._under_way.pop(event.run, None)
+            self._over += 1
+        elif event.kind == "round":
+            self._done += 1
+            run = self._under_way[event.run]
+            run.done += 1
+            if event.record.get("accuracy") is not None:
+                run.accuracy = _percent(event)
+            if now - self._spoke >= max(_PAUSE, _SHARE * (now - self._began)):
+                self._spoke = now
+                self._say(now)
+
+    def _say(self, now: float) -> None:
+        """Where all runs are and the time that all of them still take, then each run under way; a run alone has one line."""
+        left = f"about {time_text(self._left(now))} left"
+        if self.runs > 1:
+            self.line(f"{self._over} of {self.runs} runs finished; {left} for all")
+        for name, run in self._under_way.items():
+            text = f"{name}: round {self.finished[name]} of {self.rounds(name)}, accuracy {run.accuracy}"
+            self.line(f"  {text}" if self.runs > 1 else f"{text}; {left}")
+
+    def _left(self, now: float) -> float:
+        """Seconds that all runs still take: at their common pace, but never less than the slowest needs at its own."""
+        together = (self.total - sum(self.finished.values())) * (now - self._began) / self._done
+        return max(0.0, together, *(run.left(now, self.rounds(name)) for name, run in self._under_way.items()))
 
 
 class Bars(Display):
     """For terminals: a bar for each run under way, and one for all of them when there are several."""
 
-    def __init__(self, console: Console, runs: int, rounds: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, console: Console, runs: int, rounds: Rounds, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         super().__init__(console, runs, rounds, clock)
         self._progress = Progress(
             TextColumn("{task.description}", table_column=Column(ratio=3, no_wrap=True, overflow="ellipsis")),
@@ -99,7 +155,7 @@ class Bars(Display):
             speed_estimate_period=120,
         )
         self._bars: dict[RunName, TaskID] = {}
-        self._all = self._progress.add_task("all runs", total=runs * rounds, accuracy="", visible=runs > 1)
+        self._all = self._progress.add_task("all runs", total=self.total, accuracy="", visible=runs > 1)
 
     def __enter__(self) -> Bars:
         self._progress.start()
@@ -115,7 +171,7 @@ class Bars(Display):
         if event.kind == "started":
             self._bars[event.run] = self._progress.add_task(
                 Text(_short(event.run)).markup,
-                total=self.rounds,
+                total=self.rounds(event.run),
                 completed=event.finished,
                 accuracy="",
             )
@@ -125,14 +181,13 @@ class Bars(Display):
                 self._progress.update(self._bars[event.run], accuracy=_percent(event))
         elif event.kind in ("ended", "failed") and event.run in self._bars:
             self._progress.remove_task(self._bars.pop(event.run))
-            self.finished[event.run] = self.rounds  # a failed run asks for no more time
         self._progress.update(self._all, completed=sum(self.finished.values()))
 
     def line(self, text: str) -> None:
         self._progress.console.print(Text(text), soft_wrap=True)
 
 
-def display(console: Console, runs: int, rounds: int) -> Display:
+def display(console: Console, runs: int, rounds: Rounds) -> Display:
     """The way of showing that suits the console."""
     return Bars(console, runs, rounds) if console.is_terminal else Lines(console, runs, rounds)
 
