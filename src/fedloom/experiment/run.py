@@ -147,16 +147,8 @@ def run(
     """
     method = copy.deepcopy(build(algorithm))
     schedule = Schedule(
-        rounds,
-        participation,
-        seed,
-        evaluate_every,
-        checkpoint_every,
-        dropout,
-        personal_every,
-        personal_clients,
-        new_clients,
-    )
+        rounds, participation, seed, evaluate_every, checkpoint_every, dropout, personal_every, personal_clients, new_clients
+    )  # fmt: skip
     recorders = _fitting(build_recorders(record), method)
     described = _described(method, task, schedule, recorders, engine)
     if directory is None:
@@ -164,14 +156,7 @@ def run(
         made = make_engine(engine, task, schedule, hearing=_listens(recorders, method))
         with closing(made):
             federation = Federation(method, task, made, schedule, observers=_present(recording))
-            for notice in _notices(federation, recording):
-                _logger.warning(notice)
-            result = Result(federation, task, described, recording)
-            with Tracking(trackers, None, _logger.warning) as tracking:
-                _tracked(federation, tracking, "fedloom", _label(result), described, on_round)
-                if trackers:
-                    tracking.finish(_ends(result))
-        return result
+            return _trained(Result(federation, task, described, recording), trackers, on_round)
     place = RunDirectory(Path(directory))
     with place.locked():
         wanted = () if place.finished else trackers
@@ -181,12 +166,21 @@ def run(
         made = make_engine(engine, task, schedule, hearing=_listens(recorders, method))
         with closing(made):
             federation = _open(method, task, schedule, place, described, recording, made)
-            for notice in _notices(federation, recording):
-                _logger.warning(notice)
-            result = Result(federation, task, described, recording)
-            with Tracking(wanted, place.path, _logger.warning) as tracking:
-                _tracked(federation, tracking, "fedloom", _label(result), described, on_round)
-                tracking.finish(_finish(result, place, type(task.model).__name__))
+            return _trained(Result(federation, task, described, recording), wanted, on_round, place)
+
+
+def _trained(
+    result: Result, trackers: Sequence[str | Tracker], on_round: OnRound | None, place: RunDirectory | None = None
+) -> Result:
+    """The result after its remaining rounds, of which `trackers` and `on_round` hear; kept in `place`, where there is one."""
+    for notice in _notices(result.federation, result.recording):
+        _logger.warning(notice)
+    with Tracking(trackers, None if place is None else place.path, _logger.warning) as tracking:
+        _tracked(result.federation, tracking, "fedloom", _label(result), result.configuration, on_round)
+        if place is not None:
+            tracking.finish(_finish(result, place, type(result.task.model).__name__))
+        elif trackers:
+            tracking.finish(_ends(result))
     return result
 
 
