@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -219,16 +220,18 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "def nothing(): return None\n"
         "def fails(): raise KeyError('lost')\n"
         "number = 3\n"
+        f"def late():\n    from {name}_too import value\n    return x + value, y\n"
     )
+    (tmp_path / f"{name}_too.py").write_text("value = 7\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    for made in (name, f"{name}_too"):
+        monkeypatch.delitem(sys.modules, made, raising=False)
     return name
 
 
 def test_python_functions(module: str) -> None:
-    before = list(sys.path)
     pair = make("python", source=f"{module}:pair")
-    assert sys.path == before
     assert (len(pair.train), len(pair.test), pair.classes, pair.spec.shape) == (8, 2, 2, (2,))
     clients = make("python", source=f"{module}:clients", test_fraction=0.4)
     assert clients.train.groups is not None
@@ -246,20 +249,30 @@ def test_python_functions(module: str) -> None:
         ("four", "returned 4 values; wanted"),
         ("nothing", "returned a NoneType"),
         ("fails", "raised KeyError: 'lost'"),
-        ("number", "has no function 'number'"),
+        ("number", "'number' must be a function or class, not int"),
         ("pairs", "did you mean 'pair'?"),
     ],
 )
 def test_bad_python_functions_are_told_in_one_line(function: str, text: str, module: str) -> None:
-    with pytest.raises(DataError) as caught:
+    with pytest.raises((DataError, InvalidValue)) as caught:
         make("python", source=f"{module}:{function}")
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
+def test_a_function_may_import_from_the_current_folder_when_it_is_called(module: str) -> None:
+    """And so may a worker process that unpickles what it returned: the folder stays importable, as it does for models."""
+    assert len(make("python", source=f"{module}:late").train) == 8
+    assert sys.path.count(os.getcwd()) == 1
+
+
 def test_a_source_needs_a_module_and_a_function() -> None:
     for source in ("", "module", ":load", "module:"):
-        with pytest.raises(InvalidValue, match="source must be 'module:function'"):
+        with pytest.raises(InvalidValue, match=rf"^source '{source}' must be 'module:function'$"):
             make("python", source=source)
-    with pytest.raises(DataError, match="module 'no_such_module_here' cannot be imported"):
+    with pytest.raises(
+        InvalidValue, match=r"^source 'no_such_module_here:load': cannot import 'no_such_module_here': Module"
+    ):
         make("python", source="no_such_module_here:load")
+    with pytest.raises(InvalidValue, match=r"is a file: give the name of the module, such as 'my\.data'$"):
+        make("python", source="my/data.py:load")

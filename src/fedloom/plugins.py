@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from types import ModuleType
 from typing import Any
@@ -31,19 +31,26 @@ def import_from_environment() -> None:
     import_plugins(filter(None, map(str.strip, os.environ.get(VARIABLE, "").split(","))), VARIABLE)
 
 
-def found_at(path: str, key: str) -> Any:
-    """What `package.module:name` leads to. Raises `InvalidValue`, in one line, where that leads nowhere."""
+def found_at(path: str, key: str, allowed: str = "'package.module:name'") -> Callable[..., Any]:
+    """The function or class that `package.module:name` leads to.
+
+    Raises `InvalidValue`, in one line that begins with `key` and the path, where that leads to none; `allowed` says what the
+    value may be.
+    """
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
-        raise InvalidValue(f"{key} {path!r} must be 'package.module:name'")
-    module = _imported(module_name, key)
+        raise InvalidValue(f"{key} {path!r} must be {allowed}")
+    module = _imported(module_name, f"{key} {path!r}")
     try:
-        return attrgetter(attribute)(module)
+        found = attrgetter(attribute)(module)
     except AttributeError:
         near = suggestion(attribute, [name for name in vars(module) if not name.startswith("_")])
         raise InvalidValue(
             f"{key} {path!r}: module {module_name!r} has no {attribute!r}{near and ':' + near}"
         ) from None
+    if not callable(found):
+        raise InvalidValue(f"{key} {path!r}: {attribute!r} must be a function or class, not {type(found).__name__}")
+    return found  # type: ignore[no-any-return]
 
 
 def _imported(name: str, key: str) -> ModuleType:

@@ -17,7 +17,8 @@ def own_data(source: str) -> tuple[Samples, Samples | None]:
 
     `source` is `module:function`, called without arguments, or the path of a folder of npy files or of an npz file with the
     arrays inputs and labels, and perhaps test_inputs and test_labels. A function returns (inputs, labels), NumPy or torch, or two
-    such pairs, or `Samples`, two of them, or a `Dataset`. Raises `DataError` naming the source and what is wrong.
+    such pairs, or `Samples`, two of them, or a `Dataset`. Raises `DataError` naming the source and what is wrong, and
+    `InvalidValue` where there is no such function.
     """
     parts = _called(source) if ":" in source and not Path(source).exists() else _read(Path(source))
     train, *rest = parts

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Mapping
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
 from fedloom.data import DataSpec
-from fedloom.errors import FedloomError, InvalidValue, suggestion
+from fedloom.errors import FedloomError, InvalidValue
 from fedloom.models import models
+from fedloom.plugins import found_at
 from fedloom.randomness import stream_seed
+
+_ALLOWED = "a registered name or 'package.module:callable'"
 
 
 def make_model(name: str, spec: DataSpec, seed: int, options: Mapping[str, Any]) -> nn.Module:
@@ -33,7 +32,7 @@ def make_model(name: str, spec: DataSpec, seed: int, options: Mapping[str, Any])
     # accelerators' too, and a default device would draw from them.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         # Found before the seeding: a user's file may draw numbers when it is first imported.
-        make = _callable_at(name) if ":" in name else models[name].make
+        make = found_at(name, "model", _ALLOWED) if ":" in name else models[name].make
         torch.default_generator.manual_seed(stream_seed(seed, "model"))
         if ":" in name:
             return _called(name, make, spec, options)
@@ -56,30 +55,6 @@ def _called(path: str, make: Callable[..., Any], spec: DataSpec, options: Mappin
     if not isinstance(built, nn.Module):
         raise InvalidValue(f"model {path!r} must return a torch.nn.Module, not {type(built).__name__}")
     return built
-
-
-def _callable_at(path: str) -> Callable[..., Any]:
-    """The function or class that `package.module:name` leads to, with the current directory importable."""
-    module_name, _, attribute = path.partition(":")
-    if not module_name or not attribute:
-        raise InvalidValue(f"model {path!r} must be a registered name or 'package.module:callable'")
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.insert(0, os.getcwd())  # for good: unpickling and worker processes import it again
-    importlib.invalidate_caches()
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's file raises while it is imported
-        raise InvalidValue(f"model {path!r}: cannot import {module_name!r}: {_one_line(error)}") from error
-    try:
-        found = attrgetter(attribute)(module)
-    except AttributeError:
-        near = suggestion(attribute, [name for name in vars(module) if not name.startswith("_")])
-        raise InvalidValue(
-            f"model {path!r}: module {module_name!r} has no {attribute!r}{near and ':' + near}"
-        ) from None
-    if not callable(found):
-        raise InvalidValue(f"model {path!r}: {attribute!r} must be a function or class, not {type(found).__name__}")
-    return found  # type: ignore[no-any-return]
 
 
 def _one_line(error: Exception) -> str:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -21,6 +17,7 @@ from fedloom.data.sets.normalisation import check_normalise, image_dataset
 from fedloom.data.sets.origin import Parts, cached_files
 from fedloom.data.sets.samples import own_dataset, own_samples
 from fedloom.errors import DataError, InvalidValue, suggestion
+from fedloom.plugins import found_at
 
 _KEYS = ("inputs", "labels", "groups", "test_inputs", "test_labels", "test_groups")
 _COLOURS = {1: "grey", 3: "colour"}
@@ -125,8 +122,8 @@ def python(
 
     It returns (inputs, labels) or (inputs, labels, client ids), of which `test_fraction` of each class is held out; or
     two such tuples, for training and test; or a `Dataset`. Arrays are as in the data set `arrays`, from NumPy or torch.
-    A module is looked for among the installed ones and in the current folder. Raises `DataError` if the function is not
-    found, fails, or returns something else.
+    A module is looked for among the installed ones and in the current folder. Raises `InvalidValue` if the function is not
+    found, and `DataError` if it fails or returns something else.
     """
     check_normalise(normalise)
     given = call_source(source)
@@ -166,32 +163,8 @@ def triple(part: object, source: str) -> tuple[Any, Any, Any]:
 
 def call_source(source: str) -> Any:
     """What the function named by `source` returns; any failure of it is the user's to mend, told in one line."""
-    function = _function(source)
+    function = found_at(source, "source", "'module:function'")
     try:
         return function()
     except Exception as error:
         raise DataError(f"{source}: raised {type(error).__name__}: {' '.join(str(error).split())}") from error
-
-
-def _function(source: str) -> Callable[[], Any]:
-    module_name, colon, name = source.partition(":")
-    if not colon or not module_name or not name:
-        raise InvalidValue(f"source must be 'module:function', not {source!r}")
-    here = os.getcwd()
-    added = here not in sys.path
-    if added:  # an installed command does not search the folder it runs in
-        sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise DataError(
-            f"{source}: module {module_name!r} cannot be imported ({' '.join(str(error).split())})"
-        ) from error
-    finally:
-        if added:
-            sys.path.remove(here)
-    found = getattr(module, name, None)
-    if not callable(found):
-        near = suggestion(name, [other for other in vars(module) if not other.startswith("_")])
-        raise DataError(f"{source}: module {module_name!r} has no function {name!r}{near and ':'}{near}")
-    return found  # type: ignore[no-any-return]
