@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,10 @@ from torch.nn import functional as F
 
 from batch_order import batch_order
 from fedloom.algorithm import Algorithm
-from fedloom.data.dataset import Dataset, Samples
-from fedloom.data.partition import Partition
 from fedloom.engines.local import RowsEngine
 from fedloom.federation import Federation, Schedule
 from fedloom.randomness import stream
-from fedloom.task import Task
-from fedloom.training import Training
+from naive_world import FEATURES, SmallWorld
 
 State = dict[str, Tensor]
 Batch = tuple[Tensor, Tensor]
@@ -50,38 +47,17 @@ class Net(nn.Module):
 
 
 @dataclass
-class World:
-    """Unequal clients with random data in float64, and how they train."""
+class World(SmallWorld):
+    """Clients with labels at random, for methods with one global model."""
 
-    norm: bool = False
-    rounds: int = 4
-    participation: float = 0.5
-    seed: int = 3
     sizes: tuple[int, ...] = SIZES
-    training: Training = field(
-        default_factory=lambda: Training(
-            learning_rate=0.1, momentum=0.5, weight_decay=1e-2, decay=0.9, epochs=2, batch_size=4, clip=1.5
-        )
-    )
+    classes = 4
 
-    def __post_init__(self) -> None:
-        generator = torch.Generator().manual_seed(11)
-        count, classes = sum(self.sizes), 4
-        self.inputs = torch.randn(count, 5, dtype=torch.float64, generator=generator)
-        self.labels = torch.randint(classes, (count,), generator=generator)
-        starts = [sum(self.sizes[:k]) for k in range(len(self.sizes))]
-        self.owned = [list(range(start, start + size)) for start, size in zip(starts, self.sizes, strict=True)]
-        with torch.random.fork_rng():
-            torch.manual_seed(5)
-            self.module = Net(5, classes, self.norm).double()
-        self.classes = classes
-        self.clients = len(self.sizes)
+    def draw_labels(self, generator: torch.Generator) -> Tensor:
+        return torch.randint(self.classes, (len(self.inputs),), generator=generator)
 
-    def task(self) -> Task:
-        """The same world for fedloom."""
-        samples = Samples(self.inputs, self.labels)
-        data = Dataset("random", samples, samples, self.classes)
-        return Task(data, samples, samples, Partition.of(self.owned), copy.deepcopy(self.module), self.training)
+    def make_net(self) -> nn.Module:
+        return Net(FEATURES, self.classes, self.norm)
 
     def run(self, algorithm: Algorithm) -> Run:
         """fedloom's own run of a method: the global model after each round, and who was selected."""
@@ -97,9 +73,6 @@ class World:
             models.append(copy.deepcopy(module.state_dict()))
         return Run(models, [record["clients"] for record in federation.history], federation, engine)
 
-    def rate(self, number: int) -> float:
-        return self.training.learning_rate * self.training.decay ** (number - 1)
-
     def initial(self) -> State:
         return copy.deepcopy(self.module.state_dict())
 
@@ -111,9 +84,6 @@ class World:
     @property
     def trained(self) -> list[str]:
         return [name for name, _ in self.module.named_parameters()]
-
-    def data(self, client: int) -> Batch:
-        return self.inputs[self.owned[client]], self.labels[self.owned[client]]
 
     def batches(self, number: int, client: int) -> Iterator[Batch]:
         inputs, labels = self.data(client)

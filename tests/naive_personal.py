@@ -16,16 +16,13 @@ from torch.nn import functional as F
 
 from batch_order import batch_order
 from fedloom.algorithm import Algorithm
-from fedloom.data.dataset import Dataset, Samples
-from fedloom.data.partition import Partition
 from fedloom.engines.base import INTEGERS, Order
 from fedloom.engines.local import RowsEngine
 from fedloom.federation import Federation
 from fedloom.randomness import stream
 from fedloom.round import Round
 from fedloom.schedule import Schedule
-from fedloom.task import Task
-from fedloom.training import Training
+from naive_world import FEATURES, SmallWorld
 
 Extra = Callable[[nn.Module], Tensor]
 SIZES = (9, 14, 4, 21, 12)
@@ -59,42 +56,26 @@ class Moment:
 
 
 @dataclass
-class World:
-    """Unequal clients with random data in float64, and how they train."""
+class World(SmallWorld):
+    """Clients who each see labels by a rule of their own, so that personal models differ from the global one."""
 
-    norm: bool = False
-    rounds: int = 4
     participation: float = 0.6
-    seed: int = 3
     sizes: tuple[int, ...] = SIZES
-    training: Training = field(
-        default_factory=lambda: Training(
-            learning_rate=0.1, momentum=0.5, weight_decay=1e-2, decay=0.9, epochs=2, batch_size=4, clip=1.5
-        )
-    )
+    classes = 3
 
     def __post_init__(self) -> None:
-        generator = torch.Generator().manual_seed(11)
-        count = sum(self.sizes)
-        self.inputs = torch.randn(count, 5, dtype=torch.float64, generator=generator)
-        # Every client sees labels by a rule of its own, so that personal models differ from the global one.
-        starts = [sum(self.sizes[:k]) for k in range(len(self.sizes))]
-        self.owned = [list(range(start, start + size)) for start, size in zip(starts, self.sizes, strict=True)]
-        rules = torch.randn(len(self.sizes), 5, 3, dtype=torch.float64, generator=generator)
-        self.labels = torch.cat([(self.inputs[own] @ rules[i]).argmax(1) for i, own in enumerate(self.owned)])
-        with torch.random.fork_rng():
-            torch.manual_seed(5)
-            self.module = Net(self.norm).double()
-        self.clients = len(self.sizes)
+        super().__post_init__()
         self.participants = max(1, int(self.participation * self.clients + 1e-9))
         self.names = [name for name, _ in self.module.named_parameters()]
 
-    # --- fedloom's side ---
+    def draw_labels(self, generator: torch.Generator) -> Tensor:
+        rules = torch.randn(self.clients, FEATURES, self.classes, dtype=torch.float64, generator=generator)
+        return torch.cat([(self.inputs[own] @ rules[i]).argmax(1) for i, own in enumerate(self.owned)])
 
-    def task(self) -> Task:
-        samples = Samples(self.inputs, self.labels)
-        data = Dataset("random", samples, samples, 3)
-        return Task(data, samples, samples, Partition.of(self.owned), copy.deepcopy(self.module), self.training)
+    def make_net(self) -> nn.Module:
+        return Net(self.norm)
+
+    # --- fedloom's side ---
 
     def run(self, algorithm: Algorithm) -> Run:
         """fedloom's own run of a method."""
@@ -130,14 +111,8 @@ class World:
 
     # --- the slow side ---
 
-    def rate(self, number: int) -> float:
-        return self.training.learning_rate * self.training.decay ** (number - 1)
-
     def fresh(self) -> nn.Module:
         return copy.deepcopy(self.module)
-
-    def data(self, client: int) -> tuple[Tensor, Tensor]:
-        return self.inputs[self.owned[client]], self.labels[self.owned[client]]
 
     def batches(
         self,
