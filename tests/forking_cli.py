@@ -78,7 +78,7 @@ def _serve() -> None:
 
     torch.set_num_threads(1)
     for registry in (algorithms, datasets, partitions):
-        list(registry)  # type: ignore[call-overload]
+        list(registry)
     for line in sys.stdin:
         request = json.loads(line)
         pid = os.fork()
