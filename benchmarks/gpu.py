@@ -2,11 +2,11 @@
 
     python benchmarks/gpu.py [--device cuda] [--tasks mlp,resnet20] [--clients 10,100] [--rounds 5] [--autocast bfloat16]
 
-Both engines run in turn in one process, round by round; the first round of each warms up. `over_rows` is the median over rounds
-of stacked over rows of the same round. `samples_per_s` are samples trained on. `share_of_peak`: the operations of products and
-convolutions, forward and backward, as torch's counter finds them in one step, per second, over what a product of two large
-matrices reaches on the same device in the same run and type. The last rows are rounds of FedMR on ResNet-20: 10 clients with 500
-samples each, 5 epochs, batches of 50. With `--device cpu --clients 2 --samples 20 --matrix 256` it only shows that it runs.
+The engines run in turn in one process, round by round; the first round of each warms up (and compiles). `over_rows` is the median
+over rounds of an engine over rows of the same round. `samples_per_s` are samples trained on. `share_of_peak`: the operations of
+products and convolutions, forward and backward, as torch's counter finds them in one step, per second, over what a product of two
+large matrices reaches on the same device in the same run and type. The last rows are rounds of FedMR on ResNet-20: 10 clients with
+500 samples each, 5 epochs, batches of 50. With `--device cpu --clients 2 --samples 20 --matrix 256` it only shows that it runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fedloom.schedule import Schedule
 from fedloom.task import Task
 from outcome import tell
 
-ENGINES = ("rows", "stacked")
+ENGINES = ("rows", "stacked", "stacked(compiled=true)")
 REPEATS = 10
 
 
@@ -65,7 +65,7 @@ def operations_a_sample(task: Task) -> float:
 
 
 def measure(name: str, method: str, task: Task, rounds: int, peak_rate: float) -> list[dict[str, Any]]:
-    """One row for each engine. Everybody takes part in every round, and nobody is evaluated."""
+    """One line for each engine. Everybody takes part in every round, and nobody is evaluated."""
     schedule = Schedule(rounds=rounds + 9, participation=1.0, evaluate_every=rounds + 9)
     runs = {engine: Federation(build(method), task, make_engine(engine, task), schedule) for engine in ENGINES}
     taken: dict[str, list[float]] = {engine: [] for engine in ENGINES}

@@ -437,6 +437,18 @@ def test_a_gpu_gives_the_numbers_of_the_cpu(method: str, engine: str) -> None:
 
 
 @needs_gpu
+@pytest.mark.parametrize("engine", ["rows(compiled=true)", "stacked(compiled=true)"])
+@pytest.mark.parametrize("model", ["mlp(hidden=[16])", "digits_cnn"])
+def test_compiled_steps_on_a_gpu_give_the_numbers_of_the_cpu(model: str, engine: str) -> None:
+    training = Training(learning_rate=0.05, momentum=0.5, batch_size=7, epochs=2)
+    task = make_task("digits", clients=6, partition="iid", model=model, training=training)
+    here = run("fedmr", task, rounds=3, participation=1.0).federation
+    there = run("fedmr", task.to("cuda"), rounds=3, participation=1.0, engine=engine).federation
+    assert not any(record["faults"] for record in there.history)
+    assert torch.allclose(there.algorithm.model().cpu(), here.algorithm.model(), atol=2e-3)
+
+
+@needs_gpu
 @pytest.mark.parametrize("make", ENGINES)
 def test_steps_on_a_gpu_do_not_wait(make: Callable[[Task], RowsEngine]) -> None:
     task = make_task("digits", clients=6, partition="iid", model="digits_cnn").to("cuda")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from fedloom.compiled import CompiledGradient
 from fedloom.drawing import NotesDropout
 from fedloom.layout import Layout, Unit
 from fedloom.models.structure import head_name
@@ -156,6 +157,7 @@ class Replica:
         self._gradient = torch.zeros(1, layout.trainable, dtype=layout.dtype, device=next(module.parameters()).device)
         self.autocast: torch.dtype | None = None  # what forward and loss compute in, where that does no harm
         self._channels_last: bool | None = None  # of images, as soon as there are any
+        self._compiled: CompiledGradient | None = None
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
         self._slots = layout.slots[: len(self._parameters)]
         self._trained = list(self._parameters)
@@ -206,9 +208,35 @@ class Replica:
         """Loss `[1]` and the gradient of every tensor of `pieces(rows)`, zero for one that the loss does not use."""
         self.bind(rows)
         one = Batch(self._laid_out(batch.inputs[0]), batch.labels[0], batch.step)
+        compiled = self._compiled_for(batch, objective)
+        if compiled is not None:
+            return self._by_compiled(compiled, one)
         with autocast(self.autocast, rows.device):
             loss = objective(self.net, one, {name: value[0] for name, value in given.items()})
         return loss.detach().to(rows).unsqueeze(0), torch.autograd.grad(loss, self._trained, materialize_grads=True)
+
+    def compile_for(self, batch_size: int | None) -> None:
+        """Have the data loss and its gradient on batches of so many samples compiled, and others not (None: none at all).
+        Which steps are compiled depends on their shape alone, so that a run can be repeated bit for bit."""
+        if batch_size is None:
+            self._compiled = None
+        elif self._compiled is None or self._compiled.batch_size != batch_size:
+            self._compiled = CompiledGradient(self.module, batch_size)
+
+    def _compiled_for(self, batch: Batch, objective: Objective) -> CompiledGradient | None:
+        """What computes this step, where it is one that is compiled."""
+        compiled = self._compiled
+        if compiled is None or objective is not cross_entropy or self.autocast is not None:
+            return None
+        return compiled if batch.labels.shape[1] == compiled.batch_size else None
+
+    def _by_compiled(self, compiled: CompiledGradient, one: Batch) -> tuple[Tensor, Sequence[Tensor]]:
+        tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        trained = {name: tensors.pop(name) for name, p in list(tensors.items()) if p.requires_grad}
+        loss, gradients, after = compiled(trained, tensors, one.inputs, one.labels)
+        for name, tensor in after.items():
+            tensors[name].detach().copy_(tensor)
+        return loss.unsqueeze(0), gradients
 
     def _laid_out(self, inputs: Tensor) -> Tensor:
         """Images `[b, c, h, w]` as convolutions are fastest on them: on a CPU with the channels last, which every layer then

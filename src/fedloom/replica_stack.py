@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from fedloom.chain import LinearChain
+from fedloom.compiled import CompiledGradient
 from fedloom.device import moved
 from fedloom.drawing import dropout_of
 from fedloom.layout import Layout, Slot
@@ -89,20 +90,43 @@ class StackedReplica(Replica):
         integers = {slot.name: counts[:, slot.slice].view(len(rows), *slot.shape).to(slot.dtype)
                     for slot in self.layout.integer_slots}  # fmt: skip
 
+        held = {**others, **statistics, **integers}
+        compiled = self._compiled_for(batch, objective)
+        if compiled is not None:
+            losses, gradients, after = compiled(trained, held, batch.inputs, batch.labels)
+            statistics = {name: after[name] for name in statistics}
+            integers = {name: after[name] for name in integers}
+        else:
+            losses, gradients = self._by_vmap(trained, held, batch, objective, given)
+        for slot in self._statistics:
+            _piece(rows, slot).detach().copy_(statistics[slot.name])
+        self._keep_counts(batch.clients, integers)
+        return losses.detach().to(rows), gradients
+
+    def _by_vmap(
+        self,
+        trained: dict[str, Tensor],
+        held: dict[str, Tensor],
+        batch: Batch,
+        objective: Objective,
+        given: Mapping[str, Tensor],
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Losses `[k]` and gradients; what layers move of `held` moves in place."""
+
         def loss_of_one(
             tensors: Mapping[str, Tensor], inputs: Tensor, labels: Tensor, own: Mapping[str, Tensor]
         ) -> Tensor:
             net = CalledNet(self.module, self.layout, tensors, self.frozen)
             return objective(net, Batch(inputs, labels, batch.step), own)
 
-        tensors = {**trained, **others, **statistics, **integers}
         with dropout_of(self._drawing(batch.clients)), stacked_autocast(self.autocast):
-            losses = vmap(loss_of_one)(tensors, batch.inputs, batch.labels, dict(given))
-        gradients = torch.autograd.grad(losses.sum(), list(trained.values()), materialize_grads=True)
-        for slot in self._statistics:
-            _piece(rows, slot).detach().copy_(statistics[slot.name])
-        self._keep_counts(batch.clients, integers)
-        return losses.detach().to(rows), gradients
+            losses = vmap(loss_of_one)({**trained, **held}, batch.inputs, batch.labels, dict(given))
+        return losses, torch.autograd.grad(losses.sum(), list(trained.values()), materialize_grads=True)
+
+    def _compiled_for(self, batch: Batch, objective: Objective) -> CompiledGradient | None:
+        """As for one model; and all of the cohort take the step, with no layer that draws."""
+        apart = batch.clients is not None or bool(self._streams)
+        return None if apart else super()._compiled_for(batch, objective)
 
     def _drawing(self, clients: Rows | None) -> Sequence[torch.Generator]:
         if clients is None or not self._streams:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from fedloom.algorithm import Algorithm, Message, describe
 from fedloom.checks import require_at_least
 from fedloom.cohort import Cohort
 from fedloom.engines.base import INTEGERS, Fault, Order, Reply, inspect_reply
-from fedloom.engines.local import RowsEngine, measured
+from fedloom.engines.local import RowsEngine, full_batch, measured
 from fedloom.errors import FedloomError, InvalidValue, RefusedReply
 from fedloom.replica import Batch, Replica, cross_entropy, generator_state
 from fedloom.replica_stack import StackedReplica
@@ -38,10 +39,13 @@ class StackedEngine(RowsEngine):
     `chunk` is by default what suits the processor: as many models as its caches or, on an accelerator, its free memory hold.
     Clients with most samples share a chunk, so that few stand still. `unstackable` tells why models of this task cannot be
     stacked (None where they can), `alone` why methods were not, by their expressions: there clients train one after another.
+    `compiled` is as in the rows engine, for steps that a whole chunk takes together.
     """
 
-    def __init__(self, task: Task, memory_budget: int = BUDGET, chunk: int | None = None) -> None:
-        super().__init__(task, memory_budget)
+    def __init__(
+        self, task: Task, memory_budget: int = BUDGET, chunk: int | None = None, compiled: bool = False
+    ) -> None:
+        super().__init__(task, memory_budget, compiled)
         if chunk is not None:
             require_at_least("chunk", chunk, 1)
         self.stack = StackedReplica(task.model, task.layout)
@@ -49,6 +53,10 @@ class StackedEngine(RowsEngine):
         trial = _Trial(task, self.replica, self.stack)
         self.unstackable, self._draws = trial.unstackable, trial.draws
         self.chunk = chunk or default_chunk(task, self.replica)
+
+    def begin(self, task: Task, directory: Path | None) -> None:
+        super().begin(task, directory)
+        self.stack.compile_for(full_batch(task) if self.compiled else None)
 
     def train_expecting(
         self, algorithm: Algorithm, round: Round, orders: Sequence[Order], expected: Mapping[str, tuple[int, ...]]
@@ -246,6 +254,4 @@ def bytes_of_training(task: Task, replica: Replica) -> int:
         replica.gradient(row, batch, cross_entropy, {})
     weights = task.layout.size * row.element_size()
     activations = max(0, sum(kept.values()) - weights) // count + batch.inputs[0, 0].numel() * row.element_size()
-    largest = int(task.partition.sizes.max())
-    size = largest if task.training.batch_size is None else min(task.training.batch_size, largest)
-    return ROWS_HELD * weights + 2 * size * activations
+    return ROWS_HELD * weights + 2 * full_batch(task) * activations

@@ -1,0 +1,84 @@
+"""A step's gradient as one compiled function, for steps that come again and again in the same shape."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.nn import functional as F
+
+from fedloom.data.formats.cache import cache_folder
+from fedloom.errors import FedloomError
+
+Tensors = Sequence[Tensor]
+
+_Function = Callable[[Tensors, Tensors, Tensor, Tensor], tuple[Tensors, tuple[Tensor, Tensors]]]
+"""(trained, held, inputs, labels) -> the gradients, and the loss with what layers have moved."""
+
+
+class CompiledGradient:
+    """The mean cross entropy of a batch and its gradient, forward and backward pass in one function that torch.compile made.
+
+    It is compiled when it is first called with so many models, samples and trained tensors, and kept on disk for the next
+    process (in `compiled` in the cache folder, unless TORCHINDUCTOR_CACHE_DIR says where). Sums come in another order than in
+    eager torch, so numbers agree to float tolerance; random numbers are torch's own. On CUDA it is captured as a CUDA graph.
+    """
+
+    def __init__(self, module: nn.Module, batch_size: int) -> None:
+        self.batch_size = batch_size
+        self._module = copy.deepcopy(module).train()
+        self._functions: dict[tuple[Any, ...], _Function] = {}
+
+    def __call__(
+        self, trained: dict[str, Tensor], held: dict[str, Tensor], inputs: Tensor, labels: Tensor
+    ) -> tuple[Tensor, Tensors, dict[str, Tensor]]:
+        """Loss, the gradient of each of `trained` (on CUDA overwritten by the next call), and `held` as batch norm has moved it.
+
+        All tensors have a leading axis of models where `labels` has, as `[k, b]`. Raises `FedloomError` where it cannot be
+        compiled.
+        """
+        # Set before torch's compiler is imported, which settles on a folder then; the import takes seconds.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
+        from torch._dynamo.exc import TorchDynamoException
+
+        key = (tuple(trained), labels.shape)
+        if key not in self._functions:
+            self._functions[key] = _compiled(
+                self._function(tuple(trained), tuple(held), labels.dim() == 2), labels.is_cuda
+            )
+        moving = [tensor.detach() for tensor in trained.values()]
+        try:
+            gradients, (loss, after) = self._functions[key](moving, list(held.values()), inputs, labels)
+        except TorchDynamoException as error:
+            raise FedloomError(f"compiled=true: torch.compile has no way here: {_first(error)}") from error
+        return (
+            loss.clone(),
+            gradients,
+            dict(zip(held, after, strict=True)),
+        )  # a graph's next run overwrites what it gave
+
+    def _function(self, trained: Sequence[str], held: Sequence[str], stacked: bool) -> _Function:
+        def loss_of_one(moving: Tensors, resting: Tensors, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensors]:
+            after = [tensor.clone(memory_format=torch.contiguous_format) for tensor in resting]
+            tensors = dict(zip((*trained, *held), (*moving, *after), strict=True))
+            return F.cross_entropy(functional_call(self._module, tensors, (inputs,)), labels), after
+
+        one: _Function = grad_and_value(loss_of_one, has_aux=True)
+        return vmap(one) if stacked else one
+
+
+def _compiled(function: _Function, cuda: bool) -> _Function:
+    # Layers that draw take the numbers that they take in eager torch; on CUDA a step is one graph of kernels.
+    options: dict[str, Any] = {"fallback_random": True, "triton.cudagraphs": cuda}
+    compiled: _Function = torch.compile(function, fullgraph=True, dynamic=False, options=options)
+    return compiled
+
+
+def _first(error: Exception) -> str:
+    """What is wrong, in one line."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
