@@ -48,19 +48,15 @@ class CompiledGradient:
 
         key = (tuple(trained), labels.shape)
         if key not in self._functions:
-            self._functions[key] = _compiled(
-                self._function(tuple(trained), tuple(held), labels.dim() == 2), labels.is_cuda
-            )
+            function = self._function(tuple(trained), tuple(held), stacked=labels.dim() == 2)
+            self._functions[key] = _compiled(function, cuda=labels.is_cuda)
         moving = [tensor.detach() for tensor in trained.values()]
         try:
             gradients, (loss, after) = self._functions[key](moving, list(held.values()), inputs, labels)
         except TorchDynamoException as error:
             raise FedloomError(f"compiled=true: torch.compile has no way here: {_first(error)}") from error
-        return (
-            loss.clone(),
-            gradients,
-            dict(zip(held, after, strict=True)),
-        )  # a graph's next run overwrites what it gave
+        found = loss.clone()  # a graph's next run overwrites what this one gave
+        return found, gradients, dict(zip(held, after, strict=True))
 
     def _function(self, trained: Sequence[str], held: Sequence[str], stacked: bool) -> _Function:
         def loss_of_one(moving: Tensors, resting: Tensors, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensors]:
