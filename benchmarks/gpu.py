@@ -6,7 +6,7 @@ The engines run in turn in one process, round by round; the first round of each 
 over rounds of an engine over rows of the same round. `samples_per_s` are samples trained on. `share_of_peak`: the operations of
 products and convolutions, forward and backward, as torch's counter finds them in one step, per second, over what a product of two
 large matrices reaches on the same device in the same run and type. The last lines are rounds of FedMR on ResNet-20: 10 clients
-with 500 samples each, 5 epochs, batches of 50. With `--device cpu --clients 2 --samples 20 --matrix 256` it only shows that it runs.
+with 500 samples each, 5 epochs, batches of 50. With `--device cpu --clients 2 --samples 20 --matrix 256` it shows that it runs.
 """
 
 from __future__ import annotations
