@@ -17,6 +17,7 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.chain import LinearChain
 from fedloom.cohort import Cohort
 from fedloom.data import Dataset, Partition, Samples
+from fedloom.descent import _Optimiser
 from fedloom.engines.local import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.federation import Federation
@@ -25,7 +26,7 @@ from fedloom.replica import Batch, cross_entropy
 from fedloom.replica_stack import StackedReplica
 from fedloom.schedule import Schedule
 from fedloom.task import Task, make_task
-from fedloom.training import Training
+from fedloom.training import ELEMENTWISE_OPTIMISERS, Training
 from naive import World
 from small_task import small_task
 
@@ -123,6 +124,30 @@ def test_every_way_to_train_gives_the_numbers_of_rows(changes: dict[str, Any], n
     task = world(norm, **changes)
     assert_same(federated(RowsEngine, task, "fedprox"), federated(StackedEngine, task, "fedprox"))
     assert_same(federated(RowsEngine, task, "fedavg"), federated(StackedEngine, task, "fedavg", chunk=3))
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("optimiser", ELEMENTWISE_OPTIMISERS[1:])
+def test_every_optimiser_gives_the_numbers_of_rows(
+    optimiser: str, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether one optimiser moves all rows, until short batches part them, or each has its own from the start."""
+    monkeypatch.setattr("fedloom.descent.TOGETHER", 10**9 if together else 0)
+    split: list[int] = []
+    of_row = _Optimiser.of_row
+
+    def noted(self: _Optimiser, k: int) -> _Optimiser:
+        split.append(len(self.optimiser.state[self.tensors[0]]))
+        return of_row(self, k)
+
+    monkeypatch.setattr(_Optimiser, "of_row", noted)
+    task = world(False, optimiser=optimiser, momentum=0.0, weight_decay=0.0, learning_rate=0.01)
+    assert_same(federated(RowsEngine, task, "fedavg"), federated(StackedEngine, task, "fedavg", chunk=2))
+    assert split, "clients have short batches"
+    alike = World(norm=False, sizes=(8, 8, 8), training=task.training).task()
+    split.clear()
+    assert_same(federated(RowsEngine, alike, "fedavg"), federated(StackedEngine, alike, "fedavg"))
+    assert bool(split) != together
 
 
 # --- layers that draw, statistics, images ---
