@@ -147,7 +147,7 @@ def sgd(
 
 TOGETHER = 1 << 20
 """Weights of several clients that an optimiser of torch moves at a time on a CPU. It passes over them several times in a step,
-slower than client by client where not all fit the caches: in times of rows, ten models of 200,000 took 1.5 together and 1.3 apart,
+slower than client by client where not all fit the caches: in times of rows, ten models of 200,000 took 1.5 together, 1.3 apart;
 twenty of 5,000 took 0.2 and 0.4."""
 
 
