@@ -176,3 +176,28 @@ def test_units_cover_every_number_once(kind: str, fraction: float, depth: int) -
 def test_a_fraction_outside_its_range_is_refused(fraction: float) -> None:
     with pytest.raises(InvalidValue, match=r"not in \(0, 1\]"):
         Layout(nn.Linear(1, 1)).units("segment", fraction)
+
+
+def test_a_shell_holds_nothing_of_its_own_until_it_is_bound() -> None:
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    layout = Layout(module)
+    before, integers = layout.flatten(module), layout.flatten_integers(module)
+    shell = layout.shell(module).requires_grad_(False)
+    for one, other in zip(module.parameters(), shell.parameters(), strict=True):
+        assert one.data_ptr() == other.data_ptr()
+        assert one is not other
+        assert one.requires_grad
+    row = before + 1
+    layout.bind(shell, row)
+    shell(torch.randn(5, 3))  # batch norm moves its statistics and its count
+    assert torch.equal(layout.flatten(module), before)
+    assert torch.equal(layout.flatten_integers(module), integers)
+    assert torch.equal(layout.flatten_integers(shell), integers + 1)
+
+
+def test_a_shell_keeps_tied_tensors_tied() -> None:
+    module = nn.ModuleList([nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)])
+    module[1].weight = module[0].weight
+    shell = Layout(module).shell(module)
+    assert shell[0].weight is shell[1].weight
+    assert shell[0].weight is not module[0].weight

@@ -273,7 +273,7 @@ class Cohort:
                 turn.put(state, part)
         finally:
             self.replica.train_only(None)
-        return losses.mean(self.initial)
+        return losses.mean(self.replica.like)
 
     def batches(self, purpose: str = "batches") -> Iterator[Batch]:
         """All batches of local training, one after another."""

@@ -6,6 +6,7 @@ statistics, `[T:P]`. Buffers of integers and truth values cannot be averaged; th
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -124,6 +125,13 @@ class Layout:
                 )
             tensors[slot.name].data = row[slot.slice].view(slot.shape)
 
+    def shell(self, module: nn.Module) -> nn.Module:
+        """A copy of the module to be bound to rows: until then it shares the module's floating-point tensors, so that it holds
+        nothing but integer buffers of its own. It must not train before."""
+        tensors = _tensors(module)
+        shared = {id(tensors[slot.name]): _alias(tensors[slot.name]) for slot in self.slots}
+        return copy.deepcopy(module, shared)
+
     def units(self, kind: UnitKind = "layer", fraction: float = 1.0) -> list[Unit]:
         """The slices that move together: each layer's tensors, each single tensor, or segments of layers.
 
@@ -175,6 +183,11 @@ def _is_inside(layer: str, module: str) -> bool:
 
 def _is_continuous(tensor: Tensor) -> bool:
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Another tensor of the same numbers, so that binding one leaves the other."""
+    return nn.Parameter(tensor.detach(), tensor.requires_grad) if isinstance(tensor, nn.Parameter) else tensor.detach()
 
 
 def _as_real(tensor: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -148,9 +148,9 @@ class Replica:
 
     def __init__(self, module: nn.Module, layout: Layout) -> None:
         self.layout = layout
-        self.initial = layout.flatten(module)
-        self.module = copy.deepcopy(module).train()
-        self.frozen = copy.deepcopy(module).eval().requires_grad_(False)
+        self._original = module
+        self.module = layout.shell(module).train()
+        self.frozen = layout.shell(module).eval().requires_grad_(False)
         self.net = BoundNet(self.module, layout, self.frozen)
         self.needs_pairs = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
         self._row: Tensor | None = None
@@ -161,6 +161,16 @@ class Replica:
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
         self._slots = layout.slots[: len(self._parameters)]
         self._trained = list(self._parameters)
+
+    @cached_property
+    def initial(self) -> Tensor:
+        """The model that the task starts from, `[P]`."""
+        return self.layout.flatten(self._original)
+
+    @property
+    def like(self) -> Tensor:
+        """Nothing, of the rows' type and where they lie."""
+        return self._gradient[0, :0]
 
     def bind(self, rows: Tensor) -> None:
         """Make the module a view of `rows [1, P]` (free when it already is)."""

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -81,10 +82,15 @@ class Evaluator:
     """Scores rows on samples through one module in evaluation mode; statistics and random streams stay untouched."""
 
     def __init__(self, module: nn.Module, layout: Layout, dataset: Dataset, batch_size: int = 500) -> None:
-        self.module = copy.deepcopy(module).eval().requires_grad_(False)
+        self._original = module
         self.layout = layout
         self.dataset = dataset
         self.batch_size = batch_size
+
+    @cached_property
+    def module(self) -> nn.Module:
+        """The module, made when it is first needed: engines often have no models to score."""
+        return copy.deepcopy(self._original).eval().requires_grad_(False)
 
     def score(self, row: Tensor, samples: Samples, integers: Tensor | None = None) -> Score:
         """The score of the model `row [P]` on all samples together."""
@@ -112,6 +118,7 @@ class Evaluator:
         self, row: Tensor, samples: Samples, index: Tensor | None, integers: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Whether each sample (of `index`, or of all) is classified right, and its cross entropy as float64."""
+        # Into tensors of its own, not by binding: how numbers lie in memory moves the last digits of products.
         self.layout.load(self.module, row, integers)
         count = len(samples) if index is None else len(index)
         device = samples.labels.device
