@@ -71,7 +71,8 @@ def _filled(what: str, which: str | None) -> str:
         return overview() if which is None else "\n\n".join(map(described, family(which)))
     if what == "file" and which is not None:
         text = (ROOT / which).read_text(encoding="utf-8")
-        return text.partition("\n")[2].strip()  # the page has a title of its own
+        inside = text.partition("\n")[2].strip()  # the page has a title of its own
+        return inside.replace("](../docs/", "](")  # what lies in docs/ is beside the page
     return "\n\n".join(f"#{described(entry)}" for entry in REGISTRIES[what])  # one level below the page's sections
 
 
