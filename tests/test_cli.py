@@ -77,6 +77,20 @@ def test_a_finished_run_is_not_run_again_unless_asked(fed: Say) -> None:
     assert fresh[1].splitlines()[0] == first[1].splitlines()[0]
 
 
+def test_a_run_is_lengthened_by_the_same_command_with_more_rounds(fed: Say, tmp_path: Path) -> None:
+    page = tmp_path / "runs/job/fedavg/seed-0/report.html"
+    assert fed("run", "job.toml")[0] == 0
+    shorter = page.read_text()
+    code, out, err = fed("run", "job.toml", "rounds=5")
+    assert code == 0, err
+    assert err.splitlines()[0] == "fedavg, seed 0: going on from round 3 of 5"
+    assert "5 rounds, " in out
+    assert page.read_text() != shorter
+    code, out, err = fed("run", "job.toml")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "has done 5 of 5 rounds, so that rounds must be more than 5, not 3: choose another name" in err
+
+
 def test_quiet_leaves_the_result_alone(fed: Say) -> None:
     code, out, err = fed("run", "job.toml", "--quiet", "algorithm=fedmr")
     assert (code, err) == (0, "")
@@ -251,7 +265,7 @@ def test_without_a_terminal_progress_is_a_line_now_and_then() -> None:
         now += 6
         lines(Event("round", name, finished, {"round": finished, "accuracy": 0.5}, 6.0))
     assert text.getvalue().splitlines() == [
-        f"{name}: going on after round 4",
+        f"{name}: going on from round 4 of 10",
         f"{name}: round 6 of 10, accuracy 50.0 %; about 24 s left",
         f"{name}: round 8 of 10, accuracy 50.0 %; about 12 s left",
     ]

@@ -105,9 +105,22 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint(algorithm: str, tmp
 def test_another_configuration_does_not_go_on_in_the_same_folder(tmp_path: Path) -> None:
     config = run_config("fedavg", tmp_path / "run", rounds=1)
     server.serve(LocalGrid(nodes(CLIENTS, tmp_path), config), config, PAUSE)
-    other = run_config("fedavg", tmp_path / "run", rounds=2)
-    with pytest.raises(CheckpointError, match="holds a run with rounds = 1, not 2"):
+    other = run_config("fedprox", tmp_path / "run", rounds=1)
+    with pytest.raises(CheckpointError, match="holds a run with algorithm = 'fedavg', not 'fedprox'"):
         server.serve(LocalGrid(nodes(CLIENTS, tmp_path), other), other, PAUSE)
+
+
+def test_a_finished_run_is_lengthened_with_what_its_sites_remember(tmp_path: Path) -> None:
+    """Both lengths are evaluated in round 5."""
+    shorter, longer = (run_config("scaffold", tmp_path / "run", rounds) for rounds in (5, 8))
+    sites = nodes(CLIENTS, tmp_path / "memory")
+    server.serve(LocalGrid(sites, shorter), shorter, PAUSE)
+    server.serve(LocalGrid(sites, longer), longer, PAUSE)
+    whole = {**longer, "output": str(tmp_path / "whole")}
+    server.serve(LocalGrid(nodes(CLIENTS, tmp_path / "other"), whole), whole, PAUSE)
+    assert lines(tmp_path / "run" / "metrics.jsonl") == lines(tmp_path / "whole" / "metrics.jsonl")
+    model, wanted = (tmp_path / place / "model.safetensors" for place in ("run", "whole"))
+    assert model.read_bytes() == wanted.read_bytes()
 
 
 def test_sites_that_do_not_come_are_named(tmp_path: Path) -> None:

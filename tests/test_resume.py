@@ -103,6 +103,19 @@ def test_killed_in_the_middle_of_writes(server: Server, undisturbed: dict[str, b
     assert_same(server.folder, undisturbed)
 
 
+def test_killed_while_a_finished_run_becomes_a_longer_one(server: Server, undisturbed: dict[str, bytes]) -> None:
+    assert server.run("run", "job.toml", "--quiet", "rounds=20")[0] == 0
+    for at in range(1, 13):
+        code, output = server.run("run", "job.toml", "--quiet", die_at=at)
+        assert code == -signal.SIGKILL, output
+    assert server.run("run", "job.toml", "--quiet")[0] == 0
+    texts = (server.folder / RUN / "metrics.jsonl").read_bytes(), undisturbed["metrics.jsonl"]
+    found, wanted = ([json.loads(line) for line in text.splitlines()] for text in texts)
+    found[19] = {name: found[19][name] for name in wanted[19]}  # where the shorter run ended, more was evaluated
+    assert found == wanted
+    assert_same(server.folder, {name: undisturbed[name] for name in KEPT if not name.endswith(".jsonl")})
+
+
 def test_a_truncated_checkpoint_and_a_broken_line_cost_rounds_but_not_the_run(
     server: Server, undisturbed: dict[str, bytes]
 ) -> None:

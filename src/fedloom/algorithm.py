@@ -209,6 +209,11 @@ class Algorithm:
         """Whether `select` gives the next round's selection before this round's replies are in."""
         return all(method.foreseeable for method in self.inner())
 
+    @property
+    def foresees_end(self) -> bool:
+        """Whether anything depends on `round.rounds`, how many rounds there are: then a run cannot be lengthened later."""
+        return any(method.foresees_end for method in self.inner())
+
     def full_state(self) -> dict[str, Tensor]:
         """The state of this method and of those it wraps, by path."""
         full = dict(self.state)

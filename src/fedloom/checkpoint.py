@@ -33,9 +33,10 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints of one run, in its directory."""
 
-    def __init__(self, directory: Path, run: str) -> None:
+    def __init__(self, directory: Path, run: str, formerly: Sequence[str] = ()) -> None:
         self.directory = directory
         self.run = run  # what must be the same for a checkpoint to be continued
+        self.formerly = formerly  # what it was in earlier versions
         self.notices: list[str] = []
 
     def paths(self) -> list[Path]:
@@ -59,13 +60,13 @@ class Checkpoints:
         have figures. `adopt` raises `DamagedCheckpoint` where something beside the file, which it needs, is missing.
 
         What had to be passed over, and where the run goes on instead, is said in `notices`. Raises `CheckpointError` when a
-        checkpoint belongs to another run.
+        checkpoint belongs to another run. One that an earlier version wrote is written again as of this one.
         """
         passed: list[str] = []
         found: Checkpoint | None = None
         for path in self.paths():
             try:
-                candidate = self._read(path)
+                candidate, run = self._read(path)
                 if candidate.round > recorded:
                     raise DamagedCheckpoint(
                         f"{path} is of round {candidate.round}, but only {recorded} rounds have figures"
@@ -75,21 +76,24 @@ class Checkpoints:
                 passed.append(str(error))
                 continue
             found = candidate
+            if run != self.run:
+                self.save(candidate)
             break
         instead = "starting again from round 1" if found is None else f"going on after round {found.round}"
         self.notices += [f"{reason}: {instead}" for reason in passed]
         return found
 
-    def _read(self, path: Path) -> Checkpoint:
+    def _read(self, path: Path) -> tuple[Checkpoint, str]:
+        """A checkpoint, and what it says of the run it belongs to."""
         tensors, metadata = read_tensors(path)
-        found = metadata.get("format"), metadata.get("run"), metadata.get("round", "")
+        found = metadata.get("format"), metadata.get("run", ""), metadata.get("round", "")
         if found[0] != FORMAT:
             raise CheckpointError(f"{path} has format {found[0]!r}, this version reads {FORMAT!r}")
-        if found[1] != self.run:
+        if found[1] not in (self.run, *self.formerly):
             raise CheckpointError(
                 f"{path} is of another run (method, settings, data or initial model): use another folder"
             )
-        return Checkpoint(int(found[2]), _below("server/", tensors), _below("clients/", tensors))
+        return Checkpoint(int(found[2]), _below("server/", tensors), _below("clients/", tensors)), found[1]
 
 
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -97,6 +97,10 @@ class Apple(PartlyShared):
             return torch.full_like(shares, 1 / shares.shape[1])
         return torch.eye(shares.shape[1], dtype=shares.dtype, device=shares.device)[own]
 
+    @property
+    def foresees_end(self) -> bool:
+        return True
+
     def strictness(self, round: Round) -> float:
         """l(t), how strongly relations are held to the shares of data."""
         end, passed = self.decline * round.rounds, round.number - 1

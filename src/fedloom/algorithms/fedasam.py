@@ -61,6 +61,10 @@ class SharpnessAware(Algorithm, ABC):
         averaged = self.swa and int(self.state["swa_count"]) > 0
         return self.state["swa_model" if averaged else "model"]
 
+    @property
+    def foresees_end(self) -> bool:
+        return self.swa
+
     def _place_in_cycle(self, round: Round) -> int:
         """From 1 to `swa_cycle`; 0 before the first cycle."""
         first = max(1, math.ceil(self.swa_start * round.rounds - 1e-9))

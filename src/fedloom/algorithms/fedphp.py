@@ -47,6 +47,10 @@ class FedPHP(PartlyShared):
         require_one_of("clock", self.clock, ("own", "round"))
         require_one_of("deployed", self.deployed, ("history", "local"))
 
+    @property
+    def foresees_end(self) -> bool:
+        return True
+
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         history = cohort.memory.get("fedphp_history", cohort.initial)
         if self.transfer:

@@ -53,9 +53,18 @@ class Umf(Wrapper):
         for method in self.method.nested():
             _require_one_start(method, plan)
 
+    @property
+    def foresees_end(self) -> bool:
+        return not self._trains_all or super().foresees_end  # else nobody trains idly in the last round
+
+    @property
+    def _trains_all(self) -> bool:
+        """Whether all idle clients train, not those alone that the next round selects."""
+        return self.simulate_all or not self.method.foreseeable
+
     def select(self, round: Round) -> Selection:
         chosen = self.method.select(round)
-        if self.simulate_all or not self.method.foreseeable:
+        if self._trains_all:
             wanted: tuple[int, ...] = tuple(range(round.clients))
         elif round.number < round.rounds:
             wanted = self.method.select(round.at(round.number + 1)).clients

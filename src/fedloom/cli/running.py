@@ -16,7 +16,7 @@ def run(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Qu
     """Train one method with one seed.
 
     FILE.toml is the configuration; KEY=VALUE changes one of its keys, such as algorithm=fedmr or training.learning_rate=0.1.
-    The same command goes on after an interruption.
+    The same command goes on after an interruption; with more rounds=..., it lengthens a run, finished or not.
     """
     from fedloom.experiment.configuration import load
     from fedloom.experiment.events import RunName
@@ -58,7 +58,8 @@ def compare(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet
 
     FILE.toml is the configuration, KEY=VALUE changes one of its keys, such as seeds=[0,1,2] or rounds=50, and
     settings.KEY=[...] compares in several settings, such as settings.data.partition=[iid,dirichlet(0.1)]. Every method has
-    the same clients, samples and initial models. The same command goes on after an interruption.
+    the same clients, samples and initial models. The same command goes on after an interruption; with more rounds=..., it
+    lengthens the runs, finished or not.
     """
     from fedloom.experiment.comparison import Comparison
     from fedloom.experiment.configuration import load

@@ -27,6 +27,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from fedloom.algorithm import Algorithm, describe
 from fedloom.checkpoint import RoundLog
 from fedloom.errors import CheckpointError
 from fedloom.experiment.environment import environment, version_changes
@@ -42,6 +43,11 @@ _FILES = (
     "clients.jsonl", "clients", "checkpoint-*", "model.safetensors", "result.json", "report.html", "landscape.json", "recorded",
     "recorded.jsonl", RECORDED, f".*{UNFINISHED}", "trackers.jsonl", "events.out.tfevents.*",
 )  # fmt: skip
+
+# What is there of a run that came to its end, and of no other. The first says that it did, so it goes first.
+_END = ("result.json", "model.safetensors", "report.html", "landscape.json", RECORDED)
+
+_OTHERWISE = "choose another name or directory, or start again with --fresh"
 
 
 class RunDirectory:
@@ -74,23 +80,38 @@ class RunDirectory:
         """Whether a run came to its end here."""
         return (self.path / "result.json").exists()
 
+    def ended(self, configuration: Mapping[str, Any]) -> bool:
+        """Whether a run of as many rounds came to its end here. Raises `CheckpointError` when a file is damaged."""
+        return self.finished and self.rounds == configuration["rounds"]
+
+    @property
+    def rounds(self) -> int | None:
+        """How many rounds the run here has, done or to come; None where there is no run. Raises as `configuration`."""
+        return int(self.configuration["rounds"]) if (self.path / "configuration.json").exists() else None
+
     @property
     def configuration(self) -> dict[str, Any]:
         """What the run here depends on. Raises `CheckpointError` when that file is missing or damaged."""
         return self._read("configuration.json")
 
-    def begin(self, configuration: Mapping[str, Any], fresh: bool = False) -> list[str]:
-        """Make the directory that of this configuration; what there is to say about going on is returned, line by line.
+    def begin(self, configuration: Mapping[str, Any], method: Algorithm, fresh: bool = False) -> list[str]:
+        """Make the directory ready for a run of this configuration, which `settle` makes it that of once the run is sure to
+        start; what there is to say about going on is returned, line by line.
 
-        With `fresh`, an earlier run's files are removed. Raises `CheckpointError` when the directory holds a run of another
-        configuration; the text names the first key that differs.
+        With `fresh`, an earlier run's files are removed. Raises as `require`.
         """
         if fresh:
             self.clear()
         remove_unfinished(self.path)
-        self.require(configuration)
+        self.require(configuration, method)
+        return [] if self.ended(configuration) else self._note_environment()
+
+    def settle(self, configuration: Mapping[str, Any]) -> None:
+        """Make the directory that of this configuration. Where a run with fewer rounds came to its end, that is no end now."""
+        if not self.ended(configuration):
+            for name in _END:
+                (self.path / name).unlink(missing_ok=True)
         write_text(self.path / "configuration.json", to_json(configuration))
-        return [] if self.finished else self._note_environment()
 
     def _note_environment(self) -> list[str]:
         present, path = environment(), self.path / "environment.json"
@@ -99,17 +120,38 @@ class RunDirectory:
         changes = version_changes(before, present)
         return [f"{self.path} was begun with {changes}: the last digits may differ"] if changes else []
 
-    def require(self, configuration: Mapping[str, Any]) -> None:
-        """Raise `CheckpointError` unless the directory is empty or holds a run of this configuration."""
+    def require(self, configuration: Mapping[str, Any], method: Algorithm) -> None:
+        """Raise `CheckpointError` unless the directory is empty, or holds a run of `method` that can go on, or has come to its
+        end, with this configuration: nothing differs, unless in the number of rounds. The text names the first key that does.
+        """
         if not (self.path / "configuration.json").exists():
             return
         before, now = _flat(self._read("configuration.json")), _flat(configuration)
-        for key in sorted(before.keys() | now.keys()):
+        for key in sorted((before.keys() | now.keys()) - {"rounds"}):
             if before.get(key) != now.get(key):
                 raise CheckpointError(
-                    f"{self.path} holds a run with {key} = {before.get(key)!r}, not {now.get(key)!r}: "
-                    "choose another name or directory, or start again with --fresh"
+                    f"{self.path} holds a run with {key} = {before.get(key)!r}, not {now.get(key)!r}: {_OTHERWISE}"
                 )
+        if before["rounds"] != now["rounds"]:
+            self._require_rounds(before["rounds"], now["rounds"], method)
+
+    def _require_rounds(self, before: int, now: int, method: Algorithm) -> None:
+        """Raise `CheckpointError` unless the run can come to its end after another number of rounds than it was begun with."""
+        if method.foresees_end:
+            raise CheckpointError(
+                f"{self.path} holds a run with rounds = {before}, not {now}, "
+                f"and what {describe(method)} does in a round depends on how many there are: {_OTHERWISE}"
+            )
+        done = max((record["round"] for record in RoundLog(self.path / "metrics.jsonl").read()), default=0)
+        if now <= done:  # also after as many: nobody may have evaluated the last one
+            raise CheckpointError(
+                f"{self.path} holds a run that has done {done} of {before} rounds, so that rounds must be more than {done}, "
+                f"not {now}: {_OTHERWISE}"
+            )
+        if self.finished and not any(self.path.glob("checkpoint-*.safetensors")):
+            raise CheckpointError(
+                f"{self.path} holds no checkpoint any more, to go on from round {done} of {now}: {_OTHERWISE}"
+            )
 
     def clear(self) -> None:
         """Remove what a run wrote, and nothing else."""

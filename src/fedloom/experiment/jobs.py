@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fedloom.algorithm import build
 from fedloom.data.dataset import Dataset
@@ -43,11 +43,15 @@ class Job:
     @property
     def finished(self) -> bool:
         """Whether the run came to its end."""
-        return RunDirectory(self.path).finished
+        return RunDirectory(self.path).ended(self._resolved)
 
     def require(self) -> None:
-        """Raise `CheckpointError` where the directory holds the run of another configuration."""
-        RunDirectory(self.path).require(self.configuration.resolved(self.name.algorithm, self.name.seed))
+        """Raise `CheckpointError` where the directory holds a run that cannot become this one."""
+        RunDirectory(self.path).require(self._resolved, build(self.name.algorithm))
+
+    @property
+    def _resolved(self) -> dict[str, Any]:
+        return self.configuration.resolved(self.name.algorithm, self.name.seed)
 
     def summary(self) -> RunSummary:
         """The figures of the run so far."""

@@ -69,7 +69,7 @@ class Display:
                 f"{event.run}: accuracy {_percent(event)} after {event.finished} rounds, {time_text(event.seconds)}"
             )
         elif event.kind == "started" and event.finished:
-            self.line(f"{event.run}: going on after round {event.finished}")
+            self.line(f"{event.run}: going on from round {event.finished} of {self.rounds(event.run)}")
 
     def line(self, text: str) -> None:
         """A line that stays."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from fedloom.algorithm import Algorithm, build, describe
@@ -27,6 +25,7 @@ from fedloom.experiment.configuration import Configuration, schedule_values
 from fedloom.experiment.directory import RunDirectory, folder_name, to_json
 from fedloom.experiment.environment import environment
 from fedloom.experiment.events import Event, RunName, Watch
+from fedloom.experiment.identity import identities
 from fedloom.experiment.trackers.tracker import Tracker
 from fedloom.experiment.trackers.tracking import Tracking
 from fedloom.federation import Federation
@@ -42,8 +41,6 @@ from fedloom.task import Task
 
 OnRound = Callable[[Record, Record], None]
 """Called after each round with its figures and its times."""
-
-_SAMPLED = 1000  # inputs that stand for all of them when data are told apart
 
 _logger = logging.getLogger("fedloom")
 
@@ -138,10 +135,11 @@ def run(
     """Train `algorithm`, such as `FedMR()` or `"fedmr(unit=segment, fraction=0.5)"`, on the task.
 
     How long and how often is told as to `Schedule`. With a `directory`, figures, checkpoints and the final model are kept
-    there: the same call goes on where it was interrupted, and only reads what is there when the run is finished. `algorithm`
-    itself stays as it is. `record` says what is written down beside the figures, such as `["objective(every=10)"]`
-    (`Result.recorded`); the run is the same without. `engine` is where clients train: `rows`, `stacked`, `processes`,
-    `ray` or `auto`, which takes the fastest (`make_engine`). `trackers` hear of every round (`build_tracker`).
+    there: the same call goes on where it was interrupted, and only reads what is there when the run is finished; with more
+    `rounds` it lengthens the run, unless the method `foresees_end`. `algorithm` itself stays as it is. `record` says what is
+    written down beside the figures, such as `["objective(every=10)"]` (`Result.recorded`); the run is the same without.
+    `engine` is where clients train: `rows`, `stacked`, `processes`, `ray` or `auto`, which takes the fastest (`make_engine`).
+    `trackers` hear of every round (`build_tracker`).
     Raises `InvalidValue` for a figure out of range, `CheckpointError` for the directory of another run, and `Diverged` when
     no client's model is finite any more.
     """
@@ -159,13 +157,15 @@ def run(
             return _trained(Result(federation, task, described, recording), trackers, on_round)
     place = RunDirectory(Path(directory))
     with place.locked():
-        wanted = () if place.finished else trackers
-        for notice in place.begin(described):
+        for notice in place.begin(described, method):
             _logger.warning(notice)
+        before, wanted = place.rounds, () if place.ended(described) else trackers
         recording = Recording(recorders, place.path) if recorders else None
         made = make_engine(engine, task, schedule, hearing=_listens(recorders, method))
         with closing(made):
             federation = _open(method, task, schedule, place, described, recording, made)
+            if before not in (None, rounds):
+                _logger.warning("%s: going on from round %d of %d", place.path, federation.finished, rounds)
             return _trained(Result(federation, task, described, recording), wanted, on_round, place)
 
 
@@ -211,15 +211,16 @@ def run_configured(
     resolved = configuration.resolved(name.algorithm, name.seed)
     place = run_directory(configuration, *name) if path is None else RunDirectory(path)
     with place.locked():
-        if place.finished and not fresh:
-            place.require(resolved)
+        method = build(name.algorithm)
+        if not fresh and place.finished:
+            place.require(resolved, method)
+        if not fresh and place.ended(resolved):
             watch(Event("skipped", name, configuration.schedule.rounds))
             return place.summary(name.algorithm)
         task = (make_task or configuration.task)(name.seed)
-        notices = place.begin(resolved, fresh)
+        notices = place.begin(resolved, method, fresh)
         schedule = dataclasses.replace(configuration.schedule, seed=name.seed)
         recording = Recording(build_recorders(configuration.record), place.path) if configuration.record else None
-        method = build(name.algorithm)
         hearing = recording is not None and _listens(recording.recorders, method)
         made = engine(task) if engine else make_engine(configuration.engine, task, schedule, hearing=hearing)
         with closing(made):
@@ -260,8 +261,9 @@ def _open(
     engine: Engine,
 ) -> Federation:
     """The federation in its directory, after its last checkpoint; what it will need to be read is written first."""
-    identity = _identity(task, described)
-    federation = Federation(method, task, engine, schedule, place.path, identity, _present(recording))
+    identity, *formerly = identities(task, described, method, place.rounds)
+    federation = Federation(method, task, engine, schedule, place.path, identity, _present(recording), formerly)
+    place.settle(described)
     chosen = engine.chosen if isinstance(engine, LocalEngine) else None
     if chosen is not None and chosen.seconds:
         write_text(place.path / "engine.json", json.dumps(dataclasses.asdict(chosen)) + "\n")
@@ -374,18 +376,3 @@ def _described_data(task: Task) -> dict[str, Any]:
         "test_samples": len(task.test),
         "parameters": task.layout.trainable,
     }
-
-
-def _identity(task: Task, described: Mapping[str, Any]) -> str:
-    """A digest of what determines the run: settings, split, labels, initial model and a sample of the inputs."""
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
-    for samples in (task.train, task.test):
-        chosen = torch.linspace(0, max(len(samples) - 1, 0), min(len(samples), _SAMPLED)).long()
-        for tensor in (samples.labels, samples.inputs[chosen.to(samples.inputs.device)]):
-            digest.update(tensor.contiguous().cpu().numpy().tobytes())
-    for split in (task.partition, task.local_test):
-        if split is not None:
-            digest.update(split.indices.tobytes() + split.offsets.tobytes())
-    for row in (task.initial, task.initial_integers):
-        digest.update(row.cpu().numpy().tobytes())
-    return digest.hexdigest()

@@ -1,0 +1,269 @@
+"""A run that turns out too short is made longer: it goes on from where it ended, and ends as if it had been that long at once."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedloom as fl
+from every_method import EVERY_METHOD
+from fedloom.algorithm import Algorithm, build
+from fedloom.errors import CheckpointError
+from fedloom.experiment.comparison import Comparison
+from fedloom.experiment.configuration import Configuration, configuration
+from fedloom.experiment.directory import RunDirectory
+from fedloom.experiment.events import Event, RunName
+from fedloom.experiment.identity import identities
+from fedloom.experiment.run import run_configured, run_directory
+from fedloom.federation import Federation
+from fedloom.files import read_tensors, write_tensors
+from small_task import small_task
+
+SHORT, LONG = 5, 9
+OF_THE_END = {"result.json", "model.safetensors", "recording.json"}
+
+
+def run(place: Path, rounds: int, method: str = "scaffold", stop: int | None = None, **more: Any) -> fl.Result:
+    """A run that evaluates in every fourth round; with `stop`, it is interrupted after that round."""
+
+    def stopping(record: dict[str, Any], timing: dict[str, Any]) -> None:
+        if record["round"] == stop:
+            raise KeyboardInterrupt
+
+    settings: dict[str, Any] = {"evaluate_every": 4, "personal_every": 3, "checkpoint_every": 2, "seed": 3} | more
+    return fl.run(
+        method, small_task(), rounds=rounds, participation=0.5, directory=place, on_round=stopping, **settings
+    )
+
+
+def lines(place: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (place / name).read_text().splitlines()]
+
+
+def assert_same(place: Path, whole: Path) -> None:
+    """The final model, what server and clients remember, and the figures, but for the evaluation where the shorter run ended."""
+    for name in ("model.safetensors", f"checkpoint-{LONG:07d}.safetensors", "configuration.json"):
+        assert (place / name).read_bytes() == (whole / name).read_bytes(), name
+    found, wanted = lines(place), lines(whole)
+    assert "accuracy" in found[SHORT - 1]
+    assert "accuracy" not in wanted[SHORT - 1]
+    found[SHORT - 1] = {name: found[SHORT - 1][name] for name in wanted[SHORT - 1]}
+    assert found == wanted
+    assert [line for line in lines(place, "clients.jsonl") if line["round"] != SHORT] == lines(whole, "clients.jsonl")
+
+
+@pytest.mark.parametrize("method", ["scaffold", "fedmr", "ala(feddyn)", "stages(fedavg:6, fedmr)"])
+def test_a_lengthened_run_equals_one_that_was_as_long_at_once(
+    method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, place = tmp_path / "whole", tmp_path / "place"
+    run(whole, LONG, method)
+    run(place, SHORT, method)
+    caplog.clear()
+    result = run(place, LONG, method)
+    assert [record.getMessage() for record in caplog.records] == [f"{place}: going on from round {SHORT} of {LONG}"]
+    assert_same(place, whole)
+    assert len(result.history) == LONG == json.loads((place / "result.json").read_text())["rounds"]
+    caplog.clear()
+    run(place, LONG, method)
+    assert not caplog.records
+
+
+def test_it_is_finished_again_only_at_its_end(tmp_path: Path) -> None:
+    whole, place = tmp_path / "whole", tmp_path / "place"
+    record = ["landscape(grid=3)"]
+    run(whole, LONG, record=record)
+    run(place, SHORT, record=record)
+    (place / "report.html").write_text("of the shorter run")
+    (place / "landscape.json").write_text("{}")
+    assert {path.name for path in place.iterdir()} >= OF_THE_END
+    with pytest.raises(KeyboardInterrupt):
+        run(place, LONG, record=record, stop=SHORT + 1)
+    assert not {path.name for path in place.iterdir()} & {*OF_THE_END, "report.html", "landscape.json"}
+    assert RunDirectory(place).rounds == LONG
+    run(place, LONG, record=record)
+    assert_same(place, whole)
+    assert (place / "recording.json").read_bytes() == (whole / "recording.json").read_bytes()
+
+
+def test_nothing_of_the_shorter_run_is_lost_when_the_longer_one_cannot_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path, SHORT)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+
+    def failing(*_: object) -> None:
+        raise RuntimeError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fedloom.engines.local.RowsEngine.begin", failing)
+        with pytest.raises(RuntimeError, match="no room"):
+            run(tmp_path, LONG)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+    run(tmp_path, LONG)
+
+
+@pytest.mark.parametrize("stop", [2, 4, 5])
+def test_a_run_under_way_is_lengthened_too(stop: int, tmp_path: Path) -> None:
+    whole, place = tmp_path / "whole", tmp_path / "place"
+    run(whole, LONG)
+    with pytest.raises(KeyboardInterrupt):
+        run(place, SHORT, stop=stop)
+    if stop < SHORT:  # and has no evaluation of its own
+        run(place, LONG)
+        assert lines(place) == lines(whole)
+        assert (place / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    else:
+        run(place, LONG)
+        assert_same(place, whole)
+
+
+def test_without_the_checkpoint_of_the_last_round_it_goes_on_from_the_one_before(tmp_path: Path) -> None:
+    whole, place = tmp_path / "whole", tmp_path / "place"
+    run(whole, LONG)
+    run(place, SHORT)
+    (place / f"checkpoint-{SHORT:07d}.safetensors").unlink()
+    result = run(place, LONG)
+    assert lines(place) == lines(whole)
+    assert (place / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert len(result.history) == LONG
+
+
+def test_checkpoints_that_counted_the_rounds_are_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As earlier versions wrote them."""
+    whole, place = tmp_path / "whole", tmp_path / "place"
+    run(whole, LONG)
+    run(place, SHORT)
+    described, method = RunDirectory(place).configuration, build("scaffold")
+    _, counted = identities(small_task(), described, method, SHORT)
+    for path in place.glob("checkpoint-*"):
+        tensors, metadata = read_tensors(path)
+        assert metadata["run"] != counted
+        write_tensors(path, tensors, metadata | {"run": counted})
+    with monkeypatch.context() as patch:  # killed before a checkpoint of the longer run is there
+        patch.setattr(Federation, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(place, LONG)
+    assert max(path.name for path in place.glob("checkpoint-*")) == f"checkpoint-{SHORT:07d}.safetensors"
+    run(place, LONG)
+    assert_same(place, whole)
+
+
+@pytest.mark.parametrize("method", ["fedphp", "fedasam(swa=true)", "ala(fedphp)", "stages(umf(fedavg):3, fedmr)"])
+def test_a_method_that_foresees_the_end_is_not_lengthened(method: str, tmp_path: Path) -> None:
+    run(tmp_path, 2, method)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    with pytest.raises(
+        CheckpointError, match=r"rounds = 2, not 4, and what .* does in a round depends on how many there"
+    ) as error:
+        run(tmp_path, 4, method)
+    assert "choose another name or directory, or start again with --fresh" in str(error.value)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
+def test_fewer_rounds_than_are_done_are_refused(tmp_path: Path) -> None:
+    run(tmp_path, SHORT)
+    with pytest.raises(
+        CheckpointError, match=f"has done {SHORT} of {SHORT} rounds, so that rounds must be more than .*, not 4:"
+    ):
+        run(tmp_path, 4)
+    assert len(run(tmp_path, SHORT).history) == SHORT
+
+
+def test_fewer_rounds_than_were_asked_for_are_enough_where_they_are_not_done(tmp_path: Path) -> None:
+    whole, place = tmp_path / "whole", tmp_path / "place"
+    run(whole, SHORT)
+    with pytest.raises(KeyboardInterrupt):
+        run(place, LONG, stop=3)
+    with pytest.raises(
+        CheckpointError, match=f"has done 3 of {LONG} rounds, so that rounds must be more than 3, not 3:"
+    ):
+        run(place, 3)
+    run(place, SHORT)
+    for name in ("model.safetensors", "metrics.jsonl", "configuration.json"):
+        assert (place / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+def test_without_any_checkpoint_a_finished_run_stays_what_it_is(tmp_path: Path) -> None:
+    run(tmp_path, SHORT)
+    for path in tmp_path.glob("checkpoint-*"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match=f"holds no checkpoint any more, to go on from round {SHORT} of {LONG}:"):
+        run(tmp_path, LONG)
+    assert RunDirectory(tmp_path).finished
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def plan(folder: Path, rounds: int, **more: object) -> Configuration:
+    return configuration(
+        {
+            "name": "job",
+            "directory": str(folder),
+            "rounds": rounds,
+            "participation": 0.5,
+            "evaluate_every": 1,
+            "model": "logistic",
+            "data": {"clients": 4, "partition": "iid"},
+            **more,
+        }
+    )
+
+
+def test_a_comparison_is_lengthened_run_by_run(tmp_path: Path) -> None:
+    methods = ["fedavg", "fedmr"]
+    Comparison.of(plan(tmp_path / "whole", 5, algorithms=methods)).run(lambda event: None)
+    Comparison.of(plan(tmp_path / "parts", 3, algorithms=methods)).run(lambda event: None)
+    run_configured(plan(tmp_path / "parts", 5), RunName("fedmr", 0), lambda event: None)
+    events: list[Event] = []
+    Comparison.of(plan(tmp_path / "parts", 5, algorithms=methods)).run(events.append)
+    assert [(event.kind, event.run.algorithm, event.finished) for event in events if event.kind != "round"] == [
+        ("skipped", "fedmr", 5),
+        ("started", "fedavg", 3),
+        ("ended", "fedavg", 5),
+    ]
+    for method in methods:
+        for name in ("metrics.jsonl", "model.safetensors", "configuration.json"):
+            inside = run_directory(plan(tmp_path / "parts", 5), method, 0).path.relative_to(tmp_path / "parts") / name
+            assert (tmp_path / "parts" / inside).read_bytes() == (tmp_path / "whole" / inside).read_bytes()
+    assert {one["directory"] for one in json.loads((tmp_path / "parts/comparison.json").read_text())["runs"]} == {
+        str(tmp_path / "parts" / method / "seed-0") for method in methods
+    }
+
+
+def test_a_comparison_that_cannot_be_lengthened_changes_nothing(tmp_path: Path) -> None:
+    methods = ["fedavg", "fedphp"]
+    Comparison.of(plan(tmp_path, 2, algorithms=methods)).run(lambda event: None)
+    with pytest.raises(CheckpointError, match="what fedphp does in a round depends on how many there are"):
+        Comparison.of(plan(tmp_path, 3, algorithms=methods)).run(lambda event: None)
+    assert RunDirectory(tmp_path / "fedavg/seed-0").finished
+
+
+@pytest.mark.parametrize("expression", [*EVERY_METHOD, "fedsam(swa=true)"])
+def test_who_reads_the_number_of_rounds_says_so(expression: str) -> None:
+    """A class in whose module the number is read has its word on `foresees_end`."""
+    for method in build(expression).nested():
+        ancestors = [one for one in type(method).__mro__ if issubclass(one, Algorithm) and one is not Algorithm]
+        reading = {one.__module__ for one in ancestors if re.search(r"\.rounds\b", _source(one))}
+        saying = {one.__module__ for one in ancestors if "foresees_end" in vars(one)}
+        assert reading <= saying | {Algorithm.__module__}, (
+            f"{type(method).__name__} reads round.rounds: give it foresees_end"
+        )
+
+
+def _source(kind: type) -> str:
+    return inspect.getsource(sys.modules[kind.__module__])
+
+
+def test_who_foresees_the_end() -> None:
+    assert {text for text in EVERY_METHOD if build(text).foresees_end} == {"apple", "fedphp", "umf(feddc)"}
+    assert build("stages(fedavg:2, fedasam(swa=true))").foresees_end
+    assert not build("umf(fedavg, simulate_all=true)").foresees_end
