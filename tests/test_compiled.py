@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,16 @@ from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import FedloomError
 from fedloom.replica import Batch, Replica, cross_entropy, head_cross_entropy
 from fedloom.task import Task
+from ray_support import descendants
 from small_task import small_task
 from test_stacked import assert_same, federated, world
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int, ...]]:
-    """The shapes of the labels of every step that was compiled; what compiling keeps goes to a folder of the test's own."""
+def taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple[int, ...]]]:
+    """The shapes of the labels of every step that was compiled; what compiling keeps goes to a folder of the test's own, and no
+    process is left of it."""
+    processes = descendants()
     shapes: list[tuple[int, ...]] = []
     call = CompiledGradient.__call__
 
@@ -36,7 +40,8 @@ def taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int, ..
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is put back, whatever compiling sets
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    return shapes
+    yield shapes
+    assert descendants() == processes
 
 
 def test_compiled_rows_give_the_numbers_of_rows(taken: list[tuple[int, ...]], tmp_path: Path) -> None:

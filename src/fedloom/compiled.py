@@ -69,8 +69,9 @@ class CompiledGradient:
 
 
 def _compiled(function: _Function, cuda: bool) -> _Function:
-    # Layers that draw take the numbers that they take in eager torch; on CUDA a step is one graph of kernels.
-    options: dict[str, Any] = {"fallback_random": True, "triton.cudagraphs": cuda}
+    # Layers that draw take the numbers that they take in eager torch; on CUDA a step is one graph of kernels; compiling starts
+    # no processes, which would stay.
+    options: dict[str, Any] = {"fallback_random": True, "triton.cudagraphs": cuda, "compile_threads": 1}
     compiled: _Function = torch.compile(function, fullgraph=True, dynamic=False, options=options)
     return compiled
 
