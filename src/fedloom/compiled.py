@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,13 +25,19 @@ class CompiledGradient:
 
     It is compiled when it is first called with so many models, samples and trained tensors, and kept on disk for the next
     process (in `compiled` in the cache folder, unless TORCHINDUCTOR_CACHE_DIR says where). Sums come in another order than in
-    eager torch, so numbers agree to float tolerance; random numbers are torch's own. On CUDA it is captured as a CUDA graph.
+    eager torch, so numbers agree to float tolerance; random numbers are torch's own. On CUDA it is captured as a CUDA graph. Of
+    `module`, in training mode, only the architecture counts: it is called with the tensors that are given.
     """
 
     def __init__(self, module: nn.Module, batch_size: int) -> None:
+        # Set before torch's compiler is imported, which settles on a folder then; the import takes seconds.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
+        from torch._dynamo.exc import TorchDynamoException
+
         self.batch_size = batch_size
-        self._module = copy.deepcopy(module).train()
+        self._module = module
         self._functions: dict[tuple[Any, ...], _Function] = {}
+        self._refusal: type[Exception] = TorchDynamoException
 
     def __call__(
         self, trained: dict[str, Tensor], held: dict[str, Tensor], inputs: Tensor, labels: Tensor
@@ -42,10 +47,6 @@ class CompiledGradient:
         All tensors have a leading axis of models where `labels` has, as `[k, b]`. Raises `FedloomError` where it cannot be
         compiled.
         """
-        # Set before torch's compiler is imported, which settles on a folder then; the import takes seconds.
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
-        from torch._dynamo.exc import TorchDynamoException
-
         key = (tuple(trained), labels.shape)
         if key not in self._functions:
             function = self._function(tuple(trained), tuple(held), stacked=labels.dim() == 2)
@@ -53,7 +54,7 @@ class CompiledGradient:
         moving = [tensor.detach() for tensor in trained.values()]
         try:
             gradients, (loss, after) = self._functions[key](moving, list(held.values()), inputs, labels)
-        except TorchDynamoException as error:
+        except self._refusal as error:
             raise FedloomError(f"compiled=true: torch.compile has no way here: {_first(error)}") from error
         found = loss.clone()  # a graph's next run overwrites what this one gave
         return found, gradients, dict(zip(held, after, strict=True))

@@ -231,7 +231,7 @@ class Replica:
         if batch_size is None:
             self._compiled = None
         elif self._compiled is None or self._compiled.batch_size != batch_size:
-            self._compiled = CompiledGradient(self.module, batch_size)
+            self._compiled = CompiledGradient(self.layout.shell(self._original).train(), batch_size)
 
     def _compiled_for(self, batch: Batch, objective: Objective) -> CompiledGradient | None:
         """What computes this step, where it is one that is compiled."""

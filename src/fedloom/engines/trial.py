@@ -36,7 +36,7 @@ START = 6.0
 
 COMPILING = 60.0
 """Seconds that compiling a step may cost; it is tried on CUDA, where the rounds to come take ten times as long. On a CPU compiled
-steps took 0.83 to 1.08 of the others' time."""
+steps took 0.83 to 1.23 of the others' time."""
 
 
 def fastest(
