@@ -27,15 +27,15 @@ from torch import nn
 
 from fedloom.algorithm import Message, Selection
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.checkpoint import Checkpoints
-from fedloom.cohort import Cohort
 from fedloom.data import Dataset, Partition, Samples
-from fedloom.engines.local import RowsEngine
-from fedloom.federation import Federation
-from fedloom.files import flush
+from fedloom.engines.rows import RowsEngine
+from fedloom.local.cohort import Cohort
 from fedloom.round import Round
-from fedloom.schedule import Schedule
-from fedloom.store import ClientStore, Memory
+from fedloom.rounds.checkpoint import Checkpoints
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
+from fedloom.state.files import flush
+from fedloom.state.store import ClientStore, Memory
 from fedloom.task import Task, make_task
 from outcome import tell
 

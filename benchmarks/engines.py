@@ -29,12 +29,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.allocator import keep_pages
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.engines.choose import ENGINES, make_engine
-from fedloom.engines.processes import ProcessesEngine
-from fedloom.federation import Federation
-from fedloom.schedule import Schedule
+from fedloom.engines.processes.engine import ProcessesEngine
+from fedloom.flat.allocator import keep_pages
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
 from limit import cnn, mlp
 from outcome import tell

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.allocator import keep_pages
-from fedloom.cohort import Cohort
 from fedloom.data import Dataset, Samples
-from fedloom.engines.local import RowsEngine
-from fedloom.evaluation import Evaluation
-from fedloom.federation import Federation
-from fedloom.schedule import Schedule
-from fedloom.scoring import Evaluator
+from fedloom.engines.rows import RowsEngine
+from fedloom.flat.allocator import keep_pages
+from fedloom.local.cohort import Cohort
+from fedloom.rounds.evaluation import Evaluation
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
+from fedloom.rounds.scoring import Evaluator
 from fedloom.task import Task, make_task
 from outcome import tell
 

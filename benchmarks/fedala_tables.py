@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import torch
 
 from fedloom.algorithm import build
-from fedloom.allocator import keep_pages
 from fedloom.data import Dataset
-from fedloom.engines.local import RowsEngine
-from fedloom.experiment.reproduce.numbers import printed
-from fedloom.federation import Federation
-from fedloom.schedule import Schedule
+from fedloom.engines.rows import RowsEngine
+from fedloom.flat.allocator import keep_pages
+from fedloom.papers.numbers import printed
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_dataset, make_task
 from outcome import tell
 

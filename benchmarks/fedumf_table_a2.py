@@ -25,15 +25,15 @@ import torch
 
 from fedloom.algorithm import Message, Replies, Selection, build, uniform
 from fedloom.algorithms.feddc import FedDC
-from fedloom.allocator import keep_pages
-from fedloom.cohort import Cohort
-from fedloom.engines.local import RowsEngine
-from fedloom.experiment.reproduce.fedumf import appendix_setting, synthetic_setting
-from fedloom.experiment.reproduce.numbers import printed
-from fedloom.experiment.reproduce.protocols import Setting
-from fedloom.federation import Federation
+from fedloom.engines.rows import RowsEngine
+from fedloom.flat.allocator import keep_pages
+from fedloom.local.cohort import Cohort
+from fedloom.papers.fedumf import appendix_setting, synthetic_setting
+from fedloom.papers.numbers import printed
+from fedloom.papers.protocols import Setting
 from fedloom.round import Round
-from fedloom.schedule import Schedule
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
 from outcome import tell
 

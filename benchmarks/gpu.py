@@ -25,12 +25,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from engines import TASKS, resnet_task
 from fedloom.algorithm import build
-from fedloom.allocator import keep_pages
-from fedloom.device import find_device
 from fedloom.engines.choose import make_engine
 from fedloom.errors import InvalidValue
-from fedloom.federation import Federation
-from fedloom.schedule import Schedule
+from fedloom.flat.allocator import keep_pages
+from fedloom.flat.device import find_device
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
 from outcome import tell
 

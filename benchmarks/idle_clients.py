@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from fedloom.algorithm import build
-from fedloom.engines.local import RowsEngine
-from fedloom.federation import Federation
-from fedloom.schedule import Schedule
+from fedloom.engines.rows import RowsEngine
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
 from outcome import tell
 

@@ -21,11 +21,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.allocator import keep_pages
 from fedloom.data import Dataset, Partition, Samples
-from fedloom.engines.local import RowsEngine
-from fedloom.federation import Federation, Schedule
-from fedloom.population import recombine_, weighted_mean
+from fedloom.engines.rows import RowsEngine
+from fedloom.flat.allocator import keep_pages
+from fedloom.flat.population import recombine_, weighted_mean
+from fedloom.rounds.federation import Federation, Schedule
 from fedloom.task import Task, make_task
 from outcome import tell
 

@@ -26,12 +26,12 @@ import torch
 from engines import TASKS, random_task
 from fedloom.algorithm import build
 from fedloom.engines.choose import make_engine
-from fedloom.engines.local import RowsEngine
-from fedloom.engines.processes import ProcessesEngine
+from fedloom.engines.processes.engine import ProcessesEngine
+from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import ROWS_HELD, bytes_of_training
-from fedloom.federation import Federation
-from fedloom.population import cosine_similarity, recombine_, squared_distances, weighted_mean
-from fedloom.schedule import Schedule
+from fedloom.flat.population import cosine_similarity, recombine_, squared_distances, weighted_mean
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
 from outcome import tell
 

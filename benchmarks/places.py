@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.engines import processes
-from fedloom.engines.local import RowsEngine
-from fedloom.engines.processes import ProcessesEngine
-from fedloom.engines.ray import RayEngine
-from fedloom.federation import Federation, Schedule
+from fedloom.engines.processes import engine as processes
+from fedloom.engines.processes.engine import ProcessesEngine
+from fedloom.engines.ray.engine import RayEngine
+from fedloom.engines.rows import RowsEngine
+from fedloom.rounds.federation import Federation, Schedule
 from fedloom.task import Task
 from limit import cnn, random_task
 from outcome import tell

@@ -24,12 +24,12 @@ from torch import nn
 
 from fedloom.algorithm import Algorithm
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.allocator import keep_pages
 from fedloom.data import Partition
 from fedloom.engines.base import Engine, Order
-from fedloom.engines.local import RowsEngine
-from fedloom.engines.processes import ProcessesEngine
-from fedloom.federation import Federation, Schedule
+from fedloom.engines.processes.engine import ProcessesEngine
+from fedloom.engines.rows import RowsEngine
+from fedloom.flat.allocator import keep_pages
+from fedloom.rounds.federation import Federation, Schedule
 from fedloom.task import Task
 from limit import CLIENTS, bare_seconds, cnn, mlp, random_task
 from outcome import tell

@@ -24,8 +24,8 @@ from torch import nn
 
 from fedloom.algorithm import build
 from fedloom.data import Dataset, Partition, Samples
-from fedloom.engines.local import RowsEngine
-from fedloom.federation import Federation, Schedule
+from fedloom.engines.rows import RowsEngine
+from fedloom.rounds.federation import Federation, Schedule
 from fedloom.task import make_task
 from outcome import tell
 

@@ -23,12 +23,12 @@ from torch import Tensor
 from fedloom.algorithm import Message, Replies, build
 from fedloom.algorithms.fedmr import FedMR
 from fedloom.algorithms.secure import Secure
-from fedloom.engines.local import RowsEngine
-from fedloom.federation import Federation, Schedule
-from fedloom.layout import Layout, Unit
-from fedloom.population import squared_distances
+from fedloom.engines.rows import RowsEngine
+from fedloom.flat.layout import Layout, Unit
+from fedloom.flat.population import squared_distances
 from fedloom.randomness import stream
 from fedloom.round import Round
+from fedloom.rounds.federation import Federation, Schedule
 from fedloom.secure import InMemoryTransport, Peer, Rules, ServerKey, Terms, conduct, layer_sizes, rehearse, to_layers
 from fedloom.secure.draws import Draws, StreamDraws
 from fedloom.task import Task, make_task

@@ -13,7 +13,7 @@ import torch
 
 import fedloom as fl
 from fedloom.algorithm import Message, algorithms
-from fedloom.cohort import Cohort
+from fedloom.local.cohort import Cohort
 
 
 @algorithms.register("heavy_clients")

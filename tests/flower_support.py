@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 import fedloom
 from fedloom.algorithm import build
-from fedloom.deploy.agreement import Deployment, deployment, description, layout_digest
-from fedloom.deploy.client import app
-from fedloom.engines.flower import FlowerEngine
-from fedloom.engines.flower_messages import ARRAYS, PROTOCOL, RECORD
-from fedloom.engines.flower_post import Post
-from fedloom.engines.flower_sites import Sites
-from fedloom.federation import Federation
-from fedloom.schedule import Schedule
+from fedloom.engines.flower.deploy.agreement import Deployment, deployment, description, layout_digest
+from fedloom.engines.flower.deploy.client import app
+from fedloom.engines.flower.engine import FlowerEngine
+from fedloom.engines.flower.messages import ARRAYS, PROTOCOL, RECORD
+from fedloom.engines.flower.post import Post
+from fedloom.engines.flower.sites import Sites
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 
 
 class NormNet(nn.Module):

@@ -104,8 +104,8 @@ def _obey(request: dict[str, Any]) -> NoReturn:
 
 def _die_at(last: int) -> None:
     """Half of the `last` write reaches its file; then the process is gone."""
-    import fedloom.files as files
-    from fedloom.checkpoint import RoundLog
+    import fedloom.state.files as files
+    from fedloom.rounds.checkpoint import RoundLog
 
     move, append, done = files._move, RoundLog.append, 0
 

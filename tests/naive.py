@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from batch_order import batch_order
 from fedloom.algorithm import Algorithm
-from fedloom.engines.local import RowsEngine
-from fedloom.federation import Federation, Schedule
+from fedloom.engines.rows import RowsEngine
 from fedloom.randomness import stream
+from fedloom.rounds.federation import Federation, Schedule
 from naive_world import FEATURES, SmallWorld
 
 State = dict[str, Tensor]

@@ -17,11 +17,11 @@ from torch.nn import functional as F
 from batch_order import batch_order
 from fedloom.algorithm import Algorithm
 from fedloom.engines.base import INTEGERS, Order
-from fedloom.engines.local import RowsEngine
-from fedloom.federation import Federation
+from fedloom.engines.rows import RowsEngine
 from fedloom.randomness import stream
 from fedloom.round import Round
-from fedloom.schedule import Schedule
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from naive_world import FEATURES, SmallWorld
 
 Extra = Callable[[nn.Module], Tensor]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fedloom.algorithm import Message
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.cohort import Cohort
 from fedloom.errors import InvalidValue
+from fedloom.local.cohort import Cohort
 from fedloom.task import Task
 from fedloom.training import Training
 from small_task import CLASSES, Remembering, small_task

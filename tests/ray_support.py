@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fedloom.algorithm import Message
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.cohort import Cohort
+from fedloom.local.cohort import Cohort
 
 SCRIPT = """
 import sys
@@ -18,9 +18,9 @@ import ray
 import torch
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.choose import make_engine
-from fedloom.engines.local import RowsEngine
-from fedloom.federation import Federation
-from fedloom.schedule import Schedule
+from fedloom.engines.rows import RowsEngine
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from ray_support import descendants
 from small_task import small_task
 

@@ -10,8 +10,8 @@ from typing import Any
 from flwr.app import ConfigRecord, Message
 from flwr.common.serde import message_to_proto
 
-from fedloom.deploy.keys import make_keys
-from fedloom.engines.flower_messages import PARCEL, parcel_of, words_of
+from fedloom.engines.flower.deploy.keys import make_keys
+from fedloom.engines.flower.messages import PARCEL, parcel_of, words_of
 from fedloom.secure.messages import Letter, Request
 from flower_support import CLIENTS, LocalGrid, Node, nodes, travelled
 

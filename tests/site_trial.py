@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, build
-from fedloom.deploy.template import write_app
 from fedloom.engines.base import Fault, Order, Reply
-from fedloom.engines.local import RowsEngine
-from fedloom.federation import Federation
-from fedloom.files import read_tensors
+from fedloom.engines.flower.deploy.template import write_app
+from fedloom.engines.rows import RowsEngine
 from fedloom.round import Round
+from fedloom.rounds.federation import Federation
+from fedloom.state.files import read_tensors
 from fedloom.task import Task
 from superlink_support import Deployment
 

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from fedloom.algorithm import Message
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.cohort import Cohort
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
+from fedloom.local.cohort import Cohort
 from fedloom.task import Task
 from fedloom.training import Training
 

@@ -13,12 +13,12 @@ import naive_methods as methods
 from fedloom.algorithm import algorithms, build, describe
 from fedloom.algorithms.ala import Ala, FedALA
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.engines.local import RowsEngine
+from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
-from fedloom.federation import Federation
-from fedloom.layout import Layout, Unit
-from fedloom.replica import Replica
-from fedloom.schedule import Schedule
+from fedloom.flat.layout import Layout, Unit
+from fedloom.flat.module import Replica
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from fedloom.training import Training
 from naive_personal import Blend, Moment, Net, Run, Setting, World, assert_same, vector
 

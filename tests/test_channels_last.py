@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom import replica as replicas
-from fedloom.layout import Layout
-from fedloom.replica import Batch, Replica, channels_last, convolutions_weigh_little, cross_entropy
+from fedloom.flat import module as replicas
+from fedloom.flat.layout import Layout
+from fedloom.flat.module import Batch, Replica, channels_last, convolutions_weigh_little, cross_entropy
 
 
 def convolutions(channels: int = 8) -> nn.Module:

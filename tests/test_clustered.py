@@ -26,11 +26,11 @@ from fedloom.algorithms.clustered import (
     similar_groups,
 )
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.engines.local import RowsEngine
+from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
-from fedloom.federation import Federation
 from fedloom.randomness import stream
-from fedloom.schedule import Schedule
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from naive import State, World, assert_same, average, flat
 
 # --- masses ---

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom.compiled import CompiledGradient
 from fedloom.engines import trial
 from fedloom.engines.choose import make_engine
-from fedloom.engines.local import RowsEngine, full_batch
+from fedloom.engines.rows import RowsEngine, full_batch
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import FedloomError
-from fedloom.replica import Batch, Replica, cross_entropy, head_cross_entropy
+from fedloom.flat.compiled import CompiledGradient
+from fedloom.flat.module import Batch, Replica, cross_entropy, head_cross_entropy
 from fedloom.task import Task
 from ray_support import descendants
 from small_task import small_task

@@ -9,9 +9,9 @@ import torch
 
 from every_method import EVERY_METHOD
 from fedloom.algorithm import build, describe
-from fedloom.engines.local import RowsEngine
-from fedloom.federation import Federation
-from fedloom.schedule import Schedule
+from fedloom.engines.rows import RowsEngine
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from fedloom.training import Training
 from naive import World
 

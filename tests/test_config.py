@@ -12,7 +12,7 @@ from fedloom.data.dataset import datasets
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.experiment.configuration import Configuration, Data, configuration, load
 from fedloom.experiment.directory import folder_name
-from fedloom.schedule import Schedule
+from fedloom.rounds.schedule import Schedule
 from fedloom.training import Training
 
 ROOT = Path(__file__).resolve().parents[1]

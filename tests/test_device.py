@@ -15,24 +15,24 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from every_method import EVERY_METHOD
-from fedloom import batches
 from fedloom.algorithm import Plan, build
-from fedloom.chain import LinearChain
-from fedloom.cohort import Cohort
-from fedloom.descent import Descent
-from fedloom.device import find_device, moved, moved_back, present
 from fedloom.engines.choose import make_engine
-from fedloom.engines.local import RowsEngine
+from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import InvalidValue
 from fedloom.experiment.configuration import configuration
 from fedloom.experiment.run import run
-from fedloom.federation import Federation
-from fedloom.replica import Batch, Replica
-from fedloom.replica_stack import StackedReplica
+from fedloom.flat.device import find_device, moved, moved_back, present
+from fedloom.flat.linear_chain import LinearChain
+from fedloom.flat.module import Batch, Replica
+from fedloom.flat.stacked_module import StackedReplica
+from fedloom.local import batches
+from fedloom.local.cohort import Cohort
+from fedloom.local.optimizer import Descent
 from fedloom.round import Round
-from fedloom.schedule import Schedule
-from fedloom.store import ClientStore, Memory
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
+from fedloom.state.store import ClientStore, Memory
 from fedloom.task import Task, make_task
 from fedloom.training import Training
 from small_task import small_task
@@ -218,8 +218,8 @@ def without_waiting() -> Iterator[list[int]]:
         patch.setattr(
             Cohort, "gradient", lambda self, *args, **kwargs: watched(partial(gradient, self, **kwargs))(*args)
         )
-        patch.setattr("fedloom.cohort.alone", gathered(batches.alone))
-        patch.setattr("fedloom.batches._lock_step", gathered(batches._lock_step))
+        patch.setattr("fedloom.local.cohort.alone", gathered(batches.alone))
+        patch.setattr("fedloom.local.batches._lock_step", gathered(batches._lock_step))
         yield steps
 
 

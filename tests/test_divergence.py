@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Replies, Wrapper, build
-from fedloom.engines.local import RowsEngine
+from fedloom.engines.rows import RowsEngine
 from fedloom.errors import Diverged
-from fedloom.federation import Federation
 from fedloom.round import Round
-from fedloom.schedule import Schedule
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from fedloom.task import make_task
 from fedloom.training import Training
 from naive import World

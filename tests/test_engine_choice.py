@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from fedloom.algorithm import build
-from fedloom.engines.channel import Parcel
 from fedloom.engines.choose import make_engine
-from fedloom.engines.local import RowsEngine
-from fedloom.engines.processes import ProcessesEngine, _Worker
-from fedloom.engines.shared import Pool
+from fedloom.engines.processes.channel import Parcel
+from fedloom.engines.processes.engine import ProcessesEngine, _Worker
+from fedloom.engines.processes.shared import Pool
+from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.engines.trial import Trial, mean_steps
 from fedloom.errors import InvalidValue
@@ -22,8 +22,8 @@ from fedloom.experiment import run as experiments
 from fedloom.experiment.configuration import configuration
 from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.run import run_configured, run_directory
-from fedloom.federation import Federation
-from fedloom.schedule import Schedule
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from fedloom.task import make_task
 from test_stacked import Branching, assert_same, federated, world
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import fedloom as fl
-from fedloom.engines.local import RowsEngine
+from fedloom.engines.rows import RowsEngine
 from fedloom.errors import CheckpointError
 from fedloom.experiment.configuration import configuration
 from fedloom.experiment.events import Event, RunName

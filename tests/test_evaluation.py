@@ -18,16 +18,16 @@ from torch.nn import functional as F
 
 from fedloom.algorithm import Algorithm, Message, Replies
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.cohort import Cohort
 from fedloom.data.dataset import Samples
 from fedloom.data.partition import Partition
-from fedloom.engines.local import RowsEngine
+from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
-from fedloom.evaluation import SHARE, TRAINING_PASSES, cadence, newcomers_last
-from fedloom.federation import Federation
+from fedloom.local.cohort import Cohort
 from fedloom.round import Round
-from fedloom.schedule import Schedule
-from fedloom.scoring import Evaluator, Tally
+from fedloom.rounds.evaluation import SHARE, TRAINING_PASSES, cadence, newcomers_last
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
+from fedloom.rounds.scoring import Evaluator, Tally
 from fedloom.task import Task
 from fedloom.training import Training
 from small_task import CLASSES, TEST_SIZES, Remembering, SmallNet, small_task

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from batch_order import batch_order
 from fedloom.algorithm import Algorithm, build
 from fedloom.data import Dataset, Samples
-from fedloom.engines.local import RowsEngine
-from fedloom.federation import Federation
+from fedloom.engines.rows import RowsEngine
+from fedloom.flat.module import channels_last
 from fedloom.randomness import stream
-from fedloom.replica import channels_last
-from fedloom.schedule import Schedule
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
 
 

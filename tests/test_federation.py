@@ -13,13 +13,13 @@ from torch import nn
 
 from fedloom.algorithm import Algorithm, Message, Selection, build
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.cohort import Cohort
 from fedloom.engines.base import Fault, Order, Reply
-from fedloom.engines.local import RowsEngine
+from fedloom.engines.rows import RowsEngine
 from fedloom.errors import Diverged
-from fedloom.federation import Federation
+from fedloom.local.cohort import Cohort
 from fedloom.round import Round
-from fedloom.schedule import Schedule
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from fedloom.task import make_task
 from test_fedavg import federation, small_task
 

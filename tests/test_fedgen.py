@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fedloom.algorithm import build
 from fedloom.algorithms.fedgen import FedGen, classifier, sameness
 from fedloom.errors import InvalidValue
-from fedloom.layout import Layout
+from fedloom.flat.layout import Layout
 from fedloom.randomness import stream, stream_seed
 from naive import State, World, assert_same, average, shares
 

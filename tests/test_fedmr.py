@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from fedloom.algorithm import Plan, Replies, algorithms, build, describe
 from fedloom.algorithms.fedmr import FedMR, Indep, blend_at
-from fedloom.engines.local import RowsEngine
+from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
-from fedloom.federation import Federation
-from fedloom.layout import Layout
-from fedloom.population import mean_cosine_similarity
+from fedloom.flat.layout import Layout
+from fedloom.flat.population import mean_cosine_similarity
 from fedloom.randomness import stream
-from fedloom.schedule import Schedule
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from naive import State, World, assert_same, average, uniform
 
 # --- the second computation: lists of state dictionaries ---

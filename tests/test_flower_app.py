@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.deploy.template import EXAMPLE, _literal, write_app
+from fedloom.engines.flower.deploy.template import EXAMPLE, _literal, write_app
 from fedloom.experiment.configuration import configuration
 from forking_cli import main
 from superlink_support import needs_flower

@@ -15,14 +15,14 @@ import torch
 from flwr.app import Array, Context, Message, RecordDict
 
 from fedloom.algorithm import build
-from fedloom.deploy.agreement import deployment
-from fedloom.deploy.client import app
-from fedloom.engines.flower import FlowerEngine
-from fedloom.engines.flower_messages import Refusal, decoded, encoded, pack, words_of
-from fedloom.engines.local import RowsEngine
+from fedloom.engines.flower.deploy.agreement import deployment
+from fedloom.engines.flower.deploy.client import app
+from fedloom.engines.flower.engine import FlowerEngine
+from fedloom.engines.flower.messages import Refusal, decoded, encoded, pack, words_of
+from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue, RefusedReply
-from fedloom.federation import Federation
-from fedloom.layout import Layout
+from fedloom.flat.layout import Layout
+from fedloom.rounds.federation import Federation
 from flower_support import (
     CLIENTS,
     RUN,
@@ -247,7 +247,7 @@ def test_a_site_that_does_not_fit_ends_the_run_before_it_begins(
 
 def test_other_versions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = run_config("fedavg", tmp_path / "run")
-    monkeypatch.setattr("fedloom.deploy.site.fedloom.__version__", "9.9")
+    monkeypatch.setattr("fedloom.engines.flower.deploy.site.fedloom.__version__", "9.9")
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
     monkeypatch.setattr("flower_support.VERSION", "0.1")
     with pytest.raises(InvalidValue, match=r"site \d: fedloom is '9.9' there and '0.1' here"):

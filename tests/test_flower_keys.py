@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from fedloom.deploy.keys import AUTHORITY_DAYS, SERVER_DAYS, make_keys
+from fedloom.engines.flower.deploy.keys import AUTHORITY_DAYS, SERVER_DAYS, make_keys
 from fedloom.errors import DataError, InvalidValue
 from forking_cli import main
 
@@ -183,7 +183,7 @@ def test_a_certificate_that_has_run_out_is_named(tmp_path: Path, monkeypatch: py
             return datetime.now(UTC) + timedelta(days=SERVER_DAYS + 1)
 
     make_keys(tmp_path, 1)
-    monkeypatch.setattr("fedloom.deploy.keys.datetime", Later)
+    monkeypatch.setattr("fedloom.engines.flower.deploy.keys.datetime", Later)
     with pytest.raises(InvalidValue, match=r"server\.crt expired on \d{4}-\d\d-\d\d: remove it"):
         make_keys(tmp_path, 1)
 

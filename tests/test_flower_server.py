@@ -17,18 +17,18 @@ from flwr.app import Context, Message, RecordDict
 from fedloom.algorithm import build
 from fedloom.data.dataset import Samples
 from fedloom.data.partition import Partition
-from fedloom.deploy import server
-from fedloom.deploy.agreement import deployment
-from fedloom.deploy.answer import default_folder
-from fedloom.deploy.site_data import own_data
-from fedloom.engines.flower_post import Post
-from fedloom.engines.local import RowsEngine
+from fedloom.engines.flower.deploy import server
+from fedloom.engines.flower.deploy.agreement import deployment
+from fedloom.engines.flower.deploy.answer import default_folder
+from fedloom.engines.flower.deploy.site_data import own_data
+from fedloom.engines.flower.post import Post
+from fedloom.engines.rows import RowsEngine
 from fedloom.errors import CheckpointError, DataError, InvalidValue
 from fedloom.experiment.artifact import load_model
 from fedloom.experiment.events import RunName
 from fedloom.experiment.run import run_configured
-from fedloom.federation import Federation
-from fedloom.files import read_tensors
+from fedloom.rounds.federation import Federation
+from fedloom.state.files import read_tensors
 from fedloom.task import Task, make_dataset, make_task
 from flower_support import CLIENTS, RUN, LocalGrid, NormNet, nodes, run_config, schedule, site
 

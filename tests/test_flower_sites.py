@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.deploy.keys import make_keys
+from fedloom.engines.flower.deploy.keys import make_keys
 from site_trial import Trial
 from superlink_support import Deployment, deployed, needs_flower, needs_processes
 

@@ -14,12 +14,12 @@ from torch import nn
 from every_method import EVERY_METHOD
 from fedloom.algorithm import build
 from fedloom.engines.base import Order
-from fedloom.engines.local import RowsEngine
+from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
-from fedloom.federation import Federation, Schedule
-from fedloom.local_run import accumulated_weights, momentum_gain
-from fedloom.population import mutate
+from fedloom.flat.population import mutate
+from fedloom.local.statistics import accumulated_weights, momentum_gain
 from fedloom.round import Round
+from fedloom.rounds.federation import Federation, Schedule
 from fedloom.task import Task, make_task
 from fedloom.training import Training
 from naive import Run, World, assert_same, average, shares

@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from fedloom.algorithm import build
 from fedloom.data import DataSpec
 from fedloom.engines.base import Order
-from fedloom.engines.local import RowsEngine
-from fedloom.federation import Federation
+from fedloom.engines.rows import RowsEngine
 from fedloom.models.build import make_model
 from fedloom.models.structure import head_name
 from fedloom.randomness import stream
 from fedloom.round import Round
-from fedloom.schedule import Schedule
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from fedloom.task import make_task
 from fedloom.training import Training
 from naive import Net, State, World, assert_same, average, flat, shares, uniform, zeros

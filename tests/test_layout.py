@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedloom.errors import InvalidValue
-from fedloom.layout import Layout
+from fedloom.flat.layout import Layout
 
 
 class Odd(nn.Module):

@@ -21,8 +21,8 @@ from fedloom.experiment.directory import RunDirectory
 from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.identity import identities
 from fedloom.experiment.run import run_configured, run_directory
-from fedloom.federation import Federation
-from fedloom.files import read_tensors, write_tensors
+from fedloom.rounds.federation import Federation
+from fedloom.state.files import read_tensors, write_tensors
 from small_task import small_task
 
 SHORT, LONG = 5, 9
@@ -102,7 +102,7 @@ def test_nothing_of_the_shorter_run_is_lost_when_the_longer_one_cannot_start(
         raise RuntimeError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr("fedloom.engines.local.RowsEngine.begin", failing)
+        patch.setattr("fedloom.engines.rows.RowsEngine.begin", failing)
         with pytest.raises(RuntimeError, match="no room"):
             run(tmp_path, LONG)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before

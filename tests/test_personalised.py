@@ -14,11 +14,11 @@ from torch.nn import functional as F
 import naive_methods as methods
 from fedloom.algorithm import Algorithm, build
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.engines.local import RowsEngine
+from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
-from fedloom.federation import Federation
 from fedloom.randomness import stream
-from fedloom.schedule import Schedule
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from fedloom.training import Training
 from naive_personal import Moment, Run, Setting, World, assert_same, parameters, shared_model, vector
 

@@ -17,12 +17,12 @@ import pytest
 
 from every_method import EVERY_METHOD
 from fedloom.algorithm import build
-from fedloom.deploy.agreement import Deployment, deployment
 from fedloom.engines.base import Engine
-from fedloom.engines.local import RowsEngine
-from fedloom.engines.processes import ProcessesEngine
+from fedloom.engines.flower.deploy.agreement import Deployment, deployment
+from fedloom.engines.processes.engine import ProcessesEngine
+from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.federation import Federation
+from fedloom.rounds.federation import Federation
 from fedloom.task import Task
 
 pytest.importorskip("flwr", reason="Flower is missing: pip install 'fedloom[flower]'")
@@ -79,7 +79,7 @@ class Places:
 
 def _ray(task: Task) -> Engine:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'fedloom[ray]'")
-    from fedloom.engines.ray import RayEngine
+    from fedloom.engines.ray.engine import RayEngine
 
     return RayEngine(task, workers=2)
 

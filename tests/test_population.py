@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.population import (
+from fedloom.flat.population import (
     cosine_similarity,
     mean_cosine_similarity,
     recombine,

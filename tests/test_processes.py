@@ -24,15 +24,15 @@ from fedloom.algorithm import Algorithm, build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedmr import FedMR
 from fedloom.engines.base import Fault, Order, Reply
-from fedloom.engines.channel import INLINE, Channel, pack
 from fedloom.engines.choose import make_engine
-from fedloom.engines.local import RowsEngine
-from fedloom.engines.processes import ProcessesEngine
-from fedloom.engines.shared import Pool
+from fedloom.engines.processes.channel import INLINE, Channel, pack
+from fedloom.engines.processes.engine import ProcessesEngine
+from fedloom.engines.processes.shared import Pool
+from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue
-from fedloom.federation import Federation
 from fedloom.round import Round
-from fedloom.schedule import Schedule
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
 from process_support import Deadly, Failing, Misconfigured, Peeking, wide_task
 from small_task import TRAIN_SIZES, Remembering, small_task
@@ -336,9 +336,9 @@ import sys, time
 import torch
 from dataclasses import dataclass
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.engines.processes import ProcessesEngine
-from fedloom.federation import Federation
-from fedloom.schedule import Schedule
+from fedloom.engines.processes.engine import ProcessesEngine
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from small_task import small_task
 torch.set_num_threads(1)
 

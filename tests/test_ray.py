@@ -29,12 +29,12 @@ from fedloom.cli import main
 from fedloom.engines import ray_session
 from fedloom.engines.base import Order, Reply
 from fedloom.engines.choose import make_engine, require_engine, settled_by
-from fedloom.engines.local import RowsEngine
-from fedloom.engines.ray import RayEngine, divide
+from fedloom.engines.ray.engine import RayEngine, divide
+from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue, MissingExtra
-from fedloom.federation import Federation
 from fedloom.round import Round
-from fedloom.schedule import Schedule
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
 from process_support import Deadly, Failing, Misconfigured, Peeking, wide_task
 from ray_support import SCRIPT, Greedy, counted, descendants, gone
@@ -188,7 +188,7 @@ def test_a_round_puts_what_all_are_sent_once_and_fetches_one_answer_a_share(
 
 
 def test_tensors_of_every_kind_travel() -> None:
-    from fedloom.engines.ray_parcel import pack, unpack
+    from fedloom.engines.ray.parcel import pack, unpack
 
     rows = torch.arange(6.0).view(2, 3)
     message: dict[str, Any] = {

@@ -21,21 +21,21 @@ import fedloom as fl
 from fedloom.algorithm import Message, Replies, build
 from fedloom.algorithms.ala import Ala
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.cohort import Cohort
-from fedloom.engines.local import RowsEngine
-from fedloom.engines.processes import ProcessesEngine
+from fedloom.engines.processes.engine import ProcessesEngine
+from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import configuration
 from fedloom.experiment.directory import RunDirectory
 from fedloom.experiment.events import RunName
-from fedloom.federation import Federation
+from fedloom.local.cohort import Cohort
 from fedloom.recording.plane import principal_plane
 from fedloom.recording.recorder import build_recorders, expression, recorders
 from fedloom.recording.recording import Recording
 from fedloom.report.page import render
 from fedloom.round import Round
-from fedloom.schedule import Schedule
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
 from small_task import small_task
 

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
+from fedloom.config.expression import parse
 from fedloom.errors import InvalidValue
-from fedloom.experiment.reproduce.catalogue import PAPERS, exhibit, exhibits
-from fedloom.experiment.reproduce.estimate import cost, work
-from fedloom.experiment.reproduce.needs import FACTS, at_hand
-from fedloom.experiment.reproduce.request import Request, plan
-from fedloom.expression import parse
+from fedloom.papers.catalogue import PAPERS, exhibit, exhibits
+from fedloom.papers.estimate import cost, work
+from fedloom.papers.needs import FACTS, at_hand
+from fedloom.papers.request import Request, plan
 from fedloom.task import make_dataset
 from forking_cli import main
 from report_support import ablations_drawn

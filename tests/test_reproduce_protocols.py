@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 from fedloom.algorithm import build
+from fedloom.config.expression import parse
 from fedloom.errors import InvalidValue
 from fedloom.experiment.configuration import configuration
-from fedloom.experiment.reproduce import fedala, fedmr, fedumf
-from fedloom.experiment.reproduce.catalogue import exhibit, exhibits
-from fedloom.experiment.reproduce.measure import Found, deviations, difference, found, judged
-from fedloom.experiment.reproduce.needs import FACTS
-from fedloom.experiment.reproduce.numbers import printed
-from fedloom.experiment.reproduce.protocols import Cell, Measure, Printed
-from fedloom.experiment.reproduce.request import Request, plan
-from fedloom.expression import parse
+from fedloom.papers import fedala, fedmr, fedumf
+from fedloom.papers.catalogue import exhibit, exhibits
+from fedloom.papers.measure import Found, deviations, difference, found, judged
+from fedloom.papers.needs import FACTS
+from fedloom.papers.numbers import printed
+from fedloom.papers.protocols import Cell, Measure, Printed
+from fedloom.papers.request import Request, plan
 from fedloom.report.summary import RunSummary
 
 NUMBERS = Path(__file__).resolve().parents[2] / "shared" / "spec" / "paper_numbers.json"
@@ -88,7 +88,7 @@ def test_columns_that_compare_two_runs_hold_what_is_printed(
 def test_the_numbers_in_the_package_are_those_of_the_specification() -> None:
     papers = {"000": "fedmr", "001": "fedumf", "002": "fedmr-kdd", "003": "fedala"}
     given = [{"paper": papers[n.pop("seed")], **n} for n in json.loads(NUMBERS.read_text())]
-    shipped = json.loads((files("fedloom.experiment.reproduce") / "numbers.json").read_text(encoding="utf-8"))
+    shipped = json.loads((files("fedloom.papers") / "numbers.json").read_text(encoding="utf-8"))
     assert shipped == given
 
 

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from fedloom.algorithm import Message, Replies, build, describe
 from fedloom.algorithms.secure import Secure, exchanged
-from fedloom.engines.local import RowsEngine
+from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
-from fedloom.federation import Federation
-from fedloom.population import squared_distances
+from fedloom.flat.population import squared_distances
 from fedloom.randomness import stream
 from fedloom.round import Round
-from fedloom.schedule import Schedule
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from fedloom.secure import Rehearsal, Rules, rehearse, stream_choices
 from fedloom.secure.draws import Choices, StreamDraws, sample
 from fedloom.secure.exchange import Repeat, Sent

@@ -14,17 +14,17 @@ from torch.nn import functional as F
 
 from fedloom.algorithm import Message, algorithms, build
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.chain import LinearChain
-from fedloom.cohort import Cohort
 from fedloom.data import Dataset, Partition, Samples
-from fedloom.descent import _Optimiser
-from fedloom.engines.local import RowsEngine
+from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.federation import Federation
-from fedloom.layout import Layout
-from fedloom.replica import Batch, cross_entropy
-from fedloom.replica_stack import StackedReplica
-from fedloom.schedule import Schedule
+from fedloom.flat.layout import Layout
+from fedloom.flat.linear_chain import LinearChain
+from fedloom.flat.module import Batch, cross_entropy
+from fedloom.flat.stacked_module import StackedReplica
+from fedloom.local.cohort import Cohort
+from fedloom.local.optimizer import _Optimiser
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
 from fedloom.training import ELEMENTWISE_OPTIMISERS, Training
 from naive import World
@@ -132,7 +132,7 @@ def test_every_optimiser_gives_the_numbers_of_rows(
     optimiser: str, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether one optimiser moves all rows, until short batches part them, or each has its own from the start."""
-    monkeypatch.setattr("fedloom.descent.TOGETHER", 10**9 if together else 0)
+    monkeypatch.setattr("fedloom.local.optimizer.TOGETHER", 10**9 if together else 0)
     split: list[int] = []
     of_row = _Optimiser.of_row
 

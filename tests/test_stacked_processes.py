@@ -12,11 +12,11 @@ from fedloom.algorithm import Algorithm, build
 from fedloom.engines.base import Order
 from fedloom.engines.choose import make_engine
 from fedloom.engines.groups import grouped
-from fedloom.engines.local import RowsEngine
-from fedloom.engines.processes import ProcessesEngine
+from fedloom.engines.processes.engine import ProcessesEngine
+from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
-from fedloom.federation import Federation
-from fedloom.schedule import Schedule
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from process_support import Deadly, Failing, OneByOne
 from small_task import Remembering
 from test_stacked import EVERYBODY, METHODS, SIZES, assert_same, world

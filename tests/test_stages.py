@@ -14,11 +14,11 @@ from batch_order import batch_order
 from fedloom.algorithm import Algorithm, build, describe
 from fedloom.algorithms.stages import Stages, has_stopped_improving
 from fedloom.data.dataset import Dataset, Samples
-from fedloom.engines.local import RowsEngine
+from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
-from fedloom.federation import Federation
 from fedloom.randomness import stream
-from fedloom.schedule import Schedule
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
 from naive import State, World, assert_same, average, shares, uniform
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-import fedloom.store
+import fedloom.state.store
 from fedloom.errors import DamagedCheckpoint, InvalidValue
-from fedloom.store import VERSIONS, ClientStore, Memory
+from fedloom.state.store import VERSIONS, ClientStore, Memory
 
 CLIENTS = 4
 NAMES = ("model", "weights", "steps")
@@ -51,7 +51,7 @@ def test_a_store_is_a_dictionary_whatever_its_budget(
     """Also through undone rounds, and through restoring either of the two newest checkpoints in a new process."""
     directory = tmp_path_factory.mktemp("store")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fedloom.store, "INLINE", inline)
+        patch.setattr(fedloom.state.store, "INLINE", inline)
         store = ClientStore(directory, budget)
         now: dict[int, dict[str, Tensor]] = {}  # with what is pending
         settled: dict[int, dict[str, Tensor]] = {}

@@ -19,13 +19,13 @@ import pytest
 
 import fedloom as fl
 from fedloom.algorithm import algorithms
-from fedloom.checkpoint import RoundLog
+from fedloom.config.plugins import import_plugins
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.experiment.configuration import Configuration, configuration
 from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.run import run_configured
 from fedloom.experiment.trackers import TrackedRun, Tracking, build_tracker
-from fedloom.plugins import import_plugins
+from fedloom.rounds.checkpoint import RoundLog
 from small_task import small_task
 
 JOB = {

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedloom.batches import Feed, alone, together
 from fedloom.data.dataset import Dataset, Samples
-from fedloom.engines.local import RowsEngine
+from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
+from fedloom.local.batches import Feed, alone, together
 from fedloom.training import epoch_orders
 from test_stacked import assert_same, federated, linear_layers, world
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from fedloom.algorithm import Algorithm, Message, algorithms, build, describe
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.umf import Umf, UploadersMemory
-from fedloom.cohort import Cohort
-from fedloom.engines.local import RowsEngine
+from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
-from fedloom.federation import Federation
-from fedloom.layout import Unit
-from fedloom.schedule import Schedule
-from fedloom.store import ClientStore, Memory
+from fedloom.flat.layout import Unit
+from fedloom.local.cohort import Cohort
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
+from fedloom.state.store import ClientStore, Memory
 from fedloom.training import Training
 from naive import State, World, assert_same, average, flat, shares, uniform, zeros
 

@@ -11,11 +11,11 @@ import torch_models
 import workload as w
 
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.allocator import keep_pages
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.engines.choose import make_engine
-from fedloom.federation import Federation
-from fedloom.schedule import Schedule
+from fedloom.flat.allocator import keep_pages
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from fedloom.task import make_task
 
 if __name__ == "__main__":

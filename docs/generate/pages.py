@@ -17,14 +17,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from fedloom.algorithm import Algorithm, algorithms
 from fedloom.algorithms.ala import Ala
 from fedloom.algorithms.sharing import PartlyShared
+from fedloom.config.expression import show
+from fedloom.config.registry import Entry, Registry
 from fedloom.data.dataset import datasets
 from fedloom.data.partition import partitions
 from fedloom.experiment.tables import signature
 from fedloom.experiment.trackers import trackers
-from fedloom.expression import show
 from fedloom.models import models
 from fedloom.recording.recorder import recorders
-from fedloom.registry import Entry, Registry
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from fedloom.errors import FedloomError
     from fedloom.experiment.artifact import load_model
     from fedloom.experiment.run import Result, run
-    from fedloom.federation import Federation
-    from fedloom.schedule import Schedule
+    from fedloom.rounds.federation import Federation
+    from fedloom.rounds.schedule import Schedule
     from fedloom.task import Task, make_task
     from fedloom.training import Training
 
@@ -56,8 +56,8 @@ _HOMES = {
     "load_model": "fedloom.experiment.artifact",
     "Result": "fedloom.experiment.run",
     "run": "fedloom.experiment.run",
-    "Federation": "fedloom.federation",
-    "Schedule": "fedloom.schedule",
+    "Federation": "fedloom.rounds.federation",
+    "Schedule": "fedloom.rounds.schedule",
     "Task": "fedloom.task",
     "make_task": "fedloom.task",
     "Training": "fedloom.training",

@@ -10,12 +10,12 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from fedloom.cohort import Cohort
+from fedloom.config.expression import Call, checked, parse, plain, show
+from fedloom.config.registry import Registry
 from fedloom.errors import InvalidValue
-from fedloom.expression import Call, checked, parse, plain, show
-from fedloom.layout import Layout, Unit
-from fedloom.population import weighted_mean
-from fedloom.registry import Registry
+from fedloom.flat.layout import Layout, Unit
+from fedloom.flat.population import weighted_mean
+from fedloom.local.cohort import Cohort
 from fedloom.round import Round
 
 Message = dict[str, Tensor]

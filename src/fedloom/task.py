@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedloom.config.expression import Call, checked, parse, plain
+from fedloom.config.registry import Entry
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.partition import Partition, partitions, split_train_test
-from fedloom.device import find_device
 from fedloom.errors import InvalidValue
-from fedloom.expression import Call, checked, parse, plain
-from fedloom.layout import Layout
+from fedloom.flat.device import find_device
+from fedloom.flat.layout import Layout
 from fedloom.models import models
 from fedloom.models.build import make_model
-from fedloom.registry import Entry
 from fedloom.training import Training
 
 

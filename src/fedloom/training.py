@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.checks import require_at_least, require_one_of, require_positive, require_share
+from fedloom.config.checks import require_at_least, require_one_of, require_positive, require_share
 from fedloom.errors import InvalidValue
 
 # Optimisers that treat every number alike, so that one flat tensor gives what separate tensors would.

@@ -13,13 +13,13 @@ from fedloom.algorithm import Algorithm, Message, Wrapper, algorithms, describe,
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.sharing import put, take
 from fedloom.algorithms.silobn import SiloBN
-from fedloom.checks import require_at_least, require_between, require_one_of, require_positive
-from fedloom.cohort import Cohort
+from fedloom.config.checks import require_at_least, require_between, require_one_of, require_positive
 from fedloom.data.dataset import Samples
 from fedloom.errors import InvalidValue
-from fedloom.layout import Unit
+from fedloom.flat.layout import Unit
+from fedloom.flat.module import Batch, cross_entropy, head_cross_entropy
+from fedloom.local.cohort import Cohort
 from fedloom.models.structure import block_parameters, head_name
-from fedloom.replica import Batch, cross_entropy, head_cross_entropy
 
 
 class Blend(NamedTuple):

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from fedloom.algorithm import Message, Plan, Replies, algorithms
 from fedloom.algorithms.sharing import PartlyShared, length, put, require_everybody, take
-from fedloom.checks import require_at_least, require_between, require_one_of
-from fedloom.cohort import Cohort
-from fedloom.population import weighted_mean
-from fedloom.replica import Batch
+from fedloom.config.checks import require_at_least, require_between, require_one_of
+from fedloom.flat.module import Batch
+from fedloom.flat.population import weighted_mean
+from fedloom.local.cohort import Cohort
 from fedloom.round import Round
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Plan, Replies, Selection, Wrapper, algorithms, describe, uniform
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.checks import require_one_of
+from fedloom.config.checks import require_one_of
 from fedloom.errors import InvalidValue
 from fedloom.round import Round
 

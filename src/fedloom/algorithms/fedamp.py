@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fedloom.algorithm import Message, Plan, Replies, algorithms, downloaded
 from fedloom.algorithms.sharing import PartlyShared, length, pull, put, require_everybody, take
-from fedloom.checks import require_at_least, require_one_of, require_positive
-from fedloom.cohort import Cohort, Correction, Given
-from fedloom.population import squared_distances
+from fedloom.config.checks import require_at_least, require_one_of, require_positive
+from fedloom.flat.population import squared_distances
+from fedloom.local.cohort import Cohort, Correction, Given
 from fedloom.round import Round
 
 

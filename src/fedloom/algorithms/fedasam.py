@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms
-from fedloom.checks import require_at_least, require_positive, require_share
-from fedloom.cohort import Cohort
-from fedloom.layout import Layout
-from fedloom.replica import Batch
+from fedloom.config.checks import require_at_least, require_positive, require_share
+from fedloom.flat.layout import Layout
+from fedloom.flat.module import Batch
+from fedloom.local.cohort import Cohort
 from fedloom.round import Round
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedloom.algorithm import Algorithm, Replies, algorithms
-from fedloom.population import weighted_mean
+from fedloom.flat.population import weighted_mean
 from fedloom.round import Round
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fedloom.algorithm import Message, Plan, Replies, algorithms, downloaded
 from fedloom.algorithms.feddyn import Drifting
-from fedloom.checks import require_one_of
-from fedloom.cohort import Cohort, Given
-from fedloom.local_run import mean_gradient, mean_steps, relative_sizes, require_sgd
+from fedloom.config.checks import require_one_of
+from fedloom.local.cohort import Cohort, Given
+from fedloom.local.statistics import mean_gradient, mean_steps, relative_sizes, require_sgd
 from fedloom.round import Round
 
 

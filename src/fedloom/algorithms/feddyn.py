@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms, downloaded
-from fedloom.checks import require_at_least, require_one_of
-from fedloom.cohort import Cohort, Given
-from fedloom.local_run import mean_size, relative_sizes
+from fedloom.config.checks import require_at_least, require_one_of
+from fedloom.local.cohort import Cohort, Given
+from fedloom.local.statistics import mean_size, relative_sizes
 from fedloom.round import Round
 
 Evaluated = Literal["cloud", "selected", "all"]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Plan, Replies, algorithms
-from fedloom.checks import require_positive
-from fedloom.population import weighted_mean
+from fedloom.config.checks import require_positive
+from fedloom.flat.population import weighted_mean
 from fedloom.round import Round
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from fedloom.algorithm import Message, Plan, Replies, algorithms
 from fedloom.algorithms.sharing import PartlyShared, length, put, take
-from fedloom.checks import require_at_least, require_between, require_share
-from fedloom.cohort import Cohort
+from fedloom.config.checks import require_at_least, require_between, require_share
 from fedloom.data.dataset import Samples
-from fedloom.population import weighted_mean
+from fedloom.flat.population import weighted_mean
+from fedloom.local.cohort import Cohort
 from fedloom.round import Round
 
 

@@ -12,14 +12,14 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms
-from fedloom.checks import require_at_least, require_positive, require_share
-from fedloom.cohort import Cohort
+from fedloom.config.checks import require_at_least, require_positive, require_share
 from fedloom.errors import InvalidValue
-from fedloom.layout import Layout, Slot
+from fedloom.flat.layout import Layout, Slot
+from fedloom.flat.module import Batch, Net
+from fedloom.flat.population import weighted_mean
+from fedloom.local.cohort import Cohort
 from fedloom.models.structure import head_name
-from fedloom.population import weighted_mean
 from fedloom.randomness import stream_seed
-from fedloom.replica import Batch, Net
 from fedloom.round import Round
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms, describe
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.checks import require_at_least, require_between, require_one_of, require_share
-from fedloom.cohort import Cohort
+from fedloom.config.checks import require_at_least, require_between, require_one_of, require_share
 from fedloom.errors import InvalidValue
-from fedloom.layout import UnitKind
-from fedloom.population import mean_cosine_similarity, recombine_
+from fedloom.flat.layout import UnitKind
+from fedloom.flat.population import mean_cosine_similarity, recombine_
+from fedloom.local.cohort import Cohort
 from fedloom.round import Round
 
 Blend = float | list[tuple[int, float]]

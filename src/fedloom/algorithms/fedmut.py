@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms
-from fedloom.checks import require_at_least, require_between
-from fedloom.population import mutate
+from fedloom.config.checks import require_at_least, require_between
+from fedloom.flat.population import mutate
 from fedloom.round import Round
 
 

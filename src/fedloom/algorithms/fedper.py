@@ -8,7 +8,7 @@ from torch import nn
 
 from fedloom.algorithm import algorithms
 from fedloom.algorithms.sharing import PartlyShared, block_layers
-from fedloom.checks import require_at_least
+from fedloom.config.checks import require_at_least
 
 
 @algorithms.register("fedper")

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from fedloom.algorithm import Message, algorithms
 from fedloom.algorithms.sharing import PartlyShared
-from fedloom.checks import require_between, require_one_of
-from fedloom.cohort import Cohort
-from fedloom.replica import Batch, Net
+from fedloom.config.checks import require_between, require_one_of
+from fedloom.flat.module import Batch, Net
+from fedloom.local.cohort import Cohort
 
 BANDWIDTHS = (10.0, 15.0, 20.0, 50.0)
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, algorithms, downloaded
-from fedloom.checks import require_at_least, require_positive
-from fedloom.cohort import Cohort, Given
+from fedloom.config.checks import require_at_least, require_positive
+from fedloom.local.cohort import Cohort, Given
 
 
 @algorithms.register("fedprox")

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from fedloom.algorithm import Message, algorithms
 from fedloom.algorithms.sharing import PartlyShared
-from fedloom.checks import require_at_least
-from fedloom.cohort import Cohort
+from fedloom.config.checks import require_at_least
 from fedloom.errors import InvalidValue
+from fedloom.local.cohort import Cohort
 from fedloom.models.structure import head_name
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fedloom.algorithm import Message, algorithms, downloaded
 from fedloom.algorithms.sharing import PartlyShared, pull
-from fedloom.checks import require_at_least, require_one_of
-from fedloom.cohort import Cohort
+from fedloom.config.checks import require_at_least, require_one_of
+from fedloom.local.cohort import Cohort
 
 
 @algorithms.register("fedavg_c")

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedloom.algorithm import Algorithm, Message, algorithms, downloaded
-from fedloom.checks import require_at_least, require_positive
-from fedloom.cohort import Cohort
-from fedloom.replica import Batch, Net
+from fedloom.config.checks import require_at_least, require_positive
+from fedloom.flat.module import Batch, Net
+from fedloom.local.cohort import Cohort
 
 
 @algorithms.register("moon")

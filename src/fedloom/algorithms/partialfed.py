@@ -10,11 +10,11 @@ from torch import Tensor
 
 from fedloom.algorithm import Message, algorithms
 from fedloom.algorithms.sharing import PartlyShared
-from fedloom.checks import require_at_least, require_positive, require_share
-from fedloom.cohort import Cohort
+from fedloom.config.checks import require_at_least, require_positive, require_share
 from fedloom.errors import InvalidValue
-from fedloom.layout import Layout
-from fedloom.replica import Batch
+from fedloom.flat.layout import Layout
+from fedloom.flat.module import Batch
+from fedloom.local.cohort import Cohort
 
 TINY = 1e-20
 

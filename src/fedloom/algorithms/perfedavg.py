@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fedloom.algorithm import Message, algorithms
 from fedloom.algorithms.sharing import PartlyShared
-from fedloom.checks import require_at_least, require_one_of, require_positive
-from fedloom.cohort import Cohort, Given
-from fedloom.replica import Batch
+from fedloom.config.checks import require_at_least, require_one_of, require_positive
+from fedloom.flat.module import Batch
+from fedloom.local.cohort import Cohort, Given
 
 
 @algorithms.register("per_fedavg")

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fedloom.algorithm import Message, Replies, algorithms
 from fedloom.algorithms.sharing import PartlyShared
-from fedloom.checks import require_at_least, require_positive
-from fedloom.cohort import Cohort
+from fedloom.config.checks import require_at_least, require_positive
 from fedloom.errors import InvalidValue
-from fedloom.replica import Batch
+from fedloom.flat.module import Batch
+from fedloom.local.cohort import Cohort
 from fedloom.round import Round
 
 

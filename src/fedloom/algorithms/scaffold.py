@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms, downloaded
-from fedloom.checks import require_one_of, require_positive
-from fedloom.cohort import Cohort, Given, Trained
-from fedloom.local_run import (
+from fedloom.config.checks import require_one_of, require_positive
+from fedloom.flat.module import Batch
+from fedloom.local.cohort import Cohort, Given, Trained
+from fedloom.local.statistics import (
     mean_gradient,
     mean_size,
     momentum_gain,
     relative_sizes,
     require_sgd,
 )
-from fedloom.replica import Batch
 from fedloom.round import Round
 
 

@@ -17,9 +17,9 @@ from fedloom.algorithms.fedmr import FedMR, Indep
 from fedloom.algorithms.fedmut import FedMut
 from fedloom.algorithms.stages import Stages
 from fedloom.algorithms.umf import Umf
-from fedloom.checks import require_one_of
+from fedloom.config.checks import require_one_of
 from fedloom.errors import InvalidValue
-from fedloom.layout import Unit
+from fedloom.flat.layout import Unit
 from fedloom.round import Round
 from fedloom.secure.draws import stream_choices
 from fedloom.secure.exchange import Rehearsal, Rules, rehearse

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Plan, Replies, algorithms
-from fedloom.checks import require_between, require_positive
+from fedloom.config.checks import require_between, require_positive
 from fedloom.errors import InvalidValue
-from fedloom.population import weighted_mean
+from fedloom.flat.population import weighted_mean
 from fedloom.round import Round
 
 

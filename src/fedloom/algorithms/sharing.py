@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies
-from fedloom.checks import require_one_of
-from fedloom.cohort import Cohort, Correction, Given
+from fedloom.config.checks import require_one_of
 from fedloom.errors import InvalidValue
-from fedloom.layout import Layout, Unit
+from fedloom.flat.layout import Layout, Unit
+from fedloom.flat.population import weighted_mean
+from fedloom.local.cohort import Cohort, Correction, Given
 from fedloom.models.structure import block_parameters
-from fedloom.population import weighted_mean
 from fedloom.round import Round
 
 

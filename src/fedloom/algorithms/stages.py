@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, Selection, algorithms, downloaded
-from fedloom.checks import require_at_least, require_between, require_one_of
-from fedloom.cohort import Cohort
+from fedloom.config.checks import require_at_least, require_between, require_one_of
 from fedloom.data.dataset import Samples
 from fedloom.errors import InvalidValue
-from fedloom.layout import Unit
-from fedloom.population import weighted_mean
+from fedloom.flat.layout import Unit
+from fedloom.flat.population import weighted_mean
+from fedloom.local.cohort import Cohort
 from fedloom.round import Round
 
 HELD_OUT = 0.1

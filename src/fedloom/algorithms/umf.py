@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, Plan, Selection, Wrapper, algorithms, describe, downloaded
-from fedloom.checks import require_share
-from fedloom.cohort import Cohort
+from fedloom.config.checks import require_share
 from fedloom.errors import InvalidValue
+from fedloom.local.cohort import Cohort
 from fedloom.round import Round
-from fedloom.store import Memory
+from fedloom.state.store import Memory
 
 NEVER = -1
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fedloom.cli.shared import Name
 
 if TYPE_CHECKING:
-    from fedloom.registry import Registry
+    from fedloom.config.registry import Registry
 
 
 def algorithms(name: Name = None) -> None:

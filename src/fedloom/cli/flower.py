@@ -10,7 +10,7 @@ import typer
 from fedloom.errors import InvalidValue
 
 if TYPE_CHECKING:
-    from fedloom.deploy.keys import Keys
+    from fedloom.engines.flower.deploy.keys import Keys
 
 app = typer.Typer(
     name="flower",
@@ -39,7 +39,7 @@ def keys(
 
     Keys that are there are kept, so the same command with more sites adds what is missing.
     """
-    from fedloom.deploy.keys import make_keys
+    from fedloom.engines.flower.deploy.keys import make_keys
 
     if sites is None:
         raise InvalidValue("how many sites? Give --sites, such as --sites 3")
@@ -70,7 +70,7 @@ def init(
     FILE.toml is the configuration, KEY=VALUE changes one of its keys, such as algorithm=fedavg or data.clients=5, the number
     of sites. Without a file it is an example with three sites. The app's README.md says how to go on.
     """
-    from fedloom.deploy.template import write_app
+    from fedloom.engines.flower.deploy.template import write_app
 
     given = list(arguments or [])
     file = Path(given.pop(0)) if given and "=" not in given[0] else None

@@ -11,7 +11,7 @@ from fedloom.cli.shared import Failed, Fresh, Quiet, again, patient, shown
 from fedloom.errors import InvalidValue, suggestion
 
 if TYPE_CHECKING:
-    from fedloom.experiment.reproduce.request import Plan, Request
+    from fedloom.papers.request import Plan, Request
 
 Which = Annotated[str | None, typer.Argument(metavar="[ID]", hidden=True)]
 Changes = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", hidden=True)]
@@ -46,9 +46,9 @@ def reproduce(
     Without ID, list them. A table's cells are run with the paper's protocol and shown beside what the paper prints. KEY=VALUE
     changes a key of the configuration. The same command goes on after an interruption; finished runs are never repeated.
     """
-    from fedloom.experiment.reproduce.catalogue import exhibit
-    from fedloom.experiment.reproduce.execute import require_files
-    from fedloom.experiment.reproduce.request import Request, plan
+    from fedloom.papers.catalogue import exhibit
+    from fedloom.papers.execute import require_files
+    from fedloom.papers.request import Request, plan
 
     if which is None:
         _list(_folders(data))
@@ -77,8 +77,8 @@ def _run(wanted: Plan, workers: int, fresh: bool, quiet: bool, command: str) -> 
     from rich.console import Console
 
     from fedloom.cli.shared import use_threads
-    from fedloom.experiment.reproduce import execute
-    from fedloom.experiment.reproduce.side_by_side import to_table
+    from fedloom.papers import execute
+    from fedloom.papers.side_by_side import to_table
 
     if wanted.jobs:
         use_threads(wanted.jobs[0].configuration)
@@ -100,7 +100,7 @@ def _say_how_long(wanted: Plan, workers: int) -> None:
     import torch
     from rich.console import Console
 
-    from fedloom.experiment.reproduce.estimate import estimate
+    from fedloom.papers.estimate import estimate
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     threads = next((c.threads for c in wanted.configurations.values() if c.threads), None)
@@ -141,9 +141,9 @@ def _list(folders: dict[str, str]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from fedloom.experiment.reproduce.catalogue import PAPERS, exhibits
-    from fedloom.experiment.reproduce.needs import FACTS, at_hand, family
-    from fedloom.expression import parse
+    from fedloom.config.expression import parse
+    from fedloom.papers.catalogue import PAPERS, exhibits
+    from fedloom.papers.needs import FACTS, at_hand, family
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for title, justify in (("Table or figure", "left"), ("Shows", "left"), ("Cells", "right"), ("Data", "left")):
@@ -183,7 +183,7 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
 
 def _folders(texts: Texts) -> dict[str, str]:
     """`--data mnist=FOLDER` by name, the folders in full, so that runs are found again from anywhere."""
-    from fedloom.experiment.reproduce.needs import FACTS, family
+    from fedloom.papers.needs import FACTS, family
 
     found = {}
     known = sorted({family(name) for name, facts in FACTS.items() if not facts.generated})

@@ -18,10 +18,10 @@ def run(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Qu
     FILE.toml is the configuration; KEY=VALUE changes one of its keys, such as algorithm=fedmr or training.learning_rate=0.1.
     The same command goes on after an interruption; with more rounds=..., it lengthens a run, finished or not.
     """
+    from fedloom.config.expression import parse
     from fedloom.experiment.configuration import load
     from fedloom.experiment.events import RunName
     from fedloom.experiment.run import run_configured, run_directory
-    from fedloom.expression import parse
     from fedloom.report import summary as figures
     from fedloom.report import write_report
     from fedloom.report.tables import byte_text, time_text

@@ -19,7 +19,7 @@ def watch(folder: Folder, port: Port = 8600) -> None:
     DIR holds runs, such as runs/digits, or all of runs. The page follows them by itself; only this machine can see it.
     Ctrl-C ends it.
     """
-    from fedloom.experiment.serve import Server
+    from fedloom.experiment.watch.serve import Server
 
     if not folder.is_dir():
         raise InvalidValue(f"{folder} is {'no folder' if folder.exists() else 'not there'}: give a folder of runs")

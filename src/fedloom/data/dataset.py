@@ -9,8 +9,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from fedloom.config.registry import Registry
 from fedloom.errors import InvalidValue
-from fedloom.registry import Registry
 
 
 @dataclass(frozen=True)

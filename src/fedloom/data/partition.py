@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from fedloom.config.registry import Registry
 from fedloom.errors import DataError, InvalidValue
 from fedloom.randomness import stream_seed
-from fedloom.registry import Registry
 
 Indices = npt.NDArray[np.int64]
 

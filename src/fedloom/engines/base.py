@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message
 from fedloom.errors import RefusedReply
-from fedloom.layout import Layout
+from fedloom.flat.layout import Layout
 from fedloom.round import Round
-from fedloom.scoring import Tally
-from fedloom.store import ClientStore
+from fedloom.rounds.scoring import Tally
+from fedloom.state.store import ClientStore
 from fedloom.task import Task
 
 INTEGERS = "integers"

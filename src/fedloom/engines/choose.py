@@ -6,18 +6,18 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from fedloom.checks import require_one_of
-from fedloom.device import require_device
+from fedloom.config.checks import require_one_of
+from fedloom.config.expression import Call, checked, parse, plain
+from fedloom.config.registry import Entry
 from fedloom.engines.base import Choice
-from fedloom.engines.local import RowsEngine
-from fedloom.engines.processes import ProcessesEngine
-from fedloom.engines.ray import RayEngine
+from fedloom.engines.processes.engine import ProcessesEngine
+from fedloom.engines.ray.engine import RayEngine
+from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.engines.trial import fastest
 from fedloom.errors import InvalidValue, suggestion
-from fedloom.expression import Call, checked, parse, plain
-from fedloom.registry import Entry
-from fedloom.schedule import Schedule
+from fedloom.flat.device import require_device
+from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
 
 LocalEngine = RowsEngine | ProcessesEngine | RayEngine

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, describe
-from fedloom.checks import require_at_least
-from fedloom.cohort import Cohort
+from fedloom.config.checks import require_at_least
 from fedloom.engines.base import INTEGERS, Fault, Order, Reply, inspect_reply
-from fedloom.engines.local import RowsEngine, full_batch, measured
+from fedloom.engines.rows import RowsEngine, full_batch, measured
 from fedloom.errors import FedloomError, InvalidValue, RefusedReply
-from fedloom.replica import Batch, Replica, cross_entropy, generator_state
-from fedloom.replica_stack import StackedReplica
+from fedloom.flat.module import Batch, Replica, cross_entropy, generator_state
+from fedloom.flat.stacked_module import StackedReplica
+from fedloom.local.cohort import Cohort
 from fedloom.round import Round
-from fedloom.scoring import Tally
-from fedloom.store import BUDGET, Memory
+from fedloom.rounds.scoring import Tally
+from fedloom.state.store import BUDGET, Memory
 from fedloom.task import Task
 
 STACK_VALUES = 1 << 21

@@ -13,13 +13,13 @@ import torch
 
 from fedloom.algorithm import Algorithm, Plan
 from fedloom.engines.base import Choice, Order
-from fedloom.engines.local import RowsEngine
-from fedloom.engines.processes import ProcessesEngine
+from fedloom.engines.processes.engine import ProcessesEngine
+from fedloom.engines.processes.worker import VARIABLE
+from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.engines.worker import VARIABLE
 from fedloom.errors import FedloomError
 from fedloom.round import Round
-from fedloom.schedule import Schedule
+from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
 
 CLIENTS = 10

@@ -13,7 +13,10 @@ from typing import Any, get_args, get_type_hints
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from fedloom.algorithm import build, describe
-from fedloom.checks import require_at_least, require_one_of, require_share
+from fedloom.config.checks import require_at_least, require_one_of, require_share
+from fedloom.config.expression import Call, allowed, parse
+from fedloom.config.plugins import import_plugins
+from fedloom.config.registry import Registry
 from fedloom.data.dataset import Dataset, datasets
 from fedloom.data.partition import partitions
 from fedloom.engines.choose import require_engine_on, settled_by
@@ -22,13 +25,10 @@ from fedloom.experiment.settings import changed as with_changes
 from fedloom.experiment.settings import combinations, label
 from fedloom.experiment.trackers.tracker import build_tracker
 from fedloom.experiment.validation import withhold
-from fedloom.expression import Call, allowed, parse
 from fedloom.models import models
-from fedloom.plugins import import_plugins
 from fedloom.recording.recorder import build_recorders, expression
-from fedloom.registry import Registry
 from fedloom.report.summary import MEASURES
-from fedloom.schedule import Schedule
+from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
 from fedloom.training import Training
 

@@ -28,12 +28,12 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from fedloom.algorithm import Algorithm, describe
-from fedloom.checkpoint import RoundLog
 from fedloom.errors import CheckpointError
 from fedloom.experiment.environment import environment, version_changes
-from fedloom.files import UNFINISHED, remove_unfinished, write_text
 from fedloom.recording.recording import RESULT as RECORDED
 from fedloom.report.summary import RunSummary
+from fedloom.rounds.checkpoint import RoundLog
+from fedloom.state.files import UNFINISHED, remove_unfinished, write_text
 
 _LONGEST = 80  # of a folder's name that is made from an expression
 

@@ -20,14 +20,14 @@ from fedloom.errors import CheckpointError, FedloomError, InvalidValue, suggesti
 from fedloom.experiment.artifact import load_model
 from fedloom.experiment.configuration import configuration
 from fedloom.experiment.directory import RunDirectory, to_json
-from fedloom.experiment.pages import PAGE, Part, setting_folder, write_pages
 from fedloom.experiment.settings import label
 from fedloom.experiment.trajectories import together
-from fedloom.files import write_text
+from fedloom.experiment.watch.pages import PAGE, Part, setting_folder, write_pages
 from fedloom.recording.landscape import Landscape
 from fedloom.report.page import Told, told
 from fedloom.report.sheet import sheet
 from fedloom.report.summary import RunSummary
+from fedloom.state.files import write_text
 from fedloom.task import Task
 
 ALL = "all"

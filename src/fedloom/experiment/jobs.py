@@ -13,16 +13,16 @@ from typing import Any, Protocol, TypeVar
 
 from fedloom.algorithm import build
 from fedloom.data.dataset import Dataset
-from fedloom.engines.local import RowsEngine
+from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.experiment.configuration import Configuration
 from fedloom.experiment.directory import RunDirectory, fingerprint, finished_runs
 from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.run import run_configured, run_directory
-from fedloom.federation import Federation
 from fedloom.recording.recorder import build_recorders
 from fedloom.recording.recording import Recording
 from fedloom.report.summary import RunSummary
+from fedloom.rounds.federation import Federation
 from fedloom.task import Task, make_dataset
 
 _Key = TypeVar("_Key")

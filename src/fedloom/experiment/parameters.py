@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from fedloom.algorithm import algorithms, build, describe
+from fedloom.config.expression import Call, parse
 from fedloom.errors import InvalidValue
-from fedloom.expression import Call, parse
 
 PREFIX = "algorithm."
 

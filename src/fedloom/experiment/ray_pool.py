@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from fedloom.engines.ray_crew import ending
-from fedloom.engines.ray_session import LOCAL, join, leave, load_ray
+from fedloom.engines.ray.crew import ending
+from fedloom.engines.ray.session import LOCAL, join, leave, load_ray
 from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.jobs import Job, Tasks, attempt
 

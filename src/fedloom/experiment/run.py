@@ -16,10 +16,10 @@ from typing import Any
 from torch import nn
 
 from fedloom.algorithm import Algorithm, build, describe
+from fedloom.config.plugins import import_plugins
 from fedloom.engines.base import Engine
 from fedloom.engines.choose import LocalEngine, make_engine, settled_by
 from fedloom.errors import InvalidValue
-from fedloom.evaluation import Record
 from fedloom.experiment.artifact import save_model
 from fedloom.experiment.configuration import Configuration, schedule_values
 from fedloom.experiment.directory import RunDirectory, folder_name, to_json
@@ -28,15 +28,15 @@ from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.identity import identities
 from fedloom.experiment.trackers.tracker import Tracker
 from fedloom.experiment.trackers.tracking import Tracking
-from fedloom.federation import Federation
-from fedloom.files import write_text
-from fedloom.plugins import import_plugins
 from fedloom.recording.recorder import Recorder, build_recorders, expression
 from fedloom.recording.recording import Recording
 from fedloom.report import summary as figures
 from fedloom.report import write_report
 from fedloom.report.summary import RunSummary
-from fedloom.schedule import Schedule
+from fedloom.rounds.evaluation import Record
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
+from fedloom.state.files import write_text
 from fedloom.task import Task
 
 OnRound = Callable[[Record, Record], None]

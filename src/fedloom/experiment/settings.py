@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedloom.checks import require_at_least, require_one_of, require_positive
+from fedloom.config.checks import require_at_least, require_one_of, require_positive
+from fedloom.config.expression import show
 from fedloom.errors import InvalidValue, suggestion
-from fedloom.expression import show
 
 Changes = dict[str, Any]
 """One setting: full keys with the value of each, such as `{"training.epochs": 5}`."""

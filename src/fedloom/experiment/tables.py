@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fedloom.algorithm import Algorithm
-from fedloom.expression import show
-from fedloom.registry import Entry, Registry
+from fedloom.config.expression import show
+from fedloom.config.registry import Entry, Registry
 from fedloom.report.sheet import Sheet, difference_cells, difference_title, faults_in, keys, overall, words
 from fedloom.report.summary import LAST, Reach, Row, Spread
 from fedloom.report.tables import NEVER, byte_text, halves, percent

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.evaluation import newcomers_last
 from fedloom.experiment.configuration import Configuration
-from fedloom.files import read_tensors, write_text
 from fedloom.recording.plane import principal_plane
 from fedloom.recording.recorder import Scene
 from fedloom.recording.recording import RESULT, kept_file
 from fedloom.recording.trajectory import Trajectory, surroundings
 from fedloom.report.summary import RunSummary
-from fedloom.scoring import Evaluator
+from fedloom.rounds.evaluation import newcomers_last
+from fedloom.rounds.scoring import Evaluator
+from fedloom.state.files import read_tensors, write_text
 
 FILE = "trajectories.json"
 

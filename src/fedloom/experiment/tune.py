@@ -25,9 +25,9 @@ from fedloom.experiment.parameters import PREFIX, parameter_keys, with_parameter
 from fedloom.experiment.settings import Changes, Range, label, plain_text, read_axes, values_of
 from fedloom.experiment.settings import changed as with_changes
 from fedloom.experiment.toml import to_toml
-from fedloom.files import write_text
 from fedloom.randomness import numpy_stream
 from fedloom.report.summary import Spread, measured
+from fedloom.state.files import write_text
 
 SHARE = 0.2
 """Part of each client's training samples that is held out for validation unless `data.validation` says otherwise."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from fedloom.registry import Registry
+from fedloom.config.registry import Registry
 
 # A model is a function (spec: DataSpec, *, parameters with defaults) -> nn.Module.
 models: Registry[Callable[..., nn.Module]] = Registry("model", "fedloom.models")

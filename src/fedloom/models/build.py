@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fedloom.config.plugins import found_at
 from fedloom.data import DataSpec
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.models import models
-from fedloom.plugins import found_at
 from fedloom.randomness import stream_seed
 
 _ALLOWED = "a registered name or 'package.module:callable'"

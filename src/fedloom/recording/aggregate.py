@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
-from fedloom.checks import require_at_least
+from fedloom.config.checks import require_at_least
 from fedloom.recording.recorder import Exchange, Note, Recorder, Scene, Series, recorders
 
 

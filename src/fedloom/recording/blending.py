@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm
 from fedloom.algorithms.ala import Ala
-from fedloom.checks import require_at_least
+from fedloom.config.checks import require_at_least
 from fedloom.recording.recorder import Recorder, Scene, Series, recorders
 
 

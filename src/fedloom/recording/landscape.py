@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
-from fedloom.checks import require_at_least, require_one_of, require_positive
+from fedloom.config.checks import require_at_least, require_one_of, require_positive
 from fedloom.data.dataset import Samples
 from fedloom.errors import InvalidValue
-from fedloom.layout import Layout
+from fedloom.flat.layout import Layout
 from fedloom.randomness import stream
 from fedloom.recording.recorder import Exchange, Note, Recorder, Scene, Series, recorders
-from fedloom.scoring import Evaluator
+from fedloom.rounds.scoring import Evaluator
 from fedloom.task import Task
 
 

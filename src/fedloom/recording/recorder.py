@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
+from fedloom.config.expression import checked, parse, plain, show
+from fedloom.config.registry import Registry
 from fedloom.errors import InvalidValue
-from fedloom.expression import checked, parse, plain, show
-from fedloom.registry import Registry
-from fedloom.scoring import Evaluator, Score
+from fedloom.rounds.scoring import Evaluator, Score
 from fedloom.task import Task
 
 Series = Sequence[tuple[int, Any]]

@@ -15,16 +15,16 @@ from typing import Any
 from torch import Tensor
 
 from fedloom.algorithm import Replies, describe
-from fedloom.checkpoint import RoundLog, without_gap
 from fedloom.engines.base import INTEGERS, Order
-from fedloom.engines.local import RowsEngine
-from fedloom.engines.processes import ProcessesEngine
+from fedloom.engines.processes.engine import ProcessesEngine
+from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
-from fedloom.federation import Federation
-from fedloom.files import flush, read_tensors, remove_unfinished, write_tensors, write_text
 from fedloom.recording.recorder import Exchange, Note, Recorder, Scene, whole_models
 from fedloom.round import Round
-from fedloom.scoring import Evaluator
+from fedloom.rounds.checkpoint import RoundLog, without_gap
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.scoring import Evaluator
+from fedloom.state.files import flush, read_tensors, remove_unfinished, write_tensors, write_text
 
 RESULT = "recording.json"
 

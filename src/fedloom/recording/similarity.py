@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
-from fedloom.checks import require_at_least
-from fedloom.population import mean_cosine_similarity
+from fedloom.config.checks import require_at_least
+from fedloom.flat.population import mean_cosine_similarity
 from fedloom.recording.recorder import Exchange, Note, Recorder, Scene, Series, recorders
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.checks import require_at_least
+from fedloom.config.checks import require_at_least
 from fedloom.errors import InvalidValue
 from fedloom.recording.plane import Plane, principal_plane
 from fedloom.recording.recorder import Exchange, Note, Recorder, Scene, Series, recorders

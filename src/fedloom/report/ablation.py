@@ -10,8 +10,8 @@ from typing import Any
 import plotly.graph_objects as go
 
 from fedloom.algorithm import algorithms
+from fedloom.config.expression import Call, parse, show
 from fedloom.errors import FedloomError
-from fedloom.expression import Call, parse, show
 from fedloom.report.figures import COLOURS, SHARES, Style, framed, wrapped
 from fedloom.report.sheet import Score
 from fedloom.report.summary import RunSummary, Spread

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fedloom.checks import require_one_of
+from fedloom.config.checks import require_one_of
 from fedloom.report.summary import RunSummary
 
 Floats = npt.NDArray[np.float64]

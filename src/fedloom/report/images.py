@@ -14,7 +14,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from fedloom.checks import require_one_of
+from fedloom.config.checks import require_one_of
 from fedloom.errors import InvalidValue
 from fedloom.report.models import COLUMNS
 from fedloom.report.sheet import Score

@@ -7,7 +7,6 @@ from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
-from fedloom.files import write_text
 from fedloom.report.comparing import NO_BREAK, overall_table
 from fedloom.report.figures import styles
 from fedloom.report.page import Told, effect_section, head, page_of
@@ -15,6 +14,7 @@ from fedloom.report.sections import Tile, cost_tiles, fault_table, headline, met
 from fedloom.report.sheet import Sheet, faults_in
 from fedloom.report.slots import ablation_slots
 from fedloom.report.summary import RunSummary
+from fedloom.state.files import write_text
 
 
 def write_overview(

@@ -17,7 +17,6 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from fedloom.errors import InvalidValue
-from fedloom.files import write_text
 from fedloom.report import figures
 from fedloom.report.clients import client_table
 from fedloom.report.comparing import comparison_table, difference_table
@@ -34,6 +33,7 @@ from fedloom.report.sheet import Score, Sheet
 from fedloom.report.sheet import sheet as sheet_of
 from fedloom.report.slots import Slot, ablation_slots, cost_slots, curve_slots, label_slot, recorded_slots, seed_slots
 from fedloom.report.summary import LAST, RunSummary
+from fedloom.state.files import write_text
 
 _AXIS_NAMES = {"round": "Rounds", "bytes": "Bytes", "seconds": "Seconds"}
 

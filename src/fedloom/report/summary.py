@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedloom.checks import require_at_least, require_share
+from fedloom.config.checks import require_at_least, require_share
 
 LAST = 10
 """Evaluations that `mean_of_last` averages unless told otherwise."""

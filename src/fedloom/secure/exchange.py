@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from fedloom.checks import require_at_least
+from fedloom.config.checks import require_at_least
 from fedloom.errors import InvalidValue
 from fedloom.secure.draws import Choices, Draws, sample, shuffled
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedloom.checks import require_one_of
+from fedloom.config.checks import require_one_of
 from fedloom.errors import FedloomError
 
 SERVER = -1

@@ -10,7 +10,7 @@ from fedloom.errors import InvalidValue
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedloom.layout import Unit
+    from fedloom.flat.layout import Unit
 
 
 def layer_sizes(units: Sequence[Unit], like: Tensor) -> list[int]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from fedloom.checks import require_at_least
+from fedloom.config.checks import require_at_least
 from fedloom.errors import InvalidValue
 from fedloom.secure.draws import Choices, Draws, secret_choices
 from fedloom.secure.envelopes import (

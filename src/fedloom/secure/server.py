@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from fedloom.checks import require_at_least
+from fedloom.config.checks import require_at_least
 from fedloom.secure.envelopes import unseal
 from fedloom.secure.exchange import Rules
 from fedloom.secure.faults import SERVER, ExchangeAborted, Misbehaviour

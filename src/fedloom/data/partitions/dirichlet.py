@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from fedloom.checks import require_at_least
+from fedloom.config.checks import require_at_least
 from fedloom.data.partition import Indices, Partition, partitions
 from fedloom.data.partitions.classes import class_sizes, cut_classes, require_clients, require_concentration
 from fedloom.errors import InvalidValue

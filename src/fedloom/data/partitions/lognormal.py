@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from fedloom.checks import require_between
+from fedloom.config.checks import require_between
 from fedloom.data.partition import Indices, Partition, partitions
 from fedloom.data.partitions.classes import require_clients
 from fedloom.randomness import numpy_stream

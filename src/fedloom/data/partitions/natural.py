@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedloom.checks import require_at_least
+from fedloom.config.checks import require_at_least
 from fedloom.data.partition import Indices, Partition, partitions
 from fedloom.data.partitions.classes import deal
 from fedloom.errors import InvalidValue

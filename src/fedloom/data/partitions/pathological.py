@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from fedloom.checks import require_at_least
+from fedloom.config.checks import require_at_least
 from fedloom.data.partition import Indices, Partition, partitions
 from fedloom.data.partitions.classes import class_sizes, cut_classes, equal_sizes, require_clients
 from fedloom.errors import InvalidValue

@@ -10,6 +10,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.lib.npyio import NpzFile
 
+from fedloom.config.plugins import found_at
 from fedloom.data.dataset import Dataset, datasets
 from fedloom.data.formats.images import class_folders, pictures, read_image_folder
 from fedloom.data.sets.holdout import hold_out
@@ -17,7 +18,6 @@ from fedloom.data.sets.normalisation import check_normalise, image_dataset
 from fedloom.data.sets.origin import Parts, cached_files
 from fedloom.data.sets.samples import own_dataset, own_samples
 from fedloom.errors import DataError, InvalidValue, suggestion
-from fedloom.plugins import found_at
 
 _KEYS = ("inputs", "labels", "groups", "test_inputs", "test_labels", "test_groups")
 _COLOURS = {1: "grey", 3: "colour"}

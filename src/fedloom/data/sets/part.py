@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from fedloom.checks import require_at_least
+from fedloom.config.checks import require_at_least
+from fedloom.config.expression import checked, parse, plain
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.errors import InvalidValue
-from fedloom.expression import checked, parse, plain
 from fedloom.randomness import stream
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from fedloom.config.expression import Call, checked, parse, plain
+from fedloom.config.plugins import found_at
+from fedloom.config.registry import Registry
 from fedloom.errors import FedloomError, InvalidValue
-from fedloom.expression import Call, checked, parse, plain
-from fedloom.plugins import found_at
-from fedloom.registry import Registry
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fedloom.evaluation import Record
 from fedloom.experiment.trackers.tracker import TrackedRun, Tracker, build_tracker
-from fedloom.files import write_text
+from fedloom.rounds.evaluation import Record
+from fedloom.state.files import write_text
 
 FILE = "trackers.jsonl"
 """In the run's directory: the run's token, then what each tracker was told."""

@@ -1,0 +1,189 @@
+"""What a configuration names: `dirichlet(0.1)`, `stages(fedavg:100, fedmr(unit=segment, fraction=0.5))`.
+
+    value = number | 'text' | true | false | none | [value, ...] | call
+    call  = name [ "(" argument, ... ")" ] [ ":" (number | name) ]
+    argument = [ name "=" ] value
+
+A bare word is a call without arguments; whoever builds the thing decides whether it is a name or a piece of text.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from fedloom.config.registry import Entry
+from fedloom.errors import InvalidValue
+
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)|(?P<text>'[^']*'|\"[^\"]*\")"
+    r"|(?P<name>[A-Za-z_][\w.\-]*)|(?P<mark>[()\[\],=:]))"
+)
+_WORDS = {"true": True, "false": False, "none": None}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A name with its arguments; `until` is what follows a colon (the last round of a stage)."""
+
+    name: str
+    positional: tuple[Any, ...] = ()
+    named: dict[str, Any] = field(default_factory=dict)
+    until: Any = None
+
+    def __str__(self) -> str:
+        arguments = [show(value) for value in self.positional]
+        arguments += [f"{name}={show(value)}" for name, value in self.named.items()]
+        inside = f"({', '.join(arguments)})" if arguments else ""
+        return f"{self.name}{inside}" + ("" if self.until is None else f":{show(self.until)}")
+
+
+def show(value: Any) -> str:
+    """A value as the grammar writes it; `parse(show(value)) == value`."""
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    if isinstance(value, str):
+        return repr(value) if "'" not in value else f'"{value}"'
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(show(item) for item in value)}]"
+    return str(value)
+
+
+def parse(text: str) -> Call:
+    """Read one call. Raises `InvalidValue` that shows where the text stops making sense."""
+    parser = _Parser(text)
+    value = parser.value()
+    parser.expect_end()
+    if not isinstance(value, Call):
+        raise InvalidValue(f"{text!r} is not a name with arguments, such as fedmr or dirichlet(0.1)")
+    return value
+
+
+class _Parser:
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.tokens: list[tuple[str, str, int]] = []
+        position, end = 0, len(text.rstrip())
+        while position < end:
+            match = _TOKEN.match(text, position)
+            if match is None or match.lastgroup is None:
+                raise self._error(position)
+            self.tokens.append((match.lastgroup, match[match.lastgroup], match.start(match.lastgroup)))
+            position = match.end()
+        self.next = 0
+
+    def _error(self, position: int) -> InvalidValue:
+        return InvalidValue(f"cannot read {self.text!r} from character {position + 1} on: {self.text[position:]!r}")
+
+    def _fail(self) -> InvalidValue:
+        return self._error(self.tokens[self.next][2] if self.next < len(self.tokens) else len(self.text))
+
+    def _take(self, mark: str) -> bool:
+        found = self.next < len(self.tokens) and self.tokens[self.next][:2] == ("mark", mark)
+        self.next += found
+        return found
+
+    def expect_end(self) -> None:
+        if self.next < len(self.tokens):
+            raise self._fail()
+
+    def value(self) -> Any:
+        if self._take("["):
+            items: list[Any] = []
+            while not self._take("]"):
+                items.append(self.value())
+                if not self._take(",") and not (self.next < len(self.tokens) and self.tokens[self.next][1] == "]"):
+                    raise self._fail()
+            return items
+        if self.next >= len(self.tokens) or self.tokens[self.next][0] == "mark":
+            raise self._fail()
+        kind, token, _ = self.tokens[self.next]
+        self.next += 1
+        if kind == "number":
+            return int(token) if re.fullmatch(r"[-+]?\d+", token) else float(token)
+        if kind == "text":
+            return token[1:-1]
+        if token.lower() in _WORDS:
+            return _WORDS[token.lower()]
+        return self._call(token)
+
+    def _call(self, name: str) -> Call:
+        positional: list[Any] = []
+        named: dict[str, Any] = {}
+        if self._take("("):
+            while not self._take(")"):
+                self._argument(positional, named)
+                if not self._take(",") and not (self.next < len(self.tokens) and self.tokens[self.next][1] == ")"):
+                    raise self._fail()
+        until = None
+        if self._take(":"):
+            until = self.value()
+            until = plain(until)
+        return Call(name, tuple(positional), named, until)
+
+    def _argument(self, positional: list[Any], named: dict[str, Any]) -> None:
+        following = self.tokens[self.next + 1][1] if self.next + 1 < len(self.tokens) else ""
+        if self.next < len(self.tokens) and self.tokens[self.next][0] == "name" and following == "=":
+            name = self.tokens[self.next][1]
+            if name in named:
+                raise InvalidValue(f"{self.text!r} gives {name!r} twice")
+            self.next += 2
+            named[name] = self.value()
+        elif named:
+            raise InvalidValue(f"{self.text!r}: arguments without a name come before those with one")
+        else:
+            positional.append(self.value())
+
+
+def plain(value: Any) -> Any:
+    """Bare words as text, inside lists too; anything that is not a bare word or plain value is refused."""
+    if isinstance(value, Call):
+        if value.positional or value.named or value.until is not None:
+            raise InvalidValue(f"{value} is not allowed here: a number, text or list is")
+        return value.name
+    return [plain(item) for item in value] if isinstance(value, list) else value
+
+
+# What pydantic's kinds of errors about types are called in one of ours.
+_ALLOWED = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "list_type": "a list",
+    "sequence_str": "a list",
+    "dict_type": "a table",
+    "model_type": "a table",
+}
+
+
+def allowed(error: ValidationError) -> str:
+    """What should have been there, by the first thing that pydantic found wrong: `a whole number`."""
+    first = error.errors()[0]
+    if first["type"] == "is_instance_of":
+        return "a method, such as fedavg" if "Algorithm" in str(first["ctx"]) else "a list"
+    return _ALLOWED.get(first["type"], first["msg"].lower().removeprefix("input should be ").removeprefix("a valid "))
+
+
+def checked(entry: Entry[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """`options` converted to the annotated types of the entry's parameters. Raises `InvalidValue` naming the one that has
+    another type, or one that has no default and was not given."""
+    hints = get_type_hints(entry.make)
+    result = {}
+    for name, value in options.items():
+        try:
+            adapter = TypeAdapter(hints.get(name, Any), config=ConfigDict(arbitrary_types_allowed=True))
+            result[name] = adapter.validate_python(value)
+        except ValidationError as error:
+            raise InvalidValue(f"{entry.name}: {name} must be {allowed(error)}, not {show(value)}") from None
+    missing = [name for name, p in entry.parameters.items() if p.default is p.empty and name not in result]
+    if missing:
+        raise InvalidValue(f"{entry.name} needs {', '.join(missing)}")
+    return result

@@ -1,0 +1,112 @@
+"""Named things of one kind (models, data sets, partitions, algorithms), found without a list to keep.
+
+A thing registers itself with a decorator in its own file. The registry imports every module of one package on first use,
+so a new file is a new entry in the command line, the documentation and every configuration.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from fedloom.config.plugins import import_from_environment
+from fedloom.errors import InvalidValue, UnknownName, suggestion
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Entry(Generic[T]):
+    """One registered thing: its name, the callable that makes it, and the parameters a user may set."""
+
+    name: str
+    make: T
+
+    @property
+    def summary(self) -> str:
+        """First line of the docstring."""
+        return (inspect.getdoc(self.make) or "").split("\n")[0]
+
+    @property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """What a user may set: every keyword-only parameter of a function, every field of a dataclass."""
+        found = inspect.signature(self.make, eval_str=False).parameters.values()
+        if inspect.isclass(self.make):
+            return {p.name: p for p in found}
+        return {p.name: p for p in found if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+    def options(self, positional: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+        """`positional` and `named` arguments as one dictionary of parameters.
+
+        Raises `InvalidValue` for too many positional arguments, an unknown name (with the nearest) or one given twice.
+        """
+        names = list(self.parameters)
+        if len(positional) > len(names):
+            raise InvalidValue(
+                f"{self.name} takes at most {len(names)} arguments ({', '.join(names)}), not {len(positional)}"
+            )
+        given = dict(zip(names, positional, strict=False))
+        for name, value in named.items():
+            if name not in names:
+                allowed = ", ".join(names) or "none"
+                raise InvalidValue(
+                    f"{self.name} has no parameter {name!r}:{suggestion(name, names)} (it has: {allowed})"
+                )
+            if name in given:
+                raise InvalidValue(f"{self.name} got {name!r} twice")
+            given[name] = value
+        return given
+
+
+class Registry(Generic[T]):
+    """All things of one `kind`, defined in the modules of `package`."""
+
+    def __init__(self, kind: str, package: str) -> None:
+        self.kind = kind
+        self.package = package
+        self._entries: dict[str, Entry[T]] = {}
+        self._imported = False
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorator: file the function or class under `name`."""
+
+        def add(make: T) -> T:
+            known = self._entries.get(name)
+            if known is not None and known.make is not make:
+                raise InvalidValue(f"two {self.kind}s are named {name!r}")
+            self._entries[name] = Entry(name, make)
+            return make
+
+        return add
+
+    def __getitem__(self, name: str) -> Entry[T]:
+        """The entry called `name`; raises `UnknownName` with the nearest one."""
+        self._import_all()
+        if name not in self._entries:
+            raise UnknownName(self.kind, name, self._entries)
+        return self._entries[name]
+
+    def __contains__(self, name: object) -> bool:
+        self._import_all()
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[Entry[T]]:
+        self._import_all()
+        return iter(sorted(self._entries.values(), key=lambda entry: entry.name))
+
+    def _import_all(self) -> None:
+        if self._imported:
+            return
+        package = importlib.import_module(self.package)
+        for module in pkgutil.iter_modules(package.__path__, f"{self.package}."):
+            importlib.import_module(module.name)
+        self._imported = True  # a plugin may look things up while it is imported
+        try:
+            import_from_environment()
+        except InvalidValue:
+            self._imported = False
+            raise

@@ -1,0 +1,139 @@
+"""What server and sites of a Flower app must see alike: the configuration, what the data look like, the model's layout."""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedloom.config.checks import require_at_least
+from fedloom.data.dataset import Dataset, Samples
+from fedloom.engines.flower.messages import Words
+from fedloom.errors import InvalidValue, RefusedReply, suggestion
+from fedloom.experiment.configuration import Configuration, configuration, load
+from fedloom.flat.layout import Layout
+
+_KEYS = {"configuration": str, "output": str, "deadline": float, "sites": int, "wait": float}
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A Flower app's run configuration (see `fedloom.engines.flower.deploy`)."""
+
+    configuration: Configuration
+    output: Path
+    deadline: float
+    sites: int
+    wait: float
+
+    @property
+    def algorithm(self) -> str:
+        """The method, as the configuration writes it."""
+        return str(self.configuration.algorithm)
+
+    @property
+    def clients(self) -> int:
+        """How many sites there are."""
+        return self.configuration.data.clients
+
+
+def deployment(run_config: Mapping[str, Any]) -> Deployment:
+    """Read and check the run configuration of a Flower app. Raises `InvalidValue` in one line for whatever does not fit."""
+    for key, value in run_config.items():
+        if key not in _KEYS:
+            raise InvalidValue(
+                f"run configuration: unknown key {key!r}:{suggestion(key, _KEYS)} (there are: {', '.join(_KEYS)})"
+            )
+        wanted = (int, float) if _KEYS[key] is float else _KEYS[key]
+        if not isinstance(value, wanted) or isinstance(value, bool):
+            raise InvalidValue(f"run configuration: {key} must be {_KEYS[key].__name__}, not {value!r}")
+    for key in ("configuration", "output"):
+        if not run_config.get(key):
+            raise InvalidValue(f"run configuration: {key} is missing")
+    found = read_configuration(str(run_config["configuration"]))
+    sites, clients = int(run_config.get("sites", 0)), found.data.clients
+    if not 0 <= sites <= clients:
+        raise InvalidValue(f"run configuration: sites must be between 0 and {clients} (data.clients), not {sites}")
+    deadline, wait = float(run_config.get("deadline", 0)), float(run_config.get("wait", 600))
+    require_at_least("run configuration: deadline", deadline, 0)
+    require_at_least("run configuration: wait", wait, 0)
+    return Deployment(found, Path(str(run_config["output"])).expanduser(), deadline, sites or clients, wait)
+
+
+def read_configuration(text: str) -> Configuration:
+    """The configuration that a text is, or that lies where it says. Raises `InvalidValue` unless it is of one federation."""
+    found = load(Path(text)) if "=" not in text and "\n" not in text else _parsed(text)
+    if found.algorithm is None:
+        raise InvalidValue("run configuration: configuration names no method: give algorithm, such as 'fedmr'")
+    if found.variants:
+        raise InvalidValue("run configuration: configuration has several settings: a federation runs one")
+    if found.data.clients < 1:
+        raise InvalidValue("run configuration: configuration must say how many sites there are: data.clients")
+    return found
+
+
+@lru_cache(maxsize=1)
+def _parsed(text: str) -> Configuration:
+    """The configuration in a text; kept for sites that share a process, as in tests."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidValue(f"run configuration: configuration is not TOML: {' '.join(str(error).split())}") from None
+    return configuration({"name": "federation", **table})
+
+
+def description(dataset: Dataset) -> Words:
+    """What the samples of every site must look like, in plain values."""
+    return {
+        "name": dataset.name,
+        "shape": list(dataset.spec.shape),
+        "type": _type(dataset.train.inputs),
+        "classes": dataset.classes,
+        "mean": None if dataset.mean is None else list(dataset.mean),
+        "std": None if dataset.std is None else list(dataset.std),
+        "vocabulary": dataset.vocabulary,
+        "class_names": None if dataset.class_names is None else list(dataset.class_names),
+    }
+
+
+def described(words: Any, train: Samples, source: str) -> Dataset:
+    """The data set of these samples, as the server describes it.
+
+    Raises `RefusedReply` for a description that is none, and `InvalidValue`, naming `source`, for samples that do not fit it.
+    """
+    try:
+        shape, classes = tuple(int(size) for size in words["shape"]), int(words["classes"])
+        scale = [None if words[key] is None else tuple(map(float, words[key])) for key in ("mean", "std")]
+        vocabulary = None if words["vocabulary"] is None else int(words["vocabulary"])
+        names = None if words["class_names"] is None else tuple(map(str, words["class_names"]))
+        dataset = Dataset(str(words["name"]), train, train[:0], classes, scale[0], scale[1], vocabulary, names)
+        kind = str(words["type"])
+    except (KeyError, TypeError, ValueError):
+        raise RefusedReply("the server does not say what the data look like") from None
+    if tuple(train.inputs.shape[1:]) != shape or _type(train.inputs) != kind:
+        raise InvalidValue(
+            f"{source}: inputs are {list(train.inputs.shape[1:])} {_type(train.inputs)}, the federation's {list(shape)} {kind}"
+        )
+    if len(train) and not 0 <= int(train.labels.min()) <= int(train.labels.max()) < classes:
+        raise InvalidValue(f"{source}: labels must be 0 to {classes - 1}, and {int(train.labels.max())} is among them")
+    if vocabulary is not None and len(train) and int(train.inputs.max()) >= vocabulary:
+        raise InvalidValue(
+            f"{source}: tokens must be 0 to {vocabulary - 1}, and {int(train.inputs.max())} is among them"
+        )
+    return dataset
+
+
+def layout_digest(layout: Layout) -> str:
+    """A digest of all tensors of a model: their names, shapes, types and order."""
+    slots = [(slot.name, tuple(slot.shape), str(slot.dtype)) for slot in (*layout.slots, *layout.integer_slots)]
+    return hashlib.sha256(repr((layout.trainable, slots)).encode()).hexdigest()[:16]
+
+
+def _type(inputs: torch.Tensor) -> str:
+    return str(inputs.dtype).removeprefix("torch.")

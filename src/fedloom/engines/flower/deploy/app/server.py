@@ -1,0 +1,5 @@
+"""The server's part of the app."""
+
+import fedloom.engines.flower.deploy.server
+
+app = fedloom.engines.flower.deploy.server.app

@@ -1,0 +1,198 @@
+"""Flower's ServerApp: it waits for the sites, and runs the federation in its directory as `fedloom run` does on one machine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+import fedloom
+from fedloom.algorithm import build
+from fedloom.config.expression import parse
+from fedloom.data.dataset import Dataset
+from fedloom.data.partition import Partition
+from fedloom.engines.flower.deploy.agreement import Deployment, deployment, description, layout_digest
+from fedloom.engines.flower.engine import FlowerEngine, require_supported
+from fedloom.engines.flower.messages import Words
+from fedloom.engines.flower.post import Post
+from fedloom.engines.flower.sites import Site, Sites
+from fedloom.errors import CheckpointError, FedloomError, InvalidValue
+from fedloom.experiment.events import Event, RunName
+from fedloom.experiment.run import run_configured
+from fedloom.report import write_report
+from fedloom.report.summary import RunSummary
+from fedloom.rounds.evaluation import newcomers_last
+from fedloom.state.files import write_text
+from fedloom.task import Task, make_dataset, make_task
+
+PAUSE = 1.0
+"""Seconds between two looks for replies."""
+
+SITES = "sites.json"
+"""File of the run directory: the name of the federation at its sites, and how many samples each had at the start."""
+
+_logger = logging.getLogger("flwr.fedloom")
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run the federation that the app's run configuration describes (see `fedloom.engines.flower.deploy`)."""
+    try:
+        serve(grid, context.run_config)
+    except FedloomError as error:
+        _logger.error("%s", error)  # one line above Flower's traceback
+        raise
+
+
+def serve(grid: Grid, run_config: Mapping[str, Any], pause: float = PAUSE) -> RunSummary:
+    """Run the federation to its end, or go on with it, and write the report; `pause` is in seconds.
+
+    Raises `InvalidValue` for a configuration that does not fit, or sites that do not come; `CheckpointError` for the folder
+    of another run; `Diverged` when no site's model is finite any more.
+    """
+    settings = deployment(run_config)
+    require_supported(build(settings.algorithm))
+    # What only says where and how runs of one machine are made must not decide whether this one may go on.
+    configuration = settings.configuration.model_copy(update={"engine": "rows"})
+    gathering = Gathering(settings, Post(grid, pause))
+    name = RunName(str(parse(settings.algorithm)), configuration.seed)
+    found = run_configured(
+        configuration, name, _told, make_task=gathering.task, path=settings.output, engine=gathering.engine
+    )
+    page = settings.output / "report.html"
+    write_report(page, str(name), [found], configuration.targets)
+    place = settings.output.resolve()
+    _logger.info("the run is in %s: model.safetensors, metrics.jsonl, result.json, report.html", place)
+    return found
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a federation began with: its name at the sites, whether these have data of their own, and how many samples each
+    trains and tests on (None: it was not there)."""
+
+    federation: str
+    own: bool
+    samples: list[int | None]
+    tests: list[int | None]
+
+    @classmethod
+    def of(cls, sites: Mapping[int, Site], count: int) -> Opening:
+        """The opening of a new federation of `count` sites, of which these are there."""
+        return cls(
+            secrets.token_hex(8),
+            any(site.own for site in sites.values()),
+            [sites[number].samples if number in sites else None for number in range(count)],
+            [sites[number].tests if number in sites else None for number in range(count)],
+        )
+
+    @classmethod
+    def read(cls, path: Path, count: int) -> Opening | None:
+        """The opening in a file, None when there is no file. Raises `CheckpointError` when it cannot be read."""
+        if not path.exists():
+            return None
+        try:
+            found = cls(**json.loads(path.read_text(encoding="utf-8")))
+            if len(found.samples) == len(found.tests) == count and isinstance(found.federation, str):
+                return found
+        except (OSError, ValueError, TypeError):
+            pass
+        raise CheckpointError(f"{path} is damaged or of another run: use another folder")
+
+
+class Gathering:
+    """The sites of one deployment, and the task that they make together."""
+
+    def __init__(self, settings: Deployment, post: Post) -> None:
+        self.settings, self.post = settings, post
+
+    def task(self, seed: int) -> Task:
+        """Wait for the sites; the task is theirs, or, where they take their shares of the configuration's data, that of a
+        simulation. Their numbers of samples are those of the start, also when the run goes on later."""
+        configuration, count = self.settings.configuration, self.settings.clients
+        dataset = make_dataset(configuration.data.name)
+        blank = self._task_of(dataset, [1] * count, None, seed)
+        self.briefing: Words = {"data": description(dataset)}
+        same = {"fedloom": fedloom.__version__, "layout": layout_digest(blank.layout)}
+        self.sites = Sites(self.post, count, self.briefing, same)
+        _logger.info("waiting for %d of %d sites", self.settings.sites, count)
+        self.sites.wait(self.settings.sites, self.settings.wait)
+        path = self.settings.output / SITES
+        opening = Opening.read(path, count)
+        if opening is None:
+            opening = Opening.of(self.sites.known, count)
+            write_text(path, json.dumps(asdict(opening)) + "\n")
+        self.opening = opening
+        if opening.own:
+            known = [samples for samples in opening.samples if samples is not None]
+            mean = max(1, round(sum(known) / len(known)))
+            samples = [mean if size is None else size for size in opening.samples]
+            return self._task_of(dataset, samples, [size or 0 for size in opening.tests], seed)
+        task = configuration.task(seed, dataset)
+        self._require_shares(task)
+        return task
+
+    def engine(self, task: Task) -> FlowerEngine:
+        """The engine in which the sites train."""
+        newcomers = self.settings.configuration.schedule.newcomers(task.clients)
+        _, numbers = newcomers_last(task, newcomers, self.settings.configuration.seed)
+        return FlowerEngine(
+            self.sites,
+            self.opening.federation,
+            self.briefing,
+            deadline=self.settings.deadline,
+            patience=self.settings.wait,
+            numbers=numbers,
+        )
+
+    def _task_of(self, dataset: Dataset, samples: Sequence[int], tests: Sequence[int] | None, seed: int) -> Task:
+        """The task of sites with so many samples of their own; the global test set is the server's."""
+        data = self.settings.configuration.data
+        if tests is not None and (data.merge or data.validation is not None):
+            given = "data.merge" if data.merge else "data.validation"
+            raise InvalidValue(f"{given} needs all data in one place: leave it out where sites have data of their own")
+        task = make_task(
+            replace(dataset, train=dataset.train[:0]),
+            partition=Partition.counted(samples),
+            model=self.settings.configuration.model,
+            training=self.settings.configuration.training,
+            seed=seed,
+        )
+        return task if tests is None or not any(tests) else replace(task, local_test=Partition.counted(tests))
+
+    def _require_shares(self, task: Task) -> None:
+        """Raise `InvalidValue` unless each site has the samples that a simulation gives it."""
+        sizes = task.sizes(torch.arange(task.clients)).tolist()
+        for number, site in self.sites.known.items():
+            if site.samples != sizes[number]:
+                raise InvalidValue(
+                    f"site {number} has {site.samples} samples, but its share of {task.dataset.name} has {sizes[number]}: "
+                    "are the data or the versions of NumPy others there?"
+                )
+
+
+def _told(event: Event) -> None:
+    """Say in Flower's log what happens."""
+    if event.kind == "round":
+        record = event.record
+        accuracy = record.get("accuracy")
+        score = "" if accuracy is None else f", accuracy {100 * accuracy:.2f} %"
+        _logger.info("round %d: %.1f s%s", record["round"], event.seconds, score)
+        for fault in record["faults"]:
+            _logger.warning("round %d: site %d: %s", record["round"], fault["client"], fault["reason"])
+    elif event.kind == "notice":
+        _logger.warning("%s", event.text)
+    elif event.kind == "started":
+        _logger.info("%s: %s", event.run, f"going on after round {event.finished}" if event.finished else "starting")
+    elif event.kind == "skipped":
+        _logger.info("%s: the run is finished", event.run)

@@ -1,0 +1,319 @@
+"""One site: it says who it is, trains, and judges models, each time from a message, its own data and its own memory.
+
+Nothing lives between two messages but what is on disk, since Flower may start a process for each.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import fedloom
+from fedloom.algorithm import Algorithm, Plan, build
+from fedloom.algorithms.secure import Secure, secured
+from fedloom.data.partition import Partition
+from fedloom.engines.base import INTEGERS, Fault, Order
+from fedloom.engines.flower.deploy.agreement import Deployment, deployment, described, layout_digest, read_configuration
+from fedloom.engines.flower.deploy.answer import Answer, federation_folder, memory_folder
+from fedloom.engines.flower.deploy.identity import Identity
+from fedloom.engines.flower.deploy.memory import SiteMemory
+from fedloom.engines.flower.deploy.peer import Entry, SitePeer
+from fedloom.engines.flower.deploy.site_data import own_data
+from fedloom.engines.flower.messages import Refusal, Words, whole
+from fedloom.engines.rows import RowsEngine
+from fedloom.errors import DamagedCheckpoint, InvalidValue, RefusedReply
+from fedloom.round import Round
+from fedloom.secure import from_layers, to_layers
+from fedloom.secure.peer import OCCASIONS
+from fedloom.task import Task, make_task
+
+_MOST = 1 << 48  # of anything that is counted
+_EVERYTHING = 1 << 62  # bytes of memory kept in memory
+
+_logger = logging.getLogger("flwr.fedloom")
+
+
+@dataclass(frozen=True)
+class SiteTask(Task):
+    """The task as one site knows it: the other clients' samples are elsewhere, so their shares are empty here."""
+
+    def __post_init__(self) -> None:
+        """Empty shares are what they should be."""
+
+
+class Site:
+    """Site `number` of a deployment. `source` names its own data; with None it takes its share of the configuration's.
+    `identity` is who it is to other sites, where they exchange layers."""
+
+    def __init__(
+        self,
+        settings: Deployment,
+        number: int,
+        source: str | None,
+        folder: Path,
+        text: str,
+        identity: Identity | None = None,
+    ) -> None:
+        self.settings, self.number, self.source, self.folder = settings, number, source, folder
+        self._text, self.identity = text, identity
+
+    @classmethod
+    def of(cls, run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Site:
+        """The site that its SuperNode describes. Raises `InvalidValue` in one line for whatever does not fit."""
+        settings = deployment(run_config)
+        number, count = node_config.get("partition-id"), node_config.get("num-partitions", settings.clients)
+        if type(number) is not int:
+            raise InvalidValue(f"node configuration: partition-id must be a whole number, not {number!r}")
+        if count != settings.clients:
+            raise InvalidValue(
+                f"node configuration: num-partitions is {count!r}, but data.clients of the federation {settings.clients}"
+            )
+        if not 0 <= number < settings.clients:
+            raise InvalidValue(f"partition-id {number} is not one of 0 to {settings.clients - 1} (data.clients)")
+        for key in ("data", "memory"):
+            if not isinstance(node_config.get(key, ""), str):
+                raise InvalidValue(f"node configuration: {key} must be text, not {node_config[key]!r}")
+        source = str(node_config["data"]) if node_config.get("data") else None
+        identity = Identity.of(node_config, number)
+        return cls(settings, number, source, memory_folder(node_config), str(run_config["configuration"]), identity)
+
+    # --- what it is asked ---
+
+    def hello(self, words: Words) -> Answer:
+        """Who this site is and how many samples it has."""
+        if any(isinstance(part, Secure) for part in build(self.settings.algorithm).nested()):
+            self._require_identity()
+        task, index = self._whole_task(words)
+        tests = 0 if task.local_test is None else len(task.local_test[index])
+        told = {
+            "site": self.number,
+            "samples": len(task.partition[index]),
+            "tests": tests,
+            "own": self.source is not None,
+            "fedloom": fedloom.__version__,
+            "layout": layout_digest(task.layout),
+        }
+        return Answer(told, {}, {})
+
+    def train(self, words: Words, inbox: Mapping[str, Tensor]) -> Answer:
+        """Train as the client that the words say, from the memory that they say.
+
+        Raises `Refusal` where this client cannot, `FedloomError` where the message is not one that it would follow.
+        """
+        round, client = self._addressed(words)
+        engine, memory, version = self._remembering(words, round, client, inbox)
+        before = engine.store.read(client)
+        method = self._method(engine.task, round)
+        expected = _shapes(words.get("expected"))
+        # By the site's own configuration: the server cannot ask for a model that others should have a part in.
+        exchange = None if expected is None else secured(method, round.number)
+        peer = None if exchange is None else self._peer(words)
+        if peer is not None and exchange is not None and words.get("exchanged") is True:
+            layers = peer.outcome("before_train", round.number)
+            inbox = {**inbox, "model": from_layers(layers, exchange.units(), engine.task.initial).unsqueeze(0)}
+            _require_sound(engine.task, inbox)
+        order = Order(client, None if expected is None else 0, dict(inbox))
+        result = engine.train_one(method, round, order, expected or {})
+        if isinstance(result, Fault):
+            _logger.error("site %d: round %d: %s", self.number, round.number, result.reason, exc_info=result.error)
+            raise Refusal({"refused": result.reason, "diverged": result.diverged})
+        after = engine.store.read(client)
+        if any(tensor is not before.get(name) for name, tensor in after.items()):
+            memory.write(round.number, after)
+            written = round.number
+        else:
+            written = version
+        kept = [kept for kept in words.get("keep", []) if type(kept) is int]
+        memory.forget(round.number, {version, *kept})
+        told = {"site": self.number, "round": round.number, "memory": written}
+        tensors = {} if expected is None else dict(result.tensors)
+        if peer is not None and exchange is not None:
+            peer.leave()
+            if exchange.exchanges("before_upload"):
+                peer.keep(to_layers(tensors.pop("model"), exchange.units()), round.number)
+        return Answer(told, tensors, result.metrics)
+
+    def exchange(self, words: Words, inbox: Mapping[str, Tensor], parcel: bytes) -> Answer:
+        """Enter an exchange of layers with other sites; `fedloom.engines.flower.deploy.peer.go_on` takes the steps that follow.
+
+        Raises `RefusedReply` where there is no such exchange, `FedloomError` for what the site would not do.
+        """
+        round, _ = self._addressed(words)
+        when = str(words.get("when"))
+        method = secured(build(self.settings.algorithm), round.number)
+        if method is None or when not in OCCASIONS or not method.exchanges(when):
+            raise RefusedReply(f"nothing is exchanged {when:.40} in round {round.number}")
+        peer = self._peer(words)
+        layers = peer.trained(round.number) if when == "before_upload" else self._sent(words, round, inbox)
+        entry = Entry(str(words.get("run")), when, round.number, round.seed, method.rules())
+        return Answer({"site": self.number}, parcel=peer.begin(parcel, entry, layers))
+
+    def _sent(self, words: Words, round: Round, inbox: Mapping[str, Tensor]) -> list[bytes]:
+        """The layers of the model that the server sent to this site, for an exchange before training."""
+        task, _ = self._whole_task(words)
+        _require_sound(task, inbox)
+        method = secured(self._method(task, round), round.number)
+        model = inbox.get("model")
+        if method is None or model is None or model.shape != (1, task.layout.size):
+            raise RefusedReply("the server sent no whole model to exchange")
+        return to_layers(model[0], method.units())
+
+    def evaluate(self, words: Words, inbox: Mapping[str, Tensor]) -> Answer:
+        """Judge the model that this client would use, or the one that it is sent, on its own test samples."""
+        round, client = self._addressed(words)
+        engine, _, _ = self._remembering(words, round, client, inbox)
+        method = Algorithm() if words.get("given") is True else self._method(engine.task, round)
+        (tally,) = engine.evaluate(method, round, [Order(client, None, dict(inbox))])
+        told = {"correct": int(tally.correct), "loss": float(tally.loss), "samples": int(tally.samples)}
+        return Answer(told, {}, {})
+
+    # --- what it needs for that ---
+
+    def _require_identity(self) -> Identity:
+        """Raise `InvalidValue` where this site cannot say who it is to the others."""
+        if self.identity is None:
+            raise InvalidValue(
+                f"site {self.number}: {self.settings.algorithm} needs to know who the sites are: name its key and everybody's "
+                "public keys in the node configuration (identity='keys/site-0/site.key' peers='keys/site-0/peers.pub')"
+            )
+        return self.identity
+
+    def _peer(self, words: Words) -> SitePeer:
+        folder = federation_folder(self.folder, str(words.get("federation")))
+        return SitePeer(folder, self.number, self._require_identity())
+
+    def _addressed(self, words: Words) -> tuple[Round, int]:
+        """The round and the client's number in it, when the message is for this site."""
+        if words.get("site") != self.number:
+            reason = f"this is site {self.number}, not {words.get('site')!r:.40}"
+            raise Refusal({"refused": reason, "stranger": True})
+        return _round(words.get("round")), whole(words, "client", 0, self.settings.clients - 1)
+
+    def _remembering(
+        self, words: Words, round: Round, client: int, inbox: Mapping[str, Tensor]
+    ) -> tuple[RowsEngine, SiteMemory, int]:
+        """An engine in which this client remembers what it did after the round that the words say."""
+        whole_task, index = self._whole_task(words)
+        task = alone(whole_task, index, client, self.settings.clients)
+        _require_sound(task, inbox)
+        memory = SiteMemory(self.folder, str(words.get("federation")), self.number)
+        version = whole(words, "memory", 0, round.number)
+        try:
+            remembered = memory.read(version)
+        except DamagedCheckpoint as error:
+            reason = f"its memory of round {version} is lost ({error}); it begins anew"
+            raise Refusal({"refused": reason, "lost": True}) from None
+        engine = RowsEngine(task, memory_budget=_EVERYTHING)
+        engine.begin(task, None)
+        if remembered:
+            engine.store.write(client, remembered)
+            engine.store.commit()
+        return engine, memory, version
+
+    def _method(self, task: Task, round: Round) -> Algorithm:
+        """The client half of the method. What its server half makes of the plan is not needed here and given up."""
+        method = build(self.settings.algorithm)
+        plan = Plan(
+            task.layout, task.initial, round.clients, round.participants, round.rounds, round.seed,
+            task.dataset.classes, _one_each, task.model,
+        )  # fmt: skip
+        method.setup(plan)
+        for part in method.nested():
+            part.state = {}
+        return method
+
+    def _whole_task(self, words: Words) -> tuple[Task, int]:
+        """The task with this site's samples, and which of its clients has them."""
+        if self.source is None:
+            return _simulated(self._text), self.number
+        settings = self.settings.configuration
+        train, test = own_data(self.source)
+        samples = train if test is None else train.concatenate(test)
+        task = make_task(
+            described(words.get("data"), samples, self.source),
+            partition=Partition.of([np.arange(len(train))]),
+            model=settings.model,
+            training=settings.training,
+            local_test=settings.data.local_test if test is None else None,
+            seed=settings.seed,
+        )
+        if test is not None:
+            task = replace(task, local_test=Partition.of([np.arange(len(train), len(samples))]))
+        return task, 0
+
+
+def alone(task: Task, index: int, client: int, clients: int) -> SiteTask:
+    """The task in which client `client` of `clients` has the samples of the given task's client `index`."""
+
+    def share(partition: Partition) -> Partition:
+        sizes = np.zeros(clients, np.int64)
+        sizes[client] = len(partition[index])
+        return Partition.from_sizes(partition[index], sizes)
+
+    own = None if task.local_test is None else share(task.local_test)
+    return SiteTask(task.dataset, task.train, task.test, share(task.partition), task.model, task.training, own)
+
+
+@lru_cache(maxsize=1)
+def _simulated(text: str) -> Task:
+    """The task that a configuration gives; kept, since sites that share a process (in tests) share it."""
+    settings = read_configuration(text)
+    return settings.task(settings.seed)
+
+
+def _one_each(clients: Tensor) -> Tensor:
+    """A site knows the size of no other; only the server's half of a method asks."""
+    return torch.ones_like(clients)
+
+
+def _shapes(value: Any) -> dict[str, tuple[int, ...]] | None:
+    """Names and shapes of what the server expects, None when it wants nothing. Raises `RefusedReply` for anything else."""
+    if value is None:
+        return None
+    try:
+        return {str(name): tuple(int(size) for size in shape) for name, shape in value.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise RefusedReply("the server does not say what it expects") from None
+
+
+def _round(value: Any) -> Round:
+    """The round among the words. Raises `RefusedReply` when it is none."""
+    try:
+        told = {field.name: value[field.name] for field in fields(Round)}
+        told["selected"] = tuple(int(client) for client in told["selected"])
+    except (KeyError, TypeError, ValueError):
+        raise RefusedReply("the server does not say which round it is") from None
+    for name in ("number", "rounds", "clients", "participants"):
+        whole(told, name, 0, _MOST)
+    whole(told, "seed", 0, 1 << 62)
+    for name in ("learning_rate", "initial_learning_rate", "decay"):
+        if not isinstance(told[name], (int, float)) or not 0 < told[name] < math.inf:
+            raise RefusedReply(f"{name} must be a positive number, not {told[name]!r:.40}")
+    return Round(**told)
+
+
+def _require_sound(task: Task, inbox: Mapping[str, Tensor]) -> None:
+    """Raise `RefusedReply` unless what the server sent is one row each, with a model that could be one of this task."""
+    for name, rows in inbox.items():
+        if rows.dim() == 0 or len(rows) != 1:
+            raise RefusedReply(f"the server sent {name!r:.40} of shape {list(rows.shape)}, which is not one row")
+    model = inbox.get("model")
+    if model is not None:
+        if model.dtype != task.layout.dtype or model.dim() != 2 or model.shape[1] > task.layout.size:
+            raise RefusedReply(
+                f"the server sent a model of {model.dtype} {list(model.shape)}, which is not one of this task"
+            )
+        if not bool(torch.isfinite(model).all()):
+            raise RefusedReply("the server sent a model that is not finite")
+    integers = inbox.get(INTEGERS)
+    if integers is not None and (integers.dtype, tuple(integers.shape)) != (torch.int64, (1, task.layout.integers)):
+        raise RefusedReply("the server sent integer buffers of another model")

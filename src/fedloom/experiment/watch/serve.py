@@ -1,0 +1,98 @@
+"""The server of `fedloom watch`: loopback alone, reading alone, and nothing that a request names is ever opened as a file."""
+
+from __future__ import annotations
+
+import json
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from fedloom.errors import InvalidValue
+from fedloom.experiment.watch.watch import Watched
+
+ADDRESS = "127.0.0.1"
+
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
+    "style-src 'unsafe-inline'; img-src data: blob:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+}
+
+
+class Server(ThreadingHTTPServer):
+    """Serves what goes on in a folder on this machine's loopback address."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path, port: int) -> None:
+        """Raises `InvalidValue` when the port is taken or may not be used."""
+        self.watched = Watched(folder)
+        try:
+            super().__init__((ADDRESS, port), _Handler)
+        except (OSError, OverflowError) as error:
+            reason = (getattr(error, "strerror", None) or str(error)).lower()
+            raise InvalidValue(f"port {port} cannot be used ({reason}): choose another with --port") from None
+
+    @property
+    def url(self) -> str:
+        return f"http://{ADDRESS}:{self.server_address[1]}/"
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """What a browser that means this server calls it; a page that had its own name point here would call it otherwise."""
+        port = self.server_address[1]
+        return f"{ADDRESS}:{port}", f"localhost:{port}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that hangs up in the middle is no news."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+    server_version, sys_version = "fedloom", ""
+    protocol_version = "HTTP/1.1"
+    timeout = 30
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def _answer(self, body: bool) -> None:
+        if self.headers.get("Host", "").lower() not in self.server.hosts:
+            self._send(
+                HTTPStatus.MISDIRECTED_REQUEST, "text/plain", "This server answers to its own address alone.\n", body
+            )
+            return
+        parts = urlsplit(self.path)
+        if parts.path == "/state":
+            self._send(HTTPStatus.OK, "application/json", json.dumps(self.server.watched.state()), body)
+            return
+        group = parse_qs(parts.query).get("group", [None])[0]
+        page = self.server.watched.page(group) if parts.path == "/" else None
+        if page is None:
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", "There is no such page.\n", body)
+        else:
+            self._send(HTTPStatus.OK, "text/html", page, body)
+
+    def _send(self, status: HTTPStatus, kind: str, text: str, body: bool) -> None:
+        data = text.encode()
+        self.send_response(status)
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if body:
+            self.wfile.write(data)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """The terminal is for the user, not for every request."""

@@ -1,0 +1,96 @@
+"""Dropout that draws each client's masks from the client's own stream, though many clients pass forward together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from fedloom.flat.device import moved
+
+_SHARED_AXES = {F.dropout: None, F.dropout1d: 1, F.dropout2d: 2, F.dropout3d: 3}
+"""How many trailing axes of a sample share one draw (None: every number has its own)."""
+
+
+def dropout_of(streams: Sequence[torch.Generator]) -> AbstractContextManager[Any]:
+    """While active, dropout under `vmap` takes the mask of row k from the k-th stream.
+
+    A stream gives a client the masks that torch's global generator gives it when seeded alike and used by that client alone
+    (on the CPU, for values that lie in the usual order; on CUDA or in channels-last order torch draws another sample of the same
+    law). Without streams nothing changes, and `vmap` refuses layers that draw.
+    """
+    return _Dropout(streams) if streams else nullcontext()
+
+
+class NotesDropout(TorchFunctionMode):
+    """Notes whether images `[b, c, h, w]` pass through dropout, which draws their masks in the order in which they lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        if func in _SHARED_AXES and (args[0] if args else options["input"]).dim() == 4:
+            self.found = True
+        return func(*args, **options)
+
+
+class _Dropout(TorchFunctionMode):
+    def __init__(self, streams: Sequence[torch.Generator]) -> None:
+        super().__init__()
+        self.streams = streams
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        if func not in _SHARED_AXES:
+            return func(*args, **options)
+        return self._dropout(_SHARED_AXES[func], *args, **options)
+
+    def _dropout(
+        self, axes: int | None, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        if not training or p == 0 or input.numel() == 0:
+            return input
+        shape = input.shape if axes is None else (*input.shape[: input.dim() - axes], *[1] * axes)
+        mask: Tensor = cast(Any, _Masks).apply(input.detach(), tuple(shape), p, self.streams)
+        return input.mul_(mask) if inplace else input * mask
+
+
+class _Masks(torch.autograd.Function):
+    """The masks of several clients: 0 with chance p, else 1 / (1 - p). Under `vmap`, where a function of one sample's tensor
+    cannot tell whose it is, its rule sees all of them."""
+
+    @staticmethod
+    def forward(input: Tensor, shape: tuple[int, ...], p: float, streams: Sequence[torch.Generator]) -> Tensor:
+        return _mask(input, shape, p, streams[0])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None, None]:
+        return None, None, None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, axes: Any, input: Tensor, shape: tuple[int, ...], p: float, streams: Sequence[torch.Generator]
+    ) -> tuple[Tensor, int]:
+        return torch.stack([_mask(input, shape, p, stream) for stream in streams]), 0
+
+
+def _mask(like: Tensor, shape: tuple[int, ...], p: float, stream: torch.Generator) -> Tensor:
+    if p == 1:
+        return like.new_zeros(shape)
+    drawn = torch.empty(shape, dtype=like.dtype).bernoulli_(1 - p, generator=stream)
+    return moved(drawn.div_(1 - p), like.device)

@@ -1,0 +1,332 @@
+"""A module that trains on rows: its parameters are views of one flat buffer, its gradients of another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from fedloom.flat.compiled import CompiledGradient
+from fedloom.flat.dropout import NotesDropout
+from fedloom.flat.layout import Layout, Unit
+from fedloom.flat.precision import autocast
+from fedloom.models.structure import head_name
+from fedloom.training import Training
+
+Rows = slice | Tensor
+"""Some of the rows of `[k, ...]`."""
+
+
+class Batch(NamedTuple):
+    """One step's samples of one client (`inputs [b, ...]`, `labels [b]`), or of k clients with a leading client axis."""
+
+    inputs: Tensor
+    labels: Tensor
+    step: int = 0  # which step of this call, from 0 (`Cohort.turns(in_step=False)`: that of whoever has made fewest)
+    clients: Rows | None = None  # whose samples they are, where that is not everybody in the cohort
+    share: Tensor | None = (
+        None  # `[k, b]`, each sample's part in its client's mean: 0 for one that only fills the batch up
+    )
+
+
+class Net(Protocol):
+    """One client's model as an objective sees it."""
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Logits `[b, classes]`."""
+
+    def both(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """The features that enter the classifier and the logits, from one forward pass."""
+
+    def head(self, features: Tensor) -> Tensor:
+        """The classifier alone."""
+
+    def at(self, row: Tensor) -> Net:
+        """The same architecture with the weights of `row [P]`, in evaluation mode and without gradients to its weights."""
+
+
+FILTERS_PER_ACTIVATION = 8
+"""Above so many weights of convolutions for each number that they put out for one sample, channels stay first on a CPU: turning
+the filters in every step would cost more than the images gain (ResNet-20 on CIFAR: 1.4; VGG-16: 53)."""
+
+Objective = Callable[[Net, Batch, Mapping[str, Tensor]], Tensor]
+"""One client's loss: its net, its batch, what the method gave for it (a row of each `[k, ...]` tensor) -> a scalar."""
+
+FoldedStep = Callable[[Tensor, Tensor | None, Batch], Tensor]
+"""(rows `[k, P]`, velocity `[k, T]` where there is momentum, batch) -> loss `[k]`: forward, backward and update at once."""
+
+
+def cross_entropy(net: Net, batch: Batch, given: Mapping[str, Tensor]) -> Tensor:
+    """The data loss: mean cross entropy of the batch."""
+    return F.cross_entropy(net(batch.inputs), batch.labels)
+
+
+def head_cross_entropy(net: Net, batch: Batch, given: Mapping[str, Tensor]) -> Tensor:
+    """The data loss of a batch whose inputs are features (`Cohort.featured`)."""
+    return F.cross_entropy(net.head(batch.inputs), batch.labels)
+
+
+class BoundNet:
+    """`Net` over a module: its own forward, with the input of the classifier caught on the way."""
+
+    def __init__(self, module: nn.Module, layout: Layout, frozen: nn.Module) -> None:
+        self.module, self.layout, self.frozen = module, layout, frozen
+        self.classifier: nn.Module = module.get_submodule(head_name(module))
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.module(inputs)
+        return logits
+
+    def both(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return _features_and_logits(self.classifier, lambda: self.module(inputs))
+
+    def head(self, features: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(features)
+        return logits
+
+    def at(self, row: Tensor) -> Net:
+        return FrozenNet(self.frozen, self.layout, row)
+
+
+class CalledNet:
+    """`Net` of a module that is called with tensors of a row; works on one row and under `vmap` alike."""
+
+    def __init__(self, module: nn.Module, layout: Layout, tensors: Mapping[str, Tensor], frozen: nn.Module) -> None:
+        self.module, self.layout, self.tensors, self.frozen = module, layout, tensors, frozen
+        self.classifier_name = head_name(module)
+        self.classifier = module.get_submodule(self.classifier_name)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = functional_call(self.module, dict(self.tensors), (inputs,))
+        return logits
+
+    def both(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return _features_and_logits(self.classifier, lambda: self(inputs))
+
+    def head(self, features: Tensor) -> Tensor:
+        prefix = f"{self.classifier_name}." if self.classifier_name else ""
+        own = {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
+        logits: Tensor = functional_call(self.classifier, own, (features,))
+        return logits
+
+    def at(self, row: Tensor) -> Net:
+        return FrozenNet(self.frozen, self.layout, row)
+
+
+class FrozenNet(CalledNet):
+    """`Net` of a module in evaluation mode with the weights of a row."""
+
+    def __init__(self, module: nn.Module, layout: Layout, row: Tensor) -> None:
+        super().__init__(module, layout, layout.tensors(row.detach()), module)
+
+
+def _features_and_logits(classifier: nn.Module, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    caught: list[Tensor] = []
+
+    def catch(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+        caught.append(arguments[0])
+
+    handle = classifier.register_forward_pre_hook(catch)
+    try:
+        logits = forward()
+    finally:
+        handle.remove()
+    return caught[0], logits
+
+
+class Replica:
+    """One copy of the task's module, reused for every client that trains in this process, one at a time.
+
+    `weights [1, P]` given to `gradient` is trained in place: parameters and statistics of the module are views of it. So
+    loading a client's model costs one copy of its row, and one optimiser tensor covers every parameter.
+    """
+
+    def __init__(self, module: nn.Module, layout: Layout) -> None:
+        self.layout = layout
+        self._original = module
+        self.module = layout.shell(module).train()
+        self.frozen = layout.shell(module).eval().requires_grad_(False)
+        self.net = BoundNet(self.module, layout, self.frozen)
+        self.needs_pairs = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
+        self._row: Tensor | None = None
+        self._gradient = torch.zeros(1, layout.trainable, dtype=layout.dtype, device=next(module.parameters()).device)
+        self.autocast: torch.dtype | None = None  # what forward and loss compute in, where that does no harm
+        self._channels_last: bool | None = None  # of images, as soon as there are any
+        self._compiled: CompiledGradient | None = None
+        self._parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self._slots = layout.slots[: len(self._parameters)]
+        self._trained = list(self._parameters)
+
+    @cached_property
+    def initial(self) -> Tensor:
+        """The model that the task starts from, `[P]`."""
+        return self.layout.flatten(self._original)
+
+    @property
+    def like(self) -> Tensor:
+        """Nothing, of the rows' type and where they lie."""
+        return self._gradient[0, :0]
+
+    def bind(self, rows: Tensor) -> None:
+        """Make the module a view of `rows [1, P]` (free when it already is)."""
+        row = rows[0]
+        if self._row is None or self._row.data_ptr() != row.data_ptr():
+            self.layout.bind(self.module, row)
+        self._row = row
+
+    def gradient(
+        self, rows: Tensor, batch: Batch, objective: Objective, given: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Loss `[1]` and its gradient `[1, T]` at `rows [1, P]`; the gradient is a buffer that the next call overwrites.
+        Statistics in `rows[:, T:]` move as training mode moves them."""
+        loss, gradients = self.tensor_gradients(rows, batch, objective, given)
+        row = self._gradient[0]
+        if len(gradients) == len(self._slots):
+            # One pass. Letting autograd add into views of the buffer would clear, read and write it once more.
+            torch.cat([gradient.reshape(-1) for gradient in gradients], out=row)
+        else:
+            row.zero_()
+            trained = [slot for slot, p in zip(self._slots, self._parameters, strict=True) if p.requires_grad]
+            for slot, gradient in zip(trained, gradients, strict=True):
+                row[slot.slice].copy_(gradient.reshape(-1))
+        return loss, self._gradient
+
+    def partial_gradient(
+        self, rows: Tensor, batch: Batch, objective: Objective, given: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Loss `[1]` and the gradient of what `train_only` left, its slices side by side, `[1, n]`."""
+        loss, gradients = self.tensor_gradients(rows, batch, objective, given)
+        return loss, torch.cat([gradient.reshape(1, -1) for gradient in gradients], 1)
+
+    def pieces(self, rows: Tensor) -> list[Tensor]:
+        """The parameters that train, as views of `rows [1, T or more]`; `tensor_gradients` gives one gradient for each."""
+        slots = [slot for slot, p in zip(self._slots, self._parameters, strict=True) if p.requires_grad]
+        return [rows[0, slot.slice].view(slot.shape) for slot in slots]
+
+    def folded(self, settings: Training, rate: float) -> FoldedStep | None:
+        """A whole step of SGD in one, where this replica knows a way (it does not)."""
+        return None
+
+    def tensor_gradients(
+        self, rows: Tensor, batch: Batch, objective: Objective, given: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Loss `[1]` and the gradient of every tensor of `pieces(rows)`, zero for one that the loss does not use."""
+        self.bind(rows)
+        one = Batch(self._laid_out(batch.inputs[0]), batch.labels[0], batch.step)
+        compiled = self._compiled_for(batch, objective)
+        if compiled is not None:
+            return self._by_compiled(compiled, one)
+        with autocast(self.autocast, rows.device):
+            loss = objective(self.net, one, {name: value[0] for name, value in given.items()})
+        return loss.detach().to(rows).unsqueeze(0), torch.autograd.grad(loss, self._trained, materialize_grads=True)
+
+    def compile_for(self, batch_size: int | None) -> None:
+        """Have the data loss and its gradient on batches of so many samples compiled, and others not (None: none at all).
+        Which steps are compiled depends on their shape alone, so that a run can be repeated bit for bit."""
+        if batch_size is None:
+            self._compiled = None
+        elif self._compiled is None or self._compiled.batch_size != batch_size:
+            self._compiled = CompiledGradient(self.layout.shell(self._original).train(), batch_size)
+
+    def _compiled_for(self, batch: Batch, objective: Objective) -> CompiledGradient | None:
+        """What computes this step, where it is one that is compiled."""
+        compiled = self._compiled
+        if compiled is None or objective is not cross_entropy or self.autocast is not None:
+            return None
+        return compiled if batch.labels.shape[1] == compiled.batch_size else None
+
+    def _by_compiled(self, compiled: CompiledGradient, one: Batch) -> tuple[Tensor, Sequence[Tensor]]:
+        tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        trained = {name: tensors.pop(name) for name, p in list(tensors.items()) if p.requires_grad}
+        loss, gradients, after = compiled(trained, tensors, one.inputs, one.labels)
+        for name, tensor in after.items():
+            tensors[name].detach().copy_(tensor)
+        return loss.unsqueeze(0), gradients
+
+    def _laid_out(self, inputs: Tensor) -> Tensor:
+        """Images `[b, c, h, w]` as convolutions are fastest on them: on a CPU with the channels last, which every layer then
+        hands on. Filters stay as they lie in the row. It depends on the architecture and the images' size alone, never on a
+        measurement, so that a run can be repeated bit for bit."""
+        if inputs.dim() != 4 or inputs.is_cuda or not inputs.is_floating_point():
+            return inputs
+        if self._channels_last is None:
+            self._channels_last = convolutions_weigh_little(self.frozen, inputs[:1])
+        return channels_last(inputs) if self._channels_last else inputs
+
+    def train_only(self, units: Unit | None) -> None:
+        """Let gradients reach only the parameters inside `units` (None: all), so that backward goes no deeper."""
+        for parameter, slot in zip(self._parameters, self._slots, strict=True):
+            parameter.requires_grad_(units is None or any(u.start <= slot.start and slot.stop <= u.stop for u in units))
+        self._trained = [p for p in self._parameters if p.requires_grad]
+
+    @torch.no_grad()
+    def features(self, rows: Tensor, inputs: Tensor) -> Tensor | None:
+        """What enters the classifier in training mode, `[1, n, ...]` for `inputs [1, n, ...]`.
+
+        None where that is not a function of each sample alone: a layer draws, normalises by the batch or keeps statistics; and
+        where the classifier is not the model's last operation.
+        """
+        if self.needs_pairs or self.layout.trainable < self.layout.size or self.layout.integers:
+            return None
+        self.bind(rows)
+        with torch.random.fork_rng(devices=[rows.device] if rows.is_cuda else []):
+            before = generator_state(rows)
+            features, logits = self.net.both(self._laid_out(inputs[0]))
+            drawn = not torch.equal(before, generator_state(rows))
+        return None if drawn or not torch.equal(self.net.head(features), logits) else features.unsqueeze(0)
+
+    @torch.no_grad()
+    def logits(self, rows: Tensor, inputs: Tensor) -> Tensor:
+        """`[1, b, classes]` in evaluation mode for `inputs [1, b, ...]` or shared `[b, ...]` given as `[1, b, ...]`."""
+        self.layout.bind(self.frozen, rows[0])
+        logits: Tensor = self.frozen(self._laid_out(inputs[0]))
+        return logits.unsqueeze(0)
+
+    def load_integers(self, integers: Tensor) -> None:
+        """Restore the integer buffers from `[1, Z]`."""
+        self.layout.load_integers(self.module, integers[0])
+
+    def integers(self) -> Tensor:
+        """The integer buffers, `[1, Z]`."""
+        return self.layout.flatten_integers(self.module).unsqueeze(0)
+
+
+@torch.no_grad()
+def convolutions_weigh_little(module: nn.Module, image: Tensor) -> bool:
+    """Whether the module has convolutions of images, with few weights beside what they put out for one image `[1, c, h, w]`,
+    and no dropout of images: its masks would be others, and engines would not agree."""
+    convolutions = [part for part in module.modules() if isinstance(part, nn.Conv2d)]
+    put_out = 0
+
+    def note(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> None:
+        nonlocal put_out
+        put_out += output.numel()
+
+    handles = [part.register_forward_hook(note) for part in convolutions]
+    try:
+        with torch.random.fork_rng(devices=[image.device] if image.is_cuda else []), NotesDropout() as dropout:
+            module(image)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return (
+        not dropout.found and 0 < sum(part.weight.numel() for part in convolutions) <= FILTERS_PER_ACTIVATION * put_out
+    )
+
+
+def generator_state(tensor: Tensor) -> Tensor:
+    """Where torch's own generator of the tensor's device stands."""
+    return torch.cuda.get_rng_state(tensor.device) if tensor.is_cuda else torch.get_rng_state()
+
+
+def channels_last(images: Tensor) -> Tensor:
+    """`[b, c, h, w]` with the channels last. Images of one channel lie so anyway, and are told from others by their strides."""
+    height, width = images.shape[2:]
+    if images.shape[1] == 1 and images.is_contiguous():
+        return images.as_strided(images.shape, (height * width, 1, width, 1), images.storage_offset())
+    return images.contiguous(memory_format=torch.channels_last)

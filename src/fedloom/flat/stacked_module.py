@@ -1,0 +1,168 @@
+"""Several models that train in lock step: one batched forward and one backward for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+
+from fedloom.flat.compiled import CompiledGradient
+from fedloom.flat.device import moved
+from fedloom.flat.dropout import dropout_of
+from fedloom.flat.layout import Layout, Slot
+from fedloom.flat.linear_chain import LinearChain
+from fedloom.flat.module import Batch, CalledNet, FoldedStep, Objective, Replica, Rows
+from fedloom.flat.precision import stacked_autocast
+from fedloom.training import Training
+
+
+class StackedReplica(Replica):
+    """The task's architecture over k rows at once, under the interface of `Replica`, with `[k, ...]` for its `[1, ...]`.
+
+    The objective, written for one client, runs under `vmap` over the rows; the summed loss has one backward. Nothing is ever
+    mixed between rows. `features` and `logits` still take one row at a time.
+    """
+
+    def __init__(self, module: nn.Module, layout: Layout) -> None:
+        super().__init__(module, layout)
+        self._chain = LinearChain.of(self.module, layout)
+        names = dict(module.named_buffers())
+        self._statistics = [slot for slot in layout.slots if slot.name in names]
+        self._fixed = [slot for slot in layout.slots[len(self._slots) :] if slot.name not in names]
+        self._counts: Tensor | None = None
+        self._places: tuple[Tensor, Tensor] | None = None  # a turn's clients, and the same beside the counts
+        self._streams: Sequence[torch.Generator] = ()
+
+    def begin(self, clients: int, streams: Sequence[torch.Generator]) -> None:
+        """Another cohort of `clients` clients. `streams`, one a client, are what dropout draws from; without them no layer may
+        draw."""
+        self._streams = streams
+        self._counts = self._counts_of(clients)
+        if len(self._gradient) < clients:
+            self._gradient = self._gradient.new_zeros(clients, self.layout.trainable)
+
+    def _counts_of(self, clients: int) -> Tensor:
+        return self.layout.flatten_integers(self.module).repeat(clients, 1)
+
+    def trained_slots(self) -> list[Slot]:
+        """Where the parameters that train lie."""
+        return [slot for slot, p in zip(self._slots, self._parameters, strict=True) if p.requires_grad]
+
+    def pieces(self, rows: Tensor) -> list[Tensor]:
+        return [_piece(rows, slot) for slot in self.trained_slots()]
+
+    def folded(self, settings: Training, rate: float) -> FoldedStep | None:
+        everything = len(self.trained_slots()) == len(self._slots)
+        return None if self._chain is None or not everything else self._chain.folded(settings, rate)
+
+    def gradient(
+        self, rows: Tensor, batch: Batch, objective: Objective, given: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        loss, gradients = self.tensor_gradients(rows, batch, objective, given)
+        buffer = self._gradient[: len(rows)]
+        if len(gradients) == len(self._slots):
+            torch.cat([gradient.reshape(len(rows), -1) for gradient in gradients], 1, out=buffer)
+        else:
+            buffer.zero_()
+            for slot, gradient in zip(self.trained_slots(), gradients, strict=True):
+                buffer[:, slot.slice] = gradient.reshape(len(rows), -1)
+        return loss, buffer
+
+    def partial_gradient(
+        self, rows: Tensor, batch: Batch, objective: Objective, given: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        loss, gradients = self.tensor_gradients(rows, batch, objective, given)
+        return loss, torch.cat([gradient.reshape(len(rows), -1) for gradient in gradients], 1)
+
+    def tensor_gradients(
+        self, rows: Tensor, batch: Batch, objective: Objective, given: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        slots = self.trained_slots()
+        trained = {slot.name: _piece(rows, slot).detach().requires_grad_() for slot in slots}
+        names = trained.keys()
+        others = {s.name: _piece(rows, s).detach() for s in (*self._slots, *self._fixed) if s.name not in names}
+        # Under vmap batch norm moves its statistics in place only where they are one contiguous block; a row's slice is none,
+        # and the move would be lost without a word.
+        statistics = {slot.name: _piece(rows, slot).detach().contiguous() for slot in self._statistics}
+        counts = self._counts_for(batch.clients)
+        integers = {slot.name: counts[:, slot.slice].view(len(rows), *slot.shape).to(slot.dtype)
+                    for slot in self.layout.integer_slots}  # fmt: skip
+
+        held = {**others, **statistics, **integers}
+        compiled = self._compiled_for(batch, objective)
+        if compiled is not None:
+            losses, gradients, after = compiled(trained, held, batch.inputs, batch.labels)
+            statistics = {name: after[name] for name in statistics}
+            integers = {name: after[name] for name in integers}
+        else:
+            losses, gradients = self._by_vmap(trained, held, batch, objective, given)
+        for slot in self._statistics:
+            _piece(rows, slot).detach().copy_(statistics[slot.name])
+        self._keep_counts(batch.clients, integers)
+        return losses.detach().to(rows), gradients
+
+    def _by_vmap(
+        self,
+        trained: dict[str, Tensor],
+        held: dict[str, Tensor],
+        batch: Batch,
+        objective: Objective,
+        given: Mapping[str, Tensor],
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Losses `[k]` and gradients; what layers move of `held` moves in place."""
+
+        def loss_of_one(
+            tensors: Mapping[str, Tensor], inputs: Tensor, labels: Tensor, own: Mapping[str, Tensor]
+        ) -> Tensor:
+            net = CalledNet(self.module, self.layout, tensors, self.frozen)
+            return objective(net, Batch(inputs, labels, batch.step), own)
+
+        with dropout_of(self._drawing(batch.clients)), stacked_autocast(self.autocast):
+            losses = vmap(loss_of_one)({**trained, **held}, batch.inputs, batch.labels, dict(given))
+        return losses, torch.autograd.grad(losses.sum(), list(trained.values()), materialize_grads=True)
+
+    def _compiled_for(self, batch: Batch, objective: Objective) -> CompiledGradient | None:
+        """As for one model; and all of the cohort take the step, with no layer that draws."""
+        apart = batch.clients is not None or bool(self._streams)
+        return None if apart else super()._compiled_for(batch, objective)
+
+    def _drawing(self, clients: Rows | None) -> Sequence[torch.Generator]:
+        if clients is None or not self._streams:
+            return self._streams
+        return [self._streams[place] for place in torch.arange(len(self._streams))[clients].tolist()]
+
+    def _here(self, clients: Rows) -> Rows:
+        """The clients' places where the counts are; they are sent there once for all steps of a turn."""
+        if not isinstance(clients, Tensor):
+            return clients
+        if self._places is None or self._places[0] is not clients:
+            self._places = clients, moved(clients, self._counts_for(None).device)
+        return self._places[1]
+
+    # --- integer buffers, which batch norm counts its batches in ---
+
+    def _counts_for(self, clients: Rows | None) -> Tensor:
+        if self._counts is None:
+            raise RuntimeError("begin a cohort first")
+        return self._counts if clients is None else self._counts[self._here(clients)]
+
+    def _keep_counts(self, clients: Rows | None, integers: Mapping[str, Tensor]) -> None:
+        if not integers or self._counts is None:
+            return
+        flat = [integers[slot.name].reshape(-1, slot.stop - slot.start) for slot in self.layout.integer_slots]
+        self._counts[slice(None) if clients is None else self._here(clients)] = torch.cat(
+            [part.long() for part in flat], 1
+        )
+
+    def load_integers(self, integers: Tensor) -> None:
+        self._counts = integers.clone()
+
+    def integers(self) -> Tensor:
+        return self._counts_for(None).clone()
+
+
+def _piece(rows: Tensor, slot: Slot) -> Tensor:
+    """A view of one tensor of every row, `[k, *shape]`."""
+    return rows[:, slot.slice].view(len(rows), *slot.shape)

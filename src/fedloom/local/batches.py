@@ -1,0 +1,228 @@
+"""The batches of local training, with a leading client axis: of one client, or of several that advance together.
+
+Clients of unequal sizes have different numbers of batches, and short ones at different steps. Nobody's batch is padded with
+samples that a model would see as real: clients take a turn together while the sizes of their batches are the same, and one that
+has finished stands still.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, repeat
+
+import torch
+from torch import Tensor
+
+from fedloom.data.augmentation import apply_flip_crop, draw_flip_crop
+from fedloom.data.dataset import Dataset, Samples
+from fedloom.flat.device import moved
+from fedloom.flat.module import Batch, Rows
+
+AHEAD = 1 << 23
+"""How many input values are gathered ahead of the steps that use them (32 MiB as floats): one copy instead of one a step."""
+
+Epochs = Iterable[tuple[Tensor, list[int]]]
+"""For each epoch the order of a client's samples and the sizes of its batches (`training.epoch_orders`)."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Some clients of a cohort (None: all of them) and the batches that these take, one after another."""
+
+    clients: Rows | None
+    batches: Iterator[Batch]
+
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """These clients' rows of tensors `[k, ...]`: views where the rows follow one another, else copies to be `put` back."""
+        if self.clients is None:
+            return dict(tensors)
+        return {name: tensor[self.clients] for name, tensor in tensors.items()}
+
+    def put(self, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> None:
+        """Write back what `take` had to copy (a row that was expanded to all clients cannot have been changed)."""
+        if isinstance(self.clients, Tensor):
+            for name, part in parts.items():
+                if tensors[name].stride(0):
+                    tensors[name][self.clients] = part
+
+    def members(self, count: int) -> list[int]:
+        """The places of these clients among the `count` of the cohort."""
+        everybody = torch.arange(count)
+        places: list[int] = (everybody if self.clients is None else everybody[self.clients]).tolist()
+        return places
+
+
+class Feed:
+    """The samples of one client, made ready for the model: all at once where they are few, else when they are asked for."""
+
+    def __init__(self, samples: Samples, dataset: Dataset) -> None:
+        self.samples, self.dataset = samples, dataset
+        self.values = max(1, samples.inputs[0].numel())
+        self._prepared: Tensor | None = None
+
+    def inputs(self, index: Tensor, drawn: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """The inputs of some samples, augmented where `drawn` says how; written into `out` where that is given."""
+        if drawn is None and self._prepared is None and len(self.samples) * self.values <= AHEAD:
+            self._prepared = self.dataset.prepare(self.samples.inputs)
+        if drawn is None and self._prepared is not None:
+            return torch.index_select(self._prepared, 0, index, out=out)
+        chosen = self.samples.inputs[index]
+        ready = self.dataset.prepare(chosen if drawn is None else apply_flip_crop(chosen, drawn))
+        return ready if out is None else out.copy_(ready)
+
+    def empty(self, *size: int) -> Tensor:
+        """Room for `[*size, ...]` inputs."""
+        like = self.dataset.prepare(self.samples.inputs[:0])
+        return like.new_empty(*size, *like.shape[1:])
+
+
+def alone(feed: Feed, epochs: Epochs, noise: torch.Generator | None) -> Iterator[Batch]:
+    """The batches `[1, b, ...]` of one client; with `noise`, augmented by what that draws for each epoch."""
+    step = 0
+    for order, sizes in epochs:
+        device = feed.samples.labels.device
+        order = moved(order, device)
+        drawn = None if noise is None else moved(draw_flip_crop(len(order), noise), device)
+        at_once = max(1, AHEAD // (feed.values * sizes[0]))
+        for first in range(0, len(sizes), at_once):
+            chosen = sizes[first : first + at_once]
+            start = sum(sizes[:first])
+            part = slice(start, start + sum(chosen))
+            index = order[part]
+            inputs = feed.inputs(index, None if drawn is None else drawn[part]).unsqueeze(0).split(chosen, 1)
+            labels = feed.samples.labels[index].unsqueeze(0).split(chosen, 1)
+            for one, two in zip(inputs, labels, strict=True):
+                yield Batch(one, two, step)
+                step += 1
+
+
+class _Run:
+    """What one client has before it: the order of all of its samples, what is drawn for each, the sizes of its batches.
+    `send` brings the first two to where the samples are, once for all steps.
+
+    Batch i holds the samples from `starts[i]` on, and batches up to `until[i]` are as large as it. `share`, where the client
+    was `padded`: the part of each place in the mean over its batch, 0 where nothing real stands.
+    """
+
+    def __init__(self, feed: Feed, epochs: Epochs, noise: torch.Generator | None) -> None:
+        self.feed = feed
+        orders: list[Tensor] = []
+        drawn: list[Tensor] = []
+        self.sizes: list[int] = []
+        for order, sizes in epochs:
+            orders.append(order)
+            self.sizes += sizes
+            if noise is not None:
+                drawn.append(draw_flip_crop(len(order), noise))
+        self.index = torch.cat(orders) if orders else torch.empty(0, dtype=torch.int64)
+        self.drawn = torch.cat(drawn) if drawn else None
+        self.share: Tensor | None = None
+        self._measure()
+
+    def _measure(self) -> None:
+        self.starts = [0, *accumulate(self.sizes)]
+        self.until = list(range(1, len(self.sizes) + 1))
+        for place in range(len(self.sizes) - 2, -1, -1):
+            if self.sizes[place] == self.sizes[place + 1]:
+                self.until[place] = self.until[place + 1]
+
+    def padded(self, size: int) -> None:
+        """Fill every batch up to `size` with samples that do not count."""
+        sizes = torch.tensor(self.sizes)
+        first = torch.arange(len(sizes)) * size - (sizes.cumsum(0) - sizes)
+        places = torch.arange(len(self.index)) + first.repeat_interleave(sizes)
+        index = self.index.new_zeros(size * len(sizes))
+        self.share = torch.zeros(len(index))
+        self.share[places] = sizes.to(self.share).reciprocal().repeat_interleave(sizes)
+        index[places] = self.index
+        self.index = index
+        self.sizes = [size] * len(sizes)
+        self._measure()
+
+    def send(self) -> None:
+        """Bring the order and what was drawn to the samples' device."""
+        device = self.feed.samples.labels.device
+        self.index = moved(self.index, device)
+        self.drawn = None if self.drawn is None else moved(self.drawn, device)
+        self.share = None if self.share is None else moved(self.share, device)
+
+    def write(self, part: slice, inputs: Tensor, labels: Tensor) -> None:
+        index = self.index[part]
+        self.feed.inputs(index, None if self.drawn is None else self.drawn[part], inputs)
+        torch.index_select(self.feed.samples.labels, 0, index, out=labels)
+
+
+def together(
+    feeds: Sequence[Feed],
+    epochs: Sequence[Epochs],
+    noises: Sequence[torch.Generator | None],
+    *,
+    in_step: bool = True,
+    pad: bool = False,
+) -> Iterator[Turn]:
+    """The turns of several clients. Each client's batches come in their order and hold the samples that `alone` gives it; the
+    batches of a turn have to be used up before the next one.
+
+    Clients keep in step where `in_step` says that their steps are counted; else whoever has a short batch before it takes it
+    first, and then all go on together. With `pad`, short batches are filled up with samples whose `share` of the mean is 0,
+    unless those would be more than the real ones: for steps that heed it.
+    """
+    runs = [_Run(*each) for each in zip(feeds, epochs, noises, strict=True)]
+    if pad:
+        _pad(runs)
+    for run in runs:
+        run.send()
+    made = [0] * len(runs)
+    while waiting := [k for k, run in enumerate(runs) if made[k] < len(run.sizes)]:
+        alike: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
+        for k in waiting:
+            alike[runs[k].sizes[made[k]], made[k] > 0].append(k)
+        left = {k: runs[k].until[made[k]] - made[k] for k in waiting}  # batches as large as the next one
+        largest = max(size for size, _ in alike)
+        shorter = [] if in_step else [members for (size, _), members in alike.items() if size < largest]
+        for members in shorter or list(alike.values()):
+            steps = min(left[k] for k in (waiting if in_step else members))
+            share = [(runs[k], runs[k].starts[made[k]]) for k in members]
+            clients, size = _rows(members, len(runs)), runs[members[0]].sizes[made[members[0]]]
+            yield Turn(clients, _lock_step(share, clients, size, min(made[k] for k in members), steps))
+            for k in members:
+                made[k] += steps
+
+
+def _pad(runs: Sequence[_Run]) -> None:
+    """Make all batches as large as the largest, where some are shorter but not so many that it would cost too much."""
+    largest = max((size for run in runs for size in run.sizes), default=0)
+    steps, real = sum(len(run.sizes) for run in runs), sum(len(run.index) for run in runs)
+    if real < steps * largest <= 2 * real and all(run.drawn is None for run in runs):
+        for run in runs:
+            run.padded(largest)
+
+
+def _rows(members: list[int], count: int) -> Rows | None:
+    if len(members) == count:
+        return None
+    if members[-1] - members[0] == len(members) - 1:
+        return slice(members[0], members[-1] + 1)
+    return torch.tensor(members)
+
+
+def _lock_step(
+    share: list[tuple[_Run, int]], clients: Rows | None, size: int, first: int, steps: int
+) -> Iterator[Batch]:
+    """`steps` batches `[g, size, ...]`, numbered from `first`, of g clients whose samples before were taken already."""
+    feed = share[0][0].feed
+    at_once = max(1, AHEAD // (feed.values * size * len(share)))
+    for done in range(0, steps, at_once):
+        count = min(at_once, steps - done) * size
+        inputs = feed.empty(len(share), count)
+        labels = feed.samples.labels.new_empty(len(share), count)
+        part = [run.share[taken + done * size :][:count] for run, taken in share if run.share is not None]
+        shares = torch.stack(part).split(size, 1) if part else repeat(None)
+        for row, (run, taken) in enumerate(share):
+            start = taken + done * size
+            run.write(slice(start, start + count), inputs[row], labels[row])
+        batches = zip(inputs.split(size, 1), labels.split(size, 1), shares, strict=False)
+        for step, (one, two, counted) in enumerate(batches, start=first + done):
+            yield Batch(one, two, step, clients, counted)

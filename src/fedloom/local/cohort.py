@@ -1,0 +1,324 @@
+"""A cohort: K clients, their data, their memory, and local training on the rows `[K, P]` of their models.
+
+Client code is written for a leading client axis. It runs with K = 1 where clients train one after another (this process, a
+worker, a real site), and with K = many where they are stacked and advance together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedloom.data.dataset import Dataset, Samples
+from fedloom.flat.layout import Layout, Unit
+from fedloom.flat.module import Batch, Objective, Replica, cross_entropy
+from fedloom.local.batches import Feed, Turn, alone, together
+from fedloom.local.optimizer import Correction as Correction
+from fedloom.local.optimizer import Descent
+from fedloom.local.optimizer import Given as Given
+from fedloom.local.optimizer import Slope as Slope
+from fedloom.round import Round
+from fedloom.state.store import Memory
+from fedloom.training import Training, epoch_orders
+
+Step = Callable[[dict[str, Tensor], Batch], Tensor]
+"""(state, batch) -> loss `[k]`; it changes the tensors of the state, `[k, ...]`, in place."""
+
+FEATURES_AT_ONCE = 256
+"""How many samples pass forward at once when only features are wanted."""
+
+
+class Trained(NamedTuple):
+    """What local training returns: the models `[k, P]`, the steps made `[k]` and the mean loss over them `[k]`."""
+
+    model: Tensor
+    steps: Tensor
+    loss: Tensor
+
+
+class Cohort:
+    """The clients that train together, as the client half of a method sees them.
+
+    Attributes: `clients`, their numbers; `round`; `layout`; `training`, the settings of local SGD; `memory`, what they
+    remember; `sizes [k]`, their numbers of training samples; `uploads [k]`, whether each was selected to upload;
+    `metrics`, named figures `[k]` to be recorded (`fit` adds `training_loss`).
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[int],
+        samples: Sequence[Samples],
+        dataset: Dataset,
+        replica: Replica,
+        training: Training,
+        round: Round,
+        memory: Memory,
+        uploads: Sequence[bool] | None = None,
+    ) -> None:
+        self.clients = tuple(clients)
+        self.round = round
+        self.training = training
+        self.memory = memory
+        self.replica = replica
+        replica.autocast = None if training.autocast == "none" else getattr(torch, training.autocast)
+        self.layout: Layout = replica.layout
+        self.sizes = torch.tensor([len(s) for s in samples])
+        self.uploads = torch.tensor([True] * len(self.clients) if uploads is None else list(uploads))
+        self.metrics: dict[str, Tensor] = {}
+        self._dataset = dataset
+        self._samples = samples
+        self._feeds = [Feed(own, dataset) for own in samples]
+
+    def stream(self, purpose: str) -> list[torch.Generator]:
+        """One random stream a client, at its beginning."""
+        return [self.round.stream(purpose, client) for client in self.clients]
+
+    def subset(
+        self, choose: Callable[[Samples, torch.Generator], Samples], purpose: str, *, lasting: bool = False
+    ) -> Cohort:
+        """The same clients with part of their data, chosen by each client from its own stream: of this round, or, where the
+        choice is `lasting`, one that is the same in every round."""
+        round = replace(self.round, number=0) if lasting else self.round
+        streams = [round.stream(purpose, client) for client in self.clients]
+        chosen = [choose(samples, generator) for samples, generator in zip(self._samples, streams, strict=True)]
+        return self._with(chosen)
+
+    def _with(self, samples: Sequence[Samples]) -> Cohort:
+        """The same clients with other samples."""
+        part = Cohort(
+            self.clients,
+            samples,
+            self._dataset,
+            self.replica,
+            self.training,
+            self.round,
+            self.memory,
+            self.uploads.tolist(),
+        )
+        part.metrics = self.metrics
+        return part
+
+    def featured(self, rows: Tensor) -> Cohort | None:
+        """The same clients with what enters the classifier of their model `[k, P]` in place of their inputs, for work on the
+        classifier alone (`head_cross_entropy`). None where features are not a function of each sample alone."""
+        if self.training.augmentation != "none":
+            return None
+        seen = []
+        for place, held in enumerate(self._samples):
+            found = []
+            for first in range(0, len(held), FEATURES_AT_ONCE):
+                inputs = self._dataset.prepare(held[first : first + FEATURES_AT_ONCE].inputs)
+                features = self.replica.features(rows[place : place + 1], inputs.unsqueeze(0))
+                if features is None:
+                    return None
+                found.append(features[0])
+            seen.append(Samples(torch.cat(found), held.labels))
+        return self._with(seen)
+
+    @property
+    def labels(self) -> list[Tensor]:
+        """The training labels of each client."""
+        return [samples.labels for samples in self._samples]
+
+    @property
+    def classes(self) -> int:
+        return self._dataset.classes
+
+    @property
+    def module(self) -> nn.Module:
+        """The architecture; its own weights mean nothing."""
+        return self.replica.module
+
+    @property
+    def initial(self) -> Tensor:
+        """The model that the task starts from, `[1, P]`: what a client has of the parts that it was never sent."""
+        return self.replica.initial.unsqueeze(0)
+
+    def turns(
+        self,
+        *,
+        purpose: str = "batches",
+        epochs: int | None = None,
+        steps: int | None = None,
+        batch_size: int | None = None,
+        shuffle: bool = True,
+        drop_last: bool | None = None,
+        active: Tensor | None = None,
+        in_step: bool = True,
+        pad: bool = False,
+    ) -> Iterator[Turn]:
+        """The batches of local training with a leading client axis, in the order of each client's stream; clients take turns
+        where they cannot go on together.
+
+        Whatever is not given comes from `training`. A second pass in the same round draws another order under another
+        `purpose`. With `active [k]` bool, only the clients marked there have batches. Without `in_step`, `Batch.step`
+        only tells a client's first step from the others. With `pad`, batches may hold samples that do not count
+        (`Batch.share`), for steps that heed that.
+        """
+        settings = self.training
+        own_length = epochs is not None or steps is not None
+        wanted = [True] * len(self.clients) if active is None else active.tolist()
+        orders = [
+            epoch_orders(
+                len(samples),
+                self.round.stream(purpose, client) if shuffle else None,
+                batch_size=settings.batch_size if batch_size is None else batch_size,
+                epochs=epochs or settings.epochs,
+                steps=steps if own_length else settings.steps,
+                drop_last=settings.drop_last if drop_last is None else drop_last,
+                smallest=2 if self.replica.needs_pairs else 1,
+            )
+            if chosen
+            else iter(())
+            for chosen, client, samples in zip(wanted, self.clients, self._samples, strict=True)
+        ]
+        augmented = settings.augmentation == "flip_crop"
+        noises = self.stream(f"{purpose}/augmentation") if augmented else [None] * len(orders)
+        if len(orders) == 1:
+            return iter([Turn(None, alone(self._feeds[0], orders[0], noises[0]))])
+        return together(self._feeds, orders, noises, in_step=in_step, pad=pad)
+
+    def gradient(
+        self, rows: Tensor, batch: Batch, objective: Objective = cross_entropy, given: Given | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Loss `[k]` and gradient `[k, T]` of each client's objective at its row of `[k, P]`, in training mode: statistics in
+        `rows[:, T:]` move. The gradient is overwritten by the next call."""
+        return self.replica.gradient(rows, batch, objective, given or {})
+
+    def partial_gradient(
+        self, rows: Tensor, batch: Batch, objective: Objective = cross_entropy, given: Given | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The same in `each_batch(..., only=unit)`, with just the slices of that unit side by side, `[k, n]`."""
+        return self.replica.partial_gradient(rows, batch, objective, given or {})
+
+    def fit(
+        self,
+        start: Tensor,
+        *,
+        objective: Objective = cross_entropy,
+        slope: Slope | None = None,
+        correction: Correction | None = None,
+        given: Given | None = None,
+        only: Unit | None = None,
+        purpose: str = "batches",
+        epochs: int | None = None,
+        steps: int | None = None,
+        batch_size: int | None = None,
+        drop_last: bool | None = None,
+        learning_rate: float | None = None,
+    ) -> Trained:
+        """Local SGD from `start [k, P]`, which is left as it is (spec: LocalSGD; FedAvg, algorithm 1).
+
+        Each step takes one batch, the gradient of `objective` (or what `slope` gives in its place), then `correction`,
+        clipping, weight decay and momentum as `training` says. With `only`, just those slices of the parameters move.
+        """
+        settings = self.training if learning_rate is None else replace(self.training, learning_rate=learning_rate)
+        rate = self.round.learning_rate if learning_rate is None else learning_rate
+        weights = start.clone()
+        state = {"weights": weights}
+        if settings.optimiser == "sgd" and settings.momentum:
+            state["velocity"] = torch.empty_like(weights[:, : self.layout.trainable])
+        losses = _Losses(len(self.clients))
+        self.replica.train_only(only)
+        try:
+            descent = Descent(self.replica, settings, rate, weights, only, objective, slope, correction)
+            for turn in self.turns(
+                purpose=purpose,
+                epochs=epochs,
+                steps=steps,
+                batch_size=batch_size,
+                drop_last=drop_last,
+                in_step=slope is not None or objective is not cross_entropy,
+                pad=descent.fold is not None,
+            ):
+                part = turn.take(state)
+                step = descent.over(turn.members(len(weights)), part, turn.take(given or {}))
+                losses.add(turn, [step(batch) for batch in turn.batches])
+                turn.put(state, part)
+        finally:
+            self.replica.train_only(None)
+        mean = losses.mean(weights)
+        self.metrics["training_loss"] = mean
+        return Trained(weights, losses.counts(), mean)
+
+    def each_batch(
+        self,
+        step: Step,
+        state: dict[str, Tensor],
+        *,
+        only: Unit | None = None,
+        purpose: str = "batches",
+        epochs: int | None = None,
+        shuffle: bool = True,
+        drop_last: bool | None = None,
+        active: Tensor | None = None,
+    ) -> Tensor:
+        """Run `step` on every batch and return the mean of its losses `[k]`: for methods whose inner loop is not `fit`'s.
+
+        Whatever belongs to a client goes into `state`, since a step is given only the clients that have its batch. With
+        `only`, gradients are taken for those slices alone, and zero elsewhere. With `active [k]` bool, only the clients marked
+        there take steps.
+        """
+        losses = _Losses(len(self.clients))
+        self.replica.train_only(only)
+        try:
+            for turn in self.turns(purpose=purpose, epochs=epochs, shuffle=shuffle, drop_last=drop_last, active=active):
+                part = turn.take(state)
+                losses.add(turn, [step(part, batch) for batch in turn.batches])
+                turn.put(state, part)
+        finally:
+            self.replica.train_only(None)
+        return losses.mean(self.replica.like)
+
+    def batches(self, purpose: str = "batches") -> Iterator[Batch]:
+        """All batches of local training, one after another."""
+        for turn in self.turns(purpose=purpose):
+            yield from turn.batches
+
+    def loss(self, rows: Tensor, *, samples: Sequence[Samples] | None = None, batch_size: int = 1024) -> Tensor:
+        """Mean cross entropy `[k]` of each row on its client's samples (or on those given), in evaluation mode."""
+        means = []
+        for place, held in enumerate(self._samples if samples is None else samples):
+            total = torch.zeros((), dtype=rows.dtype, device=rows.device)
+            for first in range(0, len(held), batch_size):
+                part = held[first : first + batch_size]
+                inputs = self._dataset.prepare(part.inputs).unsqueeze(0)
+                logits = self.replica.logits(rows[place : place + 1], inputs)[0]
+                total += F.cross_entropy(logits, part.labels, reduction="sum")
+            means.append(total / len(held))
+        return torch.stack(means)
+
+
+class _Losses:
+    """The losses of k clients' steps."""
+
+    def __init__(self, clients: int) -> None:
+        self.clients = clients
+        self.found: list[tuple[Turn, list[Tensor]]] = []
+
+    def add(self, turn: Turn, losses: list[Tensor]) -> None:
+        """One turn's losses, `[g]` each."""
+        if losses:
+            self.found.append((turn, losses))
+
+    def counts(self) -> Tensor:
+        """The steps of each client, `[k]`."""
+        counts = torch.zeros(self.clients, dtype=torch.int64)
+        for turn, losses in self.found:
+            counts[turn.members(self.clients)] += len(losses)
+        return counts
+
+    def mean(self, like: Tensor) -> Tensor:
+        """Over the steps of each client, `[k]`; NaN for one without a step."""
+        if all(turn.clients is None for turn, _ in self.found):
+            every = [loss for _, losses in self.found for loss in losses]
+            return torch.stack(every).mean(0) if every else like.new_full((self.clients,), torch.nan)
+        total = like.new_zeros(self.clients)
+        for turn, losses in self.found:
+            total[turn.members(self.clients)] += torch.stack(losses).sum(0)
+        return total / self.counts().to(total)

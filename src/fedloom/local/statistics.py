@@ -1,0 +1,72 @@
+"""What a client knows of its own local run: how large it is beside the others, and how far its steps carry."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import Message, Plan
+from fedloom.errors import InvalidValue
+from fedloom.local.cohort import Cohort
+from fedloom.training import Training
+
+
+def mean_size(plan: Plan) -> Tensor:
+    """Training samples of a client on average over all of them, `[1]`: what the server sends as `mean_size`."""
+    return plan.sizes(torch.arange(plan.clients)).to(plan.initial).mean().reshape(1)
+
+
+def relative_sizes(cohort: Cohort, inbox: Message) -> Tensor:
+    """a_i = n_i / mean_j n_j, `[k, 1]`, from the `mean_size [k, 1]` of the message."""
+    mean = inbox["mean_size"]
+    return cohort.sizes.to(mean).unsqueeze(1) / mean
+
+
+def mean_gradient(before: Tensor, after: Tensor, steps: Tensor, rate: float) -> Tensor:
+    """(before - after) / (steps rate), `[k, T]`: what one local step followed on average; zero for a client without steps."""
+    return (before - after) / (steps.to(before).clamp_min(1) * rate).unsqueeze(1)
+
+
+def mean_steps(training: Training, inbox: Message) -> Tensor:
+    """Local steps of a client with the mean number of samples, `[k]`, from the `mean_size [k, 1]` of the message:
+    E ceil(mean n / B), or the number that the settings fix."""
+    mean = inbox["mean_size"][:, 0]
+    if training.steps is not None:
+        return torch.full_like(mean, training.steps)
+    batches = torch.ones_like(mean) if training.batch_size is None else mean / training.batch_size
+    whole = batches.floor() if training.drop_last else batches.ceil()
+    return training.epochs * whole.clamp_min(1)
+
+
+def require_sgd(method: str, training: Training) -> None:
+    """Raise `InvalidValue` unless clients train by SGD: with another optimiser a displacement says nothing of gradients."""
+    if training.optimiser != "sgd":
+        raise InvalidValue(
+            f"{method} reads gradients off the local steps: optimiser must be sgd, not {training.optimiser}"
+        )
+
+
+def momentum_gain(training: Training) -> float:
+    """How many times the rate one gradient moves the weights in the long run: (1 - dampening) / (1 - momentum)."""
+    if not training.momentum:
+        return 1.0
+    if training.momentum >= 1:
+        raise InvalidValue(f"momentum must be less than 1 here, not {training.momentum}")
+    return (1 - float(training.optimiser_options.get("dampening", 0.0))) / (1 - training.momentum)
+
+
+def accumulated_weights(training: Training, steps: Tensor) -> Tensor:
+    """||a_i||_1 `[k]` float64: the weights of all of a client's gradients in its displacement, in units of the rate.
+
+    Plain SGD gives the number of steps tau; momentum m gives (tau - m (1 - m^tau) / (1 - m)) / (1 - m). Found by running the
+    optimiser on gradients of 1, so dampening and Nesterov are covered too. Source: Wang et al. 2020 (FedNova), section 4.
+    """
+    momentum = training.momentum
+    dampening = float(training.optimiser_options.get("dampening", 0.0))
+    nesterov = bool(training.optimiser_options.get("nesterov", False))
+    velocity, totals = 0.0, [0.0]
+    for step in range(int(steps.max())):
+        velocity = momentum * velocity + (1 - dampening if step and momentum else 1.0)
+        moved = 1 + momentum * velocity if nesterov else velocity
+        totals.append(totals[-1] + (moved if momentum else 1.0))
+    return torch.tensor(totals, dtype=torch.float64)[steps]

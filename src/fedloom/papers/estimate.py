@@ -1,0 +1,188 @@
+"""How long the runs will take on this machine: a few real local steps, times the steps that the protocol has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from fedloom.algorithm import build
+from fedloom.config.expression import Call, parse
+from fedloom.data.dataset import Dataset, DataSpec, Samples
+from fedloom.data.partition import Partition
+from fedloom.engines.rows import RowsEngine
+from fedloom.experiment.configuration import Configuration
+from fedloom.experiment.jobs import Job
+from fedloom.papers.needs import FACTS, Facts
+from fedloom.papers.request import Plan
+from fedloom.randomness import stream
+from fedloom.recording.landscape import Landscape
+from fedloom.recording.recorder import build_recorders
+from fedloom.rounds.evaluation import TRAINING_PASSES
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
+from fedloom.task import make_dataset, make_task
+
+TIMED = 4
+"""Local steps that are taken to time the fastest of them (a first step is never the fastest)."""
+
+PATIENCE = 2.0
+"""Seconds after which no further step is taken, once there are two."""
+
+WORK = {
+    "moon": 1.7, "fedgen": 1.5, "fedasam": 2.0, "fedsam": 2.0, "fedrep": 3.5,
+    "pfedme": 5.0, "ditto": 3.0, "fedphp": 1.4, "fedfomo": 2.5, "apple": 2.5, "fedala": 1.3,
+}  # fmt: skip
+"""Time of a method's local training in that of plain SGD, by its passes over the data; 1 for those that are not listed."""
+
+SCORING = {"fedala": 0.3, "ala": 0.3}
+"""What a client does before its own model can be scored, in local trainings; FedAvg-C and FedProx-C tell it themselves."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A run's local steps (of all clients) and its seconds."""
+
+    steps: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What is still to be run in one setting."""
+
+    setting: str
+    runs: int
+    finished: int
+    steps: int
+    seconds: float
+
+
+def estimate(plan: Plan, threads: int) -> list[Estimate]:
+    """Setting by setting, with `threads` threads a run; runs that are finished cost nothing."""
+    found = []
+    for key, own in plan.configurations.items():
+        jobs = [job for job in plan.jobs if job.name.setting == key]
+        waiting = [job for job in jobs if not job.finished]
+        costs = _costs(waiting, own, threads)
+        steps, seconds = sum(cost.steps for cost in costs), sum(cost.seconds for cost in costs)
+        if jobs:
+            found.append(Estimate(key, len(jobs), len(jobs) - len(waiting), steps, seconds))
+    return found
+
+
+def _costs(jobs: Sequence[Job], own: Configuration, threads: int) -> list[Cost]:
+    if not jobs:
+        return []
+    facts = _facts(own)
+    each = seconds_a_step(own, facts.spec, threads)
+    return [cost(own, job.name.algorithm, facts, each) for job in jobs]
+
+
+def cost(own: Configuration, algorithm: str, facts: Facts, each: float) -> Cost:
+    """Steps and seconds of one run, where a local step on a whole batch takes `each` seconds.
+
+    Steps are K clients x epochs x ceil(n / B) a round, with n samples a client in the mean; evaluation passes forward only.
+    """
+    schedule, training = own.schedule, own.training
+    clients = own.data.clients or 180  # natural clients: FEMNIST's writers
+    total = facts.train + (facts.test if own.data.merge else 0)
+    samples = total * (1 - (own.data.local_test or 0.0)) / clients
+    batch = min(training.batch_size or samples, samples)
+    count = samples / batch
+    batches = training.epochs * (math.floor(count) if training.drop_last else math.ceil(count))
+    local = training.steps or max(1, batches)
+    steps = schedule.rounds * schedule.participants(clients) * local
+    call = parse(algorithm)
+    each *= batch / (training.batch_size or samples)  # a client with less than a batch takes smaller steps
+    forward = each / (TRAINING_PASSES * batch)
+    evaluations = math.ceil(schedule.rounds / (schedule.evaluate_every or 1))
+    seconds = steps * each * work(call, schedule.participation) + evaluations * facts.test * forward
+    if schedule.personal_every and own.data.local_test is not None:
+        scored = math.ceil(schedule.rounds / schedule.personal_every)
+        once = total * own.data.local_test * forward + scoring(call) * clients * local * each
+        seconds += scored * once
+    return Cost(steps, seconds + forward * sum(surface_passes(text) for text in own.record))
+
+
+def surface_passes(recorder: str) -> int:
+    """Samples that pass forward, once, for a surface of the loss over a plane; other recorders cost little beside a run."""
+    [built] = build_recorders([recorder])
+    return built.grid**2 * built.samples if isinstance(built, Landscape) else 0
+
+
+def work(call: Call, participation: float) -> float:
+    """A method's local training in that of plain SGD. Under `umf` those also train who take part in the next round only."""
+    inner = [value for value in (*call.positional, *call.named.values()) if isinstance(value, Call)]
+    most = max((work(one, participation) for one in inner), default=1.0)
+    if call.name == "umf":
+        return most * (2 - participation)
+    if call.name == "ala":
+        return most + 0.3
+    if call.name == "per_fedavg":
+        return float(call.named.get("passes", 1))
+    if "finetune_epochs" in call.named:
+        return 1.0 + float(call.named["finetune_epochs"])
+    return WORK.get(call.name, most)
+
+
+def scoring(call: Call) -> float:
+    """What a client does before its own model is scored, in local trainings."""
+    inner = [value for value in (*call.positional, *call.named.values()) if isinstance(value, Call)]
+    own = float(call.named.get("finetune_epochs", SCORING.get(call.name, 0.0)))
+    return own + sum(scoring(one) for one in inner)
+
+
+def seconds_a_step(own: Configuration, spec: DataSpec, threads: int) -> float:
+    """Seconds of one local step of plain SGD on samples of that shape, in the engine that runs use."""
+    training = own.training
+    batch = training.batch_size or 50
+    return _timed(own.model, spec, batch, training.augmentation, training.optimiser, threads)
+
+
+@cache
+def _timed(model: str, spec: DataSpec, batch: int, augmentation: str, optimiser: str, threads: int) -> float:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        samples = _noise(spec, batch)
+        data = Dataset("noise", samples, samples[:1], spec.classes, vocabulary=spec.vocabulary)
+        everyone = Partition.of([torch.arange(batch).numpy()])
+        settings: dict[str, Any] = {"batch_size": batch, "augmentation": augmentation, "optimiser": optimiser}
+        task = make_task(data, clients=1, partition=everyone, model=model, training=settings)
+        run = Federation(build("fedavg"), task, RowsEngine(task), Schedule(TIMED, 1.0, evaluate_every=TIMED))
+        while run.finished < 2 or (run.finished < TIMED and sum(line["seconds"] for line in run.timings) < PATIENCE):
+            run.step()
+        return min(float(line["train_seconds"]) for line in run.timings)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _noise(spec: DataSpec, count: int) -> Samples:
+    """Random samples of a shape, as the data sets hold them: bytes for images, token numbers, or figures."""
+    generator = stream(0, "estimate")
+    if spec.vocabulary is not None:
+        inputs = torch.randint(0, spec.vocabulary, (count, *spec.shape), generator=generator)
+    elif len(spec.shape) == 3:
+        inputs = torch.randint(0, 256, (count, *spec.shape), generator=generator, dtype=torch.uint8)
+    else:
+        inputs = torch.randn((count, *spec.shape), generator=generator)
+    return Samples(inputs, torch.randint(0, spec.classes, (count,), generator=generator))
+
+
+def _facts(own: Configuration) -> Facts:
+    """Shape and sizes of the data: known of the papers' sets, looked up of others."""
+    call = parse(own.data.name)
+    whole = parse(str(call.named["of"])) if call.name == "part" else call
+    known = FACTS.get(whole.name)
+    if known is None:
+        data = make_dataset(own.data.name)
+        return Facts(data.name, data.spec, len(data.train), len(data.test))
+    if call.name != "part":
+        return known
+    share = min(1.0, int(call.named["samples"]) / (known.train + known.test))
+    return Facts(known.label, known.spec, round(known.train * share), round(known.test * share))

@@ -1,0 +1,204 @@
+"""What a user asks of a table or figure: which cells, and how much less than the whole protocol."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedloom.config.checks import require_at_least
+from fedloom.config.expression import Call, parse
+from fedloom.errors import InvalidValue, UnknownName, suggestion
+from fedloom.experiment.configuration import Configuration, configuration, put
+from fedloom.experiment.events import RunName
+from fedloom.experiment.jobs import Job
+from fedloom.experiment.run import run_directory
+from fedloom.papers.needs import FACTS, family, in_folder
+from fedloom.papers.protocols import Beside, Cell, Exhibit, Setting, folder_of
+
+NEUTRAL = ("workers", "threads", "engine", "checkpoint_every")
+"""Keys that change nothing of what is measured, but for the last digits of sums."""
+
+_REFUSED = {
+    "name": "--directory",
+    "directory": "--directory",
+    "algorithm": "--rows",
+    "algorithms": "--rows",
+    "seed": "--seeds",
+    "seeds": "--seeds",
+    "rounds": "--rounds",
+    "settings": "--columns",
+}
+"""Keys that have an option of their own."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """`rows` and `columns` choose cells (all where empty), `rounds` is the most that a run has, `samples` how many of a data
+    set's samples are used; `folders` are those of the data by name, `changes` are `key=value`."""
+
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    rounds: int | None = None
+    seeds: tuple[int, ...] | None = None
+    samples: int | None = None
+    folders: Mapping[str, str] = field(default_factory=dict)
+    changes: tuple[str, ...] = ()
+    directory: Path = Path("runs/reproduce")
+
+    def __post_init__(self) -> None:
+        if self.rounds is not None:
+            require_at_least("--rounds", self.rounds, 1)
+        if self.samples is not None:
+            require_at_least("--samples", self.samples, 2)
+        for seed in self.seeds or ():
+            require_at_least("--seeds", seed, 0)
+        if self.seeds is not None and len(set(self.seeds)) < max(1, len(self.seeds)):
+            raise InvalidValue(f"--seeds must differ from each other, not {', '.join(map(str, self.seeds))}")
+        known = sorted({family(name) for name, facts in FACTS.items() if not facts.generated})
+        for name in self.folders:
+            if name not in known:
+                raise UnknownName("data set", name, known)
+        for change in self.changes:
+            key = change.partition("=")[0].strip()
+            if key in _REFUSED:
+                raise InvalidValue(f"{key} is not set here: use {_REFUSED[key]}")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The chosen cells with what it takes to fill them: the configuration of each setting, by the setting's name, what of the
+    protocol is left out there (`partial`, empty for all of it), and the runs."""
+
+    exhibit: Exhibit
+    request: Request
+    cells: list[Cell]
+    configurations: dict[str, Configuration]
+    partial: dict[str, tuple[str, ...]]
+    jobs: list[Job]
+
+    @property
+    def reasons(self) -> list[str]:
+        """Everything that is left out, in any cell."""
+        return list(dict.fromkeys(reason for reasons in self.partial.values() for reason in reasons))
+
+    @property
+    def label(self) -> str:
+        """`PARTIAL`, or nothing when every chosen cell follows the whole protocol."""
+        return "PARTIAL" if self.reasons else ""
+
+    @property
+    def folder(self) -> Path:
+        """Where the files about this table or figure go."""
+        return self.request.directory / self.exhibit.id
+
+    def jobs_of(self, where: Cell | Beside) -> list[Job]:
+        """The runs that fill a cell, or stand beside one, a seed each."""
+        wanted = str(parse(where.algorithm))
+        key = setting_key(where.setting)
+        return [job for job in self.jobs if job.name.setting == key and job.name.algorithm == wanted]
+
+
+def setting_key(setting: Setting) -> str:
+    """What tells the settings of one table apart: their names, with the method that has one of its own."""
+    return f"{setting.name} ({setting.only})" if setting.only else setting.name
+
+
+def plan(exhibit: Exhibit, request: Request) -> Plan:
+    """What is to be run. Raises `InvalidValue`, in one line, for rows, columns or values that there are not."""
+    cells = chosen(exhibit, request)
+    configurations: dict[str, Configuration] = {}
+    partial: dict[str, tuple[str, ...]] = {}
+    methods: dict[str, list[str]] = {}
+    for where in [place for cell in cells for place in (cell.beside, cell) if place is not None]:
+        key = setting_key(where.setting)
+        if key not in configurations:
+            seeds = request.seeds or where.setting.seeds
+            configurations[key] = _configured(where.setting, key, request, seeds)
+            partial[key] = _left_out(where.setting, request, seeds)
+        if isinstance(where, Beside) or where.measure.kind != "weights":
+            methods.setdefault(key, [])
+            methods[key] += [text for text in [str(parse(where.algorithm))] if text not in methods[key]]
+    jobs = []
+    for key, texts in methods.items():
+        own = configurations[key]
+        for seed in own.seeds:
+            for text in texts:
+                place = run_directory(own, text, seed)
+                jobs.append(Job(own, RunName(text, seed, key), place.path))
+    return Plan(exhibit, request, cells, configurations, partial, jobs)
+
+
+def chosen(exhibit: Exhibit, request: Request) -> list[Cell]:
+    """The cells in the rows and columns that are asked for."""
+    rows = _matching("row", request.rows, [cell.row for cell in exhibit.cells])
+    columns = _matching("column", request.columns, [cell.column for cell in exhibit.cells])
+    found = [cell for cell in exhibit.cells if cell.row in rows and cell.column in columns]
+    if not found:
+        raise InvalidValue(f"{exhibit.id} has no cell in both the rows and the columns that were given")
+    return found
+
+
+def _matching(kind: str, texts: Sequence[str], labels: Sequence[str]) -> set[str]:
+    """The labels that any of the texts means; a text that means none may be several with commas between them."""
+    known = list(dict.fromkeys(labels))
+    if not texts:
+        return set(known)
+    found: set[str] = set()
+    for text in texts:
+        whole = _meant(text, known)
+        for part in [] if whole else [part.strip() for part in text.split(",")]:
+            hits = _meant(part, known)
+            if not hits:
+                near = suggestion(part, [*known, *(word for label in known for word in label.split())])
+                raise InvalidValue(f"no {kind} has {part!r} in its name:{near} (there are: {_few(known)})")
+            whole |= hits
+        found |= whole
+    return found
+
+
+def _meant(text: str, labels: Sequence[str]) -> set[str]:
+    """The labels that are this text; or else those that have all of its words; or else those that it is part of."""
+    small = text.casefold()
+    same = {label for label in labels if label.casefold() == small}
+    words = {label for label in labels if small.split() and set(small.split()) <= set(label.casefold().split())}
+    inside = {label for label in labels if small.strip() and small in label.casefold()}
+    return same or words or inside
+
+
+def _few(labels: Sequence[str], most: int = 12) -> str:
+    more = f", and {len(labels) - most} more" if len(labels) > most else ""
+    return ", ".join(labels[:most]) + more
+
+
+def _configured(setting: Setting, key: str, request: Request, seeds: Sequence[int]) -> Configuration:
+    rounds = min(setting.rounds, request.rounds or setting.rounds)
+    table = setting.table(rounds)
+    data: dict[str, Any] = table["data"]
+    name = parse(setting.data).name
+    data["name"] = in_folder(setting.data, request.folders.get(family(name)))
+    if request.samples is not None and not FACTS[name].generated:
+        data["name"] = str(Call("part", named={"of": data["name"], "samples": request.samples}))
+        if "steps" in table["training"]:
+            share = min(1.0, request.samples / (FACTS[name].train + FACTS[name].test))
+            table["training"]["steps"] = math.ceil(share * table["training"]["steps"])
+    for change in request.changes:
+        put(table, change)
+    # Where something lies or how many work at it makes no other experiment.
+    place = request.directory / setting.paper / folder_of(key, {k: v for k, v in table.items() if k not in NEUTRAL})
+    return configuration({**table, "name": setting.paper, "directory": str(place), "seeds": list(seeds)})
+
+
+def _left_out(setting: Setting, request: Request, seeds: Sequence[int]) -> tuple[str, ...]:
+    """What makes runs of this setting less than, or other than, the paper's; empty when they are the same."""
+    found = []
+    if request.rounds is not None and request.rounds < setting.rounds:
+        found.append(f"{request.rounds} of {setting.rounds:,} rounds")
+    if len(seeds) < len(setting.seeds):
+        found.append(f"{len(seeds)} of {len(setting.seeds)} seeds")
+    if request.samples is not None and not FACTS[parse(setting.data).name].generated:
+        found.append(f"{request.samples:,} samples of the data")
+    found += [change for change in request.changes if change.partition("=")[0].strip() not in NEUTRAL]
+    return tuple(found)

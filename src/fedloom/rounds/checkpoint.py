@@ -1,0 +1,142 @@
+"""What a run leaves on disk while it goes on: checkpoints, and one line of figures a round.
+
+A checkpoint is one safetensors file, written under a temporary name and renamed, so that a kill leaves the old one or the new
+one, never half of one. Loading runs no code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fedloom.errors import CheckpointError, DamagedCheckpoint
+from fedloom.state.files import flush, read_tensors, write_tensors, write_text
+
+FORMAT = "2"
+KEPT = 2  # the newest, and the one before in case the newest turns out to be damaged
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The state after `round` finished: the method's tensors and what the clients remember."""
+
+    round: int
+    server: dict[str, Tensor]
+    clients: dict[str, Tensor]
+
+
+class Checkpoints:
+    """The checkpoints of one run, in its directory."""
+
+    def __init__(self, directory: Path, run: str, formerly: Sequence[str] = ()) -> None:
+        self.directory = directory
+        self.run = run  # what must be the same for a checkpoint to be continued
+        self.formerly = formerly  # what it was in earlier versions
+        self.notices: list[str] = []
+
+    def paths(self) -> list[Path]:
+        """Checkpoint files, newest first."""
+        return sorted(self.directory.glob("checkpoint-*.safetensors"), reverse=True)
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Write a checkpoint, then remove those older than the one before it, and newer ones that were passed over."""
+        tensors = {f"server/{name}": t for name, t in checkpoint.server.items()}
+        tensors |= {f"clients/{name}": t for name, t in checkpoint.clients.items()}
+        metadata = {"format": FORMAT, "round": str(checkpoint.round), "run": self.run}
+        path = self.directory / f"checkpoint-{checkpoint.round:07d}.safetensors"
+        write_tensors(path, tensors, metadata)
+        paths = self.paths()
+        at = paths.index(path)
+        for needless in [*paths[:at], *paths[at + KEPT :]]:
+            needless.unlink(missing_ok=True)
+
+    def latest(self, recorded: int, adopt: Callable[[Checkpoint], None]) -> Checkpoint | None:
+        """The newest checkpoint that can be read, that `adopt` takes, and whose rounds are all among the `recorded` ones that
+        have figures. `adopt` raises `DamagedCheckpoint` where something beside the file, which it needs, is missing.
+
+        What had to be passed over, and where the run goes on instead, is said in `notices`. Raises `CheckpointError` when a
+        checkpoint belongs to another run. One that an earlier version wrote is written again as of this one.
+        """
+        passed: list[str] = []
+        found: Checkpoint | None = None
+        for path in self.paths():
+            try:
+                candidate, run = self._read(path)
+                if candidate.round > recorded:
+                    raise DamagedCheckpoint(
+                        f"{path} is of round {candidate.round}, but only {recorded} rounds have figures"
+                    )
+                adopt(candidate)
+            except DamagedCheckpoint as error:
+                passed.append(str(error))
+                continue
+            found = candidate
+            if run != self.run:
+                self.save(candidate)
+            break
+        instead = "starting again from round 1" if found is None else f"going on after round {found.round}"
+        self.notices += [f"{reason}: {instead}" for reason in passed]
+        return found
+
+    def _read(self, path: Path) -> tuple[Checkpoint, str]:
+        """A checkpoint, and what it says of the run it belongs to."""
+        tensors, metadata = read_tensors(path)
+        found = metadata.get("format"), metadata.get("run", ""), metadata.get("round", "")
+        if found[0] != FORMAT:
+            raise CheckpointError(f"{path} has format {found[0]!r}, this version reads {FORMAT!r}")
+        if found[1] not in (self.run, *self.formerly):
+            raise CheckpointError(
+                f"{path} is of another run (method, settings, data or initial model): use another folder"
+            )
+        return Checkpoint(int(found[2]), _below("server/", tensors), _below("clients/", tensors)), found[1]
+
+
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+class RoundLog:
+    """One JSON line a round, appended; a line cut short by a kill is dropped when the file is opened again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> list[dict[str, Any]]:
+        """The lines that can be read, in the order of their rounds."""
+        records: list[dict[str, Any]] = []
+        for line in self.path.read_bytes().splitlines() if self.path.exists() else []:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            number = record.get("round") if isinstance(record, dict) else None
+            if isinstance(number, int) and number > (records[-1]["round"] if records else 0):
+                records.append(record)
+        return records
+
+    def resume(self, finished: int) -> list[dict[str, Any]]:
+        """The lines up to round `finished`; later and broken ones are taken off the file."""
+        kept = [record for record in self.read() if record["round"] <= finished]
+        if self.path.exists():
+            write_text(self.path, "".join(f"{json.dumps(record)}\n" for record in kept))
+        return kept
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one line and hand it to the system at once."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(f"{json.dumps(record)}\n")
+
+    def sync(self) -> None:
+        """Wait until every line is on the disk: a checkpoint must not outlive the figures of its rounds."""
+        if self.path.exists():
+            flush(self.path)
+
+
+def without_gap(records: Sequence[Mapping[str, Any]]) -> int:
+    """How many rounds from the first on have a record each."""
+    return next((k for k, record in enumerate(records) if record["round"] != k + 1), len(records))

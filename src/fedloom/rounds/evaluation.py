@@ -1,0 +1,185 @@
+"""What a federation measures of its models, on whom, and how often.
+
+Figures of one evaluation, by name (`Tally.figures` defines the parts):
+
+    accuracy, loss                  the global model on the global test set
+    client_accuracy, _std, _worst   the global model on the clients' own test data; client_loss
+    personal_accuracy, ...          each client's own model (`Algorithm.personalise`) on the client's own test data
+    new_client_accuracy, ...        the same for clients that never train
+
+Personal models are those with which the next round would begin, made from what the next round would send: after the download
+and the local initialisation, before local training (FedALA's moment of evaluation, spec 0.4).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm, Message
+from fedloom.engines.base import INTEGERS, Engine, Order, row_for
+from fedloom.errors import InvalidValue
+from fedloom.randomness import stream
+from fedloom.round import Round
+from fedloom.rounds.schedule import Schedule
+from fedloom.rounds.scoring import Evaluator, Tally
+from fedloom.task import Task
+
+Record = dict[str, Any]
+"""Figures ready for JSON."""
+
+SHARE = 0.1
+"""The part of a run's work, in training, that evaluation may cost when its cadence is chosen here."""
+
+TRAINING_PASSES = 3
+"""A training step costs about three forward passes: one forward, and backward twice that."""
+
+BLOCK = 64
+"""For so many clients at once a method is asked what they would be sent."""
+
+
+class Evaluation:
+    """Measures the models of one federation. The clients numbered from `trainers` on never train.
+
+    `numbers` are the clients' numbers as the user knows them, where those differ. Raises `InvalidValue` when the schedule asks
+    for what the task cannot give.
+    """
+
+    def __init__(
+        self, task: Task, engine: Engine, schedule: Schedule, trainers: int, numbers: Sequence[int] | None = None
+    ) -> None:
+        self.task, self.engine = task, engine
+        self.rounds = schedule.rounds
+        self.numbers = range(task.clients) if numbers is None else numbers
+        self.evaluator = Evaluator(task.model, task.layout, task.dataset)
+        if task.local_test is None and (schedule.personal_every or schedule.new_clients):
+            asked = "personal_every" if schedule.personal_every else "new_clients"
+            raise InvalidValue(
+                f"{asked}={getattr(schedule, asked)} needs test data of the clients' own: give the task local_test, such as 0.25"
+            )
+        sizes = np.zeros(task.clients) if task.local_test is None else task.local_test.sizes
+        able = np.flatnonzero(sizes)
+        self.clients = _chosen(able[able < trainers], schedule)
+        self.newcomers = _chosen(able[able >= trainers], schedule)
+        self.every, self.personal_every = cadence(task, schedule, trainers, len(self.clients) + len(self.newcomers))
+
+    def measure(self, algorithm: Algorithm, round: Round, integers: Tensor) -> tuple[Record, Record | None]:
+        """The figures due after `round`, and those of each client when personal models are due; `integers` are the global model's
+        integer buffers."""
+        figures: Record = {}
+        if self._due(round, self.every):
+            score = self.evaluator.score(algorithm.model(), self.task.test, integers)
+            figures |= {"accuracy": score.accuracy, "loss": score.loss, **algorithm.diagnose()}
+        tallies: dict[str, Tally] = {}
+        personal = self._due(round, self.personal_every)
+        upcoming = round.at(round.number + 1)
+        if self.personal_every and (personal or self._due(round, self.every)):
+            tallies["client"] = self._global(algorithm, upcoming, self.clients, integers)
+        if personal:
+            own = _is_personal(algorithm)
+            tallies["personal"] = (
+                self._personal(algorithm, upcoming, self.clients, integers) if own else tallies["client"]
+            )
+            if self.newcomers:
+                judge = self._personal if own else self._global
+                tallies["new_client"] = judge(algorithm, upcoming, self.newcomers, integers)
+        tallies = {name: tally for name, tally in tallies.items() if len(tally.clients)}  # absent sites answer nothing
+        for name, tally in tallies.items():
+            figures |= tally.figures(name)
+        table = {"round": round.number, **{name: self._table(tally) for name, tally in tallies.items()}}
+        return figures, table if personal else None
+
+    def _due(self, round: Round, every: int) -> bool:
+        return every > 0 and (round.number % every == 0 or round.number == self.rounds)
+
+    def _global(self, algorithm: Algorithm, upcoming: Round, clients: Sequence[int], integers: Tensor) -> Tally:
+        own = self.task.local_test
+        assert own is not None  # else there are no clients to evaluate
+        if self.task.elsewhere:
+            given = Algorithm()  # with it, clients use what they are sent
+            given.state = {"model": algorithm.model()}
+            return self._personal(given, upcoming, clients, integers)
+        return self.evaluator.tally(algorithm.model(), self.task.train, own, clients, integers)
+
+    def _personal(self, algorithm: Algorithm, upcoming: Round, clients: Sequence[int], integers: Tensor) -> Tally:
+        orders = self._orders(algorithm, upcoming, clients, integers)
+        return Tally.joined([tally for block in orders for tally in self.engine.evaluate(algorithm, upcoming, block)])
+
+    def _orders(
+        self, algorithm: Algorithm, upcoming: Round, clients: Sequence[int], integers: Tensor
+    ) -> Iterator[list[Order]]:
+        for start in range(0, len(clients), BLOCK):
+            block = tuple(clients[start : start + BLOCK])
+            message: Message = dict(algorithm.deploy(upcoming, block))
+            if self.task.layout.integers:
+                message[INTEGERS] = integers.unsqueeze(0)
+            yield [
+                Order(client, None, {name: row_for(rows, place) for name, rows in message.items()})
+                for place, client in enumerate(block)
+            ]
+
+    def _table(self, tally: Tally) -> Record:
+        """Each client's accuracy and number of test samples."""
+        return {
+            "clients": [self.numbers[client] for client in tally.clients.tolist()],
+            "samples": tally.samples.tolist(),
+            "accuracy": tally.accuracy.tolist(),
+        }
+
+
+def cadence(task: Task, schedule: Schedule, trainers: int, evaluated: int) -> tuple[int, int]:
+    """Every how many rounds the global model is scored, and every how many personal models are; 0 is never.
+
+    What the schedule leaves open is chosen such that evaluation costs at most `SHARE` of training, counted in samples that
+    pass forward: training K clients costs 3 K s, with s the samples of one client's local training; the global model, one
+    pass over the test set and the clients' own; a client, 3 s + 2 m, as if personalising were one more local training (no
+    method here does more) and with m own test samples for the global and for the personal model. So the choice depends on no
+    clock and on no method, and methods that are compared are evaluated in the same rounds.
+    """
+    settings, sizes = task.training, task.partition.sizes[:trainers]
+    mean = float(sizes.mean())
+    batch = mean if settings.batch_size is None else min(mean, settings.batch_size)
+    local = TRAINING_PASSES * (settings.epochs * mean if settings.steps is None else settings.steps * batch)
+    training = schedule.participants(trainers) * local
+    if evaluated == 0 or schedule.personal_every == 0 or task.local_test is None:
+        return schedule.evaluate_every or math.ceil(len(task.test) / (SHARE * training)), 0
+    own = float(task.local_test.sizes.mean())
+    overall = len(task.test) + evaluated * own
+    every = schedule.evaluate_every or math.ceil(overall / (SHARE / 2 * training))
+    left = max(SHARE - overall / (every * training), SHARE / 2)
+    return every, schedule.personal_every or math.ceil(evaluated * (local + 2 * own) / (left * training))
+
+
+def newcomers_last(task: Task, count: int, seed: int) -> tuple[Task, Sequence[int]]:
+    """The task with `count` clients, drawn at random, moved behind all others, and the clients' numbers before that, by
+    their new ones. The others keep their order.
+
+    A draw, since in some partitions neighbours hold the same classes. Raises `InvalidValue` when nobody is left to train.
+    """
+    if count == 0:
+        return task, range(task.clients)
+    if count >= task.clients:
+        raise InvalidValue(f"new_clients leaves none of the {task.clients} clients to train")
+    drawn = torch.randperm(task.clients, generator=stream(seed, "new clients"))[:count].sort().values.tolist()
+    apart = set(drawn)
+    numbers = [client for client in range(task.clients) if client not in apart] + drawn
+    own = None if task.local_test is None else task.local_test.take(numbers)
+    return replace(task, partition=task.partition.take(numbers), local_test=own), numbers
+
+
+def _is_personal(algorithm: Algorithm) -> bool:
+    """Whether clients use anything but the global model."""
+    kind = type(algorithm)
+    return kind.personalise is not Algorithm.personalise or kind.deploy is not Algorithm.deploy
+
+
+def _chosen(able: Any, schedule: Schedule) -> tuple[int, ...]:
+    """`personal_clients` of the clients, drawn by the seed, in the order of their numbers."""
+    order = torch.randperm(len(able), generator=stream(schedule.seed, "evaluated clients"))
+    return tuple(sorted(able[order[: schedule.personal_clients].numpy()].tolist()))

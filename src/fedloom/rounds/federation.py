@@ -1,0 +1,342 @@
+"""The round: select, send, train, reply, receive, evaluate, record; with checkpoints, so that nothing is lost."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm, Message, Plan, Replies, Selection
+from fedloom.engines.base import INTEGERS, Engine, Exchanging, Fault, Order, Reply, row_for
+from fedloom.errors import CheckpointError, Diverged, InvalidValue
+from fedloom.flat.device import moved_back
+from fedloom.round import Round
+from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, RoundLog, without_gap
+from fedloom.rounds.evaluation import Evaluation, Record, newcomers_last
+from fedloom.rounds.schedule import Schedule as Schedule
+from fedloom.state.files import remove_unfinished
+from fedloom.task import Task
+
+HOPELESS = 1000
+"""A global model whose loss is this many times that of guessing has diverged: such weights do not come back."""
+
+
+class Observer(Protocol):
+    """Watches the rounds of a federation without any influence on them, and keeps what it notes through a resumption."""
+
+    def begin(self, federation: Federation) -> None:
+        """The federation is set up, and about to resume."""
+
+    def finished(self) -> int:
+        """How many rounds from the first on have all their notes on disk: none is resumed after a later one."""
+
+    def resume(self, finished: int) -> None:
+        """Go on after round `finished`."""
+
+    def observe(self, round: Round, orders: Sequence[Order], replies: Replies) -> None:
+        """What the clients were sent and what came back, before the method receives it. The round may still fail."""
+
+    def commit(self, number: int) -> None:
+        """The round that was observed has succeeded."""
+
+    def sync(self) -> None:
+        """Wait until all notes are on the disk."""
+
+
+class Federation:
+    """One method on one task in one engine, round after round.
+
+    With a `directory`, figures are appended to `metrics.jsonl` and, client by client, to `clients.jsonl` (the same in every
+    repetition), times to `timings.jsonl`; checkpoints are kept there, and under `clients` what the clients remember where that
+    is much. A federation made again with the same arguments continues from the newest checkpoint of the same `identity`, or of
+    one that it had `formerly`, in earlier versions.
+
+    Clients have the task's numbers in all figures. Where some never train (`Schedule.new_clients`), `self.task` has these
+    last, and methods and engine count by that order. `observers` are told of every round.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        task: Task,
+        engine: Engine,
+        schedule: Schedule,
+        directory: Path | None = None,
+        identity: str = "",
+        observers: Sequence[Observer] = (),
+        formerly: Sequence[str] = (),
+    ) -> None:
+        self.observers = observers
+        self.algorithm, self.engine, self.schedule = algorithm, engine, schedule
+        newcomers = schedule.newcomers(task.clients)
+        self.task, self.numbers = newcomers_last(task, newcomers, schedule.seed)
+        trainers = task.clients - newcomers
+        self.evaluation = Evaluation(self.task, engine, schedule, trainers, self.numbers)
+        self.integers = task.initial_integers.clone()
+        self.history: list[Record] = []
+        self.timings: list[Record] = []
+        self.client_history: list[Record] = []
+        self._midway = False  # a round has begun and not ended: the state belongs to no round
+        participants = schedule.participants(trainers)
+        training = task.training
+        self._first = Round(
+            1,
+            schedule.rounds,
+            schedule.seed,
+            trainers,
+            participants,
+            training.rate(1),
+            training.rate(1),
+            training.decay,
+        )
+        algorithm.setup(
+            Plan(
+                task.layout, task.initial, trainers, participants, schedule.rounds, schedule.seed,
+                task.dataset.classes, self.task.sizes, task.model, isinstance(engine, Exchanging),
+            )
+        )  # fmt: skip
+        engine.begin(self.task, None if directory is None else directory / "clients")
+        self.checkpoints = None if directory is None else Checkpoints(directory, identity, formerly)
+        names = ("metrics.jsonl", "timings.jsonl", "clients.jsonl")
+        self._logs = [] if directory is None else [RoundLog(directory / name) for name in names]
+        for observer in observers:
+            observer.begin(self)
+        self._resume()
+
+    @property
+    def finished(self) -> int:
+        """Rounds finished so far."""
+        return len(self.history)
+
+    @property
+    def notices(self) -> list[str]:
+        """What there is to say about the checkpoints found at the start, a line each."""
+        return [] if self.checkpoints is None else self.checkpoints.notices
+
+    def run(self, on_round: Callable[[Record, Record], None] | None = None) -> None:
+        """Run the remaining rounds; `on_round` is called after each with its figures and its times.
+
+        An interruption (Ctrl-C) or an error leaves a checkpoint of the last finished round behind. One that cannot be undone,
+        since much of the clients' memory has changed already, leaves the checkpoint before it. Raises `CheckpointError` when
+        that has happened to this federation.
+        """
+        if self._midway:
+            raise CheckpointError(
+                f"round {self.finished + 1} was interrupted: make the federation again to go on from its last checkpoint"
+            )
+        saved = self.finished
+        try:
+            while self.finished < self.schedule.rounds:
+                record, timing = self.step()
+                if on_round is not None:
+                    on_round(record, timing)
+                if self.finished % self.schedule.checkpoint_every == 0 or self.finished == self.schedule.rounds:
+                    self.save()
+                    saved = self.finished
+        finally:
+            if saved < self.finished and not self._midway:
+                self.save()
+
+    def step(self) -> tuple[Record, Record]:
+        """One round. It happens as a whole or, when anything goes wrong, not at all.
+
+        Raises `Diverged` when no client's model is finite any more, or the global model is beyond recovery.
+        """
+        self._midway = True
+        before, integers = self.algorithm.full_state(), self.integers
+        try:
+            record, timing, clients = self._round(self._first.at(self.finished + 1))
+        except BaseException:
+            self.algorithm.restore(before)
+            self.integers = integers
+            self._midway = not self.engine.rollback()
+            raise
+        self._record(record, timing, clients)
+        self.engine.commit()
+        self._midway = False
+        return record, timing
+
+    def _round(self, round: Round) -> tuple[Record, Record, Record | None]:
+        """The figures of a new round, its times, and the figures client by client if they were taken."""
+        began = time.perf_counter()
+        selection = self.algorithm.select(round)
+        round = replace(round, selected=selection.clients)
+        message = dict(self.algorithm.send(round))
+        if self.task.layout.integers:
+            message[INTEGERS] = self.integers.unsqueeze(0)
+        orders, absent = self._orders(round, selection, message)
+        results = self.engine.train(self.algorithm, round, orders)
+        replies, faults, received_bytes = self._collect(round, selection, results)
+        trained = time.perf_counter()
+        for observer in self.observers:
+            observer.observe(round, orders, replies)
+        observed = time.perf_counter()
+        if INTEGERS in replies.tensors:
+            self.integers = replies.tensors.pop(INTEGERS).amax(0)
+        if len(replies):
+            self.algorithm.receive(round, replies)
+        self.algorithm.finish(round)
+        received = time.perf_counter()
+        receivers = selection.receivers or len(selection.clients) + len(selection.idle)
+        record: Record = {
+            "round": round.number,
+            "clients": [self.numbers[client] for client in selection.clients],
+            "bytes_down": sum(_row_bytes(rows) for rows in message.values()) * receivers,
+            "bytes_up": received_bytes,
+            "faults": [{"client": self.numbers[f.order.client], "reason": f.reason} for f in [*absent, *faults]],
+            **{name: float(values.mean()) for name, values in replies.metrics.items() if len(values)},
+        }
+        figures, clients = self.evaluation.measure(self.algorithm, round, self.integers)
+        self._require_sense(round, figures.get("loss"))
+        ended = time.perf_counter()
+        timing: Record = {
+            "round": round.number,
+            "seconds": ended - began,
+            "train_seconds": trained - began,
+            "server_seconds": received - observed,
+            "evaluate_seconds": ended - received,
+        }
+        if self.observers:
+            timing["record_seconds"] = observed - trained
+        return {name: _finite(value) for name, value in (record | figures).items()}, timing, clients
+
+    def _require_sense(self, round: Round, loss: float | None) -> None:
+        """Raise `Diverged` when the global model, or its loss where that was taken, is beyond recovery."""
+        if not bool(torch.isfinite(self.algorithm.model()).all()):
+            raise _diverged(round, "the global model is not finite any more")
+        limit = HOPELESS * math.log(max(2, self.task.dataset.classes))
+        if loss is not None and not loss < limit:
+            beyond = f", over {HOPELESS} times that of guessing" if math.isfinite(loss) else ""
+            raise _diverged(round, f"the global model's loss is {loss:.3g}{beyond}")
+
+    def _orders(self, round: Round, selection: Selection, message: Message) -> tuple[list[Order], list[Fault]]:
+        """The work of everybody who is there, and who is absent."""
+        orders, absent = [], []
+        for slot, client in enumerate(selection.clients):
+            inbox = {name: row_for(rows, slot) for name, rows in message.items()}
+            order = Order(client, slot, inbox)
+            chance = self.schedule.dropout and float(torch.rand((), generator=round.stream("dropout", client)))
+            if chance < self.schedule.dropout:
+                absent.append(Fault(order, "dropped out"))
+            else:
+                orders.append(order)
+        if selection.idle:
+            last = len(selection.clients)
+            if any(len(rows) not in (1, last + 1) for rows in message.values()):
+                raise InvalidValue("the message has no row for the clients that train without uploading")
+            shared = {name: row_for(rows, last) for name, rows in message.items()}
+            orders += [Order(client, None, shared) for client in selection.idle]
+        return orders, absent
+
+    def _collect(
+        self, round: Round, selection: Selection, results: Iterable[Reply | Fault]
+    ) -> tuple[Replies, list[Fault], int]:
+        """Replies in the order of their slots, each written once into the matrix that holds them all, by the engine or here;
+        and the faults in theirs, whoever answered first."""
+        matrices: dict[str, Tensor] = {}
+        arrived: list[Reply] = []
+        faults: list[Fault] = []
+        size = 0
+        for result in results:
+            if isinstance(result, Fault):
+                faults.append(result)
+            elif result.order.slot is not None:
+                for name, tensor in result.tensors.items():
+                    if name not in matrices:
+                        matrices[name] = _matrix_for(result, name, len(selection.clients))
+                    row = matrices[name][result.order.slot]
+                    if row.data_ptr() != tensor.data_ptr():
+                        row.copy_(tensor)
+                    size += _row_bytes(tensor.unsqueeze(0))
+                arrived.append(replace(result, tensors={}, gathered={}))
+        arrived.sort(key=lambda reply: reply.order.slot or 0)
+        faults.sort(key=lambda fault: (fault.order.slot is None, fault.order.slot or 0, fault.order.client))
+        if not arrived:
+            _raise_when_hopeless(round, faults)
+        slots = torch.tensor([reply.order.slot for reply in arrived], dtype=torch.int64)
+        clients = torch.tensor([reply.order.client for reply in arrived], dtype=torch.int64)
+        whole = len(arrived) == len(selection.clients)
+        tensors = {name: matrix if whole else matrix[slots] for name, matrix in matrices.items()}
+        told = torch.tensor([-1 if r.samples is None else r.samples for r in arrived], dtype=torch.int64)
+        sizes = torch.where(told < 0, self.task.sizes(clients), told)
+        weights = sizes if selection.weights is None else torch.tensor(selection.weights)[slots]
+        names = {name for reply in arrived for name in reply.metrics}
+        metrics = {n: torch.tensor([r.metrics[n] for r in arrived if n in r.metrics]) for n in sorted(names)}
+        return Replies(tensors, clients, slots, weights, metrics), faults, size
+
+    def _record(self, record: Record, timing: Record, clients: Record | None) -> None:
+        for observer in self.observers:
+            observer.commit(record["round"])
+        lines = ((self.history, record), (self.timings, timing), (self.client_history, clients))
+        for place, (history, line) in enumerate(lines):
+            if line is not None:
+                history.append(line)
+                if self._logs:
+                    self._logs[place].append(line)
+
+    def save(self) -> None:
+        """Write a checkpoint now. Figures and the clients' memory reach the disk before the checkpoint that counts on them, and
+        what only older checkpoints needed goes after it."""
+        if self.checkpoints is not None:
+            figures, _, clients = self._logs
+            figures.sync()
+            clients.sync()
+            for observer in self.observers:
+                observer.sync()
+            server = {**self.algorithm.full_state(), "integers": self.integers}
+            self.checkpoints.save(Checkpoint(self.finished, server, self.engine.memory()))
+            self.engine.release_memory()
+
+    def _resume(self) -> None:
+        if self.checkpoints is None:
+            return
+        remove_unfinished(self.checkpoints.directory)
+        recorded = min([without_gap(self._logs[0].read()), *(observer.finished() for observer in self.observers)])
+        found = self.checkpoints.latest(recorded, lambda checkpoint: self.engine.restore_memory(checkpoint.clients))
+        finished = 0 if found is None else found.round
+        self.history, self.timings, self.client_history = (log.resume(finished) for log in self._logs)
+        for observer in self.observers:
+            observer.resume(finished)
+        if found is not None:
+            like = {**self.algorithm.full_state(), "integers": self.integers}
+            server = moved_back(found.server, like, self.task.initial.device)
+            self.integers = server.pop("integers")
+            self.algorithm.restore(server)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no word for infinite or undefined figures."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _matrix_for(reply: Reply, name: str, slots: int) -> Tensor:
+    """Where the replies' tensors of that name go: the engine's own matrix if this one lies in it, else a new one."""
+    tensor, matrix = reply.tensors[name], reply.gathered.get(name)
+    if matrix is not None and len(matrix) == slots and matrix.dtype == tensor.dtype:
+        return matrix
+    return tensor.new_empty(slots, *tensor.shape)
+
+
+def _row_bytes(rows: Tensor) -> int:
+    """Bytes of one row of `[k, ...]`."""
+    return rows[0].numel() * rows.element_size()
+
+
+def _diverged(round: Round, what: str) -> Diverged:
+    kept = f"the model of round {round.number - 1} is kept" if round.number > 1 else "there is no model before that"
+    return Diverged(f"round {round.number}: training diverged (learning rate {round.learning_rate:g}): {what}; {kept}")
+
+
+def _raise_when_hopeless(round: Round, faults: list[Fault]) -> None:
+    """A round without a single reply goes on only when its clients were merely absent."""
+    if faults and all(fault.diverged for fault in faults):
+        raise _diverged(round, "no client's model is finite any more")
+    errors = [fault.error for fault in faults if fault.error is not None]
+    if errors:
+        raise errors[0]

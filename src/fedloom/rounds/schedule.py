@@ -1,0 +1,58 @@
+"""How long a federation runs, with whom, and how often it looks at itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedloom.config.checks import require_at_least, require_between, require_share
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long a federation runs and how often it looks at itself.
+
+    `participation` is the share of clients in a round, K = max(1, floor(participation * clients)); `dropout` the chance that
+    a selected client does not answer (for studying it; drawn from its own stream). `new_clients` is the share of clients,
+    floor(new_clients * clients) of them drawn at random, that never train and only use what the others made.
+
+    Evaluations take place every so many rounds and after the last one. `evaluate_every`: the global model, on the global test
+    set and on the clients' own test data where the task has such (`local_test`). `personal_every`: the models that the clients
+    would use, on their own test data; 0 leaves that data alone. None chooses the smallest numbers that keep all evaluation
+    below a tenth of the work of training, by counting samples (see `evaluation.cadence`). `personal_clients`: at most so many
+    clients, the same ones each time, are evaluated on their own data.
+    """
+
+    rounds: int = 100
+    participation: float = 0.1
+    seed: int = 0
+    evaluate_every: int | None = None
+    checkpoint_every: int = 10
+    dropout: float = 0.0
+    personal_every: int | None = None
+    personal_clients: int = 1000
+    new_clients: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_at_least("rounds", self.rounds, 1)
+        require_share("participation", self.participation)
+        if self.evaluate_every is not None:
+            require_at_least("evaluate_every", self.evaluate_every, 1)
+        require_at_least("checkpoint_every", self.checkpoint_every, 1)
+        require_between("dropout", self.dropout, 0, 1)
+        if self.personal_every is not None:
+            require_at_least("personal_every", self.personal_every, 0)
+        require_at_least("personal_clients", self.personal_clients, 1)
+        require_between("new_clients", self.new_clients, 0, 1)
+
+    def newcomers(self, clients: int) -> int:
+        """How many of the clients never train."""
+        return _floor(self.new_clients * clients)
+
+    def participants(self, trainers: int) -> int:
+        """How many of the clients that train do so in one round."""
+        return max(1, _floor(self.participation * trainers))
+
+
+def _floor(product: float) -> int:
+    """floor, but 0.3 * 10 must give 3 although the product is 2.9999999999999996 in binary."""
+    return int(product + 1e-9)

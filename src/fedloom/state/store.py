@@ -1,0 +1,297 @@
+"""What each client remembers from round to round: control variates, personal models, stored updates.
+
+In a simulation one `ClientStore` keeps it for the clients that were seen, in memory up to a budget and beyond it in files; on a
+real site the site keeps its own.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedloom.config.checks import require_at_least
+from fedloom.errors import DamagedCheckpoint
+from fedloom.state.files import flush, flush_directory, open_tensors, remove_unfinished, write_tensors
+
+BUDGET = 1 << 30
+"""Bytes kept in memory by default. The system's page cache serves files from whatever memory is free beyond it."""
+
+INLINE = 16 << 20
+"""Bytes up to which a checkpoint holds everything itself; one small file is cheaper than many."""
+
+VERSIONS = "versions"
+"""Name in a checkpoint of the table `[n, 3]`: client, version of its file, bytes of that file."""
+
+_NAME = re.compile(r"client-(\d+)\.v(\d+)\.safetensors")
+
+Tensors = dict[str, Tensor]
+
+
+class ClientStore:
+    """Named tensors for each client that has written any; nothing is held for the others.
+
+    What a round writes is pending until `commit`, and can be undone before that. Above `budget` bytes the clients that were not
+    used for longest go to files, `client-000123.v7.safetensors`: a version is written once and never changed, and versions are
+    numbered through for all clients. A checkpoint (`state`) names the versions that are current, so that it costs nothing for
+    clients that did not change; `release` removes what only older checkpoints needed. Without a `directory` files lie in a
+    temporary folder. What is stored and handed out never shares memory with what the caller holds.
+    """
+
+    def __init__(self, directory: Path | None = None, budget: int = BUDGET) -> None:
+        require_at_least("memory_budget", budget, 0)
+        self.budget = budget
+        self._temporary: Path | None = None
+        self.begin(directory)
+
+    def begin(self, directory: Path | None) -> None:
+        """Forget everything; files go to `directory` from now on (those that lie there stay until `release`)."""
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+        self._temporary = None
+        self.directory = directory
+        self._forget(self._scan())
+
+    def _forget(self, found: dict[tuple[int, int], int]) -> None:
+        """Remember nothing, beside the files that were `found`."""
+        self._pending: dict[int, Tensors] = {}
+        self._held: dict[int, Tensors] = {}  # least recently used first
+        self._pending_bytes = self._held_bytes = 0
+        self._undoable = True
+        self._files: dict[int, int] = {}  # the version of a client's file, where it is what the client remembers
+        self._unflushed: dict[int, int] = {}  # files, version to client, that may not have reached the disk
+        self._next = 1 + max((version for _, version in found), default=0)
+        self._checkpointed = self._next  # versions before this one may belong to a checkpoint
+        self._superseded: list[Path] = []  # since the newest checkpoint, which still needs them
+        self._outdated = [self._path(*file) for file in found]  # what not even the newest checkpoint needs
+
+    # --- what clients remember ---
+
+    def get(self, client: int, name: str) -> Tensor | None:
+        """What the client remembers under `name`, or None; not to be changed in place. Of a file it is a view."""
+        for tensors in (self._pending.get(client), self._recent(client)):
+            if tensors is not None and name in tensors:
+                return tensors[name]
+        if client in self._held or client not in self._files:
+            return None
+        with open_tensors(self._path(client, self._files[client])) as file:
+            return file.get_tensor(name) if name in file.keys() else None  # noqa: SIM118
+
+    def names(self, client: int) -> set[str]:
+        """The names under which the client remembers something; empty for a client not seen yet."""
+        known = set(self._pending.get(client, ()))
+        if client in self._held:
+            return known | set(self._held[client])
+        if client in self._files:
+            with open_tensors(self._path(client, self._files[client])) as file:
+                known |= set(file.keys())
+        return known
+
+    def read(self, client: int) -> Tensors:
+        """Everything the client remembers, by name; empty for a client not seen yet."""
+        pending = self._pending.get(client, {})
+        return {**self._stored(client, pending), **pending}
+
+    def write(self, client: int, tensors: Tensors) -> None:
+        """Add or replace the named tensors of one client; the store owns them from now on. Pending until `commit`."""
+        before = self._pending.get(client, {})
+        self._pending[client] = {**before, **tensors}
+        self._pending_bytes += _bytes(self._pending[client]) - _bytes(before)
+        if self._pending_bytes > self.budget // 2:
+            self._undoable = False  # a round that needs so much memory is repeated from a checkpoint instead
+            self._settle()
+        self._spill()
+
+    def commit(self) -> None:
+        """The round is over: what was written stands."""
+        self._settle()
+        self._spill()
+        self._undoable = True
+
+    def rollback(self) -> bool:
+        """The round did not end: forget what was written since `commit`. False when part of it could not be kept apart."""
+        self._pending, self._pending_bytes = {}, 0
+        return self._undoable
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted({*self._pending, *self._held, *self._files}))
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the tensors kept in memory."""
+        return self._pending_bytes + self._held_bytes
+
+    # --- memory and files ---
+
+    def _recent(self, client: int) -> Tensors | None:
+        """The client's tensors where they are in memory, which counts as a use."""
+        tensors = self._held.pop(client, None)
+        if tensors is not None:
+            self._held[client] = tensors
+        return tensors
+
+    def _stored(self, client: int, known: Tensors) -> Tensors:
+        """What is stored of the client beside the names that are `known`."""
+        tensors = self._recent(client)
+        if tensors is not None or client not in self._files:
+            return {name: tensor for name, tensor in (tensors or {}).items() if name not in known}
+        with open_tensors(self._path(client, self._files[client])) as file:
+            return {name: file.get_tensor(name).clone() for name in file.keys() if name not in known}  # noqa: SIM118
+
+    def _settle(self) -> None:
+        """What is pending becomes what the clients remember."""
+        for client, written in self._pending.items():
+            merged = {**self._stored(client, written), **written}
+            self._held_bytes += _bytes(merged) - _bytes(self._held.pop(client, {}))
+            self._held[client] = merged
+            if client in self._files:
+                self._supersede(client)
+        self._pending, self._pending_bytes = {}, 0
+
+    def _supersede(self, client: int) -> None:
+        version = self._files.pop(client)
+        self._unflushed.pop(version, None)
+        if version < self._checkpointed:
+            self._superseded.append(self._path(client, version))
+        else:
+            self._path(client, version).unlink(missing_ok=True)
+
+    def _spill(self) -> None:
+        """Give up the least recently used clients' place in memory until the rest fits the budget."""
+        while self._held and self.held_bytes > self.budget:
+            client = next(iter(self._held))
+            if client not in self._files:
+                self._write_file(client)
+            self._held_bytes -= _bytes(self._held.pop(client))
+
+    def _write_file(self, client: int) -> None:
+        version, self._next = self._next, self._next + 1
+        self._folder().mkdir(parents=True, exist_ok=True)
+        write_tensors(self._path(client, version), self._held[client], {}, durable=False)
+        self._files[client] = version
+        self._unflushed[version] = client
+
+    def _path(self, client: int, version: int) -> Path:
+        return self._folder() / f"client-{client:06d}.v{version}.safetensors"
+
+    def _folder(self) -> Path:
+        if self.directory is not None:
+            return self.directory
+        if self._temporary is None:
+            self._temporary = Path(tempfile.mkdtemp(prefix="fedloom-clients-"))
+            weakref.finalize(self, shutil.rmtree, self._temporary, ignore_errors=True)
+        return self._temporary
+
+    def _scan(self) -> dict[tuple[int, int], int]:
+        """Bytes of each file there is, by client and version; what a kill left half-written is removed."""
+        if self.directory is None or not self.directory.exists():
+            return {}
+        remove_unfinished(self.directory)
+        names = ((_NAME.fullmatch(path.name), path) for path in self.directory.iterdir())
+        return {(int(match[1]), int(match[2])): path.stat().st_size for match, path in names if match}
+
+    # --- checkpoints ---
+
+    def state(self) -> Tensors:
+        """What a checkpoint must hold: everything by `client/name` while that is little, else which versions are current.
+
+        Versions it names are on the disk when it returns, and stay there until two newer checkpoints have been released.
+        """
+        self._settle()
+        if not self._files and self._held_bytes <= INLINE:
+            return {f"{client}/{name}": t for client in sorted(self._held) for name, t in self._held[client].items()}
+        for client in self._held:
+            if client not in self._files:
+                self._write_file(client)
+        for version, client in self._unflushed.items():
+            flush(self._path(client, version))
+        flush_directory(self._folder())
+        self._unflushed = {}
+        self._checkpointed = self._next
+        current = sorted(self._files.items())
+        table = [(client, version, self._path(client, version).stat().st_size) for client, version in current]
+        return {VERSIONS: torch.tensor(table, dtype=torch.int64)}
+
+    def release(self) -> None:
+        """A checkpoint with the last `state` is on the disk, and none older than the one before it: remove what only
+        those needed."""
+        for path in self._outdated:
+            path.unlink(missing_ok=True)
+        self._outdated, self._superseded = self._superseded, []
+
+    def restore(self, state: Tensors) -> None:
+        """Replace everything by what `state` returned.
+
+        Raises `DamagedCheckpoint`, and then forgets everything, when a file it names is missing or cut short.
+        """
+        found = self._scan()
+        self._forget(found)
+        versions = state.get(VERSIONS, torch.empty(0, 3, dtype=torch.int64))
+        for client, version, size in versions.tolist():
+            if found.get((client, version)) != size:
+                self._files = {}
+                raise DamagedCheckpoint(f"{self._path(client, version)} is missing or cut short")
+            self._files[client] = version
+        self._outdated = [self._path(*file) for file in found if self._files.get(file[0]) != file[1]]
+        for key, tensor in state.items():
+            if key != VERSIONS:
+                client_text, _, name = key.partition("/")
+                self._held.setdefault(int(client_text), {})[name] = tensor
+        self._held_bytes = sum(_bytes(tensors) for tensors in self._held.values())
+        self._spill()
+
+    def close(self) -> None:
+        """Forget everything and remove the temporary folder, if there is one."""
+        self.begin(None)
+
+
+def _bytes(tensors: Tensors) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+class Memory:
+    """The memory of a cohort's k clients as rows `[k, ...]`.
+
+    Writes are kept aside until `commit`, so that a client that fails half-way remembers what it did before.
+    """
+
+    def __init__(self, store: ClientStore, clients: Sequence[int]) -> None:
+        self._store = store
+        self._clients = tuple(clients)
+        self._written: Tensors = {}
+        self._partly: dict[str, tuple[Tensor, Tensor]] = {}  # rows, and which of the clients write theirs
+
+    def get(self, name: str, default: Tensor) -> Tensor:
+        """Rows `[k, ...]`; a client that remembers nothing under `name` gets its row of `default` (`[k, ...]` or `[1, ...]`)."""
+        if name in self._written:
+            return self._written[name]
+        fallback = default.expand(len(self._clients), *default.shape[1:])
+        rows = [self._store.get(client, name) for client in self._clients]
+        if all(row is None for row in rows):
+            return fallback
+        return torch.stack([fallback[k] if row is None else row.to(fallback.device) for k, row in enumerate(rows)])
+
+    def knows(self, name: str) -> Tensor:
+        """Which of the clients remember something under `name`, `[k]` bool."""
+        return torch.tensor([name in self._written or name in self._store.names(client) for client in self._clients])
+
+    def __setitem__(self, name: str, rows: Tensor) -> None:
+        self._written[name] = rows.detach()
+
+    def write(self, name: str, rows: Tensor, clients: Tensor) -> None:
+        """Let only those of the clients that are marked in `clients [k]` remember their rows, from the next round on."""
+        self._partly[name] = rows.detach(), clients
+
+    def commit(self, kept: Sequence[int] | None = None) -> None:
+        """Store what was written, for the clients at the positions `kept` (all by default)."""
+        for k in range(len(self._clients)) if kept is None else kept:
+            written = {name: rows[k].clone() for name, rows in self._written.items()}
+            written |= {name: rows[k].clone() for name, (rows, clients) in self._partly.items() if clients[k]}
+            self._store.write(self._clients[k], written)
+        self._written, self._partly = {}, {}
