@@ -119,23 +119,23 @@ def batch_share() -> dict[str, float]:
     pixels = torch.randint(0, 256, (50_000, 3, 32, 32), dtype=torch.uint8, generator=draw)
     samples = Samples(pixels, torch.randint(0, 10, (50_000,), generator=draw))
     data = Dataset("random", samples, samples[:0], 10, mean=(0.491, 0.482, 0.447), std=(0.247, 0.243, 0.262))
-    order = torch.randperm(len(samples), generator=draw)
+    client_task = torch.randperm(len(samples), generator=draw)
     model = nn.Sequential(
         *(nn.Conv2d(3, 32, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Flatten(), nn.Linear(1600, 512), nn.ReLU(), nn.Linear(512, 10)),
     )
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     torch.set_num_threads(1)  # threads that wait for each other on a busy machine would hide the work itself
     times: list[tuple[float, float]] = []
     for step in range(_STEPS):
         began = time.perf_counter()
-        rows = samples[order[step * _BATCH : (step + 1) * _BATCH]]
+        rows = samples[client_task[step * _BATCH : (step + 1) * _BATCH]]
         inputs = data.prepare(rows.inputs)
         prepared = time.perf_counter()
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         nn.functional.cross_entropy(model(inputs), rows.labels).backward()
-        optimiser.step()
+        optimizer.step()
         times.append((1e3 * (prepared - began), 1e3 * (time.perf_counter() - began)))
     warm = times[_STEPS // 4 :]  # the first steps warm caches up
     batch_ms, step_ms = (statistics.median(column) for column in zip(*warm, strict=True))

@@ -91,22 +91,22 @@ class Cost(NamedTuple):
 def bare_cost(module: nn.Module, task: Task) -> Cost:
     """One round's SGD steps on one bare module; loading the start model and gathering batches are not counted."""
     settings = task.training
-    optimiser = torch.optim.SGD(module.parameters(), lr=settings.learning_rate, momentum=settings.momentum)
+    optimizer = torch.optim.SGD(module.parameters(), lr=settings.learning_rate, momentum=settings.momentum)
     clock = processors = 0.0
     for client in range(task.clients):
         task.layout.load(module, task.initial)
         samples = task.samples(client)
         batches = []
         for _ in range(settings.epochs):
-            order = torch.randperm(len(samples))
-            inputs, labels = samples.inputs[order], samples.labels[order]
-            size = settings.batch_size or len(order)
+            client_task = torch.randperm(len(samples))
+            inputs, labels = samples.inputs[client_task], samples.labels[client_task]
+            size = settings.batch_size or len(client_task)
             batches += list(zip(inputs.split(size), labels.split(size), strict=True))
         began, used = time.perf_counter(), time.process_time()
         for x, y in batches:
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             F.cross_entropy(module(x), y).backward()
-            optimiser.step()
+            optimizer.step()
         clock += time.perf_counter() - began
         processors += time.process_time() - used
     return Cost(clock, processors)

@@ -85,7 +85,7 @@ class IdleCounted(FedDC):
         if client in self.chosen(round) and client not in before:
             stored = cohort.memory.get("stored", sent.new_zeros(1, trainable))
             start[:, :trainable] += stored * (round.learning_rate / round.previous_learning_rate)
-        reply = super().train(cohort, {**inbox, "model": start, "downloaded": sent})
+        reply = super().train(cohort, {**inbox, "model": start, "server_model": sent})
         cohort.memory["stored"] = reply["model"][:, :trainable] - start[:, :trainable]
         return reply
 

@@ -26,9 +26,9 @@ class Counting(RowsEngine):
 
     trained = 0
 
-    def train(self, algorithm, round, orders):  # type: ignore[no-untyped-def]
-        self.trained += len(orders)
-        return super().train(algorithm, round, orders)
+    def train(self, algorithm, round, client_tasks):  # type: ignore[no-untyped-def]
+        self.trained += len(client_tasks)
+        return super().train(algorithm, round, client_tasks)
 
 
 def measure(expression: str, task: Task, schedule: Schedule) -> tuple[dict[str, Any], torch.Tensor]:
@@ -49,10 +49,12 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--participation", type=float, default=0.1)
     parser.add_argument("--model", default="mlp")
-    given = parser.parse_args()
+    context = parser.parse_args()
     torch.set_num_threads(1)
-    task = make_task("digits", clients=given.clients, partition="iid", model=given.model, training={"batch_size": 5})
-    schedule = Schedule(rounds=given.rounds, participation=given.participation)
+    task = make_task(
+        "digits", clients=context.clients, partition="iid", model=context.model, training={"batch_size": 5}
+    )
+    schedule = Schedule(rounds=context.rounds, participation=context.participation)
     rows, models = [], []
     for expression in ("fedavg", "umf(fedavg, simulate_all=true)", "umf(fedavg)"):
         row, model = measure(expression, task, schedule)

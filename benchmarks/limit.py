@@ -1,6 +1,6 @@
 """How near a round comes to its limit, in one run on one machine.
 
-Training: seconds of a FedAvg round against the same SGD steps on one bare module with one torch optimiser. The bare module
+Training: seconds of a FedAvg round against the same SGD steps on one bare module with one torch optimizer. The bare module
 gets each client's start model and the same batches, gathered beforehand; only its steps are timed, and the two are timed in
 turn, client by client of the same round. Server: recombination and averaging of models against copying the same bytes.
 
@@ -63,21 +63,21 @@ def random_task(model: nn.Module, shape: tuple[int, ...], samples: int, batch_si
 def bare_seconds(module: nn.Module, task: Task, start: torch.Tensor) -> float:
     """Seconds of one round's SGD steps on one bare module; loading the start model is not counted."""
     settings = task.training
-    optimiser = torch.optim.SGD(module.parameters(), lr=settings.learning_rate, momentum=settings.momentum)
+    optimizer = torch.optim.SGD(module.parameters(), lr=settings.learning_rate, momentum=settings.momentum)
     seconds = 0.0
     for client in range(CLIENTS):
         task.layout.load(module, start)
         samples = task.samples(client)
-        order = torch.randperm(len(samples))
+        client_task = torch.randperm(len(samples))
         inputs_of, labels_of = (
-            t[order].split(settings.batch_size or len(order)) for t in (samples.inputs, samples.labels)
+            t[client_task].split(settings.batch_size or len(client_task)) for t in (samples.inputs, samples.labels)
         )
         batches = list(zip(inputs_of, labels_of, strict=True))
         began = time.perf_counter()
         for inputs, labels in batches:
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             F.cross_entropy(module(inputs), labels).backward()
-            optimiser.step()
+            optimizer.step()
         seconds += time.perf_counter() - began
     return seconds
 

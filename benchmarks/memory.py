@@ -66,7 +66,7 @@ def imports() -> float:
 def must_hold(task: Task, pools: int) -> float:
     """MB of the models, the samples, and what a step's forward pass keeps for its backward pass."""
     rows = task.layout.size * task.initial.element_size()
-    activations = bytes_of_training(task, RowsEngine(task).replica) - ROWS_HELD * rows
+    activations = bytes_of_training(task, RowsEngine(task).flat_module) - ROWS_HELD * rows
     return (pools * CLIENTS * rows + task.train.inputs.nbytes + task.train.labels.nbytes + activations) / 1e6
 
 

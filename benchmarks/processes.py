@@ -25,7 +25,7 @@ from torch import nn
 from fedloom.algorithm import Algorithm
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.data import Partition
-from fedloom.engines.base import Engine, Order
+from fedloom.engines.base import ClientTask, Engine
 from fedloom.engines.processes.engine import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.flat.allocator import keep_pages
@@ -41,8 +41,8 @@ BARE = "bare steps, 1 thread"
 class ArrivalOrder(ProcessesEngine):
     """Clients go to the workers in the order of the selection."""
 
-    def _groups(self, algorithm: Algorithm, orders: Sequence[Order]) -> list[list[Order]]:
-        return [[order] for order in orders]
+    def _groups(self, algorithm: Algorithm, client_tasks: Sequence[ClientTask]) -> list[list[ClientTask]]:
+        return [[client_task] for client_task in client_tasks]
 
 
 def unequal(task: Task, seed: int = 1) -> Task:

@@ -29,7 +29,17 @@ from fedloom.flat.population import squared_distances
 from fedloom.randomness import stream
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation, Schedule
-from fedloom.secure import InMemoryTransport, Peer, Rules, ServerKey, Terms, conduct, layer_sizes, rehearse, to_layers
+from fedloom.secure import (
+    InMemoryTransport,
+    Peer,
+    Rules,
+    ServerKey,
+    Terms,
+    layer_sizes,
+    rehearse,
+    run_exchange,
+    to_layers,
+)
 from fedloom.secure.draws import Draws, StreamDraws
 from fedloom.task import Task, make_task
 from limit import cnn, mlp
@@ -123,7 +133,7 @@ def exchange_seconds(name: str, layout: Layout, row: Tensor, when: str, count: i
             peer.offer(to_layers(row + k, units))
         terms = Terms("benchmark", number, when, 0, tuple(peers), key.public)
         began = time.perf_counter()
-        outcome = conduct(InMemoryTransport(peers), terms, rules)
+        outcome = run_exchange(InMemoryTransport(peers), terms, rules)
         if when == "before_upload":
             key.open_models({k: peer.layers for k, peer in peers.items()}, outcome.terms)
         seconds.append(time.perf_counter() - began)

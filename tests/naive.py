@@ -99,19 +99,19 @@ class World(SmallWorld):
     ) -> tuple[State, int]:
         """One client's round with torch's own SGD: the state it ends in and the steps it made."""
         module, t = self.at(start).train(), self.training
-        optimiser = torch.optim.SGD(
+        optimizer = torch.optim.SGD(
             module.parameters(), lr=self.rate(number), momentum=t.momentum, weight_decay=t.weight_decay
         )
         steps = 0
         for x, y in self.batches(number, client):
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             total = F.cross_entropy(module(x), y) if loss is None else loss(module, x, y, steps)
             total.backward()
             if adjust is not None:
                 adjust(dict(module.named_parameters()))
             if t.clip is not None:
                 nn.utils.clip_grad_norm_(module.parameters(), t.clip)
-            optimiser.step()
+            optimizer.step()
             steps += 1
         return copy.deepcopy(module.state_dict()), steps
 

@@ -73,7 +73,7 @@ def per_fedavg(setting: Setting, *, alpha: float, hessian: bool = False, passes:
 
     def work(start: nn.Module, sent: nn.Module, i: int, t: int) -> None:
         start.train()
-        optimiser = world.optimiser(start, world.rate(t))
+        optimizer = world.optimizer(start, world.rate(t))
         for x, y in world.batches(i, t, epochs=passes * world.training.epochs, times=count, drop_last=True):
             size = len(y) // count
             parts = [(x[k * size : (k + 1) * size], y[k * size : (k + 1) * size]) for k in range(count)]
@@ -96,7 +96,7 @@ def per_fedavg(setting: Setting, *, alpha: float, hessian: bool = False, passes:
                 p.grad = g
             if world.training.clip is not None:
                 nn.utils.clip_grad_norm_(params, world.training.clip)
-            optimiser.step()
+            optimizer.step()
 
     def score(model: nn.Module, i: int, t: int) -> nn.Module:
         world.train(model, i, t, "adapt", steps=1, rate=alpha)
@@ -205,11 +205,11 @@ def partialfed(
     local: dict[int, nn.Module] = {}
     template = world.fresh()
 
-    def compose(i: int, downloaded: nn.Module) -> nn.Module:
-        result = copy.deepcopy(local.get(i, downloaded))
+    def compose(i: int, server_model: nn.Module) -> nn.Module:
+        result = copy.deepcopy(local.get(i, server_model))
         for layer, (first, second) in zip(layers, logits[i].tolist(), strict=True):
             if first >= second:
-                copy_parameters(downloaded, result, [n for n in world.names if n.startswith(f"{layer}.")])
+                copy_parameters(server_model, result, [n for n in world.names if n.startswith(f"{layer}.")])
         return result
 
     def work(start: nn.Module, sent: nn.Module, i: int, t: int) -> nn.Module:

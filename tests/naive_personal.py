@@ -141,7 +141,7 @@ class World(SmallWorld):
         ):
             yield x[index], y[index]
 
-    def optimiser(self, module: nn.Module, rate: float, names: Sequence[str] | None = None) -> torch.optim.SGD:
+    def optimizer(self, module: nn.Module, rate: float, names: Sequence[str] | None = None) -> torch.optim.SGD:
         chosen = [p for name, p in module.named_parameters() if names is None or name in names]
         t = self.training
         return torch.optim.SGD(chosen, lr=rate, momentum=t.momentum, weight_decay=t.weight_decay)
@@ -163,7 +163,7 @@ class World(SmallWorld):
     ) -> None:
         """Local training with torch's own SGD, in place."""
         module.train()
-        optimiser = self.optimiser(module, self.rate(number) if rate is None else rate, names)
+        optimizer = self.optimizer(module, self.rate(number) if rate is None else rate, names)
         for x, y in self.batches(client, number, purpose, epochs=epochs, steps=steps, data=data):
             total = F.cross_entropy(module(x), y) if loss is None else loss(x, y)
             if extra is not None:
@@ -171,8 +171,8 @@ class World(SmallWorld):
             module.zero_grad()
             total.backward()
             if self.training.clip is not None:
-                nn.utils.clip_grad_norm_(optimiser.param_groups[0]["params"], self.training.clip)
-            optimiser.step()
+                nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], self.training.clip)
+            optimizer.step()
 
 
 @dataclass

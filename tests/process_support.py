@@ -17,7 +17,7 @@ from fedloom.errors import InvalidValue
 from fedloom.local.cohort import Cohort
 from fedloom.task import Task
 from fedloom.training import Training
-from small_task import CLASSES, Remembering, small_task
+from small_task import CLASSES, KeepsClientMemory, small_task
 
 
 class WideNet(nn.Module):
@@ -44,7 +44,7 @@ def wide_task() -> Task:
 
 
 @dataclass
-class Deadly(Remembering):
+class Deadly(KeepsClientMemory):
     """A method whose client `victim` kills its own process, after it has written to its memory, the first `times` times."""
 
     victim: int = 0

@@ -10,13 +10,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fedloom.randomness import stream
 from fedloom.secure import (
     InMemoryTransport,
-    Misbehaviour,
     Peer,
+    ProtocolViolation,
     Rules,
     ServerKey,
     Terms,
-    conduct,
     rehearse,
+    run_exchange,
     stream_choices,
 )
 from fedloom.secure.draws import Choices
@@ -72,9 +72,9 @@ class World:
 
     def exchange(
         self, transport: InMemoryTransport, when: str = "before_upload", round: int = 1
-    ) -> tuple[Terms, list[Misbehaviour]]:
+    ) -> tuple[Terms, list[ProtocolViolation]]:
         self.offer()
-        outcome = conduct(transport, self.terms(when, round), self.rules, fewest=self.fewest)
+        outcome = run_exchange(transport, self.terms(when, round), self.rules, fewest=self.fewest)
         return outcome.terms, outcome.faults
 
     def outcome(self, terms: Terms) -> dict[int, list[bytes]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, build
-from fedloom.engines.base import Fault, Order, Reply
+from fedloom.engines.base import ClientTask, Fault, Reply
 from fedloom.engines.flower.deploy.template import write_app
 from fedloom.engines.rows import RowsEngine
 from fedloom.round import Round
@@ -97,7 +97,9 @@ class Absences(RowsEngine):
         super().__init__(task)
         self.absent = absent
 
-    def train(self, algorithm: Algorithm, round: Round, orders: Sequence[Order]) -> Iterator[Reply | Fault]:
+    def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
         gone = self.absent.get(round.number, [])
-        yield from super().train(algorithm, round, [order for order in orders if order.client not in gone])
-        yield from (Fault(order, "absent") for order in orders if order.client in gone)
+        yield from super().train(
+            algorithm, round, [client_task for client_task in client_tasks if client_task.client not in gone]
+        )
+        yield from (Fault(client_task, "absent") for client_task in client_tasks if client_task.client in gone)

@@ -16,7 +16,7 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout, Unit
-from fedloom.flat.module import Replica
+from fedloom.flat.module import FlatModule
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.training import Training
@@ -208,14 +208,14 @@ def test_the_backward_pass_goes_no_deeper_than_the_blended_blocks() -> None:
     task = world.task()
     engine = RowsEngine(task)
     learning = False
-    train_only = engine.replica.train_only
+    train_only = engine.flat_module.train_only
 
     def watched(units: Unit | None) -> None:
         nonlocal learning
         learning = units is not None
         train_only(units)
 
-    engine.replica.train_only = watched  # type: ignore[method-assign]
+    engine.flat_module.train_only = watched  # type: ignore[method-assign]
 
     def watch(name: str, output: torch.Tensor) -> None:
         # The gradient with respect to a layer's output is computed only where something below the loss needs it.
@@ -223,7 +223,7 @@ def test_the_backward_pass_goes_no_deeper_than_the_blended_blocks() -> None:
             output.register_hook(lambda _: reached.append(name))
 
     for name in ("lower", "middle", "head"):
-        layer = engine.replica.module.get_submodule(name)
+        layer = engine.flat_module.module.get_submodule(name)
         layer.register_forward_hook(lambda _, __, output, n=name: watch(n, output))
     schedule = Schedule(rounds=2, participation=1.0, seed=world.seed, evaluate_every=100)
     Federation(build("fedala"), task, engine, schedule).run()
@@ -285,10 +285,10 @@ def test_features_are_kept_only_where_each_sample_has_its_own() -> None:
     x = torch.randn(1, 7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for module, plain in ((Net(norm=False), True), (Net(norm=True), False), (Dropping(norm=False), False)):
         layout = Layout(module.double())
-        replica = Replica(module, layout)
+        flat_module = FlatModule(module, layout)
         row = layout.flatten(module).unsqueeze(0)
         before = torch.get_rng_state()
-        found = replica.features(row, x)
+        found = flat_module.features(row, x)
         assert torch.equal(torch.get_rng_state(), before)
         assert (found is not None) == plain
         if found is not None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fedloom.flat import module as replicas
 from fedloom.flat.layout import Layout
-from fedloom.flat.module import Batch, Replica, channels_last, convolutions_weigh_little, cross_entropy
+from fedloom.flat.module import Batch, FlatModule, channels_last, convolutions_weigh_little, cross_entropy
 
 
 def convolutions(channels: int = 8) -> nn.Module:
@@ -25,11 +25,11 @@ def convolutions(channels: int = 8) -> nn.Module:
         )
 
 
-def stepped(replica: Replica) -> tuple[Tensor, Tensor, Tensor]:
+def stepped(flat_module: FlatModule) -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(1)
     inputs, labels = torch.randn(1, 6, 3, 10, 10, generator=draw), torch.randint(10, (1, 6), generator=draw)
-    rows = replica.initial.clone().unsqueeze(0)
-    loss, gradient = replica.gradient(rows, Batch(inputs, labels), cross_entropy, {})
+    rows = flat_module.initial.clone().unsqueeze(0)
+    loss, gradient = flat_module.gradient(rows, Batch(inputs, labels), cross_entropy, {})
     return loss, gradient.clone(), rows
 
 
@@ -39,12 +39,12 @@ def test_the_numbers_are_those_of_channels_first_and_repeat(monkeypatch: pytest.
     module[0].register_forward_pre_hook(
         lambda _, inputs: seen.append(inputs[0].is_contiguous(memory_format=torch.channels_last))
     )
-    found, again = stepped(Replica(module, Layout(module))), stepped(Replica(module, Layout(module)))
+    found, again = stepped(FlatModule(module, Layout(module))), stepped(FlatModule(module, Layout(module)))
     assert seen[-1]
     for one, two in zip(found, again, strict=True):
         assert torch.equal(one, two)
     monkeypatch.setattr(replicas, "FILTERS_PER_ACTIVATION", 0)
-    expected = stepped(Replica(module, Layout(module)))
+    expected = stepped(FlatModule(module, Layout(module)))
     assert not seen[-1]
     for one, two in zip(found, expected, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)

@@ -20,7 +20,7 @@ from fedloom.errors import CheckpointError
 from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, RoundLog
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from small_task import Remembering, small_task
+from small_task import KeepsClientMemory, small_task
 
 SCHEDULE = Schedule(
     rounds=5, participation=0.5, seed=3, evaluate_every=1, checkpoint_every=2, personal_every=2, new_clients=0.2
@@ -96,7 +96,7 @@ def disk(last: float = float("inf")) -> Iterator[Disk]:
 def federation(directory: Path | None, inline: bool) -> Federation:
     task = small_task()
     engine = RowsEngine(task, memory_budget=10**9 if inline else BUDGET)
-    return Federation(Remembering(), task, engine, SCHEDULE, directory, "this run")
+    return Federation(KeepsClientMemory(), task, engine, SCHEDULE, directory, "this run")
 
 
 def outcome(run: Federation) -> tuple[Any, ...]:
@@ -217,8 +217,8 @@ class InterruptedEngine(RowsEngine):
 
     interrupt = -1
 
-    def train(self, algorithm, round, orders):  # type: ignore[no-untyped-def]
-        for place, result in enumerate(super().train(algorithm, round, orders)):
+    def train(self, algorithm, round, client_tasks):  # type: ignore[no-untyped-def]
+        for place, result in enumerate(super().train(algorithm, round, client_tasks)):
             if place == 1 and round.number == self.interrupt:
                 raise KeyboardInterrupt
             yield result
@@ -234,7 +234,7 @@ def test_ctrl_c_while_clients_train_loses_little_and_changes_nothing(tmp_path: P
     task = small_task()
     engine = InterruptedEngine(task, memory_budget=budget)
     engine.interrupt = 4
-    interrupted = Federation(Remembering(), task, engine, SCHEDULE, tmp_path, "this run")
+    interrupted = Federation(KeepsClientMemory(), task, engine, SCHEDULE, tmp_path, "this run")
     with pytest.raises(KeyboardInterrupt):
         interrupted.run()
     if kept < 3:

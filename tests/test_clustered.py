@@ -10,7 +10,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import context, settings
 from hypothesis import strategies as st
 from scipy.cluster.hierarchy import fcluster, ward
 from scipy.spatial.distance import pdist
@@ -53,15 +53,15 @@ counts_and_sizes = st.lists(st.integers(1, 500), min_size=1, max_size=25).flatma
 
 
 @settings(deadline=None, max_examples=60)
-@given(counts_and_sizes)
+@context(counts_and_sizes)
 def test_clusters_by_size_have_exact_masses(case: tuple[list[int], int]) -> None:
     sizes, count = case
     clusters = clusters_by_size(sizes, count)
     assert_masses(clusters, sizes, count)
-    order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    client_task = sorted(range(len(sizes)), key=lambda i: -sizes[i])
     flattened = [sizes[client] for cluster in clusters for client in cluster]
     assert flattened == sorted(flattened, reverse=True)  # falling order of samples
-    assert all(sizes[order[0]] >= size for size in sizes)
+    assert all(sizes[client_task[0]] >= size for size in sizes)
 
 
 def test_clusters_by_size_of_a_case_by_hand() -> None:
@@ -70,7 +70,7 @@ def test_clusters_by_size_of_a_case_by_hand() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(counts_and_sizes, st.integers(0, 10**6), st.booleans())
+@context(counts_and_sizes, st.integers(0, 10**6), st.booleans())
 def test_clusters_by_similarity_have_exact_masses(case: tuple[list[int], int], seed: int, nothing_known: bool) -> None:
     sizes, count = case
     draws = np.random.default_rng(seed)
@@ -85,7 +85,7 @@ def test_clusters_by_similarity_have_exact_masses(case: tuple[list[int], int], s
 
 
 @settings(deadline=None, max_examples=40)
-@given(counts_and_sizes.filter(lambda case: len(case[0]) > 1), st.integers(0, 10**6))
+@context(counts_and_sizes.filter(lambda case: len(case[0]) > 1), st.integers(0, 10**6))
 def test_groups_are_those_of_cutting_the_tree_at_the_merged_weight(case: tuple[list[int], int], seed: int) -> None:
     """As the reference does it: write the weight of each merge in the place of its height and let scipy cut there."""
     sizes, count = case
@@ -215,7 +215,7 @@ def naive_clusamp(world: World, distance: str) -> tuple[list[list[int]], list[St
             for j in range(count):
                 matrix[i, j] = distance_of(updates[i], updates[j], distance)
         groups = similar_groups(matrix, list(world.sizes), draws)
-        order = torch.randperm(count, generator=stream(world.seed, "clusters", round=number)).tolist()
+        client_task = torch.randperm(count, generator=stream(world.seed, "clusters", round=number)).tolist()
         masses = np.zeros((draws, count), dtype=np.int64)
         left = np.array(world.sizes) * draws
         heavy = sorted(groups, key=lambda group: (-sum(world.sizes[c] for c in group), group))[:draws]
@@ -223,7 +223,7 @@ def naive_clusamp(world: World, distance: str) -> tuple[list[list[int]], list[St
             for client in group:
                 masses[k, client] = min(left[client], total)
                 left[client] -= masses[k, client]
-        for client in order:
+        for client in client_task:
             for k in range(draws):
                 part = min(left[client], total - masses[k].sum())
                 masses[k, client] += part
@@ -233,7 +233,7 @@ def naive_clusamp(world: World, distance: str) -> tuple[list[list[int]], list[St
         for k in range(draws):
             point = int(torch.randint(total, (), generator=generator))
             opening = heavy[k] if k < len(heavy) else []
-            line = [*opening, *(client for client in order if client not in opening)]
+            line = [*opening, *(client for client in client_task if client not in opening)]
             for client in line:
                 if point < masses[k, client]:
                     drawn.append(client)
@@ -296,8 +296,10 @@ def test_a_pool_keeps_its_size_and_its_clients_come_from_their_clusters() -> Non
     assert method.full_state()["inner0.pool"].shape[0] == 3
     clusters = clusters_by_size(list(world.sizes), 3)
     for clients in run.selected:  # some order of the slots gives each its own cluster
-        orders = [[a, b, c] for a in clients for b in clients for c in clients if len({a, b, c}) == 3]
-        assert any(all(c in cluster for c, cluster in zip(order, clusters, strict=True)) for order in orders)
+        client_tasks = [[a, b, c] for a in clients for b in clients for c in clients if len({a, b, c}) == 3]
+        assert any(
+            all(c in cluster for c, cluster in zip(client_task, clusters, strict=True)) for client_task in client_tasks
+        )
 
 
 def test_a_selection_is_a_function_of_round_and_state() -> None:

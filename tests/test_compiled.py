@@ -17,7 +17,7 @@ from fedloom.engines.rows import RowsEngine, full_batch
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import FedloomError
 from fedloom.flat.compiled import CompiledGradient
-from fedloom.flat.module import Batch, Replica, cross_entropy, head_cross_entropy
+from fedloom.flat.module import Batch, FlatModule, cross_entropy, head_cross_entropy
 from fedloom.task import Task
 from ray_support import descendants
 from small_task import small_task
@@ -62,13 +62,13 @@ def test_compiled_stacks_give_the_numbers_of_rows(taken: list[tuple[int, ...]]) 
 
 
 def test_methods_with_a_loss_of_their_own_train_as_ever(taken: list[tuple[int, ...]]) -> None:
-    replica = Replica(small_task().model, small_task().layout)
-    replica.compile_for(4)
+    flat_module = FlatModule(small_task().model, small_task().layout)
+    flat_module.compile_for(4)
     batch = Batch(torch.randn(1, 4, 5), torch.tensor([[0, 1, 2, 3]]))
     rows = small_task().initial.clone().unsqueeze(0)
-    replica.gradient(rows, batch._replace(inputs=torch.randn(1, 4, 6)), head_cross_entropy, {})
-    replica.autocast = torch.bfloat16
-    replica.gradient(rows, batch, cross_entropy, {})
+    flat_module.gradient(rows, batch._replace(inputs=torch.randn(1, 4, 6)), head_cross_entropy, {})
+    flat_module.autocast = torch.bfloat16
+    flat_module.gradient(rows, batch, cross_entropy, {})
     assert taken == []
 
 

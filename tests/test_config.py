@@ -38,7 +38,7 @@ def test_a_file_is_read_with_its_tables(tmp_path: Path) -> None:
         [training]
         learning_rate = 0.5
         batch_size = "none"
-        optimiser_options = { nesterov = true }
+        optimizer_options = { nesterov = true }
         """,
     )
     found = load(path)
@@ -46,7 +46,7 @@ def test_a_file_is_read_with_its_tables(tmp_path: Path) -> None:
     assert found.folder == Path("runs/job")
     assert found.schedule == Schedule(rounds=7, participation=1.0)
     assert found.data == Data(clients=5, local_test=0.25)
-    assert found.training == Training(learning_rate=0.5, batch_size=None, optimiser_options={"nesterov": True})
+    assert found.training == Training(learning_rate=0.5, batch_size=None, optimizer_options={"nesterov": True})
     assert found.resolved("fedmr(unit=layer)", 3)["algorithm"] == "fedmr"
     assert found.resolved("fedmr", 3)["seed"] == 3
 
@@ -65,7 +65,7 @@ def test_a_file_is_read_with_its_tables(tmp_path: Path) -> None:
         ("seeds=[0,1]", "seeds", [0, 1]),
         ("training.learning_rate=1e-3", "training.learning_rate", 1e-3),
         ("training.steps=3", "training.steps", 3),
-        ("training.optimiser_options.nesterov=true", "training.optimiser_options", {"nesterov": True}),
+        ("training.optimizer_options.nesterov=true", "training.optimizer_options", {"nesterov": True}),
         ("data.partition=dirichlet(0.1)", "data.partition", "dirichlet(0.1)"),
         ("data.merge=true", "data.merge", True),
         ("data.local_test=none", "data.local_test", None),
@@ -117,9 +117,9 @@ WRONG = [
     ("data.partition=dirichlet(beta=1)", "dirichlet has no parameter 'beta'"),
     ("data.partition=dirichlet(", "cannot read 'dirichlet('"),
     ("training.momentum=-1", "training.momentum must be at least 0, not -1"),
-    ("training.optimiser=sdg", "did you mean 'sgd'?"),
+    ("training.optimizer=sdg", "did you mean 'sgd'?"),
     ("training.epochs=half", "training.epochs must be a whole number, not 'half'"),
-    ("training.optimiser_options=3", "training.optimiser_options must be a table, not 3"),
+    ("training.optimizer_options=3", "training.optimizer_options must be a table, not 3"),
     ("model=cnm4", "did you mean 'cnn4'?"),
     ("model=mlp(widths=[3])", "mlp has no parameter 'widths'"),
     ("algorithm=fedmrr", "did you mean 'fedmr'?"),

@@ -24,11 +24,11 @@ from fedloom.experiment.configuration import configuration
 from fedloom.experiment.run import run
 from fedloom.flat.device import find_device, moved, moved_back, present
 from fedloom.flat.linear_chain import LinearChain
-from fedloom.flat.module import Batch, Replica
-from fedloom.flat.stacked_module import StackedReplica
+from fedloom.flat.module import Batch, FlatModule
+from fedloom.flat.stacked_module import StackedModule
 from fedloom.local import batches
 from fedloom.local.cohort import Cohort
-from fedloom.local.optimizer import Descent
+from fedloom.local.optimizer import LocalOptimizer
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -187,19 +187,19 @@ def test_an_operation_that_waits_is_noticed() -> None:
 def without_waiting() -> Iterator[list[int]]:
     """Every step of local training, and the gathering of its batch, raises where it would wait; how many there were."""
     steps: list[int] = []
-    over, each_batch, gradient = Descent.over, Cohort.each_batch, Cohort.gradient
+    over, each_batch, gradient = LocalOptimizer.over, Cohort.each_batch, Cohort.gradient
 
     def watched(step: Callable[..., Any]) -> Callable[..., Any]:
-        def run_step(*given: Any) -> Any:
+        def run_step(*context: Any) -> Any:
             steps.append(1)
             with Nowait():
-                return step(*given)
+                return step(*context)
 
         return run_step
 
     def gathered(batches: Callable[..., Iterator[Batch]]) -> Callable[..., Iterator[Batch]]:
-        def gather(*given: Any) -> Iterator[Batch]:
-            found = batches(*given)
+        def gather(*context: Any) -> Iterator[Batch]:
+            found = batches(*context)
             while True:
                 with Nowait():
                     batch = next(found, None)
@@ -213,7 +213,7 @@ def without_waiting() -> Iterator[list[int]]:
         return each_batch(self, watched(step), *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Descent, "over", lambda self, *args: watched(over(self, *args)))
+        patch.setattr(LocalOptimizer, "over", lambda self, *args: watched(over(self, *args)))
         patch.setattr(Cohort, "each_batch", each)
         patch.setattr(
             Cohort, "gradient", lambda self, *args, **kwargs: watched(partial(gradient, self, **kwargs))(*args)
@@ -266,11 +266,11 @@ def test_a_client_trains_on_another_device_and_reads_nothing_back(method: str, s
         name: rows[clients] if len(rows) > 1 else rows.expand(len(clients), *rows.shape[1:])
         for name, rows in message.items()
     }
-    replica = StackedReplica(task.model, task.layout) if stacked else Replica(task.model, task.layout)
-    if isinstance(replica, StackedReplica):
-        replica.begin(len(clients), [round.stream("layers", client) for client in clients])
+    flat_module = StackedModule(task.model, task.layout) if stacked else FlatModule(task.model, task.layout)
+    if isinstance(flat_module, StackedModule):
+        flat_module.begin(len(clients), [round.stream("layers", client) for client in clients])
     samples = [task.samples(client) for client in clients]
-    cohort = Cohort(clients, samples, task.dataset, replica, settings, round, Memory(ClientStore(), clients))
+    cohort = Cohort(clients, samples, task.dataset, flat_module, settings, round, Memory(ClientStore(), clients))
     replies = algorithm.train(cohort, inbox)
     assert replies.keys() == algorithm.expects(round).keys()
     assert all(tensor.is_meta and len(tensor) == len(clients) for tensor in replies.values())
@@ -325,8 +325,8 @@ def test_layers_compute_in_half_precision_and_only_while_clients_train(make: Cal
     for kind, expected in (("bfloat16", torch.bfloat16), ("none", torch.float32)):
         task = digits(kind, model)
         engine = make(task)
-        assert engine.replica.module.heard is not None
-        heard = [engine.replica.module, *([engine.stack.module] if isinstance(engine, StackedEngine) else [])]
+        assert engine.flat_module.module.heard is not None
+        heard = [engine.flat_module.module, *([engine.stack.module] if isinstance(engine, StackedEngine) else [])]
         federation = Federation(build("fedavg"), task, engine, Schedule(rounds=1, participation=1.0))
         for module in heard:
             module.heard.clear()  # type: ignore[union-attr, operator]
@@ -378,10 +378,10 @@ def test_a_replica_takes_its_precision_from_each_cohort() -> None:
     engine = RowsEngine(task)
     federation = Federation(build("fedavg"), task, engine, Schedule(rounds=1, participation=0.2))
     federation.step()
-    assert engine.replica.autocast is torch.bfloat16
+    assert engine.flat_module.autocast is torch.bfloat16
     engine.begin(digits("none"), None)
     Federation(build("fedavg"), engine.task, engine, Schedule(rounds=1, participation=0.2)).step()
-    assert engine.replica.autocast is None
+    assert engine.flat_module.autocast is None
 
 
 # --- auto ---
@@ -391,8 +391,8 @@ def test_auto_takes_no_engine_that_recorders_cannot_use(monkeypatch: pytest.Monk
     """Clients of other processes are out of a recorder's hearing; which recorder and method it is decides."""
     asked: list[bool] = []
 
-    def told(task: Task, schedule: Schedule, options: dict[str, Any], *, hearing: bool) -> RowsEngine:
-        asked.append(hearing)
+    def told(task: Task, schedule: Schedule, options: dict[str, Any], *, in_process: bool) -> RowsEngine:
+        asked.append(in_process)
         return RowsEngine(task)
 
     monkeypatch.setattr("fedloom.engines.choose.fastest", told)
@@ -412,7 +412,7 @@ def test_auto_within_hearing_tries_no_worker_processes(monkeypatch: pytest.Monke
     monkeypatch.setattr("fedloom.engines.trial._has_cores", lambda task: True)
     monkeypatch.setattr("fedloom.engines.trial.SECONDS", 0.01)
     task = make_task("digits", clients=4, partition="iid", model="logistic")
-    chosen = make_engine("auto", task, hearing=True).chosen
+    chosen = make_engine("auto", task, in_process=True).chosen
     assert chosen is not None
     assert chosen.seconds.keys() == {"rows", "stacked"}
 
@@ -454,20 +454,20 @@ def test_steps_on_a_gpu_do_not_wait(make: Callable[[Task], RowsEngine]) -> None:
     task = make_task("digits", clients=6, partition="iid", model="digits_cnn").to("cuda")
     federation = Federation(build("fedavg"), task, make(task), Schedule(rounds=2, participation=1.0))
     federation.step()
-    over = Descent.over
+    over = LocalOptimizer.over
 
     def strict(step: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def run_step(*given: Any) -> Tensor:
+        def run_step(*context: Any) -> Tensor:
             torch.cuda.set_sync_debug_mode("error")
             try:
-                return step(*given)
+                return step(*context)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
         return run_step
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Descent, "over", lambda self, *args: strict(over(self, *args)))
+        patch.setattr(LocalOptimizer, "over", lambda self, *args: strict(over(self, *args)))
         federation.step()
     assert federation.history[-1]["faults"] == []
 

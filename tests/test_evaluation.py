@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import context, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -30,7 +30,7 @@ from fedloom.rounds.schedule import Schedule
 from fedloom.rounds.scoring import Evaluator, Tally
 from fedloom.task import Task
 from fedloom.training import Training
-from small_task import CLASSES, TEST_SIZES, Remembering, SmallNet, small_task
+from small_task import CLASSES, TEST_SIZES, KeepsClientMemory, SmallNet, small_task
 
 
 def federation(
@@ -94,7 +94,7 @@ def test_scores_equal_plain_loops(batch_size: int) -> None:
 
 
 @settings(deadline=None, max_examples=50)
-@given(
+@context(
     counts=st.lists(
         st.integers(1, 30).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), min_size=1, max_size=25
     )
@@ -118,7 +118,7 @@ def test_tallies_join_in_the_order_of_clients() -> None:
     assert joined.loss.tolist() == [0.0, 1.5, 2.5]
 
 
-class Recorded(Remembering):
+class Recorded(KeepsClientMemory):
     """Keeps what every client sent, round by round."""
 
     def receive(self, round: Round, replies: Replies) -> None:
@@ -156,7 +156,7 @@ def test_looking_changes_nothing() -> None:
     runs = []
     for every in (0, 1):
         torch.manual_seed(9)
-        run = federation(Remembering(), personal_every=every, participation=0.5)
+        run = federation(KeepsClientMemory(), personal_every=every, participation=0.5)
         run.run()
         runs.append((run, torch.rand(3)))
     (blind, drawn), (looking, drawn_too) = runs
@@ -233,7 +233,7 @@ def test_every_client_gets_its_own_row() -> None:
 
 def test_new_clients_never_train_and_are_scored_with_the_global_model(tmp_path: Path) -> None:
     task = small_task()
-    run = federation(Remembering(), task, tmp_path, new_clients=0.5, participation=0.67)
+    run = federation(KeepsClientMemory(), task, tmp_path, new_clients=0.5, participation=0.67)
     run.run()
     new = sorted(run.numbers[3:])
     trained = {client for record in run.history for client in record["clients"]}
@@ -286,12 +286,12 @@ def test_a_subset_of_clients_stays_the_same_and_is_drawn_by_the_seed() -> None:
 
 
 def test_without_own_test_data_nothing_personal_is_measured_unless_asked_for() -> None:
-    run = federation(Remembering(), small_task(own_test=False), personal_every=None)
+    run = federation(KeepsClientMemory(), small_task(own_test=False), personal_every=None)
     run.run()
     assert not any(name.startswith(("client_", "personal_")) for record in run.history for name in record)
     for asked in ({"personal_every": 3}, {"personal_every": None, "new_clients": 0.5}):
         with pytest.raises(InvalidValue) as error:
-            federation(Remembering(), small_task(own_test=False), **asked)
+            federation(KeepsClientMemory(), small_task(own_test=False), **asked)
         assert "needs test data of the clients' own: give the task local_test" in str(error.value)
         assert "\n" not in str(error.value)
 
@@ -309,7 +309,7 @@ def test_evaluations_take_place_when_due() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(
+@context(
     participation=st.floats(0.1, 1),
     training=st.builds(
         Training,

@@ -1,4 +1,4 @@
-"""FedAvg rounds against a naive second computation: plain loops over state dictionaries, one module and one torch optimiser
+"""FedAvg rounds against a naive second computation: plain loops over state dictionaries, one module and one torch optimizer
 a client."""
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ def naive_client(module: nn.Module, task: Task, round: int, client: int, seed: i
     """Local SGD as a script would write it, on the same batches."""
     settings = task.training
     samples = task.samples(client)
-    optimiser = torch.optim.SGD(
+    optimizer = torch.optim.SGD(
         module.parameters(),
         lr=settings.learning_rate * settings.decay ** (round - 1),
         momentum=settings.momentum,
         weight_decay=settings.weight_decay,
-        nesterov=settings.optimiser_options.get("nesterov", False),
+        nesterov=settings.optimizer_options.get("nesterov", False),
     )
     module.train()
     generator = stream(seed, "batches", round=round, client=client)
-    order = batch_order(
+    client_task = batch_order(
         len(samples),
         generator,
         batch_size=settings.batch_size,
@@ -73,12 +73,12 @@ def naive_client(module: nn.Module, task: Task, round: int, client: int, seed: i
         drop_last=settings.drop_last,
         smallest=2,
     )
-    for index in order:
-        optimiser.zero_grad()
+    for index in client_task:
+        optimizer.zero_grad()
         F.cross_entropy(module(samples.inputs[index]), samples.labels[index]).backward()
         if settings.clip is not None:
             nn.utils.clip_grad_norm_(module.parameters(), settings.clip)
-        optimiser.step()
+        optimizer.step()
 
 
 def naive_fedavg(task: Task, rounds: int, seed: int, select: list[list[int]], weighted: bool) -> nn.Module:
@@ -108,7 +108,7 @@ def federation(algorithm: Algorithm, task: Task, rounds: int, **schedule: object
 SETTINGS: list[dict[str, object]] = [
     {},
     {"momentum": 0.9, "weight_decay": 1e-2, "decay": 0.9},
-    {"momentum": 0.9, "optimiser_options": {"nesterov": True}},
+    {"momentum": 0.9, "optimizer_options": {"nesterov": True}},
     {"steps": 5, "clip": 0.5, "momentum": 0.5},
     {"drop_last": True, "batch_size": None},
 ]
@@ -137,7 +137,7 @@ def test_the_path_without_a_flat_gradient_gives_the_same_bits() -> None:
 
     class Corrected(type(build("fedavg"))):  # type: ignore[misc]
         def train(self, cohort, inbox):  # type: ignore[no-untyped-def]
-            return {"model": cohort.fit(inbox["model"], correction=lambda weights, gradient, given: gradient).model}
+            return {"model": cohort.fit(inbox["model"], correction=lambda weights, gradient, context: gradient).model}
 
     plain, flat = federation(build("fedavg"), task, 2), federation(Corrected(), task, 2)
     plain.run()
@@ -145,15 +145,15 @@ def test_the_path_without_a_flat_gradient_gives_the_same_bits() -> None:
     assert torch.equal(plain.algorithm.model(), flat.algorithm.model())
 
 
-@pytest.mark.parametrize("optimiser", ["adam", "adamw", "rmsprop", "adagrad"])
-def test_any_elementwise_optimiser_equals_torchs_on_separate_tensors(optimiser: str) -> None:
-    task = small_task(optimiser=optimiser, learning_rate=0.01, weight_decay=0.01, optimiser_options={"eps": 1e-6})
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "rmsprop", "adagrad"])
+def test_any_elementwise_optimiser_equals_torchs_on_separate_tensors(optimizer: str) -> None:
+    task = small_task(optimizer=optimizer, learning_rate=0.01, weight_decay=0.01, optimizer_options={"eps": 1e-6})
     run = federation(build("fedavg"), task, 1, participation=0.01)
     run.run()
     (client,) = run.history[0]["clients"]
     module = copy.deepcopy(task.model)
     kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "rmsprop": torch.optim.RMSprop}
-    kind = kinds.get(optimiser, torch.optim.Adagrad)
+    kind = kinds.get(optimizer, torch.optim.Adagrad)
     separate = kind(module.parameters(), lr=0.01, weight_decay=0.01, eps=1e-6)
     samples = task.samples(client)
     generator = stream(4, "batches", round=1, client=client)

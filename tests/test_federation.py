@@ -13,7 +13,7 @@ from torch import nn
 
 from fedloom.algorithm import Algorithm, Message, Selection, build
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.engines.base import Fault, Order, Reply
+from fedloom.engines.base import ClientTask, Fault, Reply
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import Diverged
 from fedloom.local.cohort import Cohort
@@ -27,13 +27,13 @@ from test_fedavg import federation, small_task
 class Shuffled(RowsEngine):
     """Trains the clients in another order, with another replica for every second one."""
 
-    def train(self, algorithm: Algorithm, round: Round, orders: Sequence[Order]) -> Iterator[Reply | Fault]:
+    def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
         other = RowsEngine(self.task)
         other.store = self.store
-        order = torch.randperm(len(orders), generator=torch.Generator().manual_seed(round.number)).tolist()
-        for k in order:
+        client_task = torch.randperm(len(client_tasks), generator=torch.Generator().manual_seed(round.number)).tolist()
+        for k in client_task:
             engine = super() if k % 2 else other
-            yield from engine.train(algorithm, round, [orders[k]])
+            yield from engine.train(algorithm, round, [client_tasks[k]])
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedmr", "indep", "stages(fedavg:2, fedmr)"])

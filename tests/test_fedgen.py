@@ -103,7 +103,7 @@ def teach(
     counts = {i: [int((world.data(i)[1] == c).sum()) for c in range(world.classes)] for i in clients}
     qualified = [c for c in range(world.classes) if any(counts[i][c] > 1 for i in clients)]
     imaginer.train()
-    optimiser = torch.optim.Adam(imaginer.parameters(), lr=0.01, weight_decay=1e-2)
+    optimizer = torch.optim.Adam(imaginer.parameters(), lr=0.01, weight_decay=1e-2)
     generator = stream(world.seed, "generator", round=number)
     for _ in range(STEPS):
         chosen = torch.randint(len(qualified), (BATCH,), generator=generator)
@@ -119,9 +119,9 @@ def teach(
         apart = (z.unsqueeze(0) - z.unsqueeze(1)).abs().mean(2)
         drawn = (noise.unsqueeze(0) - noise.unsqueeze(1)).square().mean(2)
         total = total + diversity * torch.exp(-(apart * drawn).mean())
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         total.backward()
-        optimiser.step()
+        optimizer.step()
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "batch-norm"])

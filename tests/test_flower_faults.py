@@ -149,9 +149,11 @@ class Dropping(RowsEngine):
 
     absent: dict[int, set[int]]
 
-    def train(self, algorithm: Any, round: Any, orders: Any) -> Any:
+    def train(self, algorithm: Any, round: Any, client_tasks: Any) -> Any:
         gone = self.absent.get(round.number, set())
-        return super().train(algorithm, round, [order for order in orders if order.client not in gone])
+        return super().train(
+            algorithm, round, [client_task for client_task in client_tasks if client_task.client not in gone]
+        )
 
 
 def simulated(config: dict[str, Any], absent: dict[int, set[int]]) -> Federation:

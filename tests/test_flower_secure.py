@@ -161,7 +161,7 @@ def test_keys_are_for_the_site_alone_and_gone_after_the_round(tmp_path: Path) ->
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in kept)
 
 
-def order(**words: Any) -> dict[str, Any]:
+def client_task(**words: Any) -> dict[str, Any]:
     told = {
         "number": 1, "rounds": 1, "seed": 3, "clients": 6, "participants": 3, "learning_rate": 0.05,
         "initial_learning_rate": 0.05, "decay": 1.0, "selected": [0, 1, 2],
@@ -175,19 +175,23 @@ def test_a_server_that_asks_for_a_model_before_the_exchange_does_not_get_it(tmp_
     task = deployment(config).configuration.task(3)
     expected = {"model": [task.layout.size], "integers": [task.layout.integers]}
     inbox = {"model": task.initial.unsqueeze(0), "integers": task.initial_integers.unsqueeze(0)}
-    reply = asked(grid, "train", order(expected=expected, exchanged=False), inbox)
+    reply = asked(grid, "train", client_task(expected=expected, exchanged=False), inbox)
     assert words_of(reply)["site"] == 0
     assert sorted(reply.content.array_records[ARRAYS]) == ["integers"]
-    upload = order(run="mine", when="before_upload", upload=True)
+    upload = client_task(run="mine", when="before_upload", upload=True)
     with pytest.raises(Refusal, match="this site is in no such exchange"):
         words_of(asked(grid, "query.exchange", upload))
     with pytest.raises(Refusal, match="nothing is exchanged sometimes in round 1"):
-        words_of(asked(grid, "query.exchange", order(run="mine", when="sometimes"), parcel=begun(when="sometimes")))
+        words_of(
+            asked(grid, "query.exchange", client_task(run="mine", when="sometimes"), parcel=begun(when="sometimes"))
+        )
     for changes in ({"run": "another"}, {"round": 2}, {"when": "before_train"}):
         with pytest.raises(Refusal, match="the terms are not those of this exchange"):
-            words_of(asked(grid, "query.exchange", order(run="mine", when="before_upload"), parcel=begun(**changes)))
+            words_of(
+                asked(grid, "query.exchange", client_task(run="mine", when="before_upload"), parcel=begun(**changes))
+            )
     with pytest.raises(Refusal, match="this site is in no such exchange"):
-        words_of(asked(grid, "train", order(expected=expected, exchanged=True), {"integers": inbox["integers"]}))
+        words_of(asked(grid, "train", client_task(expected=expected, exchanged=True), {"integers": inbox["integers"]}))
 
 
 def begun(**changes: Any) -> bytes:

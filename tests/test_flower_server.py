@@ -72,11 +72,11 @@ class Mortal(LocalGrid):
     grave: Path
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        given = list(messages)
-        if given[0].metadata.message_type == "train" and given[0].metadata.group_id == str(self.last):
+        context = list(messages)
+        if context[0].metadata.message_type == "train" and context[0].metadata.group_id == str(self.last):
             shutil.copytree(self.output, self.grave)
             raise Killed
-        return super().push_messages(given)
+        return super().push_messages(context)
 
 
 @pytest.mark.parametrize("algorithm", ["scaffold", "fedmr"])
@@ -161,15 +161,15 @@ def own_task(settings: Any) -> Task:
     """Six clients of unequal sizes, with test samples."""
     digits = make_dataset("digits")
     sizes, tests = [40 + 10 * number for number in range(CLIENTS)], [5 + number for number in range(CLIENTS)]
-    order = np.random.default_rng(1).permutation(len(digits.train))[: sum(sizes) + sum(tests)]
+    client_task = np.random.default_rng(1).permutation(len(digits.train))[: sum(sizes) + sum(tests)]
     task = make_task(
         digits,
-        partition=Partition.from_sizes(order[: sum(sizes)], sizes),
+        partition=Partition.from_sizes(client_task[: sum(sizes)], sizes),
         model=settings.configuration.model,
         training=settings.configuration.training,
         seed=settings.configuration.seed,
     )
-    return replace(task, local_test=Partition.from_sizes(order[sum(sizes) :], tests))
+    return replace(task, local_test=Partition.from_sizes(client_task[sum(sizes) :], tests))
 
 
 def give_data(grid: LocalGrid, task: Task, folder: Path) -> None:

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import context, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from every_method import EVERY_METHOD
 from fedloom.algorithm import build
-from fedloom.engines.base import Order
+from fedloom.engines.base import ClientTask
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
 from fedloom.flat.population import mutate
@@ -113,7 +113,10 @@ def test_what_an_idle_client_did_stays_out_of_the_sums(name: str) -> None:
     before = {client: copy.deepcopy(engine.store.read(client)) for client in range(world.clients)}
     round = replace(Round(2, 4, 0, world.clients, 3, 0.1, 0.1), selected=(0,))
     inbox = method.send(round)
-    assert len(list(engine.train(method, round, [Order(client, None, inbox) for client in range(world.clients)]))) == 7
+    assert (
+        len(list(engine.train(method, round, [ClientTask(client, None, inbox) for client in range(world.clients)])))
+        == 7
+    )
     for client, tensors in before.items():
         after = engine.store.read(client)
         assert after.keys() >= tensors.keys()
@@ -122,7 +125,7 @@ def test_what_an_idle_client_did_stays_out_of_the_sums(name: str) -> None:
     assert set(record["clients"]) == {client for client, tensors in before.items() if tensors}
 
 
-@given(
+@context(
     count=st.integers(1, 9), skew=st.floats(0, 1), radius=st.floats(-5, 5), seed=st.integers(0, 2**31 - 1)
 )  # fmt: skip
 @settings(max_examples=40, deadline=None)
@@ -225,14 +228,14 @@ def test_accumulated_weights_are_what_torch_moves_by_on_gradients_of_one(
     momentum: float, dampening: float, nesterov: bool
 ) -> None:
     weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    optimiser = torch.optim.SGD([weight], lr=1.0, momentum=momentum, dampening=dampening, nesterov=nesterov)
+    optimizer = torch.optim.SGD([weight], lr=1.0, momentum=momentum, dampening=dampening, nesterov=nesterov)
     moved = [0.0]
     for _ in range(200):
         weight.grad = -torch.ones_like(weight)
-        optimiser.step()
+        optimizer.step()
         moved.append(float(weight.detach()))
     options = {"nesterov": nesterov, "dampening": dampening}
-    training = Training(momentum=momentum, optimiser_options=options)
+    training = Training(momentum=momentum, optimizer_options=options)
     steps = torch.tensor([5, 0, 200, 1])
     assert accumulated_weights(training, steps).tolist() == pytest.approx([moved[int(s)] for s in steps])
     assert moved[200] - moved[199] == pytest.approx(momentum_gain(training))
@@ -263,10 +266,10 @@ def test_values_that_are_not_allowed_are_named(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", ["scaffold", "feddc", "fednova"])
 def test_methods_that_read_gradients_off_the_steps_ask_for_sgd(name: str) -> None:
-    world = World(training=Training(optimiser="adam"))
-    with pytest.raises(InvalidValue, match="optimiser must be sgd, not adam"):
+    world = World(training=Training(optimizer="adam"))
+    with pytest.raises(InvalidValue, match="optimizer must be sgd, not adam"):
         world.run(build(name))
-    assert len(World(training=Training(optimiser="adam")).run(build("scaffold(option=1)")).models) == 4
+    assert len(World(training=Training(optimizer="adam")).run(build("scaffold(option=1)")).models) == 4
 
 
 @pytest.fixture(scope="module")

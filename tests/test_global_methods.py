@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from fedloom.algorithm import build
 from fedloom.data import DataSpec
-from fedloom.engines.base import Order
+from fedloom.engines.base import ClientTask
 from fedloom.engines.rows import RowsEngine
 from fedloom.models.build import make_model
 from fedloom.models.structure import head_name
@@ -254,15 +254,15 @@ def fedmut(world: World, rounds: Rounds, radius: float, beta: float, horizon: in
         pairs = len(clients) // 2
         for name in world.trained:
             signs = [1.0, -1.0 + skew] * pairs
-            order = torch.randperm(2 * pairs, generator=generator).tolist()
-            for model, place in zip(models, order, strict=False):
+            client_task = torch.randperm(2 * pairs, generator=generator).tolist()
+            for model, place in zip(models, client_task, strict=False):
                 model[name] = state[name] + radius * signs[place] * (state[name] - previous[name])
         uploads = [world.train(m, number, i)[0] for m, i in zip(models, clients, strict=True)]
         previous, state = state, average(uploads, uniform(clients))
         yield state
 
 
-def optimiser(world: World, rounds: Rounds, kind: str, weights: Any = shares) -> Iterator[State]:
+def optimizer(world: World, rounds: Rounds, kind: str, weights: Any = shares) -> Iterator[State]:
     state = world.initial()
     first, second = zeros(world), {n: t + 1e-3**2 for n, t in zeros(world).items()}
     for number, clients in enumerate(rounds, start=1):
@@ -322,9 +322,9 @@ CASES: list[tuple[str, Naive, dict[str, Any]]] = [
     ("fedasam(rho=0.2, eta=0.1, statistics_once=true)", sharp, {"rho": 0.2, "eta": 0.1, "once": True}),
     ("fedmut", fedmut, {"radius": 4.0, "beta": 0.3, "horizon": 50}),
     ("fedmut(radius=1.0, mutation_rounds=2)", fedmut, {"radius": 1.0, "beta": 0.3, "horizon": 2}),
-    ("fedavgm(learning_rate=0.7)", optimiser, {"kind": "fedavgm"}),
-    ("fedadam(learning_rate=0.02)", optimiser, {"kind": "fedadam"}),
-    ("fedyogi(learning_rate=0.02, weighted=false)", optimiser, {"kind": "fedyogi", "weights": lambda world, c: uniform(c)}),
+    ("fedavgm(learning_rate=0.7)", optimizer, {"kind": "fedavgm"}),
+    ("fedadam(learning_rate=0.02)", optimizer, {"kind": "fedadam"}),
+    ("fedyogi(learning_rate=0.02, weighted=false)", optimizer, {"kind": "fedyogi", "weights": lambda world, c: uniform(c)}),
     ("fednova", fednova, {}),
 ]  # fmt: skip
 
@@ -348,10 +348,10 @@ def test_where_a_wrapper_moves_the_start_the_centre_stays_what_was_sent(name: st
     generator = torch.Generator().manual_seed(1)
     general = torch.randn(layout.trainable, dtype=torch.float64, generator=generator)
     sent, moved = task.initial, task.initial + 0.1 * torch.randn(layout.size, dtype=torch.float64, generator=generator)
-    inbox = {**method.send(method.plan.opening()), "model": moved.unsqueeze(0), "downloaded": sent.unsqueeze(0)}
+    inbox = {**method.send(method.plan.opening()), "model": moved.unsqueeze(0), "server_model": sent.unsqueeze(0)}
     inbox |= {key: general.unsqueeze(0) for key in ("variate", "update") if key in inbox}
     round = Round(number, 2, world.seed, world.clients, 1, 0.1, 0.1, selected=(client,))
-    (reply,) = engine.train(method, round, [Order(client, 0, inbox)])
+    (reply,) = engine.train(method, round, [ClientTask(client, 0, inbox)])
     assert not federation.history
 
     centre = layout.tensors(sent)

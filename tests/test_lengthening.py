@@ -249,13 +249,13 @@ def test_a_comparison_that_cannot_be_lengthened_changes_nothing(tmp_path: Path) 
 
 @pytest.mark.parametrize("expression", [*EVERY_METHOD, "fedsam(swa=true)"])
 def test_who_reads_the_number_of_rounds_says_so(expression: str) -> None:
-    """A class in whose module the number is read has its word on `foresees_end`."""
+    """A class in whose module the number is read has its word on `needs_total_rounds`."""
     for method in build(expression).nested():
         ancestors = [one for one in type(method).__mro__ if issubclass(one, Algorithm) and one is not Algorithm]
         reading = {one.__module__ for one in ancestors if re.search(r"\.rounds\b", _source(one))}
-        saying = {one.__module__ for one in ancestors if "foresees_end" in vars(one)}
+        saying = {one.__module__ for one in ancestors if "needs_total_rounds" in vars(one)}
         assert reading <= saying | {Algorithm.__module__}, (
-            f"{type(method).__name__} reads round.rounds: give it foresees_end"
+            f"{type(method).__name__} reads round.rounds: give it needs_total_rounds"
         )
 
 
@@ -264,6 +264,6 @@ def _source(kind: type) -> str:
 
 
 def test_who_foresees_the_end() -> None:
-    assert {text for text in EVERY_METHOD if build(text).foresees_end} == {"apple", "fedphp", "umf(feddc)"}
-    assert build("stages(fedavg:2, fedasam(swa=true))").foresees_end
-    assert not build("umf(fedavg, simulate_all=true)").foresees_end
+    assert {text for text in EVERY_METHOD if build(text).needs_total_rounds} == {"apple", "fedphp", "umf(feddc)"}
+    assert build("stages(fedavg:2, fedasam(swa=true))").needs_total_rounds
+    assert not build("umf(fedavg, simulate_all=true)").needs_total_rounds

@@ -218,13 +218,13 @@ def test_per_fedavg_with_alpha_zero_trains_on_second_halves() -> None:
     run = world.run(build("per_fedavg(alpha=0)"))
 
     def work(start: nn.Module, sent: nn.Module, i: int, t: int) -> None:
-        optimiser = world.optimiser(start, world.rate(t))
+        optimizer = world.optimizer(start, world.rate(t))
         for x, y in world.batches(i, t, times=2, drop_last=True):
             half = len(y) // 2
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             F.cross_entropy(start(x[half : 2 * half]), y[half : 2 * half]).backward()
             nn.utils.clip_grad_norm_(start.parameters(), 1.5)
-            optimiser.step()
+            optimizer.step()
 
     assert_same(run.moments, shared_model(Setting(world, run.selected), work, lambda m, i, t: m))
 

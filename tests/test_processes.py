@@ -23,7 +23,7 @@ from every_method import EVERY_METHOD
 from fedloom.algorithm import Algorithm, build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedmr import FedMR
-from fedloom.engines.base import Fault, Order, Reply
+from fedloom.engines.base import ClientTask, Fault, Reply
 from fedloom.engines.choose import make_engine
 from fedloom.engines.processes.channel import INLINE, Channel, pack
 from fedloom.engines.processes.engine import ProcessesEngine
@@ -35,7 +35,7 @@ from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
 from process_support import Deadly, Failing, Misconfigured, Peeking, wide_task
-from small_task import TRAIN_SIZES, Remembering, small_task
+from small_task import TRAIN_SIZES, KeepsClientMemory, small_task
 
 CLIENTS = len(TRAIN_SIZES)
 TASK = wide_task()
@@ -88,28 +88,30 @@ def test_methods_give_the_numbers_of_the_rows_engine(engine: ProcessesEngine, ex
 
 def test_new_clients_are_evaluated_alike(engine: ProcessesEngine) -> None:
     settings = {"personal_every": 1, "new_clients": 0.34}
-    found = run(Remembering(), engine, **settings)
+    found = run(KeepsClientMemory(), engine, **settings)
     assert "new_client_accuracy" in found.history[-1]
-    assert_same(found, run(Remembering(), RowsEngine(TASK), **settings))
+    assert_same(found, run(KeepsClientMemory(), RowsEngine(TASK), **settings))
 
 
 def test_a_run_goes_on_from_its_checkpoint(engine: ProcessesEngine, tmp_path: Path) -> None:
     schedule = Schedule(rounds=4, participation=1.0, seed=3, evaluate_every=1)
-    halted = Federation(Remembering(), TASK, engine, schedule, tmp_path)
+    halted = Federation(KeepsClientMemory(), TASK, engine, schedule, tmp_path)
     halted.step()
     halted.step()
     halted.save()
-    resumed = Federation(Remembering(), TASK, engine, schedule, tmp_path)
+    resumed = Federation(KeepsClientMemory(), TASK, engine, schedule, tmp_path)
     assert resumed.finished == 2
     resumed.run()
-    assert_same(resumed, run(Remembering(), RowsEngine(TASK), rounds=4))
+    assert_same(resumed, run(KeepsClientMemory(), RowsEngine(TASK), rounds=4))
 
 
 def test_other_types_and_other_tasks(engine: ProcessesEngine) -> None:
     small = small_task()
     double = replace(small, model=small.model.double(), train=replace(small.train, inputs=small.train.inputs.double()))
     double = replace(double, test=replace(small.test, inputs=small.test.inputs.double()))
-    assert_same(run(Remembering(), engine, task=double), run(Remembering(), RowsEngine(double), task=double))
+    assert_same(
+        run(KeepsClientMemory(), engine, task=double), run(KeepsClientMemory(), RowsEngine(double), task=double)
+    )
     assert engine.store.read(0)["rounds"].dtype == torch.int64
 
 
@@ -117,7 +119,7 @@ def test_other_types_and_other_tasks(engine: ProcessesEngine) -> None:
 
 
 def test_a_worker_that_dies_is_replaced_and_its_client_trains_again(engine: ProcessesEngine, tmp_path: Path) -> None:
-    list(engine.train(set_up(engine, FedAvg()), *orders(engine)))
+    list(engine.train(set_up(engine, FedAvg()), *client_tasks(engine)))
     times = 2
     before = {worker.process.pid for worker in engine._crew}
     found = run(Deadly(victim=2, times=times, directory=str(tmp_path)), engine)
@@ -125,7 +127,7 @@ def test_a_worker_that_dies_is_replaced_and_its_client_trains_again(engine: Proc
     assert len(died) == times
     assert died & before
     assert not died & {worker.process.pid for worker in engine._crew}
-    expected = run(Remembering(), RowsEngine(TASK))
+    expected = run(KeepsClientMemory(), RowsEngine(TASK))
     assert_same(found, expected)
 
 
@@ -142,18 +144,18 @@ def test_a_client_that_keeps_killing_its_worker_fails_and_the_others_do_not(
 
 def test_workers_killed_between_two_rounds_are_replaced(engine: ProcessesEngine) -> None:
     schedule = Schedule(rounds=3, participation=1.0, seed=3, evaluate_every=1)
-    federation = Federation(Remembering(), TASK, engine, schedule)
+    federation = Federation(KeepsClientMemory(), TASK, engine, schedule)
     federation.step()
     for worker in engine._crew:
         os.kill(worker.process.pid, signal.SIGKILL)
     federation.run()
-    assert_same(federation, run(Remembering(), RowsEngine(TASK)))
+    assert_same(federation, run(KeepsClientMemory(), RowsEngine(TASK)))
 
 
 def test_clients_that_fail_are_named_with_the_reasons_of_the_rows_engine(engine: ProcessesEngine) -> None:
     found = run(Failing(), engine)
-    order = found.history[0]["clients"].index
-    assert [fault["client"] for fault in found.history[0]["faults"]] == sorted((0, 1, 2, 3), key=order)
+    client_task = found.history[0]["clients"].index
+    assert [fault["client"] for fault in found.history[0]["faults"]] == sorted((0, 1, 2, 3), key=client_task)
     assert_same(found, run(Failing(), RowsEngine(TASK), participation=1.0))
 
 
@@ -182,10 +184,10 @@ def test_the_servers_state_does_not_reach_clients(engine: ProcessesEngine) -> No
         run(Peeking(), engine, rounds=1)
 
 
-def orders(engine: ProcessesEngine) -> tuple[Round, list[Order]]:
+def client_tasks(engine: ProcessesEngine) -> tuple[Round, list[ClientTask]]:
     inbox = {"model": engine.task.initial.unsqueeze(0), "integers": engine.task.initial_integers.unsqueeze(0)}
     selected = tuple(range(CLIENTS))
-    return Round(1, 1, 0, CLIENTS, CLIENTS, 0.1, 0.1, selected=selected), [Order(k, k, inbox) for k in selected]
+    return Round(1, 1, 0, CLIENTS, CLIENTS, 0.1, 0.1, selected=selected), [ClientTask(k, k, inbox) for k in selected]
 
 
 def set_up(engine: ProcessesEngine, algorithm: Algorithm) -> Algorithm:
@@ -193,13 +195,13 @@ def set_up(engine: ProcessesEngine, algorithm: Algorithm) -> Algorithm:
 
 
 def test_a_round_left_early_disturbs_nothing(engine: ProcessesEngine) -> None:
-    algorithm = set_up(engine, Remembering())
-    round, work = orders(engine)
+    algorithm = set_up(engine, KeepsClientMemory())
+    round, work = client_tasks(engine)
     results = engine.train(algorithm, round, work)
     assert isinstance(next(results), Reply)
     results.close()
     assert not any(worker.group for worker in engine._crew)
-    assert_same(run(Remembering(), engine), run(Remembering(), RowsEngine(TASK)))
+    assert_same(run(KeepsClientMemory(), engine), run(KeepsClientMemory(), RowsEngine(TASK)))
 
 
 def test_clients_with_more_samples_go_first(engine: ProcessesEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +209,7 @@ def test_clients_with_more_samples_go_first(engine: ProcessesEngine, monkeypatch
     began: list[int] = []
     read = engine.store.read
     monkeypatch.setattr(engine.store, "read", lambda client: (began.append(client), read(client))[1])
-    assert len(list(engine.train(algorithm, *orders(engine)))) == CLIENTS
+    assert len(list(engine.train(algorithm, *client_tasks(engine)))) == CLIENTS
     assert began == sorted(range(CLIENTS), key=lambda client: -TRAIN_SIZES[client])
 
 
@@ -253,8 +255,8 @@ def test_replies_and_samples_lie_in_shared_memory_and_regions_are_used_again(eng
 
 
 def test_replies_stay_as_they_are_when_later_rounds_run(engine: ProcessesEngine) -> None:
-    algorithm = set_up(engine, Remembering())
-    round, work = orders(engine)
+    algorithm = set_up(engine, KeepsClientMemory())
+    round, work = client_tasks(engine)
     first = [result for result in engine.train(algorithm, round, work) if not isinstance(result, Fault)]
     copies = [reply.tensors["model"].clone() for reply in first]
     assert len(first) == CLIENTS

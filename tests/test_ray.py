@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import context, settings
 from hypothesis import strategies as st
 
 from fedloom.algorithm import Algorithm, build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.cli import main
 from fedloom.engines import ray_session
-from fedloom.engines.base import Order, Reply
+from fedloom.engines.base import ClientTask, Reply
 from fedloom.engines.choose import make_engine, require_engine, settled_by
 from fedloom.engines.ray.engine import RayEngine, divide
 from fedloom.engines.rows import RowsEngine
@@ -38,7 +38,7 @@ from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
 from process_support import Deadly, Failing, Misconfigured, Peeking, wide_task
 from ray_support import SCRIPT, Greedy, counted, descendants, gone
-from small_task import TRAIN_SIZES, Remembering, small_task
+from small_task import TRAIN_SIZES, KeepsClientMemory, small_task
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fedloom[ray]'")
 
@@ -105,10 +105,10 @@ def assert_same(found: Federation, expected: Federation, tolerance: float = 0.0)
 
 def test_statistics_dropout_and_new_clients_are_the_same_to_the_bit(engine: RayEngine) -> None:
     options: dict[str, Any] = {"personal_every": 1, "new_clients": 0.34, "dropout": 0.2}
-    found = run(Remembering(), engine, **options)
+    found = run(KeepsClientMemory(), engine, **options)
     assert "new_client_accuracy" in found.history[-1]
     assert any(record["faults"] for record in found.history)
-    assert_same(found, run(Remembering(), RowsEngine(TASK), **options))
+    assert_same(found, run(KeepsClientMemory(), RowsEngine(TASK), **options))
 
 
 def test_actors_may_stack_their_clients(engine: RayEngine) -> None:
@@ -124,36 +124,40 @@ def test_actors_may_stack_their_clients(engine: RayEngine) -> None:
 
 def test_a_run_goes_on_from_its_checkpoint(engine: RayEngine, tmp_path: Path) -> None:
     schedule = Schedule(rounds=4, participation=1.0, seed=3, evaluate_every=1)
-    halted = Federation(Remembering(), TASK, engine, schedule, tmp_path)
+    halted = Federation(KeepsClientMemory(), TASK, engine, schedule, tmp_path)
     halted.step()
     halted.step()
     halted.save()
-    resumed = Federation(Remembering(), TASK, engine, schedule, tmp_path)
+    resumed = Federation(KeepsClientMemory(), TASK, engine, schedule, tmp_path)
     assert resumed.finished == 2
     resumed.run()
-    assert_same(resumed, run(Remembering(), RowsEngine(TASK), rounds=4))
+    assert_same(resumed, run(KeepsClientMemory(), RowsEngine(TASK), rounds=4))
 
 
 def test_other_types_and_other_tasks(engine: RayEngine) -> None:
     small = small_task()
     double = replace(small, model=small.model.double(), train=replace(small.train, inputs=small.train.inputs.double()))
     double = replace(double, test=replace(small.test, inputs=small.test.inputs.double()))
-    assert_same(run(Remembering(), engine, task=double), run(Remembering(), RowsEngine(double), task=double))
+    assert_same(
+        run(KeepsClientMemory(), engine, task=double), run(KeepsClientMemory(), RowsEngine(double), task=double)
+    )
     assert engine.store.read(0)["rounds"].dtype == torch.int64
 
 
 def test_a_method_may_write_to_its_inbox_and_its_replies_may_be_written_to(engine: RayEngine) -> None:
     algorithm = set_up(engine, Greedy())
-    replies = [answer for answer in engine.train(algorithm, *orders(engine)) if isinstance(answer, Reply)]
+    replies = [answer for answer in engine.train(algorithm, *client_tasks(engine)) if isinstance(answer, Reply)]
     assert len(replies) == CLIENTS
     kept = [reply.tensors["model"].clone() for reply in replies]
     for reply in replies:
         reply.tensors["model"].zero_()
     again = {
-        reply.order.client: reply for reply in engine.train(algorithm, *orders(engine)) if isinstance(reply, Reply)
+        reply.client_task.client: reply
+        for reply in engine.train(algorithm, *client_tasks(engine))
+        if isinstance(reply, Reply)
     }
     for reply, before in zip(replies, kept, strict=True):
-        assert torch.equal(again[reply.order.client].tensors["model"], before)
+        assert torch.equal(again[reply.client_task.client].tensors["model"], before)
 
 
 # --- what travels ---
@@ -163,7 +167,7 @@ def test_a_round_puts_what_all_are_sent_once_and_fetches_one_answer_a_share(
     engine: RayEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     algorithm = set_up(engine, FedAvg())
-    list(engine.train(algorithm, *orders(engine)))  # both actors are there
+    list(engine.train(algorithm, *client_tasks(engine)))  # both actors are there
     put, got = [], []
     real_put, real_get = engine._ray.put, engine._ray.get
 
@@ -177,7 +181,7 @@ def test_a_round_puts_what_all_are_sent_once_and_fetches_one_answer_a_share(
 
     monkeypatch.setattr(engine._ray, "put", noting_put)
     monkeypatch.setattr(engine._ray, "get", noting_get)
-    assert len(list(engine.train(algorithm, *orders(engine)))) == CLIENTS
+    assert len(list(engine.train(algorithm, *client_tasks(engine)))) == CLIENTS
     monkeypatch.undo()
     assert len(put) == 1
     words, _, arrays = put[0]
@@ -214,7 +218,7 @@ def test_tensors_of_every_kind_travel() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 8))
+@context(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 8))
 def test_shares_hold_everybody_once_and_are_about_equal(sizes: list[int], count: int) -> None:
     count = min(count, len(sizes))
     parts = divide(sizes, count)
@@ -229,23 +233,23 @@ def test_shares_hold_everybody_once_and_are_about_equal(sizes: list[int], count:
 
 
 def test_an_actor_killed_in_a_round_is_replaced_and_its_clients_train_again(engine: RayEngine, tmp_path: Path) -> None:
-    list(engine.train(set_up(engine, FedAvg()), *orders(engine)))
+    list(engine.train(set_up(engine, FedAvg()), *client_tasks(engine)))
     before = set(engine.processes)
     found = run(Deadly(victim=2, times=1, directory=str(tmp_path)), engine)
     (died,) = ({int(mark.name)} for mark in tmp_path.iterdir())
     assert died < before
     assert not died & set(engine.processes)
-    assert_same(found, run(Remembering(), RowsEngine(TASK)))
+    assert_same(found, run(KeepsClientMemory(), RowsEngine(TASK)))
 
 
 def test_an_actor_killed_between_two_rounds_is_replaced(engine: RayEngine) -> None:
-    federation = Federation(Remembering(), TASK, engine, Schedule(3, 1.0, 3, 1))
+    federation = Federation(KeepsClientMemory(), TASK, engine, Schedule(3, 1.0, 3, 1))
     federation.step()
     killed = engine.processes[0]
     os.kill(killed, signal.SIGKILL)
     federation.run()
     assert killed not in engine.processes
-    assert_same(federation, run(Remembering(), RowsEngine(TASK)))
+    assert_same(federation, run(KeepsClientMemory(), RowsEngine(TASK)))
 
 
 def test_a_client_that_keeps_killing_its_actor_fails_and_the_others_do_not(engine: RayEngine, tmp_path: Path) -> None:
@@ -275,17 +279,17 @@ def test_the_servers_state_does_not_reach_clients(engine: RayEngine) -> None:
 
 
 def test_a_round_left_early_disturbs_nothing(engine: RayEngine) -> None:
-    results = engine.train(set_up(engine, Remembering()), *orders(engine))
+    results = engine.train(set_up(engine, KeepsClientMemory()), *client_tasks(engine))
     assert isinstance(next(results), Reply)
     results.close()  # type: ignore[attr-defined]
     assert not any(hand.share for hand in engine._crew)
-    assert_same(run(Remembering(), engine), run(Remembering(), RowsEngine(TASK)))
+    assert_same(run(KeepsClientMemory(), engine), run(KeepsClientMemory(), RowsEngine(TASK)))
 
 
-def orders(engine: RayEngine) -> tuple[Round, list[Order]]:
+def client_tasks(engine: RayEngine) -> tuple[Round, list[ClientTask]]:
     inbox = {"model": engine.task.initial.unsqueeze(0), "integers": engine.task.initial_integers.unsqueeze(0)}
     selected = tuple(range(CLIENTS))
-    return Round(1, 1, 0, CLIENTS, CLIENTS, 0.1, 0.1, selected=selected), [Order(k, k, inbox) for k in selected]
+    return Round(1, 1, 0, CLIENTS, CLIENTS, 0.1, 0.1, selected=selected), [ClientTask(k, k, inbox) for k in selected]
 
 
 def set_up(engine: RayEngine, algorithm: Algorithm) -> Algorithm:

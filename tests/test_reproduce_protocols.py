@@ -87,9 +87,9 @@ def test_columns_that_compare_two_runs_hold_what_is_printed(
 @pytest.mark.skipif(not NUMBERS.exists(), reason="the specification is not beside the repository")
 def test_the_numbers_in_the_package_are_those_of_the_specification() -> None:
     papers = {"000": "fedmr", "001": "fedumf", "002": "fedmr-kdd", "003": "fedala"}
-    given = [{"paper": papers[n.pop("seed")], **n} for n in json.loads(NUMBERS.read_text())]
+    context = [{"paper": papers[n.pop("seed")], **n} for n in json.loads(NUMBERS.read_text())]
     shipped = json.loads((files("fedloom.papers") / "numbers.json").read_text(encoding="utf-8"))
-    assert shipped == given
+    assert shipped == context
 
 
 def test_protocols_are_the_papers() -> None:

@@ -13,12 +13,12 @@ from fedloom.secure import (
     SERVER,
     ExchangeAborted,
     InMemoryTransport,
-    Misbehaviour,
     Peer,
+    ProtocolViolation,
     Rules,
     ServerKey,
     Terms,
-    conduct,
+    run_exchange,
 )
 from fedloom.secure.envelopes import pad
 from fedloom.secure.exchange import Sent
@@ -251,7 +251,7 @@ def test_a_peer_that_breaks_the_exchange_is_named_and_left_out(kind_of_peer: typ
     # Two layers of one size, so that only the index tells them apart.
     world = World(4, sizes=(40, 40), rules=Rules(1, 2, 2), kinds={13: kind_of_peer})
     world.offer()
-    outcome = conduct(InMemoryTransport(world.peers), world.terms(), world.rules)
+    outcome = run_exchange(InMemoryTransport(world.peers), world.terms(), world.rules)
     assert {(f.kind, f.peer) for f in outcome.faults} == {(fault, 13)}
     assert outcome.terms.peers == (10, 11, 12)
     found = world.outcome(outcome.terms)
@@ -323,10 +323,10 @@ def test_the_server_notices_copied_altered_and_missing_layers() -> None:
     altered = {**uploads, 12: [*uploads[12][:2], flipped(uploads[12][2], 60)]}
     swapped = {**uploads, 12: [uploads[12][1], uploads[12][0], uploads[12][2]]}
     for spoilt, kind, peer in ((copied, "duplicated", 11), (altered, "invalid", 12), (swapped, "invalid", 12)):
-        with pytest.raises(Misbehaviour) as caught:
+        with pytest.raises(ProtocolViolation) as caught:
             KEY.open_models(spoilt, terms)
         assert (caught.value.kind, caught.value.peer) == (kind, peer)
-    with pytest.raises(Misbehaviour, match=r"peer 12: .*2 of 3 layers uploaded"):
+    with pytest.raises(ProtocolViolation, match=r"peer 12: .*2 of 3 layers uploaded"):
         KEY.open_models({**uploads, 12: uploads[12][:2]}, terms)
     world.peers[11].abort()  # the round is given up, even after the commitment
     assert world.peers[11].layers == world.models[11]

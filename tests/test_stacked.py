@@ -20,9 +20,9 @@ from fedloom.engines.stacked import StackedEngine
 from fedloom.flat.layout import Layout
 from fedloom.flat.linear_chain import LinearChain
 from fedloom.flat.module import Batch, cross_entropy
-from fedloom.flat.stacked_module import StackedReplica
+from fedloom.flat.stacked_module import StackedModule
 from fedloom.local.cohort import Cohort
-from fedloom.local.optimizer import _Optimiser
+from fedloom.local.optimizer import _Optimizer
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
@@ -108,11 +108,11 @@ def test_every_method_gives_the_numbers_of_rows(method: str) -> None:
     "changes",
     [
         {"momentum": 0.0, "weight_decay": 0.0},
-        {"optimiser_options": {"nesterov": True}},
-        {"optimiser_options": {"dampening": 0.3}},
+        {"optimizer_options": {"nesterov": True}},
+        {"optimizer_options": {"dampening": 0.3}},
         {"clip": 0.3},
-        {"optimiser": "adam", "momentum": 0.0},
-        {"optimiser": "adagrad", "momentum": 0.0},
+        {"optimizer": "adam", "momentum": 0.0},
+        {"optimizer": "adagrad", "momentum": 0.0},
         {"steps": 7},
         {"drop_last": True},
         {"batch_size": None},
@@ -127,21 +127,21 @@ def test_every_way_to_train_gives_the_numbers_of_rows(changes: dict[str, Any], n
 
 
 @pytest.mark.parametrize("together", [True, False])
-@pytest.mark.parametrize("optimiser", ELEMENTWISE_OPTIMISERS[1:])
+@pytest.mark.parametrize("optimizer", ELEMENTWISE_OPTIMISERS[1:])
 def test_every_optimiser_gives_the_numbers_of_rows(
-    optimiser: str, together: bool, monkeypatch: pytest.MonkeyPatch
+    optimizer: str, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether one optimiser moves all rows, until short batches part them, or each has its own from the start."""
+    """Whether one optimizer moves all rows, until short batches part them, or each has its own from the start."""
     monkeypatch.setattr("fedloom.local.optimizer.TOGETHER", 10**9 if together else 0)
     split: list[int] = []
-    of_row = _Optimiser.of_row
+    of_row = _Optimizer.of_row
 
-    def noted(self: _Optimiser, k: int) -> _Optimiser:
-        split.append(len(self.optimiser.state[self.tensors[0]]))
+    def noted(self: _Optimizer, k: int) -> _Optimizer:
+        split.append(len(self.optimizer.state[self.tensors[0]]))
         return of_row(self, k)
 
-    monkeypatch.setattr(_Optimiser, "of_row", noted)
-    task = world(False, optimiser=optimiser, momentum=0.0, weight_decay=0.0, learning_rate=0.01)
+    monkeypatch.setattr(_Optimizer, "of_row", noted)
+    task = world(False, optimizer=optimizer, momentum=0.0, weight_decay=0.0, learning_rate=0.01)
     assert_same(federated(RowsEngine, task, "fedavg"), federated(StackedEngine, task, "fedavg", chunk=2))
     assert split, "clients have short batches"
     alike = World(norm=False, sizes=(8, 8, 8), training=task.training).task()
@@ -215,7 +215,7 @@ def test_images_are_prepared_augmented_and_dropped_alike(augmentation: str) -> N
 def test_statistics_of_a_stack_move() -> None:
     """Were they no contiguous blocks while vmap runs, batch norm's moves would be lost without a word."""
     task = world()
-    stack = StackedReplica(task.model, task.layout)
+    stack = StackedModule(task.model, task.layout)
     rows = task.initial.repeat(3, 1)
     stack.begin(3, [])
     inputs = torch.randn(3, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -307,16 +307,16 @@ def test_a_client_that_fails_harms_no_other(chunk: int) -> None:
 def test_a_stack_that_does_not_fit_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     task = world()
     expected = federated(RowsEngine, task, "fedavg")
-    gradient, seen = StackedReplica.tensor_gradients, []
+    gradient, seen = StackedModule.tensor_gradients, []
 
-    def scarce(self: StackedReplica, rows: Tensor, *rest: Any) -> Any:
+    def scarce(self: StackedModule, rows: Tensor, *rest: Any) -> Any:
         seen.append(len(rows))
         if self._counts is not None and len(self._counts) > 2:
             raise torch.OutOfMemoryError("no memory is left")
         return gradient(self, rows, *rest)
 
     engine = StackedEngine(task, chunk=6)
-    monkeypatch.setattr(StackedReplica, "tensor_gradients", scarce)
+    monkeypatch.setattr(StackedModule, "tensor_gradients", scarce)
     schedule = Schedule(rounds=3, participation=0.7, seed=3, evaluate_every=1)
     run = Federation(build("fedavg"), task, engine, schedule)
     run.run()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedloom.algorithm import Algorithm, build
-from fedloom.engines.base import Order
+from fedloom.engines.base import ClientTask
 from fedloom.engines.choose import make_engine
 from fedloom.engines.groups import grouped
 from fedloom.engines.processes.engine import ProcessesEngine
@@ -18,7 +18,7 @@ from fedloom.errors import InvalidValue
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from process_support import Deadly, Failing, OneByOne
-from small_task import Remembering
+from small_task import KeepsClientMemory
 from test_stacked import EVERYBODY, METHODS, SIZES, assert_same, world
 
 TASK = world()
@@ -46,32 +46,32 @@ def test_every_method_gives_the_numbers_of_rows(engine: ProcessesEngine, method:
 
 
 def test_clients_share_groups_and_a_method_that_cannot_be_stacked_does_not(engine: ProcessesEngine) -> None:
-    orders = [Order(client, client, {}) for client in range(len(SIZES))]
-    groups = engine._groups(build("fedavg"), orders)
+    client_tasks = [ClientTask(client, client, {}) for client in range(len(SIZES))]
+    groups = engine._groups(build("fedavg"), client_tasks)
     assert engine.chunk == 3
-    assert sorted(order.client for group in groups for order in group) == list(range(len(SIZES)))
-    assert [[order.client for order in group] for group in groups] == [[1, 3], [4, 0, 5], [2]]
-    assert [len(group) for group in engine._groups(OneByOne(), orders)] == [1] * len(SIZES)
+    assert sorted(client_task.client for group in groups for client_task in group) == list(range(len(SIZES)))
+    assert [[client_task.client for client_task in group] for group in groups] == [[1, 3], [4, 0, 5], [2]]
+    assert [len(group) for group in engine._groups(OneByOne(), client_tasks)] == [1] * len(SIZES)
     assert_same(run(OneByOne(), RowsEngine(TASK)), run(OneByOne(), engine))
 
 
 @pytest.mark.parametrize(("chunk", "workers"), [(1, 2), (3, 1), (10, 2), (4, 3), (64, 2)])
 def test_groups_hold_everybody_once_and_are_even(chunk: int, workers: int) -> None:
-    orders = [Order(client, client, {}) for client in range(30)]
-    groups = grouped(orders, torch.full((30,), 7), workers, chunk)
-    assert [order.client for group in groups for order in group] == list(range(30))
+    client_tasks = [ClientTask(client, client, {}) for client in range(30)]
+    groups = grouped(client_tasks, torch.full((30,), 7), workers, chunk)
+    assert [client_task.client for group in groups for client_task in group] == list(range(30))
     lengths = [len(group) for group in groups]
     assert max(lengths) <= chunk
     assert max(lengths) - min(lengths) <= 1
     assert len(groups) % workers == 0
-    falling = grouped(orders, torch.arange(30), workers, chunk)
-    assert [order.client for group in falling for order in group] == list(range(29, -1, -1))
+    falling = grouped(client_tasks, torch.arange(30), workers, chunk)
+    assert [client_task.client for group in falling for client_task in group] == list(range(29, -1, -1))
 
 
 def test_when_a_worker_dies_its_clients_train_again_one_by_one(engine: ProcessesEngine, tmp_path: Path) -> None:
     found = run(Deadly(victim=2, times=2, directory=str(tmp_path)), engine)
     assert len(list(tmp_path.iterdir())) == 2
-    assert_same(run(Remembering(), RowsEngine(TASK)), found)
+    assert_same(run(KeepsClientMemory(), RowsEngine(TASK)), found)
 
 
 def test_a_client_that_kills_its_worker_each_time_harms_no_other(engine: ProcessesEngine, tmp_path: Path) -> None:

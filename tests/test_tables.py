@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import context, settings
 from hypothesis import strategies as st
 from plotly.offline import get_plotlyjs
 from rich.console import Console
@@ -62,7 +62,7 @@ def methods(seeds: int, **shifts: float) -> list[RunSummary]:
 
 
 @settings(deadline=None, max_examples=60)
-@given(differing)
+@context(differing)
 def test_the_t_test_is_scipys(found: list[float]) -> None:
     p = t_test(found)
     if max(found) - min(found) < 1e-12:
@@ -72,7 +72,7 @@ def test_the_t_test_is_scipys(found: list[float]) -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(differing)
+@context(differing)
 def test_the_sign_flip_test_counts_every_way_to_change_signs(found: list[float]) -> None:
     hits = 0
     for signs in itertools.product((1, -1), repeat=len(found)):
@@ -102,13 +102,13 @@ def test_many_seeds_are_flipped_at_random_and_agree_with_all_ways() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.one_of(st.none(), st.floats(0, 1)), min_size=1, max_size=8))
+@context(st.lists(st.one_of(st.none(), st.floats(0, 1)), min_size=1, max_size=8))
 def test_holm_steps_down_as_its_definition_says(values: list[float | None]) -> None:
     corrected = holm(values)
     m = len(values)
-    order = sorted((k for k in range(m) if values[k] is not None), key=lambda k: values[k] or 0.0)
-    for rank, k in enumerate(order):
-        expected = max(min(1.0, (m - j) * (values[order[j]] or 0.0)) for j in range(rank + 1))
+    client_task = sorted((k for k in range(m) if values[k] is not None), key=lambda k: values[k] or 0.0)
+    for rank, k in enumerate(client_task):
+        expected = max(min(1.0, (m - j) * (values[client_task[j]] or 0.0)) for j in range(rank + 1))
         assert corrected[k] == pytest.approx(expected)
     assert all(corrected[k] is None for k in range(m) if values[k] is None)
 

@@ -39,15 +39,15 @@ JOB = {
 }
 
 
-class Remembering:
+class KeepsClientMemory:
     """A tracker of the user's own that knows nothing of earlier starts; `all` outlives the single trackers."""
 
-    all: ClassVar[list[Remembering]] = []
+    all: ClassVar[list[KeepsClientMemory]] = []
 
     def __init__(self, word: str = "") -> None:
         self.word, self.rounds = word, dict[int, Mapping[str, float]]()
         self.result: Mapping[str, float] | None = None
-        Remembering.all.append(self)
+        KeepsClientMemory.all.append(self)
 
     def begin(self, run: TrackedRun) -> None:
         self.run = run
@@ -90,7 +90,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(sys.modules, "test_trackers_here", sys.modules[__name__])
-    Remembering.all = []
+    KeepsClientMemory.all = []
     with warnings.catch_warnings():  # TensorBoard's reader and MLflow warn of their own affairs
         warnings.simplefilter("ignore")
         yield
@@ -100,7 +100,7 @@ def job(*trackers: str, **changes: Any) -> Configuration:
     return configuration({**JOB, **changes, "trackers": list(trackers)})
 
 
-def go(given: Configuration, stop_after: int | None = None, fresh: bool = False) -> list[Event]:
+def go(context: Configuration, stop_after: int | None = None, fresh: bool = False) -> list[Event]:
     """Run it, or stop it after a round as Ctrl-C does; what was said."""
     said: list[Event] = []
 
@@ -110,7 +110,7 @@ def go(given: Configuration, stop_after: int | None = None, fresh: bool = False)
             raise KeyboardInterrupt
 
     try:
-        run_configured(given, RunName("fedavg", 0), watch, fresh=fresh)
+        run_configured(context, RunName("fedavg", 0), watch, fresh=fresh)
     except KeyboardInterrupt:
         assert stop_after is not None
     return said
@@ -132,8 +132,8 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_a_tracker_of_ones_own_hears_every_round_with_all_figures() -> None:
-    go(job("test_trackers_here:Remembering(word='hello')"))
-    told = Remembering.all[-1]
+    go(job("test_trackers_here:KeepsClientMemory(word='hello')"))
+    told = KeepsClientMemory.all[-1]
     assert told.word == "hello"
     assert (told.run.experiment, told.run.label, told.run.algorithm, told.run.seed) == (
         "job",
@@ -157,13 +157,13 @@ def test_a_tracker_of_ones_own_hears_every_round_with_all_figures() -> None:
 
 
 def test_a_run_in_python_takes_trackers_as_objects_too(tmp_path: Path) -> None:
-    first, second = Remembering(), Remembering()
+    first, second = KeepsClientMemory(), KeepsClientMemory()
     result = fl.run("fedavg", small_task(), rounds=3, participation=0.5, trackers=[first, second])
     assert list(first.rounds) == list(second.rounds) == [1, 2, 3]
     assert first.run.directory is None
     assert first.result is not None
     assert first.result["accuracy"] == result.accuracy
-    kept = Remembering()
+    kept = KeepsClientMemory()
     for _ in range(2):  # the second time the run is only read
         fl.run("fedavg", small_task(), rounds=3, participation=0.5, directory=tmp_path / "kept", trackers=[kept])
     assert list(kept.rounds) == [1, 2, 3]
@@ -172,12 +172,12 @@ def test_a_run_in_python_takes_trackers_as_objects_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kill", [False, True])
 def test_no_round_is_told_of_twice_when_a_run_goes_on(kill: bool) -> None:
     folder = Path("runs/job/fedavg/seed-0")
-    given = job("test_trackers_here:Remembering", "tensorboard")
-    go(given, stop_after=5)
+    context = job("test_trackers_here:KeepsClientMemory", "tensorboard")
+    go(context, stop_after=5)
     if kill:
         forget(4, folder)
-    go(given)
-    earlier, later = Remembering.all[1:]  # the first was made for the check of the configuration
+    go(context)
+    earlier, later = KeepsClientMemory.all[1:]  # the first was made for the check of the configuration
     assert list(earlier.rounds) == [1, 2, 3, 4, 5]
     assert earlier.result is None
     assert list(later.rounds) == [6]
@@ -186,33 +186,33 @@ def test_no_round_is_told_of_twice_when_a_run_goes_on(kill: bool) -> None:
 
 
 def test_a_tracker_added_later_hears_of_the_rounds_before() -> None:
-    go(job("test_trackers_here:Remembering"), stop_after=4)
-    go(job("test_trackers_here:Remembering", "tensorboard"))
+    go(job("test_trackers_here:KeepsClientMemory"), stop_after=4)
+    go(job("test_trackers_here:KeepsClientMemory", "tensorboard"))
     assert [step for step, _ in scalars(Path("runs/job/fedavg/seed-0"))["seconds"]] == [1, 2, 3, 4, 5, 6]
 
 
 def test_tensorboard_shows_the_figures_and_starting_afresh_replaces_them() -> None:
     folder = Path("runs/job/fedavg/seed-0")
-    given = job("tensorboard", "tensorboard(directory='elsewhere')")
-    go(given)
+    context = job("tensorboard", "tensorboard(directory='elsewhere')")
+    go(context)
     first = scalars(folder)
     records = RoundLog(folder / "metrics.jsonl").read()
     expected = {r["round"]: r["accuracy"] for r in records if r.get("accuracy") is not None}
     assert len(expected) == 3
     assert dict(first["accuracy"]) == pytest.approx(expected)
     assert dict(scalars(Path("elsewhere/job/fedavg/seed-0"))["accuracy"]) == pytest.approx(expected)
-    go(given, fresh=True)
+    go(context, fresh=True)
     for place in (folder, Path("elsewhere/job/fedavg/seed-0")):
         assert [step for step, _ in scalars(place)["bytes_down"]] == [1, 2, 3, 4, 5, 6]
 
 
 def test_tensorboard_goes_on_after_an_event_file_that_was_cut_short() -> None:
     folder = Path("runs/job/fedavg/seed-0")
-    given = job("tensorboard")
-    go(given, stop_after=5)
+    context = job("tensorboard")
+    go(context, stop_after=5)
     (path,) = folder.glob("events.out.tfevents.*")
     path.write_bytes(path.read_bytes()[:-20])
-    go(given)
+    go(context)
     steps = Counter(step for step, _ in scalars(folder)["last_round"])
     assert steps == dict.fromkeys(range(1, 7), 1)
 
@@ -221,15 +221,15 @@ def test_mlflow_keeps_parameters_metrics_and_files(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
     uri = f"sqlite:///{tmp_path}/store.db"
-    given = job(f"mlflow(uri='{uri}', every=0)")
-    go(given, stop_after=5)
+    context = job(f"mlflow(uri='{uri}', every=0)")
+    go(context, stop_after=5)
     client = MlflowClient(uri)
     place = client.get_experiment_by_name("job")
     assert place is not None
     (stopped,) = client.search_runs([place.experiment_id])
     assert stopped.info.status == "KILLED"
     forget(4, Path("runs/job/fedavg/seed-0"))
-    go(given)
+    go(context)
     (found,) = client.search_runs([place.experiment_id])
     assert (found.info.status, found.info.run_name) == ("FINISHED", "fedavg/seed-0")
     assert found.data.params["data.partition"] == "iid"
@@ -241,7 +241,7 @@ def test_mlflow_keeps_parameters_metrics_and_files(tmp_path: Path) -> None:
     assert {file.path for file in client.list_artifacts(found.info.run_id)} == {
         "model.safetensors", "configuration.json", "metrics.jsonl", "result.json",
     }  # fmt: skip
-    go(given, fresh=True)
+    go(context, fresh=True)
     assert len(client.search_runs([place.experiment_id])) == 2
 
 
@@ -288,14 +288,14 @@ def test_weights_and_biases_is_told_as_its_documentation_asks(monkeypatch: pytes
 
 @pytest.mark.parametrize("round", [0, 3, 99])
 def test_a_tracker_that_fails_costs_one_line_and_nothing_else(round: int) -> None:
-    said = go(job(f"test_trackers_here:Broken(round={round})", "test_trackers_here:Remembering"))
+    said = go(job(f"test_trackers_here:Broken(round={round})", "test_trackers_here:KeepsClientMemory"))
     notices = [event.text for event in said if event.kind == "notice"]
     assert notices == [
         f"tracker test_trackers_here:Broken(round={round}) failed and hears no more of this run: "
         "ConnectionError: the server is gone"
     ]
     assert said[-1].kind == "ended"
-    assert list(Remembering.all[-1].rounds) == [1, 2, 3, 4, 5, 6]
+    assert list(KeepsClientMemory.all[-1].rounds) == [1, 2, 3, 4, 5, 6]
     plain = go(job(directory="plain"))
     assert plain[-1].record == said[-1].record
 
@@ -316,7 +316,7 @@ def test_a_failing_tracker_is_warned_of_in_python(caplog: pytest.LogCaptureFixtu
         ("mlflow(every=often)", "mlflow: every must be a number, not 'often'"),
         ("nowhere:Tracker", "tracker 'nowhere:Tracker': cannot import 'nowhere'"),
         ("test_trackers_here:JOB", "'JOB' must be a function or class, not dict"),
-        ("test_trackers_here:Remembring", "did you mean 'Remembering'?"),
+        ("test_trackers_here:Remembring", "did you mean 'KeepsClientMemory'?"),
         ("test_trackers_here:Broken", "cannot be made: TypeError"),
         ("test_trackers_here:Killed", "lacks begin, record, end"),
     ],
@@ -330,7 +330,7 @@ def test_what_is_wrong_with_a_tracker_is_said_before_the_first_round(expression:
 
 
 def test_an_interrupt_inside_a_tracker_stops_the_run() -> None:
-    class Stopping(Remembering):
+    class Stopping(KeepsClientMemory):
         def record(self, round: int, figures: Mapping[str, float]) -> None:
             raise KeyboardInterrupt
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import context, settings
 from hypothesis import strategies as st
 
 import fedloom as fl
@@ -64,14 +64,14 @@ def searched(*texts: str) -> dict[str, Any]:
 RATES = "training.learning_rate=[0.001, 0.5]"
 
 
-def grid(given: dict[str, Any], *texts: str, events: list[Event] | None = None) -> tuple[Search, list[Trial]]:
+def grid(context: dict[str, Any], *texts: str, events: list[Event] | None = None) -> tuple[Search, list[Trial]]:
     heard: list[Event] = [] if events is None else events
-    search, tasks = Search(given, searched(*texts)), Tasks()
+    search, tasks = Search(context, searched(*texts)), Tasks()
     return search, search_grid(search, Runner(Here(tasks), heard.append, lambda: False), tasks)
 
 
 @settings(deadline=None, max_examples=20)
-@given(st.integers(0, 1000), st.sampled_from([0.1, 0.25, 0.5]), st.booleans())
+@context(st.integers(0, 1000), st.sampled_from([0.1, 0.25, 0.5]), st.booleans())
 def test_validation_data_are_training_data_of_the_clients_and_nothing_else(seed: int, share: float, own: bool) -> None:
     task = fl.make_task(
         "digits", clients=4, partition="dirichlet(0.5)", model="logistic", local_test=0.25 if own else None
@@ -221,7 +221,7 @@ def test_the_test_data_are_scored_once_for_one_choice(tmp_path: Path) -> None:
 
 def test_optuna_suggests_the_same_trials_again_and_gives_up_hopeless_ones(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
-    given = table(tmp_path, seeds=[0, 1], rounds=3, data={**table(tmp_path)["data"], "clients": 2})
+    context = table(tmp_path, seeds=[0, 1], rounds=3, data={**table(tmp_path)["data"], "clients": 2})
     texts = (
         "training.learning_rate={from=0.02, to=1, scale=log}",
         "training.epochs={from=1, to=2}",
@@ -229,7 +229,7 @@ def test_optuna_suggests_the_same_trials_again_and_gives_up_hopeless_ones(tmp_pa
     )
 
     def search_again(events: list[Event]) -> list[Trial]:
-        search = Search(given, searched(*texts), steps_needed=False)
+        search = Search(context, searched(*texts), steps_needed=False)
         return search_optuna(search, Runner(Here(), events.append, lambda: False), 10)
 
     events: list[Event] = []
@@ -248,17 +248,17 @@ def test_optuna_suggests_the_same_trials_again_and_gives_up_hopeless_ones(tmp_pa
 
 
 def test_a_table_is_written_as_toml_that_reads_back() -> None:
-    given = {
+    context = {
         "algorithm": "fedmr(unit='segment')",
         "name": 'a "quoted" \\ name é \x7f',
         "seeds": [0, 1],
         "rate": 1e-5,
         "on": True,
         "data": {"partition": "iid", "merge": False},
-        "training": {"optimiser_options": {"nesterov": True}},
+        "training": {"optimizer_options": {"nesterov": True}},
         "settings": {"data.partition": ["a"]},
     }
-    assert tomllib.loads(to_toml(given)) == given
+    assert tomllib.loads(to_toml(context)) == context
 
 
 def test_the_command_prints_trials_and_what_to_run_next(
@@ -266,8 +266,8 @@ def test_the_command_prints_trials_and_what_to_run_next(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    given = {key: value for key, value in table(tmp_path).items() if key not in ("name", "directory")}
-    Path("job.toml").write_text(to_toml(given))
+    context = {key: value for key, value in table(tmp_path).items() if key not in ("name", "directory")}
+    Path("job.toml").write_text(to_toml(context))
     command = ["tune", "job.toml", "rounds=1", "--quiet", "--search", RATES, "--search", "algorithm.mu=[0, 1]"]
     assert main(command) == 0
     out = capsys.readouterr().out

@@ -6,28 +6,28 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import context, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.local.batches import Feed, alone, together
+from fedloom.local.batches import ClientLoader, alone, together
 from fedloom.training import epoch_orders
 from test_stacked import assert_same, federated, linear_layers, world
 
 
-def feeds(sizes: list[int]) -> list[Feed]:
+def feeds(sizes: list[int]) -> list[ClientLoader]:
     """Clients whose samples are numbered through, as inputs and as labels."""
     total = torch.arange(sum(sizes))
     samples = Samples(total.float().unsqueeze(1), total)
     dataset = Dataset("numbers", samples, samples, 2)
     parts = total.split(sizes)
-    return [Feed(Samples(samples.inputs[part], samples.labels[part]), dataset) for part in parts]
+    return [ClientLoader(Samples(samples.inputs[part], samples.labels[part]), dataset) for part in parts]
 
 
-def orders(sizes: list[int], batch: int, epochs: int) -> list[list[tuple[Tensor, list[int]]]]:
+def client_tasks(sizes: list[int], batch: int, epochs: int) -> list[list[tuple[Tensor, list[int]]]]:
     streams = [torch.Generator().manual_seed(client) for client in range(len(sizes))]
     return [
         list(epoch_orders(n, stream, batch_size=batch, epochs=epochs)) for n, stream in zip(sizes, streams, strict=True)
@@ -43,7 +43,9 @@ def taken(
     """The samples of each batch of each client, without those that do not count; and the turns, members and steps."""
     found: list[list[list[int]]] = [[] for _ in sizes]
     turns = []
-    for turn in together(feeds(sizes), orders(sizes, batch, epochs), [None] * len(sizes), in_step=in_step, pad=pad):
+    for turn in together(
+        feeds(sizes), client_tasks(sizes, batch, epochs), [None] * len(sizes), in_step=in_step, pad=pad
+    ):
         members, steps = turn.members(len(sizes)), 0
         for one in turn.batches:
             steps += 1
@@ -61,7 +63,7 @@ def taken(
 
 
 @settings(deadline=None, max_examples=25)
-@given(
+@context(
     st.lists(st.integers(1, 17), min_size=2, max_size=5),
     st.integers(2, 6),
     st.integers(1, 3),
@@ -72,7 +74,7 @@ def test_everybody_takes_the_batches_it_would_take_alone(
     sizes: list[int], batch: int, epochs: int, in_step: bool, pad: bool
 ) -> None:
     found, _ = taken(sizes, batch, epochs, in_step=in_step, pad=pad)
-    for feed, own, seen in zip(feeds(sizes), orders(sizes, batch, epochs), found, strict=True):
+    for feed, own, seen in zip(feeds(sizes), client_tasks(sizes, batch, epochs), found, strict=True):
         assert seen == [one.labels[0].tolist() for one in alone(feed, own, None)]
 
 

@@ -244,8 +244,8 @@ class Faulty(RowsEngine):
 
     lost: frozenset[tuple[int, int]] = frozenset()
 
-    def train(self, algorithm, round, orders):  # type: ignore[no-untyped-def]
-        there = [o for o in orders if o.slot is not None or (round.number, o.client) not in self.lost]
+    def train(self, algorithm, round, client_tasks):  # type: ignore[no-untyped-def]
+        there = [o for o in client_tasks if o.slot is not None or (round.number, o.client) not in self.lost]
         return super().train(algorithm, round, there)
 
 

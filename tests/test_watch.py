@@ -33,14 +33,14 @@ Ask = Callable[..., tuple[int, str]]
 def small_run(folder: Path, seed: int = 0, stop_after: int | None = None, method: str = "fedavg") -> Path:
     """A run of six rounds below `folder`, or its first rounds."""
     table = {"directory": str(folder), "rounds": 6, "participation": 0.5, "model": "logistic", "evaluate_every": 1}
-    given = configuration({**table, "data": {"clients": 4, "partition": "iid"}})
+    context = configuration({**table, "data": {"clients": 4, "partition": "iid"}})
 
     def stop(event: Event) -> None:
         if event.kind == "round" and event.finished == stop_after:
             raise KeyboardInterrupt
 
     try:
-        run_configured(given, RunName(method, seed), stop)
+        run_configured(context, RunName(method, seed), stop)
     except KeyboardInterrupt:
         assert stop_after is not None
     return folder / method / f"seed-{seed}"

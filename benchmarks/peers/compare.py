@@ -81,16 +81,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--limit", type=float, default=300, help="seconds after which a framework's turn is ended")
-    given = parser.parse_args()
-    if given.install:
-        install(given.environments)
-    names = given.contenders.split(";")
-    for workload in given.workloads.split(","):
+    context = parser.parse_args()
+    if context.install:
+        install(context.environments)
+    names = context.contenders.split(";")
+    for workload in context.workloads.split(","):
         turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
         trouble: dict[str, str] = {}
-        for _ in range(given.repeats):
+        for _ in range(context.repeats):
             for name in names:
-                found = measure(name, workload, given.environments, ["--rounds", str(given.rounds)], given.limit)
+                found = measure(name, workload, context.environments, ["--rounds", str(context.rounds)], context.limit)
                 if isinstance(found, str):
                     trouble[name] = found
                 else:

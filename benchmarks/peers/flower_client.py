@@ -33,12 +33,12 @@ def train(message: Message, context: Context) -> Message:
     inputs, labels = (part[user] for part in users())
     module = torch_models.MODELS[NAME]()
     module.load_state_dict(message.content["arrays"].to_torch_state_dict())
-    optimiser = torch.optim.SGD(module.parameters(), lr=work.learning_rate, momentum=work.momentum)
-    order = torch.randperm(work.samples)
+    optimizer = torch.optim.SGD(module.parameters(), lr=work.learning_rate, momentum=work.momentum)
+    client_task = torch.randperm(work.samples)
     for first in range(0, work.samples, work.batch):
-        chosen = order[first : first + work.batch]
-        optimiser.zero_grad()
+        chosen = client_task[first : first + work.batch]
+        optimizer.zero_grad()
         F.cross_entropy(module(inputs[chosen]), labels[chosen]).backward()
-        optimiser.step()
+        optimizer.step()
     content = {"arrays": ArrayRecord(module.state_dict()), "metrics": MetricRecord({"num-examples": work.samples})}
     return Message(content=RecordDict(content), reply_to=message)

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 
 def main() -> None:
-    given = w.arguments(__doc__ or "")
-    if given.processes > 1 and "LOCAL_RANK" not in os.environ:
-        launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={given.processes}", "--no_python"]
+    context = w.arguments(__doc__ or "")
+    if context.processes > 1 and "LOCAL_RANK" not in os.environ:
+        launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={context.processes}", "--no_python"]
         sys.exit(subprocess.call([*launch, sys.executable, *sys.argv]))
-    torch.set_num_threads(max(1, given.cores // given.processes))
+    torch.set_num_threads(max(1, context.cores // context.processes))
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.algorithm.base import NNAlgorithmParams
     from pfl.algorithm.federated_averaging import FederatedAveraging
@@ -29,10 +29,10 @@ def main() -> None:
     from pfl.metrics import Metrics, Weighted
     from pfl.model.pytorch import PyTorchModel
 
-    work = w.WORKLOADS[given.workload]
+    work = w.WORKLOADS[context.workload]
     data = work.data()
     inputs, labels = (torch.from_numpy(part) for part in data)
-    kind = torch_models.MODELS[given.workload]
+    kind = torch_models.MODELS[context.workload]
 
     class Trained(kind):  # type: ignore[misc, valid-type]
         def loss(self, x, y):  # type: ignore[no-untyped-def]
@@ -45,16 +45,16 @@ def main() -> None:
     module = Trained()
     central = torch.optim.SGD(module.parameters(), lr=1.0)
 
-    def optimiser(parameters, lr):  # type: ignore[no-untyped-def]
+    def optimizer(parameters, lr):  # type: ignore[no-untyped-def]
         return torch.optim.SGD(parameters, lr=lr, momentum=work.momentum)
 
-    model = PyTorchModel(module, optimiser, central)
+    model = PyTorchModel(module, optimizer, central)
     turn = iter(range(10**9))
     draw = np.random.default_rng(0)
 
     def user(number: int) -> Dataset:
-        order = torch.from_numpy(draw.permutation(work.samples))
-        return Dataset([inputs[number][order], labels[number][order]], user_id=str(number))
+        client_task = torch.from_numpy(draw.permutation(work.samples))
+        return Dataset([inputs[number][client_task], labels[number][client_task]], user_id=str(number))
 
     training = FederatedDataset(user, lambda: next(turn) % work.users)
     ends: list[float] = []
@@ -64,7 +64,7 @@ def main() -> None:
             ends.append(w.now())
             return False, Metrics()
 
-    rounds = given.warm_up + given.rounds
+    rounds = context.warm_up + context.rounds
     began = w.now()
     FederatedAveraging().run(
         algorithm_params=NNAlgorithmParams(
@@ -85,7 +85,7 @@ def main() -> None:
     if int(os.environ.get("RANK", 0)) == 0:
         probe = (torch.from_numpy(part) for part in work.probe(data))
         loss = torch_models.loss_of(module, *probe)
-        w.tell(f"pfl, {given.processes} process(es)", ends, began, given.warm_up, loss)
+        w.tell(f"pfl, {context.processes} process(es)", ends, began, context.warm_up, loss)
 
 
 if __name__ == "__main__":

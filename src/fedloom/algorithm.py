@@ -23,14 +23,14 @@ Message = dict[str, Tensor]
 without uploading are sent a row k + 1."""
 
 
-def downloaded(inbox: Message) -> Tensor:
+def server_model(inbox: Message) -> Tensor:
     """The model that the server sent, `[k, ...]`: the centre of a proximal term, the origin of a displacement.
 
     Local work starts from `inbox["model"]`. The two are the same unless a wrapper has changed the start (`ala` blends the
     download with the client's old model, `umf` adds a stored update) and handed the download on under this name. A method
     that compares its weights with "the global model" asks for it here, and so stays right under every wrapper.
     """
-    return inbox.get("downloaded", inbox["model"])
+    return inbox.get("server_model", inbox["model"])
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Algorithm:
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         """Local work of the cohort's k clients on messages with one row each, `[k, ...]`; the reply has one row each too.
 
-        Training starts from `inbox["model"]` and ends in `reply["model"]`; what the server sent is `downloaded(inbox)`.
+        Training starts from `inbox["model"]` and ends in `reply["model"]`; what the server sent is `server_model(inbox)`.
         """
         return {"model": cohort.fit(inbox["model"]).model}
 
@@ -210,9 +210,9 @@ class Algorithm:
         return all(method.foreseeable for method in self.inner())
 
     @property
-    def foresees_end(self) -> bool:
+    def needs_total_rounds(self) -> bool:
         """Whether anything depends on `round.rounds`, how many rounds there are: then a run cannot be lengthened later."""
-        return any(method.foresees_end for method in self.inner())
+        return any(method.needs_total_rounds for method in self.inner())
 
     def full_state(self) -> dict[str, Tensor]:
         """The state of this method and of those it wraps, by path."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedloom.config.checks import require_at_least, require_one_of, require_positive, require_share
 from fedloom.errors import InvalidValue
 
-# Optimisers that treat every number alike, so that one flat tensor gives what separate tensors would.
+# Optimizers that treat every number alike, so that one flat tensor gives what separate tensors would.
 ELEMENTWISE_OPTIMISERS = (
     "sgd", "adam", "adamw", "adamax", "nadam", "radam", "adagrad", "adadelta", "rmsprop", "rprop", "asgd",
 )  # fmt: skip
@@ -22,7 +22,7 @@ ELEMENTWISE_OPTIMISERS = (
 class Training:
     """Settings of local training (FedAvg, algorithm 1).
 
-    In round t the learning rate is `learning_rate * decay**(t - 1)`. The optimiser starts fresh in each round, so no momentum
+    In round t the learning rate is `learning_rate * decay**(t - 1)`. The optimizer starts fresh in each round, so no momentum
     survives one. Per step: g = gradient (with a method's correction), clipped to norm `clip`, plus `weight_decay * w`;
     v = momentum * v + g; w = w - learning rate * v. (Clipping comes before weight decay, as in torch and the reference codes.)
     """
@@ -36,8 +36,8 @@ class Training:
     batch_size: int | None = 50  # None: all samples of the client in one batch
     drop_last: bool = False  # leave out the last batch of an epoch when it is short
     clip: float | None = None
-    optimiser: str = "sgd"
-    optimiser_options: dict[str, Any] = field(default_factory=dict)  # further arguments of the torch optimiser
+    optimizer: str = "sgd"
+    optimizer_options: dict[str, Any] = field(default_factory=dict)  # further arguments of the torch optimizer
     augmentation: str = "none"  # or "flip_crop": flip with p = 0.5, and with p = 0.5 a random crop with padding 4
     autocast: str = (
         "none"  # or "bfloat16": what forward and loss compute in, where that does no harm; weights stay as they are
@@ -55,12 +55,12 @@ class Training:
             require_at_least("batch_size", self.batch_size, 1)
         if self.clip is not None:
             require_positive("clip", self.clip)
-        require_one_of("optimiser", self.optimiser, ELEMENTWISE_OPTIMISERS)
+        require_one_of("optimizer", self.optimizer, ELEMENTWISE_OPTIMISERS)
         require_one_of("augmentation", self.augmentation, ("none", "flip_crop"))
         require_one_of("autocast", self.autocast, ("none", "bfloat16"))
-        if self.optimiser == "sgd" and self.optimiser_options.keys() - {"nesterov", "dampening"}:
+        if self.optimizer == "sgd" and self.optimizer_options.keys() - {"nesterov", "dampening"}:
             raise InvalidValue(
-                f"optimiser_options of sgd are nesterov and dampening, not {sorted(self.optimiser_options)}"
+                f"optimizer_options of sgd are nesterov and dampening, not {sorted(self.optimizer_options)}"
             )
 
     def values(self) -> dict[str, Any]:

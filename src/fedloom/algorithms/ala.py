@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message, Wrapper, algorithms, describe, downloaded
+from fedloom.algorithm import Algorithm, Message, Wrapper, algorithms, describe, server_model
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.sharing import put, take
 from fedloom.algorithms.silobn import SiloBN
@@ -124,7 +124,7 @@ class Ala(Wrapper):
 
     @staticmethod
     def _handed(inbox: Message, blend: Blend) -> Message:
-        return {**inbox, "model": blend.start, "downloaded": downloaded(inbox)}
+        return {**inbox, "model": blend.start, "server_model": server_model(inbox)}
 
     def top(self, cohort: Cohort) -> Unit:
         """The slices of a row that are blended: the parameters of the p highest blocks among those that travel.

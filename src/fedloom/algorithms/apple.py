@@ -98,7 +98,7 @@ class Apple(PartlyShared):
         return torch.eye(shares.shape[1], dtype=shares.dtype, device=shares.device)[own]
 
     @property
-    def foresees_end(self) -> bool:
+    def needs_total_rounds(self) -> bool:
         return True
 
     def strictness(self, round: Round) -> float:

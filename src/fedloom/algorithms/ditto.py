@@ -40,7 +40,7 @@ class Ditto(PartlyShared):
         cohort.memory["ditto_personal"] = cohort.fit(
             cohort.memory.get("ditto_personal", cohort.initial),
             correction=pull(self.regularisation) if self.regularisation else None,
-            given={"centre": start[:, : cohort.layout.trainable]},
+            context={"centre": start[:, : cohort.layout.trainable]},
             purpose="personal",
             epochs=self.personal_epochs,
         ).model

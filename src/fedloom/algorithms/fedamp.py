@@ -8,11 +8,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Message, Plan, Replies, algorithms, downloaded
+from fedloom.algorithm import Message, Plan, Replies, algorithms, server_model
 from fedloom.algorithms.sharing import PartlyShared, length, pull, put, require_everybody, take
 from fedloom.config.checks import require_at_least, require_one_of, require_positive
 from fedloom.flat.population import squared_distances
-from fedloom.local.cohort import Cohort, Correction, Given
+from fedloom.local.cohort import Cohort, Context, Correction
 from fedloom.round import Round
 
 
@@ -83,11 +83,11 @@ class FedAMP(PartlyShared):
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         # A wrapper that has made a start of its own means it; else a client goes on from its own model.
-        own = start if "downloaded" in inbox else cohort.memory.get("fedamp_model", start)
-        centre = self.complete(cohort, downloaded(inbox))[:, : cohort.layout.trainable]
+        own = start if "server_model" in inbox else cohort.memory.get("fedamp_model", start)
+        centre = self.complete(cohort, server_model(inbox))[:, : cohort.layout.trainable]
         strength = self.regularisation / self.alpha
         correction = pull(strength) if self.norm == "squared" else _plain_pull(strength / 2)
-        model = cohort.fit(own, correction=correction, given={"centre": centre}).model
+        model = cohort.fit(own, correction=correction, context={"centre": centre}).model
         cohort.memory["fedamp_model"] = model
         return model
 
@@ -98,8 +98,8 @@ class FedAMP(PartlyShared):
 def _plain_pull(strength: float) -> Correction:
     """The gradient of strength ||w - centre||; zero at the centre, where there is none, and as near to it as rounding goes."""
 
-    def correct(weights: Tensor, gradient: Tensor, given: Given) -> Tensor:
-        away = weights - given["centre"]
+    def correct(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:
+        away = weights - context["centre"]
         distance = away.norm(dim=1, keepdim=True)
         rounding = 10 * torch.finfo(away.dtype).eps * weights.norm(dim=1, keepdim=True)
         return gradient.add_(torch.where(distance > rounding, away / distance, 0), alpha=strength)

@@ -62,7 +62,7 @@ class SharpnessAware(Algorithm, ABC):
         return self.state["swa_model" if averaged else "model"]
 
     @property
-    def foresees_end(self) -> bool:
+    def needs_total_rounds(self) -> bool:
         return self.swa
 
     def _place_in_cycle(self, round: Round) -> int:
@@ -80,7 +80,7 @@ class SharpnessAware(Algorithm, ABC):
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         layout = cohort.layout
 
-        def slope(rows: Tensor, batch: Batch, given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        def gradient_fn(rows: Tensor, batch: Batch, context: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
             weights, statistics = rows[:, : layout.trainable], rows[:, layout.trainable :]
             before = (weights.clone(), statistics.clone())
             loss, gradient = cohort.gradient(rows, batch)
@@ -92,7 +92,7 @@ class SharpnessAware(Algorithm, ABC):
             return loss, gradient
 
         rate = self._learning_rate(cohort.round)
-        return {"model": cohort.fit(inbox["model"], slope=slope, learning_rate=rate).model}
+        return {"model": cohort.fit(inbox["model"], gradient_fn=gradient_fn, learning_rate=rate).model}
 
     @abstractmethod
     def ascent(self, layout: Layout, weights: Tensor, gradient: Tensor) -> Tensor:

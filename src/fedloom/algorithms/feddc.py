@@ -9,10 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Message, Plan, Replies, algorithms, downloaded
+from fedloom.algorithm import Message, Plan, Replies, algorithms, server_model
 from fedloom.algorithms.feddyn import Drifting
 from fedloom.config.checks import require_one_of
-from fedloom.local.cohort import Cohort, Given
+from fedloom.local.cohort import Cohort, Context
 from fedloom.local.statistics import mean_gradient, mean_steps, relative_sizes, require_sgd
 from fedloom.round import Round
 
@@ -55,13 +55,13 @@ class FedDC(Drifting):
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         require_sgd("feddc", cohort.training)
         count, round = cohort.layout.trainable, cohort.round
-        sent, start = downloaded(inbox)[:, :count], inbox["model"]
+        sent, start = server_model(inbox)[:, :count], inbox["model"]
         drift = cohort.memory.get("feddc_drift", torch.zeros_like(sent))
         own = cohort.memory.get("feddc_update", torch.zeros_like(sent))
         size = relative_sizes(cohort, inbox)
         offset = inbox["update"] / size - own
-        given = {"strength": self.alpha / size, "centre": sent - drift, "offset": offset}
-        trained = cohort.fit(start, correction=_decoupled, given=given)
+        context = {"strength": self.alpha / size, "centre": sent - drift, "offset": offset}
+        trained = cohort.fit(start, correction=_decoupled, context=context)
         moved = trained.model[:, :count]
         rate = round.learning_rate if self.divisor == "current" else round.initial_learning_rate
         steps = mean_steps(cohort.training, inbox) if self.nominal_steps else trained.steps
@@ -72,5 +72,5 @@ class FedDC(Drifting):
         return {"model": trained.model, "update": (new - own).mul_(size)}
 
 
-def _decoupled(weights: Tensor, gradient: Tensor, given: Given) -> Tensor:
-    return gradient.addcmul_(weights - given["centre"], given["strength"]).add_(given["offset"])
+def _decoupled(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:
+    return gradient.addcmul_(weights - context["centre"], context["strength"]).add_(context["offset"])

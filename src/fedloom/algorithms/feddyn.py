@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms, downloaded
+from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms, server_model
 from fedloom.config.checks import require_at_least, require_one_of
-from fedloom.local.cohort import Cohort, Given
+from fedloom.local.cohort import Cohort, Context
 from fedloom.local.statistics import mean_size, relative_sizes
 from fedloom.round import Round
 
@@ -77,13 +77,13 @@ class FedDyn(Drifting):
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         count = cohort.layout.trainable
-        sent = downloaded(inbox)[:, :count]
+        sent = server_model(inbox)[:, :count]
         history = cohort.memory.get("feddyn_history", torch.zeros_like(sent))
-        given = {"strength": self.alpha / relative_sizes(cohort, inbox), "centre": sent - history}
-        model = cohort.fit(inbox["model"], correction=_pull, given=given).model
+        context = {"strength": self.alpha / relative_sizes(cohort, inbox), "centre": sent - history}
+        model = cohort.fit(inbox["model"], correction=_pull, context=context).model
         cohort.memory.write("feddyn_history", history + model[:, :count] - sent, cohort.uploads)
         return {"model": model}
 
 
-def _pull(weights: Tensor, gradient: Tensor, given: Given) -> Tensor:
-    return gradient.addcmul_(weights - given["centre"], given["strength"])
+def _pull(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:
+    return gradient.addcmul_(weights - context["centre"], context["strength"])

@@ -119,7 +119,7 @@ class FedGen(Algorithm):
         for buffer in module.buffers():
             if not buffer.is_floating_point():
                 buffer.zero_()  # batch norm counts its batches, and nobody asks
-        optimiser = torch.optim.Adam(
+        optimizer = torch.optim.Adam(
             module.parameters(), lr=self.generator_learning_rate, weight_decay=self.generator_weight_decay
         )
         for chosen, noise in self._server_draws(round, len(qualified), models):
@@ -129,9 +129,9 @@ class FedGen(Algorithm):
             losses = F.cross_entropy(logits.flatten(0, 1), labels.repeat(len(heads)), reduction="none")
             taught = (shares[:, labels] * losses.view(len(heads), -1)).mean(1).sum()
             loss = self.teacher * taught + self.diversity * sameness(features, noise)
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             loss.backward()
-            optimiser.step()
+            optimizer.step()
         self.state |= {"generator": layout.flatten(module), "generator_trained": torch.ones(1, dtype=torch.bool)}
 
     def _server_draws(self, round: Round, labels: int, like: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -156,13 +156,13 @@ class FedGen(Algorithm):
         module.eval().requires_grad_(False)
         decay = self.coefficient_decay ** (cohort.round.number - 1)
 
-        def objective(net: Net, batch: Batch, given: Mapping[str, Tensor]) -> Tensor:
-            weights = layout.tensors(given["generator"])
-            count, labels = len(batch.labels), given["labels"][batch.step]
-            features = functional_call(module, weights, (batch.labels, given["noise"][batch.step, :count]))
+        def objective(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
+            weights = layout.tensors(context["generator"])
+            count, labels = len(batch.labels), context["labels"][batch.step]
+            features = functional_call(module, weights, (batch.labels, context["noise"][batch.step, :count]))
             target = net.head(features).softmax(1).detach()
             predicted = net(batch.inputs)
-            imagined = functional_call(module, weights, (labels, given["imagined_noise"][batch.step]))
+            imagined = functional_call(module, weights, (labels, context["imagined_noise"][batch.step]))
             alpha = self.alpha * decay * (self.generator_batch / count if self.batch_ratio else 1)
             # F.kl_div written out, since that cannot be batched over clients.
             divergence = (torch.xlogy(target, target) - target * predicted.log_softmax(1)).sum() / count
@@ -172,8 +172,8 @@ class FedGen(Algorithm):
                 + alpha * F.cross_entropy(net.head(imagined), labels)
             )
 
-        given = {"generator": inbox["generator"], **self._client_draws(cohort, inbox["model"])}
-        return cohort.fit(inbox["model"], objective=objective, given=given).model
+        context = {"generator": inbox["generator"], **self._client_draws(cohort, inbox["model"])}
+        return cohort.fit(inbox["model"], objective=objective, context=context).model
 
     def _client_draws(self, cohort: Cohort, like: Tensor) -> dict[str, Tensor]:
         """What each client draws for all of its steps, `[k, steps, ...]`, padded to the longest run and largest batch."""

@@ -31,7 +31,7 @@ class Indep(Algorithm):
 
     `local` is the method whose client half trains, such as `local=fedprox(mu=0.01)`; plain SGD by default. It may be any method
     that is sent one model and returns one: its server half never runs, so a method that is sent more (SCAFFOLD's variate) or
-    whose work is done on the server alone (a server optimiser) is refused. Source: FedMR, section 3.
+    whose work is done on the server alone (a server optimizer) is refused. Source: FedMR, section 3.
     Use it to see what recombination itself brings to `fedmr`; it is no method to deploy.
     """
 

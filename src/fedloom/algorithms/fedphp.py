@@ -48,13 +48,13 @@ class FedPHP(PartlyShared):
         require_one_of("deployed", self.deployed, ("history", "local"))
 
     @property
-    def foresees_end(self) -> bool:
+    def needs_total_rounds(self) -> bool:
         return True
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         history = cohort.memory.get("fedphp_history", cohort.initial)
         if self.transfer:
-            model = cohort.fit(start, objective=self._objective, given={"history": history}).model
+            model = cohort.fit(start, objective=self._objective, context={"history": history}).model
         else:
             model = cohort.fit(start).model
         cohort.memory["fedphp_history"] = torch.lerp(model, history, self._inherited(cohort).to(model).unsqueeze(1))
@@ -72,10 +72,10 @@ class FedPHP(PartlyShared):
         expected = round.rounds * round.participants / round.clients
         return (self.mu * earlier.double() / expected).clamp(max=self.mu)
 
-    def _objective(self, net: Net, batch: Batch, given: Mapping[str, Tensor]) -> Tensor:
+    def _objective(self, net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
         features, logits = net.both(batch.inputs)
         with torch.no_grad():
-            inherited, _ = net.at(given["history"]).both(batch.inputs)
+            inherited, _ = net.at(context["history"]).both(batch.inputs)
         distance = squared_mmd(features.flatten(1), inherited.flatten(1))
         return (1 - self.transfer) * F.cross_entropy(logits, batch.labels) + self.transfer * distance
 

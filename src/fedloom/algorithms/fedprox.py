@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message, algorithms, downloaded
+from fedloom.algorithm import Algorithm, Message, algorithms, server_model
 from fedloom.config.checks import require_at_least, require_positive
-from fedloom.local.cohort import Cohort, Given
+from fedloom.local.cohort import Cohort, Context
 
 
 @algorithms.register("fedprox")
@@ -33,8 +33,8 @@ class FedProx(Algorithm):
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         pull = 2 * self.prox_factor * self.mu
 
-        def proximal(weights: Tensor, gradient: Tensor, given: Given) -> Tensor:
-            return gradient.add_(torch.sub(weights, given["anchor"]), alpha=pull)
+        def proximal(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:
+            return gradient.add_(torch.sub(weights, context["anchor"]), alpha=pull)
 
-        anchor = downloaded(inbox)[:, : cohort.layout.trainable]
-        return {"model": cohort.fit(inbox["model"], correction=proximal, given={"anchor": anchor}).model}
+        anchor = server_model(inbox)[:, : cohort.layout.trainable]
+        return {"model": cohort.fit(inbox["model"], correction=proximal, context={"anchor": anchor}).model}

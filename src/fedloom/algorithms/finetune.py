@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from fedloom.algorithm import Message, algorithms, downloaded
+from fedloom.algorithm import Message, algorithms, server_model
 from fedloom.algorithms.sharing import PartlyShared, pull
 from fedloom.config.checks import require_at_least, require_one_of
 from fedloom.local.cohort import Cohort
@@ -65,6 +65,6 @@ class FedProxC(FedAvgC):
         require_at_least("mu", self.mu, 0)
 
     def descend(self, cohort: Cohort, start: Tensor, inbox: Message, *, purpose: str, epochs: int | None) -> Tensor:
-        centre = self.complete(cohort, downloaded(inbox))[:, : cohort.layout.trainable]
-        fitted = cohort.fit(start, correction=pull(self.mu), given={"centre": centre}, purpose=purpose, epochs=epochs)
+        centre = self.complete(cohort, server_model(inbox))[:, : cohort.layout.trainable]
+        fitted = cohort.fit(start, correction=pull(self.mu), context={"centre": centre}, purpose=purpose, epochs=epochs)
         return fitted.model

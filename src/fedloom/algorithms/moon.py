@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedloom.algorithm import Algorithm, Message, algorithms, downloaded
+from fedloom.algorithm import Algorithm, Message, algorithms, server_model
 from fedloom.config.checks import require_at_least, require_positive
 from fedloom.flat.module import Batch, Net
 from fedloom.local.cohort import Cohort
@@ -38,28 +38,28 @@ class Moon(Algorithm):
         require_positive("temperature", self.temperature)
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        start, sent = inbox["model"], downloaded(inbox)
+        start, sent = inbox["model"], server_model(inbox)
         known = cohort.memory.knows("moon_model")
         if self.mu and bool(known.any()):
-            given = {
+            context = {
                 "received": sent,
                 "previous": cohort.memory.get("moon_model", sent),
                 "known": known.to(sent),
             }
-            model = cohort.fit(start, objective=self._objective, given=given).model
+            model = cohort.fit(start, objective=self._objective, context=context).model
         else:
             model = cohort.fit(start).model
         cohort.memory["moon_model"] = model
         return {"model": model}
 
-    def _objective(self, net: Net, batch: Batch, given: Mapping[str, Tensor]) -> Tensor:
+    def _objective(self, net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
         features, logits = net.both(batch.inputs)
         with torch.no_grad():
-            towards, _ = net.at(given["received"]).both(batch.inputs)
-            away, _ = net.at(given["previous"]).both(batch.inputs)
+            towards, _ = net.at(context["received"]).both(batch.inputs)
+            away, _ = net.at(context["previous"]).both(batch.inputs)
         near, far = _cosine(features, towards), _cosine(features, away)
         contrast = F.softplus((far - near) / self.temperature).mean()
-        return F.cross_entropy(logits, batch.labels) + self.mu * given["known"] * contrast
+        return F.cross_entropy(logits, batch.labels) + self.mu * context["known"] * contrast
 
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:

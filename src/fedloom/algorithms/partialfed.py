@@ -29,7 +29,7 @@ class PartialFed(PartlyShared):
     were drawn, where they were drawn from; then `strategy_batches` train a alone, at the learning rate, by the straight-through
     gradient <dl/dw_layer, downloaded - own> through the softmax. tau = temperature * cooling^(round - 1), at least
     `coldest`. The model of the likelier sources is uploaded, is the client's own in its next round, and is scored (with the
-    download in its part). `bias` is the first logit of "downloaded" (ties are in its favour). Steps are plain: momentum,
+    download in its part). `bias` is the first logit of "server_model" (ties are in its favour). Steps are plain: momentum,
     weight decay and clipping of local training do not apply.
     Reconstructed from the paper's text. Source: Sun et al. 2021, section 3; FedALA, appendix G.
     Use it in cross-silo federations where nobody knows which layers are better shared and which kept.
@@ -99,20 +99,20 @@ class _Step:
         return choice[:, self.layer]
 
     def __call__(self, state: dict[str, Tensor], batch: Batch) -> Tensor:
-        downloaded, own, logits = state["global"], state["local"], state["logits"]
+        server_model, own, logits = state["global"], state["local"], state["logits"]
         noisy = logits + state["noise"][:, batch.step]
         chosen = self.spread(_favours_global(noisy))
-        working = torch.where(chosen, downloaded, own)
+        working = torch.where(chosen, server_model, own)
         loss, gradient = self.cohort.gradient(working, batch)
         rate, count = self.cohort.round.learning_rate, self.cohort.layout.trainable
         pattern = self.method.model_batches + self.method.strategy_batches
         if batch.step % pattern < self.method.model_batches:
             working[:, :count].sub_(gradient, alpha=rate)
-            torch.where(chosen, working, downloaded, out=downloaded)
+            torch.where(chosen, working, server_model, out=server_model)
             torch.where(chosen, own, working, out=own)
             return loss
         product = torch.zeros_like(noisy[:, :, 0])
-        product.index_add_(1, self.layer[:count], gradient * (downloaded - own)[:, :count])
+        product.index_add_(1, self.layer[:count], gradient * (server_model - own)[:, :count])
         soft = torch.softmax(noisy / self.temperature, 2)
         slope = soft[:, :, 0] * soft[:, :, 1] * product / self.temperature
         logits.sub_(torch.stack([slope, -slope], 2), alpha=rate)

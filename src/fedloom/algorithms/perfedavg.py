@@ -11,7 +11,7 @@ from fedloom.algorithm import Message, algorithms
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.config.checks import require_at_least, require_one_of, require_positive
 from fedloom.flat.module import Batch
-from fedloom.local.cohort import Cohort, Given
+from fedloom.local.cohort import Cohort, Context
 
 
 @algorithms.register("per_fedavg")
@@ -48,13 +48,13 @@ class PerFedAvg(PartlyShared):
         alpha = self._alpha(cohort)
         count = 2 if self.variant == "first_order" else 3
 
-        def slope(weights: Tensor, batch: Batch, given: Given) -> tuple[Tensor, Tensor]:
-            return self._slope(cohort, weights, divided(batch, count, cohort.replica.needs_pairs), alpha)
+        def gradient_fn(weights: Tensor, batch: Batch, context: Context) -> tuple[Tensor, Tensor]:
+            return self._slope(cohort, weights, divided(batch, count, cohort.flat_module.needs_pairs), alpha)
 
         settings = cohort.training
         return cohort.fit(
             start,
-            slope=slope,
+            gradient_fn=gradient_fn,
             epochs=self.passes * settings.epochs,
             steps=None if settings.steps is None else self.passes * settings.steps,
             batch_size=None if settings.batch_size is None else count * settings.batch_size,

@@ -9,10 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms, downloaded
+from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms, server_model
 from fedloom.config.checks import require_one_of, require_positive
 from fedloom.flat.module import Batch
-from fedloom.local.cohort import Cohort, Given, Trained
+from fedloom.local.cohort import Cohort, Context, Trained
 from fedloom.local.statistics import (
     mean_gradient,
     mean_size,
@@ -74,9 +74,9 @@ class Scaffold(Algorithm):
         own = cohort.memory.get("scaffold_variate", torch.zeros_like(inbox["variate"]))
         size = relative_sizes(cohort, inbox) if "mean_size" in inbox else torch.ones_like(own[:, :1])
         general = inbox["variate"] / size
-        trained = cohort.fit(start, correction=_offset, given={"offset": general - own})
+        trained = cohort.fit(start, correction=_offset, context={"offset": general - own})
         if self.option == 1:
-            new = full_gradient(cohort, downloaded(inbox))
+            new = full_gradient(cohort, server_model(inbox))
         else:
             new = self._followed(cohort, start, trained).add_(own).sub_(general)
         new = torch.where((trained.steps > 0).to(new.device).unsqueeze(1), new, own)
@@ -92,8 +92,8 @@ class Scaffold(Algorithm):
         return mean_gradient(start[:, :count], trained.model[:, :count], trained.steps, rate * gain)
 
 
-def _offset(weights: Tensor, gradient: Tensor, given: Given) -> Tensor:
-    return gradient.add_(given["offset"])
+def _offset(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:
+    return gradient.add_(context["offset"])
 
 
 def full_gradient(cohort: Cohort, rows: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from fedloom.config.checks import require_one_of
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.population import weighted_mean
-from fedloom.local.cohort import Cohort, Correction, Given
+from fedloom.local.cohort import Cohort, Context, Correction
 from fedloom.models.structure import block_parameters
 from fedloom.round import Round
 
@@ -50,10 +50,10 @@ def block_layers(module: nn.Module, blocks: slice) -> frozenset[str]:
 
 
 def pull(strength: float) -> Correction:
-    """The gradient of (strength / 2) ||w - centre||^2, to be added to that of the data; `given["centre"]` is `[k, T]`."""
+    """The gradient of (strength / 2) ||w - centre||^2, to be added to that of the data; `context["centre"]` is `[k, T]`."""
 
-    def correct(weights: Tensor, gradient: Tensor, given: Given) -> Tensor:
-        return gradient.add_(torch.sub(weights, given["centre"]), alpha=strength)
+    def correct(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:
+        return gradient.add_(torch.sub(weights, context["centre"]), alpha=strength)
 
     return correct
 

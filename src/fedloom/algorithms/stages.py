@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message, Plan, Replies, Selection, algorithms, downloaded
+from fedloom.algorithm import Algorithm, Message, Plan, Replies, Selection, algorithms, server_model
 from fedloom.config.checks import require_at_least, require_between, require_one_of
 from fedloom.data.dataset import Samples
 from fedloom.errors import InvalidValue
@@ -182,7 +182,7 @@ class Stages(Algorithm):
         rest = {name: rows for name, rows in inbox.items() if name != "stage"}
         if last != "auto":
             return method.train(cohort, rest)
-        loss = cohort.subset(held_out, "held_out", lasting=True).loss(downloaded(inbox))
+        loss = cohort.subset(held_out, "held_out", lasting=True).loss(server_model(inbox))
         reply = method.train(cohort.subset(not_held_out, "held_out", lasting=True), rest)
         return reply | {"held_out_loss": loss.to(inbox["model"].dtype)}
 

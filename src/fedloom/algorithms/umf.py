@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message, Plan, Selection, Wrapper, algorithms, describe, downloaded
+from fedloom.algorithm import Algorithm, Message, Plan, Selection, Wrapper, algorithms, describe, server_model
 from fedloom.config.checks import require_share
 from fedloom.errors import InvalidValue
 from fedloom.local.cohort import Cohort
@@ -54,8 +54,8 @@ class Umf(Wrapper):
             _require_one_start(method, plan)
 
     @property
-    def foresees_end(self) -> bool:
-        return not self._trains_all or super().foresees_end  # else nobody trains idly in the last round
+    def needs_total_rounds(self) -> bool:
+        return not self._trains_all or super().needs_total_rounds  # else nobody trains idly in the last round
 
     @property
     def _trains_all(self) -> bool:
@@ -91,7 +91,7 @@ class Umf(Wrapper):
         start[:, :trainable] += update.mul(self.alpha * ratio).mul_(fuses.to(update).unsqueeze(1))
         apart = copy.copy(cohort)
         apart.memory = UploadersMemory(cohort.memory, cohort.uploads)
-        reply = self.method.train(apart, {**inbox, "model": start, "downloaded": downloaded(inbox)})
+        reply = self.method.train(apart, {**inbox, "model": start, "server_model": server_model(inbox)})
         update = reply["model"][:, :trainable] - start[:, :trainable]
         usable = idle & torch.isfinite(update.sum(1)).cpu()
         cohort.memory["umf_update"] = update.mul_(usable.to(update).unsqueeze(1)).nan_to_num_(0, 0, 0)

@@ -23,7 +23,7 @@ INTEGERS = "integers"
 
 
 @dataclass(frozen=True)
-class Order:
+class ClientTask:
     """One client's work in a round: its number, its slot (None: it trains without uploading) and its inbox, one row each."""
 
     client: int
@@ -40,7 +40,7 @@ class Reply:
     task that knows.
     """
 
-    order: Order
+    client_task: ClientTask
     tensors: Mapping[str, Tensor]
     metrics: Mapping[str, float]
     gathered: Mapping[str, Tensor] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Reply:
 class Fault:
     """One client that did not answer, or whose answer was refused, and why."""
 
-    order: Order
+    client_task: ClientTask
     reason: str
     error: Exception | None = None
     diverged: bool = False
@@ -72,10 +72,10 @@ class Choice:
 class Engine(Protocol):
     """Runs the client half of a method. Results may come in any order; the federation puts them in theirs."""
 
-    def train(self, algorithm: Algorithm, round: Round, orders: Sequence[Order]) -> Iterator[Reply | Fault]:
+    def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
         """Let every client of `orders` train."""
 
-    def evaluate(self, algorithm: Algorithm, round: Round, orders: Sequence[Order]) -> Iterator[Tally]:
+    def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
         """Let every client of `orders` make the model it would use, and score that on the client's own test data.
 
         `round` is one that has not begun. Nothing of it lasts: clients remember nothing, random streams and statistics stay as
@@ -119,7 +119,7 @@ def expectations(algorithm: Algorithm, round: Round, layout: Layout) -> dict[str
     return expected | {INTEGERS: (layout.integers,)} if layout.integers else expected
 
 
-class Remembering:
+class KeepsClientMemory:
     """The half of an engine that keeps what its clients remember in one store."""
 
     store: ClientStore

@@ -35,7 +35,7 @@ WHERE = ("workers", "threads", "cpus", "gpus", "address", "memory_budget", "obje
 
 
 def make_engine(
-    name: str, task: Task, schedule: Schedule | None = None, *, hearing: bool = False, **options: Any
+    name: str, task: Task, schedule: Schedule | None = None, *, in_process: bool = False, **options: Any
 ) -> LocalEngine:
     """The engine called `name`, made with `options`: `rows`, `stacked`, `processes`, `ray`, or `auto`, which measures.
 
@@ -43,15 +43,15 @@ def make_engine(
 
     `auto` runs a short round of plain averaging in each engine on this machine on this task and takes the fastest; options are
     then those that all of these have. Worker processes are tried only where the rounds of the `schedule` are worth their start;
-    without one they are taken to be many. With `hearing`, clients learn in this process, since a recorder listens to them. Which
-    engine it was, and the seconds, stand in the engine's `chosen`. Engines agree to float tolerance and not bit for bit, so a run
-    that is to be repeated exactly names its engine.
+    without one they are taken to be many. `in_process=True`: recorders hook client training, so engines with several processes
+    are excluded. Which engine was taken, and the seconds of each, stand in the engine's `chosen`. Engines agree to float
+    tolerance and not bit for bit, so a run that is to be repeated exactly names its engine.
     Raises `InvalidValue` for another name or for options that the engine does not have.
     """
     call = require_engine(name)
     try:
         if call.name == "auto":
-            return fastest(task, schedule, options, hearing=hearing)
+            return fastest(task, schedule, options, in_process=in_process)
         engine = ENGINES[call.name](task, **{**call.named, **options})
     except TypeError as error:
         raise InvalidValue(f"engine {call.name!r}: {error}") from error

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fedloom.engines.base import Order
+from fedloom.engines.base import ClientTask
 
 
-def grouped(orders: Sequence[Order], sizes: Tensor, workers: int, chunk: int) -> list[list[Order]]:
+def grouped(client_tasks: Sequence[ClientTask], sizes: Tensor, workers: int, chunk: int) -> list[list[ClientTask]]:
     """The orders in groups of at most `chunk`, those with most samples first; `sizes [n]` are their numbers of samples.
 
     A long piece of work that starts last leaves the other workers idle; short ones fill the gaps at the end. Clients of like
@@ -19,10 +19,10 @@ def grouped(orders: Sequence[Order], sizes: Tensor, workers: int, chunk: int) ->
     """
     falling = sizes.argsort(descending=True, stable=True).tolist()
     if chunk == 1:
-        return [[orders[place]] for place in falling]
-    count = min(len(orders), workers * math.ceil(len(orders) / (workers * chunk)))
-    groups: list[list[Order]] = []
-    current: list[Order] = []
+        return [[client_tasks[place]] for place in falling]
+    count = min(len(client_tasks), workers * math.ceil(len(client_tasks) / (workers * chunk)))
+    groups: list[list[ClientTask]] = []
+    current: list[ClientTask] = []
     filled, rest = 0, int(sizes.sum())
     for place in falling:
         size = int(sizes[place])
@@ -30,6 +30,6 @@ def grouped(orders: Sequence[Order], sizes: Tensor, workers: int, chunk: int) ->
         if len(current) == chunk or (current and left > 1 and filled + size / 2 > rest / left):
             groups.append(current)
             rest, current, filled = rest - filled, [], 0
-        current.append(orders[place])
+        current.append(client_tasks[place])
         filled += size
     return [*groups, current] if current else groups

@@ -11,10 +11,19 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
-from fedloom.engines.base import INTEGERS, Choice, Fault, Order, Remembering, Reply, expectations, inspect_reply
+from fedloom.engines.base import (
+    INTEGERS,
+    Choice,
+    ClientTask,
+    Fault,
+    KeepsClientMemory,
+    Reply,
+    expectations,
+    inspect_reply,
+)
 from fedloom.errors import FedloomError, InvalidValue, RefusedReply
 from fedloom.flat.allocator import keep_pages
-from fedloom.flat.module import Replica
+from fedloom.flat.module import FlatModule
 from fedloom.local.cohort import Cohort
 from fedloom.randomness import stream_seed
 from fedloom.round import Round
@@ -23,7 +32,7 @@ from fedloom.state.store import BUDGET, ClientStore, Memory
 from fedloom.task import Task
 
 
-class RowsEngine(Remembering):
+class RowsEngine(KeepsClientMemory):
     """Trains each client's row in place through a module whose parameters are views of it.
 
     `memory_budget`: bytes of client memory kept here; the clients not used for longest spill to files beyond it. `compiled`:
@@ -36,74 +45,78 @@ class RowsEngine(Remembering):
     def __init__(self, task: Task, memory_budget: int = BUDGET, compiled: bool = False) -> None:
         self.task, self.compiled = task, compiled
         self.store = ClientStore(budget=memory_budget)
-        self.replica = Replica(task.model, task.layout)
+        self.flat_module = FlatModule(task.model, task.layout)
         self.evaluator = Evaluator(task.model, task.layout, task.dataset)
 
     def begin(self, task: Task, directory: Path | None) -> None:
         self.task = task
-        self.replica.compile_for(full_batch(task) if self.compiled else None)
+        self.flat_module.compile_for(full_batch(task) if self.compiled else None)
         self.store.begin(directory)
         keep_pages()
 
-    def train(self, algorithm: Algorithm, round: Round, orders: Sequence[Order]) -> Iterator[Reply | Fault]:
-        return self.train_expecting(algorithm, round, orders, expectations(algorithm, round, self.task.layout))
+    def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
+        return self.train_expecting(algorithm, round, client_tasks, expectations(algorithm, round, self.task.layout))
 
     def train_expecting(
-        self, algorithm: Algorithm, round: Round, orders: Sequence[Order], expected: Mapping[str, tuple[int, ...]]
+        self,
+        algorithm: Algorithm,
+        round: Round,
+        client_tasks: Sequence[ClientTask],
+        expected: Mapping[str, tuple[int, ...]],
     ) -> Iterator[Reply | Fault]:
         """`train` without the server's half of the method; `expected` is what `expectations` gives for this round."""
-        for order in orders:
-            yield self.train_one(algorithm, round, order, expected)
+        for client_task in client_tasks:
+            yield self.train_one(algorithm, round, client_task, expected)
 
     def train_one(
-        self, algorithm: Algorithm, round: Round, order: Order, expected: Mapping[str, tuple[int, ...]]
+        self, algorithm: Algorithm, round: Round, client_task: ClientTask, expected: Mapping[str, tuple[int, ...]]
     ) -> Reply | Fault:
         """Let one client train."""
         try:
-            return self._train_one(algorithm, round, order, expected)
+            return self._train_one(algorithm, round, client_task, expected)
         except RefusedReply as error:
-            return Fault(order, str(error), error, diverged="not finite" in str(error))
+            return Fault(client_task, str(error), error, diverged="not finite" in str(error))
         except FedloomError:
             raise  # a mistake in the configuration is not the client's
         except Exception as error:
-            return Fault(order, f"{type(error).__name__}: {error}", error)
+            return Fault(client_task, f"{type(error).__name__}: {error}", error)
 
     def _train_one(
-        self, algorithm: Algorithm, round: Round, order: Order, expected: Mapping[str, tuple[int, ...]]
+        self, algorithm: Algorithm, round: Round, client_task: ClientTask, expected: Mapping[str, tuple[int, ...]]
     ) -> Reply:
-        cohort = self.cohort(round, order)
-        inbox = dict(order.inbox)
+        cohort = self.cohort(round, client_task)
+        inbox = dict(client_task.inbox)
         integers = inbox.pop(INTEGERS, None)
         if integers is not None:
-            self.replica.load_integers(integers)
-        with self._layers_draw(round, order.client):
+            self.flat_module.load_integers(integers)
+        with self._layers_draw(round, client_task.client):
             message = algorithm.train(cohort, inbox)
         if integers is not None:
-            message[INTEGERS] = self.replica.integers()
+            message[INTEGERS] = self.flat_module.integers()
         tensors = {name: rows[0] for name, rows in message.items()}
-        if order.slot is not None:
+        if client_task.slot is not None:
             inspect_reply(tensors, expected)
         cohort.memory.commit()
-        return Reply(order, tensors, measured(cohort)[0])
+        return Reply(client_task, tensors, measured(cohort)[0])
 
-    def evaluate(self, algorithm: Algorithm, round: Round, orders: Sequence[Order]) -> Iterator[Tally]:
+    def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
         own = self.task.local_test
         if own is None:
             raise InvalidValue("the clients have no test data of their own: give the task local_test, such as 0.25")
-        for order in orders:
-            row, integers = self.personalise(algorithm, round, order)
-            yield self.evaluator.tally(row, self.task.train, own, [order.client], integers)
+        for client_task in client_tasks:
+            row, integers = self.personalise(algorithm, round, client_task)
+            yield self.evaluator.tally(row, self.task.train, own, [client_task.client], integers)
 
-    def personalise(self, algorithm: Algorithm, round: Round, order: Order) -> tuple[Tensor, Tensor | None]:
+    def personalise(self, algorithm: Algorithm, round: Round, client_task: ClientTask) -> tuple[Tensor, Tensor | None]:
         """The model `[P]` that one client would use in `round`, and its integer buffers if it has any. Nothing of it lasts:
         the method works on a copy of the inbox, and what it writes to the client's memory is dropped."""
-        inbox = {name: rows.clone() for name, rows in order.inbox.items()}
+        inbox = {name: rows.clone() for name, rows in client_task.inbox.items()}
         integers = inbox.pop(INTEGERS, None)
         if integers is not None:
-            self.replica.load_integers(integers)
-        with self._layers_draw(round, order.client):
-            row = algorithm.personalise(self.cohort(round, order), inbox)[0]
-        return row, None if integers is None else self.replica.integers()[0]
+            self.flat_module.load_integers(integers)
+        with self._layers_draw(round, client_task.client):
+            row = algorithm.personalise(self.cohort(round, client_task), inbox)[0]
+        return row, None if integers is None else self.flat_module.integers()[0]
 
     @contextmanager
     def _layers_draw(self, round: Round, client: int) -> Iterator[None]:
@@ -118,17 +131,17 @@ class RowsEngine(Remembering):
                 torch.cuda.default_generators[device].manual_seed(seed)
             yield
 
-    def cohort(self, round: Round, order: Order) -> Cohort:
+    def cohort(self, round: Round, client_task: ClientTask) -> Cohort:
         """The cohort of one client."""
         return Cohort(
-            [order.client],
-            [self.task.samples(order.client)],
+            [client_task.client],
+            [self.task.samples(client_task.client)],
             self.task.dataset,
-            self.replica,
+            self.flat_module,
             self.task.training,
             round,
-            Memory(self.store, [order.client]),
-            [order.slot is not None],
+            Memory(self.store, [client_task.client]),
+            [client_task.slot is not None],
         )
 
     def close(self) -> None:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, describe
 from fedloom.config.checks import require_at_least
-from fedloom.engines.base import INTEGERS, Fault, Order, Reply, inspect_reply
+from fedloom.engines.base import INTEGERS, ClientTask, Fault, Reply, inspect_reply
 from fedloom.engines.rows import RowsEngine, full_batch, measured
 from fedloom.errors import FedloomError, InvalidValue, RefusedReply
-from fedloom.flat.module import Batch, Replica, cross_entropy, generator_state
-from fedloom.flat.stacked_module import StackedReplica
+from fedloom.flat.module import Batch, FlatModule, cross_entropy, generator_state
+from fedloom.flat.stacked_module import StackedModule
 from fedloom.local.cohort import Cohort
 from fedloom.round import Round
 from fedloom.rounds.scoring import Tally
@@ -48,78 +48,88 @@ class StackedEngine(RowsEngine):
         super().__init__(task, memory_budget, compiled)
         if chunk is not None:
             require_at_least("chunk", chunk, 1)
-        self.stack = StackedReplica(task.model, task.layout)
+        self.stack = StackedModule(task.model, task.layout)
         self.alone: dict[str, str] = {}
-        trial = _Trial(task, self.replica, self.stack)
+        trial = _Trial(task, self.flat_module, self.stack)
         self.unstackable, self._draws = trial.unstackable, trial.draws
-        self.chunk = chunk or default_chunk(task, self.replica)
+        self.chunk = chunk or default_chunk(task, self.flat_module)
 
     def begin(self, task: Task, directory: Path | None) -> None:
         super().begin(task, directory)
         self.stack.compile_for(full_batch(task) if self.compiled else None)
 
     def train_expecting(
-        self, algorithm: Algorithm, round: Round, orders: Sequence[Order], expected: Mapping[str, tuple[int, ...]]
+        self,
+        algorithm: Algorithm,
+        round: Round,
+        client_tasks: Sequence[ClientTask],
+        expected: Mapping[str, tuple[int, ...]],
     ) -> Iterator[Reply | Fault]:
-        for chunk in self._chunks(algorithm, orders):
+        for chunk in self._chunks(algorithm, client_tasks):
             yield from self._train(algorithm, round, chunk, expected)
 
     def _train(
-        self, algorithm: Algorithm, round: Round, orders: Sequence[Order], expected: Mapping[str, tuple[int, ...]]
+        self,
+        algorithm: Algorithm,
+        round: Round,
+        client_tasks: Sequence[ClientTask],
+        expected: Mapping[str, tuple[int, ...]],
     ) -> Iterator[Reply | Fault]:
-        if len(orders) == 1:
-            yield self.train_one(algorithm, round, orders[0], expected)
+        if len(client_tasks) == 1:
+            yield self.train_one(algorithm, round, client_tasks[0], expected)
             return
-        cohort, inbox = self._together(round, orders)
+        cohort, inbox = self._together(round, client_tasks)
         try:
             message = algorithm.train(cohort, inbox)
         except FedloomError:
             raise  # a mistake in the configuration is not the clients'
         except torch.OutOfMemoryError:
-            self.chunk = max(1, len(orders) // 2)
-            for part in (orders[: self.chunk], orders[self.chunk :]):
+            self.chunk = max(1, len(client_tasks) // 2)
+            for part in (client_tasks[: self.chunk], client_tasks[self.chunk :]):
                 yield from self._train(algorithm, round, part, expected)
             return
         except Exception as error:
             # One client's failure is not that of the others: each trains by itself, with the same result.
             self.alone[describe(algorithm)] = f"{type(error).__name__}: {error}"
-            yield from super().train_expecting(algorithm, round, orders, expected)
+            yield from super().train_expecting(algorithm, round, client_tasks, expected)
             return
         if self.task.layout.integers:
             message[INTEGERS] = self.stack.integers()
-        yield from _answers(orders, message, cohort, expected)
+        yield from _answers(client_tasks, message, cohort, expected)
 
-    def evaluate(self, algorithm: Algorithm, round: Round, orders: Sequence[Order]) -> Iterator[Tally]:
+    def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
         own = self.task.local_test
         if own is None:
             raise InvalidValue("the clients have no test data of their own: give the task local_test, such as 0.25")
-        for chunk in self._chunks(algorithm, orders):
+        for chunk in self._chunks(algorithm, client_tasks):
             if len(chunk) == 1:
                 yield from super().evaluate(algorithm, round, chunk)
                 continue
             cohort, inbox = self._together(round, chunk)
             rows = algorithm.personalise(cohort, {name: tensor.clone() for name, tensor in inbox.items()})
             integers = self.stack.integers()
-            for place, order in enumerate(chunk):
+            for place, client_task in enumerate(chunk):
                 held = integers[place] if self.task.layout.integers else None
-                yield self.evaluator.tally(rows[place], self.task.train, own, [order.client], held)
+                yield self.evaluator.tally(rows[place], self.task.train, own, [client_task.client], held)
 
-    def _chunks(self, algorithm: Algorithm, orders: Sequence[Order]) -> list[list[Order]]:
+    def _chunks(self, algorithm: Algorithm, client_tasks: Sequence[ClientTask]) -> list[list[ClientTask]]:
         """The orders in chunks of about equal length, largest clients first; one by one where they cannot be stacked."""
         reason = apart(algorithm)
         if reason:
             self.alone[describe(algorithm)] = reason
         size = 1 if reason or self.unstackable else self.chunk
-        clients = torch.tensor([order.client for order in orders], dtype=torch.int64)
+        clients = torch.tensor([client_task.client for client_task in client_tasks], dtype=torch.int64)
         falling = self.task.sizes(clients).argsort(descending=True, stable=True).tolist()
-        count = math.ceil(len(orders) / size)
-        edges = [place * len(orders) // max(1, count) for place in range(count + 1)]
-        return [[orders[k] for k in falling[a:b]] for a, b in pairwise(edges)]
+        count = math.ceil(len(client_tasks) / size)
+        edges = [place * len(client_tasks) // max(1, count) for place in range(count + 1)]
+        return [[client_tasks[k] for k in falling[a:b]] for a, b in pairwise(edges)]
 
-    def _together(self, round: Round, orders: Sequence[Order]) -> tuple[Cohort, Message]:
+    def _together(self, round: Round, client_tasks: Sequence[ClientTask]) -> tuple[Cohort, Message]:
         """The cohort of several clients, and their inboxes with one row each."""
-        clients = [order.client for order in orders]
-        inbox = {name: _joined([order.inbox[name] for order in orders]) for name in orders[0].inbox}
+        clients = [client_task.client for client_task in client_tasks]
+        inbox = {
+            name: _joined([client_task.inbox[name] for client_task in client_tasks]) for name in client_tasks[0].inbox
+        }
         integers = inbox.pop(INTEGERS, None)
         streams = [round.stream("layers", client) for client in clients] if self._draws else []
         self.stack.begin(len(clients), streams)
@@ -133,7 +143,7 @@ class StackedEngine(RowsEngine):
             self.task.training,
             round,
             Memory(self.store, clients),
-            [order.slot is not None for order in orders],
+            [client_task.slot is not None for client_task in client_tasks],
         )
         return cohort, inbox
 
@@ -145,22 +155,22 @@ def apart(algorithm: Algorithm) -> str | None:
 
 
 def _answers(
-    orders: Sequence[Order], message: Message, cohort: Cohort, expected: Mapping[str, tuple[int, ...]]
+    client_tasks: Sequence[ClientTask], message: Message, cohort: Cohort, expected: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Reply | Fault]:
     """One answer a client; whoever's is refused remembers nothing of the round."""
     answers: list[Reply | Fault] = []
     kept = []
     figures = measured(cohort)
-    for place, order in enumerate(orders):
+    for place, client_task in enumerate(client_tasks):
         tensors = {name: rows[place] for name, rows in message.items()}
         try:
-            if order.slot is not None:
+            if client_task.slot is not None:
                 inspect_reply(tensors, expected)
         except RefusedReply as error:
-            answers.append(Fault(order, str(error), error, diverged="not finite" in str(error)))
+            answers.append(Fault(client_task, str(error), error, diverged="not finite" in str(error)))
             continue
         kept.append(place)
-        answers.append(Reply(order, tensors, figures[place]))
+        answers.append(Reply(client_task, tensors, figures[place]))
     cohort.memory.commit(kept)
     yield from answers
 
@@ -180,7 +190,7 @@ class _Trial:
     in a way that cannot be given to each client, keeps statistics that a stack would lose, or has several number types.
     """
 
-    def __init__(self, task: Task, one: Replica, many: StackedReplica) -> None:
+    def __init__(self, task: Task, one: FlatModule, many: StackedModule) -> None:
         self.draws = False
         self.unstackable: str | None = None
         index = torch.arange(4, device=task.train.labels.device) % len(task.train)
@@ -204,7 +214,7 @@ class _Trial:
         if not alike and not (self.draws and self.rows.is_cuda):
             self.unstackable = "a stack of two models does not compute what each of them does"
 
-    def _apart(self, one: Replica) -> tuple[Tensor, ...]:
+    def _apart(self, one: FlatModule) -> tuple[Tensor, ...]:
         found: list[tuple[Tensor, ...]] = []
         for client in range(2):
             rows = self.rows[client : client + 1].clone()
@@ -218,7 +228,7 @@ class _Trial:
             found.append((loss, gradient.clone(), rows, one.integers()))
         return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
 
-    def _together(self, many: StackedReplica) -> tuple[Tensor, ...]:
+    def _together(self, many: StackedModule) -> tuple[Tensor, ...]:
         rows = self.rows.clone()
         many.begin(2, [torch.Generator().manual_seed(client) for client in range(2)] if self.draws else [])
         many.load_integers(self.integers)
@@ -226,18 +236,18 @@ class _Trial:
         return loss, gradient.clone(), rows, many.integers()
 
 
-def default_chunk(task: Task, replica: Replica) -> int:
+def default_chunk(task: Task, flat_module: FlatModule) -> int:
     """How many models to stack: what fits the processor's caches, or an accelerator's free memory."""
     if task.initial.is_cuda:
         free, _ = torch.cuda.mem_get_info(task.initial.device)
-        return max(1, int(SHARE_OF_MEMORY * free / bytes_of_training(task, replica)))
+        return max(1, int(SHARE_OF_MEMORY * free / bytes_of_training(task, flat_module)))
     return max(4, min(64, STACK_VALUES // task.layout.size))
 
 
-def bytes_of_training(task: Task, replica: Replica) -> int:
+def bytes_of_training(task: Task, flat_module: FlatModule) -> int:
     """Bytes that one model needs while it trains: its rows, and what a step's forward pass keeps for its backward pass (measured
     on one sample, or two for batch norm)."""
-    count = 2 if replica.needs_pairs else 1
+    count = 2 if flat_module.needs_pairs else 1
     samples = task.train[:count]
     kept: dict[int, int] = {}
 
@@ -251,7 +261,7 @@ def bytes_of_training(task: Task, replica: Replica) -> int:
         torch.random.fork_rng(devices=[row.device] if row.is_cuda else []),
         torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
     ):
-        replica.gradient(row, batch, cross_entropy, {})
+        flat_module.gradient(row, batch, cross_entropy, {})
     weights = task.layout.size * row.element_size()
     activations = max(0, sum(kept.values()) - weights) // count + batch.inputs[0, 0].numel() * row.element_size()
     return ROWS_HELD * weights + 2 * full_batch(task) * activations

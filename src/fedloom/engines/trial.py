@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fedloom.algorithm import Algorithm, Plan
-from fedloom.engines.base import Choice, Order
+from fedloom.engines.base import Choice, ClientTask
 from fedloom.engines.processes.engine import ProcessesEngine
 from fedloom.engines.processes.worker import VARIABLE
 from fedloom.engines.rows import RowsEngine
@@ -40,12 +40,12 @@ steps took 0.83 to 1.23 of the others' time."""
 
 
 def fastest(
-    task: Task, schedule: Schedule | None, options: dict[str, Any], *, hearing: bool = False
+    task: Task, schedule: Schedule | None, options: dict[str, Any], *, in_process: bool = False
 ) -> RowsEngine | ProcessesEngine:
     """The engine, ready for the task, whose trial round was shortest. `options` are given to each.
 
     Worker processes start once, to be kept where they win, and only where the rounds to come are worth it; without a `schedule`
-    they are taken to be many. Compiled steps are tried likewise, and on CUDA alone. With `hearing`, clients learn in this
+    they are taken to be many. Compiled steps are tried likewise, and on CUDA alone. With `in_process`, clients learn in this
     process, where a recorder can listen.
     """
     rows, stacked = RowsEngine(task, **options), StackedEngine(task, **options)
@@ -61,7 +61,7 @@ def fastest(
         made[name] = StackedEngine(task, compiled=True, **options)
         with suppress(FedloomError):  # no compiler here, or none that knows these layers
             seconds[name] = trial.seconds(made[name])
-    if not hearing and _has_cores(task) and trial.to_come(min(seconds.values()), schedule) > 2 * START:
+    if not in_process and _has_cores(task) and trial.to_come(min(seconds.values()), schedule) > 2 * START:
         participants = task.clients if schedule is None else schedule.participants(task.clients)
         crew = ProcessesEngine(task, **{"workers": min(torch.get_num_threads(), participants), **options})
         for inside in ("rows", "stacked") if "stacked" in made else ("rows",):
@@ -142,9 +142,9 @@ class Trial:
             Plan(task.layout, task.initial, task.clients, count, 1, 0, task.dataset.classes, task.sizes, task.model)
         )
         message = method.send(round)
-        orders = [Order(client, slot, dict(message)) for slot, client in enumerate(round.selected)]
+        client_tasks = [ClientTask(client, slot, dict(message)) for slot, client in enumerate(round.selected)]
         began = time.perf_counter()
-        for _ in engine.train(method, round, orders):
+        for _ in engine.train(method, round, client_tasks):
             pass
         ended = time.perf_counter()
         engine.rollback()

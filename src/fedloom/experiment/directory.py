@@ -137,7 +137,7 @@ class RunDirectory:
 
     def _require_rounds(self, before: int, now: int, method: Algorithm) -> None:
         """Raise `CheckpointError` unless the run can come to its end after another number of rounds than it was begun with."""
-        if method.foresees_end:
+        if method.needs_total_rounds:
             raise CheckpointError(
                 f"{self.path} holds a run with rounds = {before}, not {now}, "
                 f"and what {describe(method)} does in a round depends on how many there are: {_OTHERWISE}"

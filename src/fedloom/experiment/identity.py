@@ -20,7 +20,7 @@ def identities(task: Task, described: Mapping[str, Any], method: Algorithm, befo
 
     Without the rounds a run can be lengthened; where the method foresees their end, they are part of what it is.
     """
-    if method.foresees_end:
+    if method.needs_total_rounds:
         return [_identity(task, described)]
     endless = {key: value for key, value in described.items() if key != "rounds"}
     counted = [{**described, "rounds": rounds} for rounds in {described["rounds"], before} - {None}]

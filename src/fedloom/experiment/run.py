@@ -136,7 +136,7 @@ def run(
 
     How long and how often is told as to `Schedule`. With a `directory`, figures, checkpoints and the final model are kept
     there: the same call goes on where it was interrupted, and only reads what is there when the run is finished; with more
-    `rounds` it lengthens the run, unless the method `foresees_end`. `algorithm` itself stays as it is. `record` says what is
+    `rounds` it lengthens the run, unless the method `needs_total_rounds`. `algorithm` stays as it is. `record` says what is
     written down beside the figures, such as `["objective(every=10)"]` (`Result.recorded`); the run is the same without.
     `engine` is where clients train: `rows`, `stacked`, `processes`, `ray` or `auto`, which takes the fastest (`make_engine`).
     `trackers` hear of every round (`build_tracker`).
@@ -151,7 +151,7 @@ def run(
     described = _described(method, task, schedule, recorders, engine)
     if directory is None:
         recording = Recording(recorders) if recorders else None
-        made = make_engine(engine, task, schedule, hearing=_listens(recorders, method))
+        made = make_engine(engine, task, schedule, in_process=_listens(recorders, method))
         with closing(made):
             federation = Federation(method, task, made, schedule, observers=_present(recording))
             return _trained(Result(federation, task, described, recording), trackers, on_round)
@@ -161,7 +161,7 @@ def run(
             _logger.warning(notice)
         before, wanted = place.rounds, () if place.ended(described) else trackers
         recording = Recording(recorders, place.path) if recorders else None
-        made = make_engine(engine, task, schedule, hearing=_listens(recorders, method))
+        made = make_engine(engine, task, schedule, in_process=_listens(recorders, method))
         with closing(made):
             federation = _open(method, task, schedule, place, described, recording, made)
             if before not in (None, rounds):
@@ -221,8 +221,8 @@ def run_configured(
         notices = place.begin(resolved, method, fresh)
         schedule = dataclasses.replace(configuration.schedule, seed=name.seed)
         recording = Recording(build_recorders(configuration.record), place.path) if configuration.record else None
-        hearing = recording is not None and _listens(recording.recorders, method)
-        made = engine(task) if engine else make_engine(configuration.engine, task, schedule, hearing=hearing)
+        in_process = recording is not None and _listens(recording.recorders, method)
+        made = engine(task) if engine else make_engine(configuration.engine, task, schedule, in_process=in_process)
         with closing(made):
             federation = _open(method, task, schedule, place, resolved, recording, made)
             for notice in [*notices, *_notices(federation, recording)]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedloom.experiment.configuration import Configuration
 from fedloom.recording.plane import principal_plane
-from fedloom.recording.recorder import Scene
+from fedloom.recording.recorder import RunContext
 from fedloom.recording.recording import RESULT, kept_file
 from fedloom.recording.trajectory import Trajectory, surroundings
 from fedloom.report.summary import RunSummary
@@ -31,7 +31,7 @@ Run = tuple[Path, RunSummary]
 """A run of one setting, and where it lies."""
 
 
-def draw_together(folder: Path, runs: Sequence[Run], scene: Callable[[int], Scene]) -> list[RunSummary]:
+def draw_together(folder: Path, runs: Sequence[Run], scene: Callable[[int], RunContext]) -> list[RunSummary]:
     """The summaries of the runs, one of them with what is to be drawn together, which is kept in `folder`.
 
     All models of a client that the methods recorded with one seed span the plane (`principal_plane`); its surface is as of one
@@ -59,13 +59,13 @@ def together(folder: Path, runs: Sequence[Run]) -> list[RunSummary]:
     ]  # fmt: skip
 
 
-def scene_of(told: Configuration, seed: int) -> Scene:
+def scene_of(told: Configuration, seed: int) -> RunContext:
     """What recorders saw of a run with this configuration and seed."""
     schedule, whole = dataclasses.replace(told.schedule, seed=seed), told.task(seed)
     newcomers = schedule.newcomers(whole.clients)
     task, numbers = newcomers_last(whole, newcomers, seed)
     evaluator = Evaluator(task.model, task.layout, task.dataset)
-    return Scene(task, schedule.rounds, task.clients - newcomers, numbers, evaluator)
+    return RunContext(task, schedule.rounds, task.clients - newcomers, numbers, evaluator)
 
 
 def _groups(runs: Sequence[Run]) -> dict[int, list[Run]]:
@@ -104,7 +104,7 @@ def _digest(groups: Mapping[int, Sequence[Run]]) -> str:
     return digest.hexdigest()
 
 
-def _in_one_plane(client: int, group: Sequence[Run], scene: Scene) -> dict[str, Any] | None:
+def _in_one_plane(client: int, group: Sequence[Run], scene: RunContext) -> dict[str, Any] | None:
     """The ways of a client's models with all these methods; None where the models span no plane."""
     entries = [_entry(run, client) for _, run in group]
     models = [_models(place, one["rounds"], client) for (place, _), one in zip(group, entries, strict=True)]

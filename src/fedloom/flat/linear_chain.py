@@ -61,7 +61,7 @@ class LinearChain:
     def folded(self, settings: Training, rate: float) -> FoldedStep | None:
         """A step of SGD on the mean cross entropy, with momentum and weight decay; None for what else the settings ask for.
         It heeds the samples' `share` of the mean."""
-        if settings.optimiser != "sgd" or settings.clip is not None or any(settings.optimiser_options.values()):
+        if settings.optimizer != "sgd" or settings.clip is not None or any(settings.optimizer_options.values()):
             return None
         if settings.autocast != "none":
             return None
@@ -87,17 +87,17 @@ class LinearChain:
             picked = batch.labels.unsqueeze(2)
             part = 1 / picked.shape[1] if batch.share is None else batch.share.unsqueeze(2).to(rows)
             loss = -(chances.gather(2, picked) * part).sum((1, 2))
-            slope = chances.exp_().scatter_add_(2, picked, -ones).mul_(part)
+            delta = chances.exp_().scatter_add_(2, picked, -ones).mul_(part)
             first = batch.step == 0
             for place in reversed(range(len(self.layers))):
                 layer, x = self.layers[place], values[place]
                 if layer.rectified:
-                    slope = torch.ops.aten.threshold_backward(slope, values[place + 1], 0)
-                below = torch.bmm(slope, _matrix(rows, layer.weight)) if place else slope
-                move(rows, velocity, layer.weight, slope, x, first)
+                    delta = torch.ops.aten.threshold_backward(delta, values[place + 1], 0)
+                below = torch.bmm(delta, _matrix(rows, layer.weight)) if place else delta
+                move(rows, velocity, layer.weight, delta, x, first)
                 if layer.bias is not None:
-                    move(rows, velocity, layer.bias, slope, ones, first)
-                slope = below
+                    move(rows, velocity, layer.bias, delta, ones, first)
+                delta = below
             return loss
 
         return step

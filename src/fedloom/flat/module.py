@@ -61,12 +61,12 @@ FoldedStep = Callable[[Tensor, Tensor | None, Batch], Tensor]
 """(rows `[k, P]`, velocity `[k, T]` where there is momentum, batch) -> loss `[k]`: forward, backward and update at once."""
 
 
-def cross_entropy(net: Net, batch: Batch, given: Mapping[str, Tensor]) -> Tensor:
+def cross_entropy(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
     """The data loss: mean cross entropy of the batch."""
     return F.cross_entropy(net(batch.inputs), batch.labels)
 
 
-def head_cross_entropy(net: Net, batch: Batch, given: Mapping[str, Tensor]) -> Tensor:
+def head_cross_entropy(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
     """The data loss of a batch whose inputs are features (`Cohort.featured`)."""
     return F.cross_entropy(net.head(batch.inputs), batch.labels)
 
@@ -139,11 +139,11 @@ def _features_and_logits(classifier: nn.Module, forward: Callable[[], Tensor]) -
     return caught[0], logits
 
 
-class Replica:
+class FlatModule:
     """One copy of the task's module, reused for every client that trains in this process, one at a time.
 
     `weights [1, P]` given to `gradient` is trained in place: parameters and statistics of the module are views of it. So
-    loading a client's model costs one copy of its row, and one optimiser tensor covers every parameter.
+    loading a client's model costs one copy of its row, and one optimizer tensor covers every parameter.
     """
 
     def __init__(self, module: nn.Module, layout: Layout) -> None:
@@ -180,11 +180,11 @@ class Replica:
         self._row = row
 
     def gradient(
-        self, rows: Tensor, batch: Batch, objective: Objective, given: Mapping[str, Tensor]
+        self, rows: Tensor, batch: Batch, objective: Objective, context: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Loss `[1]` and its gradient `[1, T]` at `rows [1, P]`; the gradient is a buffer that the next call overwrites.
         Statistics in `rows[:, T:]` move as training mode moves them."""
-        loss, gradients = self.tensor_gradients(rows, batch, objective, given)
+        loss, gradients = self.tensor_gradients(rows, batch, objective, context)
         row = self._gradient[0]
         if len(gradients) == len(self._slots):
             # One pass. Letting autograd add into views of the buffer would clear, read and write it once more.
@@ -197,10 +197,10 @@ class Replica:
         return loss, self._gradient
 
     def partial_gradient(
-        self, rows: Tensor, batch: Batch, objective: Objective, given: Mapping[str, Tensor]
+        self, rows: Tensor, batch: Batch, objective: Objective, context: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Loss `[1]` and the gradient of what `train_only` left, its slices side by side, `[1, n]`."""
-        loss, gradients = self.tensor_gradients(rows, batch, objective, given)
+        loss, gradients = self.tensor_gradients(rows, batch, objective, context)
         return loss, torch.cat([gradient.reshape(1, -1) for gradient in gradients], 1)
 
     def pieces(self, rows: Tensor) -> list[Tensor]:
@@ -213,7 +213,7 @@ class Replica:
         return None
 
     def tensor_gradients(
-        self, rows: Tensor, batch: Batch, objective: Objective, given: Mapping[str, Tensor]
+        self, rows: Tensor, batch: Batch, objective: Objective, context: Mapping[str, Tensor]
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """Loss `[1]` and the gradient of every tensor of `pieces(rows)`, zero for one that the loss does not use."""
         self.bind(rows)
@@ -222,7 +222,7 @@ class Replica:
         if compiled is not None:
             return self._by_compiled(compiled, one)
         with autocast(self.autocast, rows.device):
-            loss = objective(self.net, one, {name: value[0] for name, value in given.items()})
+            loss = objective(self.net, one, {name: value[0] for name, value in context.items()})
         return loss.detach().to(rows).unsqueeze(0), torch.autograd.grad(loss, self._trained, materialize_grads=True)
 
     def compile_for(self, batch_size: int | None) -> None:

@@ -13,13 +13,13 @@ from fedloom.flat.device import moved
 from fedloom.flat.dropout import dropout_of
 from fedloom.flat.layout import Layout, Slot
 from fedloom.flat.linear_chain import LinearChain
-from fedloom.flat.module import Batch, CalledNet, FoldedStep, Objective, Replica, Rows
+from fedloom.flat.module import Batch, CalledNet, FlatModule, FoldedStep, Objective, Rows
 from fedloom.flat.precision import stacked_autocast
 from fedloom.training import Training
 
 
-class StackedReplica(Replica):
-    """The task's architecture over k rows at once, under the interface of `Replica`, with `[k, ...]` for its `[1, ...]`.
+class StackedModule(FlatModule):
+    """The task's architecture over k rows at once, under the interface of `FlatModule`, with `[k, ...]` for its `[1, ...]`.
 
     The objective, written for one client, runs under `vmap` over the rows; the summed loss has one backward. Nothing is ever
     mixed between rows. `features` and `logits` still take one row at a time.
@@ -58,9 +58,9 @@ class StackedReplica(Replica):
         return None if self._chain is None or not everything else self._chain.folded(settings, rate)
 
     def gradient(
-        self, rows: Tensor, batch: Batch, objective: Objective, given: Mapping[str, Tensor]
+        self, rows: Tensor, batch: Batch, objective: Objective, context: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        loss, gradients = self.tensor_gradients(rows, batch, objective, given)
+        loss, gradients = self.tensor_gradients(rows, batch, objective, context)
         buffer = self._gradient[: len(rows)]
         if len(gradients) == len(self._slots):
             torch.cat([gradient.reshape(len(rows), -1) for gradient in gradients], 1, out=buffer)
@@ -71,13 +71,13 @@ class StackedReplica(Replica):
         return loss, buffer
 
     def partial_gradient(
-        self, rows: Tensor, batch: Batch, objective: Objective, given: Mapping[str, Tensor]
+        self, rows: Tensor, batch: Batch, objective: Objective, context: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        loss, gradients = self.tensor_gradients(rows, batch, objective, given)
+        loss, gradients = self.tensor_gradients(rows, batch, objective, context)
         return loss, torch.cat([gradient.reshape(len(rows), -1) for gradient in gradients], 1)
 
     def tensor_gradients(
-        self, rows: Tensor, batch: Batch, objective: Objective, given: Mapping[str, Tensor]
+        self, rows: Tensor, batch: Batch, objective: Objective, context: Mapping[str, Tensor]
     ) -> tuple[Tensor, Sequence[Tensor]]:
         slots = self.trained_slots()
         trained = {slot.name: _piece(rows, slot).detach().requires_grad_() for slot in slots}
@@ -97,7 +97,7 @@ class StackedReplica(Replica):
             statistics = {name: after[name] for name in statistics}
             integers = {name: after[name] for name in integers}
         else:
-            losses, gradients = self._by_vmap(trained, held, batch, objective, given)
+            losses, gradients = self._by_vmap(trained, held, batch, objective, context)
         for slot in self._statistics:
             _piece(rows, slot).detach().copy_(statistics[slot.name])
         self._keep_counts(batch.clients, integers)
@@ -109,7 +109,7 @@ class StackedReplica(Replica):
         held: dict[str, Tensor],
         batch: Batch,
         objective: Objective,
-        given: Mapping[str, Tensor],
+        context: Mapping[str, Tensor],
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """Losses `[k]` and gradients; what layers move of `held` moves in place."""
 
@@ -120,7 +120,7 @@ class StackedReplica(Replica):
             return objective(net, Batch(inputs, labels, batch.step), own)
 
         with dropout_of(self._drawing(batch.clients)), stacked_autocast(self.autocast):
-            losses = vmap(loss_of_one)({**trained, **held}, batch.inputs, batch.labels, dict(given))
+            losses = vmap(loss_of_one)({**trained, **held}, batch.inputs, batch.labels, dict(context))
         return losses, torch.autograd.grad(losses.sum(), list(trained.values()), materialize_grads=True)
 
     def _compiled_for(self, batch: Batch, objective: Objective) -> CompiledGradient | None:

@@ -54,7 +54,7 @@ class Turn:
         return places
 
 
-class Feed:
+class ClientLoader:
     """The samples of one client, made ready for the model: all at once where they are few, else when they are asked for."""
 
     def __init__(self, samples: Samples, dataset: Dataset) -> None:
@@ -78,7 +78,7 @@ class Feed:
         return like.new_empty(*size, *like.shape[1:])
 
 
-def alone(feed: Feed, epochs: Epochs, noise: torch.Generator | None) -> Iterator[Batch]:
+def alone(feed: ClientLoader, epochs: Epochs, noise: torch.Generator | None) -> Iterator[Batch]:
     """The batches `[1, b, ...]` of one client; with `noise`, augmented by what that draws for each epoch."""
     step = 0
     for order, sizes in epochs:
@@ -106,7 +106,7 @@ class _Run:
     was `padded`: the part of each place in the mean over its batch, 0 where nothing real stands.
     """
 
-    def __init__(self, feed: Feed, epochs: Epochs, noise: torch.Generator | None) -> None:
+    def __init__(self, feed: ClientLoader, epochs: Epochs, noise: torch.Generator | None) -> None:
         self.feed = feed
         orders: list[Tensor] = []
         drawn: list[Tensor] = []
@@ -155,7 +155,7 @@ class _Run:
 
 
 def together(
-    feeds: Sequence[Feed],
+    feeds: Sequence[ClientLoader],
     epochs: Sequence[Epochs],
     noises: Sequence[torch.Generator | None],
     *,

@@ -16,12 +16,12 @@ from torch.nn import functional as F
 
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.flat.layout import Layout, Unit
-from fedloom.flat.module import Batch, Objective, Replica, cross_entropy
-from fedloom.local.batches import Feed, Turn, alone, together
+from fedloom.flat.module import Batch, FlatModule, Objective, cross_entropy
+from fedloom.local.batches import ClientLoader, Turn, alone, together
+from fedloom.local.optimizer import Context as Context
 from fedloom.local.optimizer import Correction as Correction
-from fedloom.local.optimizer import Descent
-from fedloom.local.optimizer import Given as Given
-from fedloom.local.optimizer import Slope as Slope
+from fedloom.local.optimizer import GradientFn as GradientFn
+from fedloom.local.optimizer import LocalOptimizer
 from fedloom.round import Round
 from fedloom.state.store import Memory
 from fedloom.training import Training, epoch_orders
@@ -54,7 +54,7 @@ class Cohort:
         clients: Sequence[int],
         samples: Sequence[Samples],
         dataset: Dataset,
-        replica: Replica,
+        flat_module: FlatModule,
         training: Training,
         round: Round,
         memory: Memory,
@@ -64,15 +64,15 @@ class Cohort:
         self.round = round
         self.training = training
         self.memory = memory
-        self.replica = replica
-        replica.autocast = None if training.autocast == "none" else getattr(torch, training.autocast)
-        self.layout: Layout = replica.layout
+        self.flat_module = flat_module
+        flat_module.autocast = None if training.autocast == "none" else getattr(torch, training.autocast)
+        self.layout: Layout = flat_module.layout
         self.sizes = torch.tensor([len(s) for s in samples])
         self.uploads = torch.tensor([True] * len(self.clients) if uploads is None else list(uploads))
         self.metrics: dict[str, Tensor] = {}
         self._dataset = dataset
         self._samples = samples
-        self._feeds = [Feed(own, dataset) for own in samples]
+        self._feeds = [ClientLoader(own, dataset) for own in samples]
 
     def stream(self, purpose: str) -> list[torch.Generator]:
         """One random stream a client, at its beginning."""
@@ -94,7 +94,7 @@ class Cohort:
             self.clients,
             samples,
             self._dataset,
-            self.replica,
+            self.flat_module,
             self.training,
             self.round,
             self.memory,
@@ -113,7 +113,7 @@ class Cohort:
             found = []
             for first in range(0, len(held), FEATURES_AT_ONCE):
                 inputs = self._dataset.prepare(held[first : first + FEATURES_AT_ONCE].inputs)
-                features = self.replica.features(rows[place : place + 1], inputs.unsqueeze(0))
+                features = self.flat_module.features(rows[place : place + 1], inputs.unsqueeze(0))
                 if features is None:
                     return None
                 found.append(features[0])
@@ -132,12 +132,12 @@ class Cohort:
     @property
     def module(self) -> nn.Module:
         """The architecture; its own weights mean nothing."""
-        return self.replica.module
+        return self.flat_module.module
 
     @property
     def initial(self) -> Tensor:
         """The model that the task starts from, `[1, P]`: what a client has of the parts that it was never sent."""
-        return self.replica.initial.unsqueeze(0)
+        return self.flat_module.initial.unsqueeze(0)
 
     def turns(
         self,
@@ -171,7 +171,7 @@ class Cohort:
                 epochs=epochs or settings.epochs,
                 steps=steps if own_length else settings.steps,
                 drop_last=settings.drop_last if drop_last is None else drop_last,
-                smallest=2 if self.replica.needs_pairs else 1,
+                smallest=2 if self.flat_module.needs_pairs else 1,
             )
             if chosen
             else iter(())
@@ -184,26 +184,26 @@ class Cohort:
         return together(self._feeds, orders, noises, in_step=in_step, pad=pad)
 
     def gradient(
-        self, rows: Tensor, batch: Batch, objective: Objective = cross_entropy, given: Given | None = None
+        self, rows: Tensor, batch: Batch, objective: Objective = cross_entropy, context: Context | None = None
     ) -> tuple[Tensor, Tensor]:
         """Loss `[k]` and gradient `[k, T]` of each client's objective at its row of `[k, P]`, in training mode: statistics in
         `rows[:, T:]` move. The gradient is overwritten by the next call."""
-        return self.replica.gradient(rows, batch, objective, given or {})
+        return self.flat_module.gradient(rows, batch, objective, context or {})
 
     def partial_gradient(
-        self, rows: Tensor, batch: Batch, objective: Objective = cross_entropy, given: Given | None = None
+        self, rows: Tensor, batch: Batch, objective: Objective = cross_entropy, context: Context | None = None
     ) -> tuple[Tensor, Tensor]:
         """The same in `each_batch(..., only=unit)`, with just the slices of that unit side by side, `[k, n]`."""
-        return self.replica.partial_gradient(rows, batch, objective, given or {})
+        return self.flat_module.partial_gradient(rows, batch, objective, context or {})
 
     def fit(
         self,
         start: Tensor,
         *,
         objective: Objective = cross_entropy,
-        slope: Slope | None = None,
+        gradient_fn: GradientFn | None = None,
         correction: Correction | None = None,
-        given: Given | None = None,
+        context: Context | None = None,
         only: Unit | None = None,
         purpose: str = "batches",
         epochs: int | None = None,
@@ -214,34 +214,36 @@ class Cohort:
     ) -> Trained:
         """Local SGD from `start [k, P]`, which is left as it is (spec: LocalSGD; FedAvg, algorithm 1).
 
-        Each step takes one batch, the gradient of `objective` (or what `slope` gives in its place), then `correction`,
+        Each step takes one batch, the gradient of `objective` (or what `gradient_fn` gives in its place), then `correction`,
         clipping, weight decay and momentum as `training` says. With `only`, just those slices of the parameters move.
         """
         settings = self.training if learning_rate is None else replace(self.training, learning_rate=learning_rate)
         rate = self.round.learning_rate if learning_rate is None else learning_rate
         weights = start.clone()
         state = {"weights": weights}
-        if settings.optimiser == "sgd" and settings.momentum:
+        if settings.optimizer == "sgd" and settings.momentum:
             state["velocity"] = torch.empty_like(weights[:, : self.layout.trainable])
         losses = _Losses(len(self.clients))
-        self.replica.train_only(only)
+        self.flat_module.train_only(only)
         try:
-            descent = Descent(self.replica, settings, rate, weights, only, objective, slope, correction)
+            descent = LocalOptimizer(
+                self.flat_module, settings, rate, weights, only, objective, gradient_fn, correction
+            )
             for turn in self.turns(
                 purpose=purpose,
                 epochs=epochs,
                 steps=steps,
                 batch_size=batch_size,
                 drop_last=drop_last,
-                in_step=slope is not None or objective is not cross_entropy,
+                in_step=gradient_fn is not None or objective is not cross_entropy,
                 pad=descent.fold is not None,
             ):
                 part = turn.take(state)
-                step = descent.over(turn.members(len(weights)), part, turn.take(given or {}))
+                step = descent.over(turn.members(len(weights)), part, turn.take(context or {}))
                 losses.add(turn, [step(batch) for batch in turn.batches])
                 turn.put(state, part)
         finally:
-            self.replica.train_only(None)
+            self.flat_module.train_only(None)
         mean = losses.mean(weights)
         self.metrics["training_loss"] = mean
         return Trained(weights, losses.counts(), mean)
@@ -265,15 +267,15 @@ class Cohort:
         there take steps.
         """
         losses = _Losses(len(self.clients))
-        self.replica.train_only(only)
+        self.flat_module.train_only(only)
         try:
             for turn in self.turns(purpose=purpose, epochs=epochs, shuffle=shuffle, drop_last=drop_last, active=active):
                 part = turn.take(state)
                 losses.add(turn, [step(part, batch) for batch in turn.batches])
                 turn.put(state, part)
         finally:
-            self.replica.train_only(None)
-        return losses.mean(self.replica.like)
+            self.flat_module.train_only(None)
+        return losses.mean(self.flat_module.like)
 
     def batches(self, purpose: str = "batches") -> Iterator[Batch]:
         """All batches of local training, one after another."""
@@ -288,7 +290,7 @@ class Cohort:
             for first in range(0, len(held), batch_size):
                 part = held[first : first + batch_size]
                 inputs = self._dataset.prepare(part.inputs).unsqueeze(0)
-                logits = self.replica.logits(rows[place : place + 1], inputs)[0]
+                logits = self.flat_module.logits(rows[place : place + 1], inputs)[0]
                 total += F.cross_entropy(logits, part.labels, reduction="sum")
             means.append(total / len(held))
         return torch.stack(means)

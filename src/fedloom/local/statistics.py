@@ -39,10 +39,10 @@ def mean_steps(training: Training, inbox: Message) -> Tensor:
 
 
 def require_sgd(method: str, training: Training) -> None:
-    """Raise `InvalidValue` unless clients train by SGD: with another optimiser a displacement says nothing of gradients."""
-    if training.optimiser != "sgd":
+    """Raise `InvalidValue` unless clients train by SGD: with another optimizer a displacement says nothing of gradients."""
+    if training.optimizer != "sgd":
         raise InvalidValue(
-            f"{method} reads gradients off the local steps: optimiser must be sgd, not {training.optimiser}"
+            f"{method} reads gradients off the local steps: optimizer must be sgd, not {training.optimizer}"
         )
 
 
@@ -52,18 +52,18 @@ def momentum_gain(training: Training) -> float:
         return 1.0
     if training.momentum >= 1:
         raise InvalidValue(f"momentum must be less than 1 here, not {training.momentum}")
-    return (1 - float(training.optimiser_options.get("dampening", 0.0))) / (1 - training.momentum)
+    return (1 - float(training.optimizer_options.get("dampening", 0.0))) / (1 - training.momentum)
 
 
 def accumulated_weights(training: Training, steps: Tensor) -> Tensor:
     """||a_i||_1 `[k]` float64: the weights of all of a client's gradients in its displacement, in units of the rate.
 
     Plain SGD gives the number of steps tau; momentum m gives (tau - m (1 - m^tau) / (1 - m)) / (1 - m). Found by running the
-    optimiser on gradients of 1, so dampening and Nesterov are covered too. Source: Wang et al. 2020 (FedNova), section 4.
+    optimizer on gradients of 1, so dampening and Nesterov are covered too. Source: Wang et al. 2020 (FedNova), section 4.
     """
     momentum = training.momentum
-    dampening = float(training.optimiser_options.get("dampening", 0.0))
-    nesterov = bool(training.optimiser_options.get("nesterov", False))
+    dampening = float(training.optimizer_options.get("dampening", 0.0))
+    nesterov = bool(training.optimizer_options.get("nesterov", False))
     velocity, totals = 0.0, [0.0]
     for step in range(int(steps.max())):
         velocity = momentum * velocity + (1 - dampening if step and momentum else 1.0)

@@ -141,18 +141,18 @@ def seconds_a_step(own: Configuration, spec: DataSpec, threads: int) -> float:
     """Seconds of one local step of plain SGD on samples of that shape, in the engine that runs use."""
     training = own.training
     batch = training.batch_size or 50
-    return _timed(own.model, spec, batch, training.augmentation, training.optimiser, threads)
+    return _timed(own.model, spec, batch, training.augmentation, training.optimizer, threads)
 
 
 @cache
-def _timed(model: str, spec: DataSpec, batch: int, augmentation: str, optimiser: str, threads: int) -> float:
+def _timed(model: str, spec: DataSpec, batch: int, augmentation: str, optimizer: str, threads: int) -> float:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         samples = _noise(spec, batch)
         data = Dataset("noise", samples, samples[:1], spec.classes, vocabulary=spec.vocabulary)
         everyone = Partition.of([torch.arange(batch).numpy()])
-        settings: dict[str, Any] = {"batch_size": batch, "augmentation": augmentation, "optimiser": optimiser}
+        settings: dict[str, Any] = {"batch_size": batch, "augmentation": augmentation, "optimizer": optimizer}
         task = make_task(data, clients=1, partition=everyone, model=model, training=settings)
         run = Federation(build("fedavg"), task, RowsEngine(task), Schedule(TIMED, 1.0, evaluate_every=TIMED))
         while run.finished < 2 or (run.finished < TIMED and sum(line["seconds"] for line in run.timings) < PATIENCE):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm
 from fedloom.config.checks import require_at_least
-from fedloom.recording.recorder import Exchange, Note, Recorder, Scene, Series, recorders
+from fedloom.recording.recorder import Exchange, Note, Recorder, RunContext, Series, recorders
 
 
 @recorders.register("aggregate")
@@ -36,7 +36,7 @@ class Aggregate(Recorder):
     def name(self) -> str:
         return "aggregate"
 
-    def note(self, number: int, exchanges: Sequence[Exchange], scene: Scene) -> Note | None:
+    def note(self, number: int, exchanges: Sequence[Exchange], scene: RunContext) -> Note | None:
         chosen = [one for one in exchanges if self.models is None or one.slot < self.models]
         if number % self.every or not chosen:
             return None
@@ -49,11 +49,11 @@ class Aggregate(Recorder):
             }
         )
 
-    def settle(self, value: Any, method: Algorithm, integers: Tensor, scene: Scene) -> Any:
+    def settle(self, value: Any, method: Algorithm, integers: Tensor, scene: RunContext) -> Any:
         score = scene.test_score(method.model(), integers)
         return {**value, "global": {"accuracy": score.accuracy, "loss": score.loss}}
 
-    def result(self, series: Series, tensors: Mapping[int, Mapping[str, Tensor]], scene: Scene) -> dict[str, Any]:
+    def result(self, series: Series, tensors: Mapping[int, Mapping[str, Tensor]], scene: RunContext) -> dict[str, Any]:
         """`models[measure][slot]` holds a value a noted round, None where nobody answered in that slot."""
         slots = sorted({slot for _, value in series for slot in value["slots"]})
         models = {

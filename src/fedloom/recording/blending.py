@@ -12,7 +12,7 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm
 from fedloom.algorithms.ala import Ala
 from fedloom.config.checks import require_at_least
-from fedloom.recording.recorder import Recorder, Scene, Series, recorders
+from fedloom.recording.recorder import Recorder, RunContext, Series, recorders
 
 
 @recorders.register("ala")
@@ -35,10 +35,10 @@ class Blending(Recorder):
     def unfit(self, method: Algorithm) -> str:
         return "" if any(isinstance(part, Ala) for part in method.nested()) else "it does not learn with ala"
 
-    def require(self, scene: Scene) -> None:
+    def require(self, scene: RunContext) -> None:
         scene.place(self.client)
 
-    def attach(self, method: Algorithm, scene: Scene) -> Callable[[int], Any] | None:
+    def attach(self, method: Algorithm, scene: RunContext) -> Callable[[int], Any] | None:
         client = scene.place(self.client)
         heard: dict[int, list[float]] = {}
 
@@ -56,7 +56,7 @@ class Blending(Recorder):
                 part.observe = _both(part.observe, listen)
         return lambda number: heard.pop(number, None)
 
-    def result(self, series: Series, tensors: Mapping[int, Mapping[str, Tensor]], scene: Scene) -> dict[str, Any]:
+    def result(self, series: Series, tensors: Mapping[int, Mapping[str, Tensor]], scene: RunContext) -> dict[str, Any]:
         return {
             "kind": "ala",
             "client": self.client,

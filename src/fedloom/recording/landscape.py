@@ -16,7 +16,7 @@ from fedloom.data.dataset import Samples
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout
 from fedloom.randomness import stream
-from fedloom.recording.recorder import Exchange, Note, Recorder, Scene, Series, recorders
+from fedloom.recording.recorder import Exchange, Note, Recorder, RunContext, Series, recorders
 from fedloom.rounds.scoring import Evaluator
 from fedloom.task import Task
 
@@ -54,13 +54,13 @@ class Landscape(Recorder):
     def name(self) -> str:
         return "landscape"
 
-    def note(self, number: int, exchanges: Sequence[Exchange], scene: Scene) -> Note | None:
+    def note(self, number: int, exchanges: Sequence[Exchange], scene: RunContext) -> Note | None:
         return Note({}) if number == scene.rounds else None
 
-    def settle(self, value: Any, method: Algorithm, integers: Tensor, scene: Scene) -> Any:
+    def settle(self, value: Any, method: Algorithm, integers: Tensor, scene: RunContext) -> Any:
         return self.around(method.model(), scene.task, integers, scene.evaluator)
 
-    def result(self, series: Series, tensors: Mapping[int, Mapping[str, Tensor]], scene: Scene) -> dict[str, Any]:
+    def result(self, series: Series, tensors: Mapping[int, Mapping[str, Tensor]], scene: RunContext) -> dict[str, Any]:
         return dict(series[-1][1])
 
     def around(

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fedloom.config.checks import require_at_least
-from fedloom.recording.recorder import Exchange, Note, Recorder, Scene, Series, recorders
+from fedloom.recording.recorder import Exchange, Note, Recorder, RunContext, Series, recorders
 
 
 @recorders.register("objective")
@@ -32,7 +32,7 @@ class Objective(Recorder):
     def name(self) -> str:
         return "objective"
 
-    def note(self, number: int, exchanges: Sequence[Exchange], scene: Scene) -> Note | None:
+    def note(self, number: int, exchanges: Sequence[Exchange], scene: RunContext) -> Note | None:
         if number % self.every or not exchanges:
             return None
         before, after, total = 0.0, 0.0, 0
@@ -42,7 +42,7 @@ class Objective(Recorder):
             after += scene.training_loss(one.uploaded, one.client, one.uploaded_integers)[0]
         return Note({"before": before / total, "after": after / total})
 
-    def result(self, series: Series, tensors: Mapping[int, Mapping[str, Tensor]], scene: Scene) -> dict[str, Any]:
+    def result(self, series: Series, tensors: Mapping[int, Mapping[str, Tensor]], scene: RunContext) -> dict[str, Any]:
         return {
             "kind": "objective",
             "rounds": [number for number, _ in series],

@@ -20,7 +20,7 @@ Series = Sequence[tuple[int, Any]]
 
 
 @dataclass(frozen=True)
-class Scene:
+class RunContext:
     """The run as recorders see it. Clients count as in `task`; `numbers` are those that the user knows."""
 
     task: Task
@@ -84,22 +84,22 @@ class Recorder:
         """Why this method, not yet set up, has nothing to be recorded; empty where it has."""
         return ""
 
-    def require(self, scene: Scene) -> None:
+    def require(self, scene: RunContext) -> None:
         """Raise `InvalidValue` when this run has no such client or round."""
 
-    def attach(self, method: Algorithm, scene: Scene) -> Callable[[int], Any] | None:
+    def attach(self, method: Algorithm, scene: RunContext) -> Callable[[int], Any] | None:
         """Listen to the method itself, where what it reports is recorded; the answer hands out what a round reported."""
         return None
 
-    def note(self, number: int, exchanges: Sequence[Exchange], scene: Scene) -> Note | None:
+    def note(self, number: int, exchanges: Sequence[Exchange], scene: RunContext) -> Note | None:
         """What there is to note of round `number`, in which the clients exchanged these models, in the order of the slots."""
         return None
 
-    def settle(self, value: Any, method: Algorithm, integers: Tensor, scene: Scene) -> Any:
+    def settle(self, value: Any, method: Algorithm, integers: Tensor, scene: RunContext) -> Any:
         """A round's noted value once the method has received the replies: what it makes of them may be added here."""
         return value
 
-    def result(self, series: Series, tensors: Mapping[int, Mapping[str, Tensor]], scene: Scene) -> dict[str, Any]:
+    def result(self, series: Series, tensors: Mapping[int, Mapping[str, Tensor]], scene: RunContext) -> dict[str, Any]:
         """All notes as what reports draw; `tensors` are those noted, by round."""
         raise NotImplementedError
 

@@ -15,11 +15,11 @@ from typing import Any
 from torch import Tensor
 
 from fedloom.algorithm import Replies, describe
-from fedloom.engines.base import INTEGERS, Order
+from fedloom.engines.base import INTEGERS, ClientTask
 from fedloom.engines.processes.engine import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
-from fedloom.recording.recorder import Exchange, Note, Recorder, Scene, whole_models
+from fedloom.recording.recorder import Exchange, Note, Recorder, RunContext, whole_models
 from fedloom.round import Round
 from fedloom.rounds.checkpoint import RoundLog, without_gap
 from fedloom.rounds.federation import Federation
@@ -56,7 +56,7 @@ class Recording:
         task, method = federation.task, federation.algorithm
         evaluator = Evaluator(task.model, task.layout, task.dataset)
         trainers = task.clients - federation.schedule.newcomers(task.clients)
-        self._scene = Scene(task, federation.schedule.rounds, trainers, federation.numbers, evaluator)
+        self._scene = RunContext(task, federation.schedule.rounds, trainers, federation.numbers, evaluator)
         whole, fit = whole_models(method), []
         for recorder in self.recorders:
             try:
@@ -102,9 +102,9 @@ class Recording:
         if self._log is not None:
             self._lines = self._log.resume(finished)
 
-    def observe(self, round: Round, orders: Sequence[Order], replies: Replies) -> None:
+    def observe(self, round: Round, client_tasks: Sequence[ClientTask], replies: Replies) -> None:
         """Note what recorders want of this round, which may still fail. Nothing given is changed or kept without a copy."""
-        exchanges = _exchanges(orders, replies)
+        exchanges = _exchanges(client_tasks, replies)
         self._pending = {}
         for recorder in self.recorders:
             hear = self._heard.get(recorder.name)
@@ -183,11 +183,11 @@ def kept_file(directory: Path, number: int) -> Path:
     return directory / "recorded" / f"round-{number:07d}.safetensors"
 
 
-def _exchanges(orders: Sequence[Order], replies: Replies) -> list[Exchange]:
+def _exchanges(client_tasks: Sequence[ClientTask], replies: Replies) -> list[Exchange]:
     """What the clients that replied received and uploaded, in the order of the slots; none where it is not one model each."""
-    if "model" not in replies.tensors or any("model" not in order.inbox for order in orders):
+    if "model" not in replies.tensors or any("model" not in client_task.inbox for client_task in client_tasks):
         return []
-    sent = {order.slot: order.inbox for order in orders if order.slot is not None}
+    sent = {client_task.slot: client_task.inbox for client_task in client_tasks if client_task.slot is not None}
     integers = replies.tensors.get(INTEGERS)
     found = []
     for place, slot in enumerate(replies.slots.tolist()):

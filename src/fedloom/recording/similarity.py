@@ -12,7 +12,7 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm
 from fedloom.config.checks import require_at_least
 from fedloom.flat.population import mean_cosine_similarity
-from fedloom.recording.recorder import Exchange, Note, Recorder, Scene, Series, recorders
+from fedloom.recording.recorder import Exchange, Note, Recorder, RunContext, Series, recorders
 
 
 @recorders.register("similarity")
@@ -35,16 +35,16 @@ class Similarity(Recorder):
     def name(self) -> str:
         return "similarity"
 
-    def note(self, number: int, exchanges: Sequence[Exchange], scene: Scene) -> Note | None:
+    def note(self, number: int, exchanges: Sequence[Exchange], scene: RunContext) -> Note | None:
         if number % self.every or len(exchanges) < 2:
             return None
         rows = torch.stack([one.uploaded[: scene.task.layout.trainable] for one in exchanges])
         return Note({"uploaded": float(mean_cosine_similarity(rows))})
 
-    def settle(self, value: Any, method: Algorithm, integers: Tensor, scene: Scene) -> Any:
+    def settle(self, value: Any, method: Algorithm, integers: Tensor, scene: RunContext) -> Any:
         return {**value, "pool": method.diagnose().get("pool_cosine")}
 
-    def result(self, series: Series, tensors: Mapping[int, Mapping[str, Tensor]], scene: Scene) -> dict[str, Any]:
+    def result(self, series: Series, tensors: Mapping[int, Mapping[str, Tensor]], scene: RunContext) -> dict[str, Any]:
         """`pool` holds None for the rounds in which the method had none, and is left out where it never had one."""
         found = {"kind": "similarity", "rounds": [number for number, _ in series]}
         pool = [value["pool"] for _, value in series]

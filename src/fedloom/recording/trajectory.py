@@ -12,7 +12,7 @@ from torch import Tensor
 from fedloom.config.checks import require_at_least
 from fedloom.errors import InvalidValue
 from fedloom.recording.plane import Plane, principal_plane
-from fedloom.recording.recorder import Exchange, Note, Recorder, Scene, Series, recorders
+from fedloom.recording.recorder import Exchange, Note, Recorder, RunContext, Series, recorders
 
 MARGIN = 0.2
 """How far the surface goes beyond the path on each side, as a share of the path's extent."""
@@ -45,13 +45,13 @@ class Trajectory(Recorder):
     def name(self) -> str:
         return f"trajectory of client {self.client}"
 
-    def require(self, scene: Scene) -> None:
+    def require(self, scene: RunContext) -> None:
         scene.place(self.client)
         for key, number in (("first", self.first), ("last", self.last)):
             if number is not None and number > scene.rounds:
                 raise InvalidValue(f"{key} must be at most {scene.rounds}, the number of rounds, not {number}")
 
-    def note(self, number: int, exchanges: Sequence[Exchange], scene: Scene) -> Note | None:
+    def note(self, number: int, exchanges: Sequence[Exchange], scene: RunContext) -> Note | None:
         if number < self.first or (self.last is not None and number > self.last):
             return None
         client = scene.place(self.client)
@@ -64,7 +64,7 @@ class Trajectory(Recorder):
                 return Note(loss / samples, tensors)
         return None
 
-    def result(self, series: Series, tensors: Mapping[int, Mapping[str, Tensor]], scene: Scene) -> dict[str, Any]:
+    def result(self, series: Series, tensors: Mapping[int, Mapping[str, Tensor]], scene: RunContext) -> dict[str, Any]:
         numbers = [number for number, _ in series]
         found: dict[str, Any] = {
             "kind": "trajectory",
@@ -87,7 +87,7 @@ class Trajectory(Recorder):
 
 
 def surroundings(
-    plane: Plane, grid: int, model: Tensor, integers: Tensor | None, client: int, scene: Scene
+    plane: Plane, grid: int, model: Tensor, integers: Tensor | None, client: int, scene: RunContext
 ) -> dict[str, Any]:
     """What the plane explains, the coordinates `x` and `y` of a grid around its points, and the client's loss on it.
 

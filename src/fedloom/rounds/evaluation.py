@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message
-from fedloom.engines.base import INTEGERS, Engine, Order, row_for
+from fedloom.engines.base import INTEGERS, ClientTask, Engine, row_for
 from fedloom.errors import InvalidValue
 from fedloom.randomness import stream
 from fedloom.round import Round
@@ -108,19 +108,21 @@ class Evaluation:
         return self.evaluator.tally(algorithm.model(), self.task.train, own, clients, integers)
 
     def _personal(self, algorithm: Algorithm, upcoming: Round, clients: Sequence[int], integers: Tensor) -> Tally:
-        orders = self._orders(algorithm, upcoming, clients, integers)
-        return Tally.joined([tally for block in orders for tally in self.engine.evaluate(algorithm, upcoming, block)])
+        client_tasks = self._orders(algorithm, upcoming, clients, integers)
+        return Tally.joined(
+            [tally for block in client_tasks for tally in self.engine.evaluate(algorithm, upcoming, block)]
+        )
 
     def _orders(
         self, algorithm: Algorithm, upcoming: Round, clients: Sequence[int], integers: Tensor
-    ) -> Iterator[list[Order]]:
+    ) -> Iterator[list[ClientTask]]:
         for start in range(0, len(clients), BLOCK):
             block = tuple(clients[start : start + BLOCK])
             message: Message = dict(algorithm.deploy(upcoming, block))
             if self.task.layout.integers:
                 message[INTEGERS] = integers.unsqueeze(0)
             yield [
-                Order(client, None, {name: row_for(rows, place) for name, rows in message.items()})
+                ClientTask(client, None, {name: row_for(rows, place) for name, rows in message.items()})
                 for place, client in enumerate(block)
             ]
 
@@ -181,5 +183,5 @@ def _is_personal(algorithm: Algorithm) -> bool:
 
 def _chosen(able: Any, schedule: Schedule) -> tuple[int, ...]:
     """`personal_clients` of the clients, drawn by the seed, in the order of their numbers."""
-    order = torch.randperm(len(able), generator=stream(schedule.seed, "evaluated clients"))
-    return tuple(sorted(able[order[: schedule.personal_clients].numpy()].tolist()))
+    client_task = torch.randperm(len(able), generator=stream(schedule.seed, "evaluated clients"))
+    return tuple(sorted(able[client_task[: schedule.personal_clients].numpy()].tolist()))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, Selection
-from fedloom.engines.base import INTEGERS, Engine, Exchanging, Fault, Order, Reply, row_for
+from fedloom.engines.base import INTEGERS, ClientTask, Engine, Exchanging, Fault, Reply, row_for
 from fedloom.errors import CheckpointError, Diverged, InvalidValue
 from fedloom.flat.device import moved_back
 from fedloom.round import Round
@@ -39,7 +39,7 @@ class Observer(Protocol):
     def resume(self, finished: int) -> None:
         """Go on after round `finished`."""
 
-    def observe(self, round: Round, orders: Sequence[Order], replies: Replies) -> None:
+    def observe(self, round: Round, client_tasks: Sequence[ClientTask], replies: Replies) -> None:
         """What the clients were sent and what came back, before the method receives it. The round may still fail."""
 
     def commit(self, number: int) -> None:
@@ -170,12 +170,12 @@ class Federation:
         message = dict(self.algorithm.send(round))
         if self.task.layout.integers:
             message[INTEGERS] = self.integers.unsqueeze(0)
-        orders, absent = self._orders(round, selection, message)
-        results = self.engine.train(self.algorithm, round, orders)
+        client_tasks, absent = self._orders(round, selection, message)
+        results = self.engine.train(self.algorithm, round, client_tasks)
         replies, faults, received_bytes = self._collect(round, selection, results)
         trained = time.perf_counter()
         for observer in self.observers:
-            observer.observe(round, orders, replies)
+            observer.observe(round, client_tasks, replies)
         observed = time.perf_counter()
         if INTEGERS in replies.tensors:
             self.integers = replies.tensors.pop(INTEGERS).amax(0)
@@ -189,7 +189,7 @@ class Federation:
             "clients": [self.numbers[client] for client in selection.clients],
             "bytes_down": sum(_row_bytes(rows) for rows in message.values()) * receivers,
             "bytes_up": received_bytes,
-            "faults": [{"client": self.numbers[f.order.client], "reason": f.reason} for f in [*absent, *faults]],
+            "faults": [{"client": self.numbers[f.client_task.client], "reason": f.reason} for f in [*absent, *faults]],
             **{name: float(values.mean()) for name, values in replies.metrics.items() if len(values)},
         }
         figures, clients = self.evaluation.measure(self.algorithm, round, self.integers)
@@ -215,24 +215,24 @@ class Federation:
             beyond = f", over {HOPELESS} times that of guessing" if math.isfinite(loss) else ""
             raise _diverged(round, f"the global model's loss is {loss:.3g}{beyond}")
 
-    def _orders(self, round: Round, selection: Selection, message: Message) -> tuple[list[Order], list[Fault]]:
+    def _orders(self, round: Round, selection: Selection, message: Message) -> tuple[list[ClientTask], list[Fault]]:
         """The work of everybody who is there, and who is absent."""
-        orders, absent = [], []
+        client_tasks, absent = [], []
         for slot, client in enumerate(selection.clients):
             inbox = {name: row_for(rows, slot) for name, rows in message.items()}
-            order = Order(client, slot, inbox)
+            client_task = ClientTask(client, slot, inbox)
             chance = self.schedule.dropout and float(torch.rand((), generator=round.stream("dropout", client)))
             if chance < self.schedule.dropout:
-                absent.append(Fault(order, "dropped out"))
+                absent.append(Fault(client_task, "dropped out"))
             else:
-                orders.append(order)
+                client_tasks.append(client_task)
         if selection.idle:
             last = len(selection.clients)
             if any(len(rows) not in (1, last + 1) for rows in message.values()):
                 raise InvalidValue("the message has no row for the clients that train without uploading")
             shared = {name: row_for(rows, last) for name, rows in message.items()}
-            orders += [Order(client, None, shared) for client in selection.idle]
-        return orders, absent
+            client_tasks += [ClientTask(client, None, shared) for client in selection.idle]
+        return client_tasks, absent
 
     def _collect(
         self, round: Round, selection: Selection, results: Iterable[Reply | Fault]
@@ -246,21 +246,23 @@ class Federation:
         for result in results:
             if isinstance(result, Fault):
                 faults.append(result)
-            elif result.order.slot is not None:
+            elif result.client_task.slot is not None:
                 for name, tensor in result.tensors.items():
                     if name not in matrices:
                         matrices[name] = _matrix_for(result, name, len(selection.clients))
-                    row = matrices[name][result.order.slot]
+                    row = matrices[name][result.client_task.slot]
                     if row.data_ptr() != tensor.data_ptr():
                         row.copy_(tensor)
                     size += _row_bytes(tensor.unsqueeze(0))
                 arrived.append(replace(result, tensors={}, gathered={}))
-        arrived.sort(key=lambda reply: reply.order.slot or 0)
-        faults.sort(key=lambda fault: (fault.order.slot is None, fault.order.slot or 0, fault.order.client))
+        arrived.sort(key=lambda reply: reply.client_task.slot or 0)
+        faults.sort(
+            key=lambda fault: (fault.client_task.slot is None, fault.client_task.slot or 0, fault.client_task.client)
+        )
         if not arrived:
             _raise_when_hopeless(round, faults)
-        slots = torch.tensor([reply.order.slot for reply in arrived], dtype=torch.int64)
-        clients = torch.tensor([reply.order.client for reply in arrived], dtype=torch.int64)
+        slots = torch.tensor([reply.client_task.slot for reply in arrived], dtype=torch.int64)
+        clients = torch.tensor([reply.client_task.client for reply in arrived], dtype=torch.int64)
         whole = len(arrived) == len(selection.clients)
         tensors = {name: matrix if whole else matrix[slots] for name, matrix in matrices.items()}
         told = torch.tensor([-1 if r.samples is None else r.samples for r in arrived], dtype=torch.int64)

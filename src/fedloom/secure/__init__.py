@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from fedloom.secure.draws import Choices, secret_choices, stream_choices
 from fedloom.secure.exchange import Rehearsal, Rules, rehearse
-from fedloom.secure.faults import SERVER, ExchangeAborted, Misbehaviour
+from fedloom.secure.faults import SERVER, ExchangeAborted, ProtocolViolation
 from fedloom.secure.layers import from_layers, layer_sizes, to_layers
 from fedloom.secure.messages import Terms
 from fedloom.secure.peer import Peer
-from fedloom.secure.server import Exchanged, ServerKey, conduct
+from fedloom.secure.server import Exchanged, ServerKey, run_exchange
 from fedloom.secure.snapshot import restore, snapshot
 from fedloom.secure.transport import InMemoryTransport, Transport
 
@@ -22,18 +22,18 @@ __all__ = [
     "ExchangeAborted",
     "Exchanged",
     "InMemoryTransport",
-    "Misbehaviour",
     "Peer",
+    "ProtocolViolation",
     "Rehearsal",
     "Rules",
     "ServerKey",
     "Terms",
     "Transport",
-    "conduct",
     "from_layers",
     "layer_sizes",
     "rehearse",
     "restore",
+    "run_exchange",
     "secret_choices",
     "snapshot",
     "stream_choices",

@@ -23,7 +23,7 @@ KINDS = {
 }
 
 
-class Misbehaviour(FedloomError):
+class ProtocolViolation(FedloomError):
     """A peer (or the carrier, who stands between) broke the exchange: `peer`, the `kind` (one of `KINDS`), and, where another
     peer noticed it, that `witness`. A witness can lie, and cannot tell a sender's deed from the carrier's where a letter was
     altered or is missing."""
@@ -40,7 +40,7 @@ class Misbehaviour(FedloomError):
 class ExchangeAborted(FedloomError):
     """The exchange did not happen; every peer has the model that it had before. `faults` says why."""
 
-    def __init__(self, faults: list[Misbehaviour], remaining: int, fewest: int) -> None:
+    def __init__(self, faults: list[ProtocolViolation], remaining: int, fewest: int) -> None:
         self.faults = faults
         last = f": {faults[-1]}" if faults else ""
         super().__init__(f"exchange aborted with {remaining} of at least {fewest} peers left{last}")

@@ -1,6 +1,6 @@
 """What travels: terms, letters between peers, and the requests and answers in which the server carries them.
 
-Everything is bytes that any transport can take; reading them never runs code, and what cannot be read raises `Misbehaviour`.
+Everything is bytes that any transport can take; reading them never runs code, and what cannot be read raises `ProtocolViolation`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from fedloom.secure.envelopes import SIGNATURE
-from fedloom.secure.faults import SERVER, Misbehaviour
+from fedloom.secure.faults import SERVER, ProtocolViolation
 
 _COUNT = struct.Struct(">I")
 _HEADER = struct.Struct(">4s32sIBIII")
@@ -61,9 +61,9 @@ PARCEL_OVERHEAD = _HEADER.size + SIGNATURE
 
 
 def read_note(body: bytes, sender: int) -> Note:
-    """The note in a letter's body, its signature not yet looked at. Raises `Misbehaviour` (damaged)."""
+    """The note in a letter's body, its signature not yet looked at. Raises `ProtocolViolation` (damaged)."""
     if len(body) < PARCEL_OVERHEAD or body[:4] != _MAGIC:
-        raise Misbehaviour("damaged", sender)
+        raise ProtocolViolation("damaged", sender)
     _, session, repeat, kind, one, other, number = _HEADER.unpack_from(body)
     return Note(session, repeat, kind, one, other, number, body[_HEADER.size : -SIGNATURE])
 
@@ -109,7 +109,7 @@ class Terms:
             when, numbers = str(head["when"]), (_number(head["round"]), _number(head["attempt"]))
             return cls(str(head["run"]), numbers[0], when, numbers[1], peers, key)
         except (KeyError, TypeError, ValueError):
-            raise Misbehaviour("damaged", SERVER, "the terms") from None
+            raise ProtocolViolation("damaged", SERVER, "the terms") from None
 
     def layer_context(self, index: int) -> bytes:
         """What a layer's envelope for the server is bound to: these terms and the layer's index."""
@@ -134,7 +134,7 @@ class Request:
         head, blobs = _unpack(data, SERVER)
         terms = Terms.decode(blobs.pop(0)) if head.get("kind") == "begin" and blobs else None
         if head.get("kind") not in ("begin", "letters", "abort") or (head["kind"] == "begin" and terms is None):
-            raise Misbehaviour("damaged", SERVER, "a request")
+            raise ProtocolViolation("damaged", SERVER, "a request")
         return cls(head["kind"], terms, _letters(head, blobs, SERVER))
 
 
@@ -143,7 +143,7 @@ class Answer:
     """What a peer gives back: its letters, or the fault because of which it has taken back its model."""
 
     letters: tuple[Letter, ...] = ()
-    fault: Misbehaviour | None = None
+    fault: ProtocolViolation | None = None
 
     def encode(self) -> bytes:
         fault = None if self.fault is None else [self.fault.kind, self.fault.peer, self.fault.detail]
@@ -151,16 +151,16 @@ class Answer:
 
     @classmethod
     def decode(cls, data: bytes, sender: int) -> Answer:
-        """The answer of peer `sender`. Raises `Misbehaviour` naming it when that cannot be read."""
+        """The answer of peer `sender`. Raises `ProtocolViolation` naming it when that cannot be read."""
         head, blobs = _unpack(data, sender)
         try:
             told = head["fault"]
             fault = None
             if told is not None:
                 kind, accused, detail = told
-                fault = Misbehaviour(str(kind), _accused(accused), str(detail), witness=sender)
+                fault = ProtocolViolation(str(kind), _accused(accused), str(detail), witness=sender)
         except (KeyError, TypeError, ValueError):
-            raise Misbehaviour("damaged", sender, "an answer") from None
+            raise ProtocolViolation("damaged", sender, "an answer") from None
         return cls(_letters(head, blobs, sender), fault)
 
 
@@ -173,7 +173,7 @@ def _letters(head: dict[str, Any], blobs: list[bytes], culprit: int) -> tuple[Le
         ends = [(_number(one), _number(two)) for one, two in head["ends"]]
         return tuple(Letter(*end, body) for end, body in zip(ends, blobs, strict=True))
     except (KeyError, TypeError, ValueError):
-        raise Misbehaviour("damaged", culprit, "a list of letters") from None
+        raise ProtocolViolation("damaged", culprit, "a list of letters") from None
 
 
 def _number(value: object) -> int:
@@ -192,13 +192,13 @@ def pack(*parts: bytes) -> bytes:
 
 
 def unpack(data: bytes, culprit: int) -> list[bytes]:
-    """What `pack` joined. Raises `Misbehaviour` (damaged)."""
+    """What `pack` joined. Raises `ProtocolViolation` (damaged)."""
     parts, place = [], 0
     while place < len(data):
         end = place + 8
         length = int.from_bytes(data[place:end])
         if end > len(data) or end + length > len(data):
-            raise Misbehaviour("damaged", culprit)
+            raise ProtocolViolation("damaged", culprit)
         parts.append(data[end : end + length])
         place = end + length
     return parts
@@ -213,7 +213,7 @@ def _unpack(data: bytes, culprit: int, count: int | None = None) -> tuple[dict[s
     try:
         head = json.loads(parts[0])
     except (IndexError, ValueError):
-        raise Misbehaviour("damaged", culprit) from None
+        raise ProtocolViolation("damaged", culprit) from None
     if not isinstance(head, dict) or (count is not None and len(parts) != count + 1):
-        raise Misbehaviour("damaged", culprit)
+        raise ProtocolViolation("damaged", culprit)
     return head, parts[1:]

@@ -24,7 +24,7 @@ from fedloom.secure.envelopes import (
     unseal,
 )
 from fedloom.secure.exchange import Repeat, Rules, Sent, purpose
-from fedloom.secure.faults import SERVER, Misbehaviour
+from fedloom.secure.faults import SERVER, ProtocolViolation
 from fedloom.secure.messages import (
     ANNOUNCEMENT,
     CONFIRMATION,
@@ -102,7 +102,7 @@ class Peer:
                 return Answer().encode()
             letters = self._begin(asked.terms) if asked.terms is not None else self._go_on(asked.letters)
             return Answer(tuple(letters)).encode()
-        except Misbehaviour as fault:
+        except ProtocolViolation as fault:
             self.abort()
             return Answer(fault=fault).encode()
 
@@ -139,7 +139,7 @@ class Peer:
         elif len(terms.server_key) != 32:
             detail = "no server key"
         if detail:
-            raise Misbehaviour("invalid", SERVER, detail)
+            raise ProtocolViolation("invalid", SERVER, detail)
 
     def _enter(self, terms: Terms) -> None:
         """Make keys for a new run; in a run that goes on, refuse another server key and terms that were used already."""
@@ -149,10 +149,10 @@ class Peer:
             keys = self.signing.public_key().public_bytes_raw(), self.opening.public_key().public_bytes_raw()
             self.introduction = pack(*keys, sign(introduced(terms.run, self.number, *keys), self.identity))
         if terms.server_key != self.server_key:
-            raise Misbehaviour("disagrees", SERVER, "another key than before in this run")
+            raise ProtocolViolation("disagrees", SERVER, "another key than before in this run")
         used = pack(str(terms.round).encode(), terms.when.encode(), str(terms.attempt).encode())
         if used in self.past:
-            raise Misbehaviour("replayed", SERVER, "terms that were used already")
+            raise ProtocolViolation("replayed", SERVER, "terms that were used already")
         self.past.add(used)
 
     def _meet(self, letters: Sequence[Letter]) -> None:
@@ -161,20 +161,20 @@ class Peer:
         for letter in letters:
             self._require_ends(letter)
             if letter.sender in found:
-                raise Misbehaviour("duplicated", letter.sender, "its introduction")
+                raise ProtocolViolation("duplicated", letter.sender, "its introduction")
             found[letter.sender] = letter.body
         for peer in self.others:
             if peer not in found:
-                raise Misbehaviour("missing", peer, "its introduction")
+                raise ProtocolViolation("missing", peer, "its introduction")
         self.verifying: dict[int, Ed25519PublicKey] = {}
         self.sealing: dict[int, bytes] = {}
         for peer, body in found.items():
             parts = unpack(body, peer)
             if [len(part) for part in parts[:2]] != [32, 32] or len(parts) != 3:
-                raise Misbehaviour("damaged", peer, "its introduction")
+                raise ProtocolViolation("damaged", peer, "its introduction")
             signing, sealing, signature = parts
             if not is_signed(introduced(self.terms.run, peer, signing, sealing), signature, self.identities[peer]):
-                raise Misbehaviour("impostor", peer)
+                raise ProtocolViolation("impostor", peer)
             self.verifying[peer], self.sealing[peer] = Ed25519PublicKey.from_public_bytes(signing), sealing
         found[self.number] = self.introduction
         rules = repr((self.rules.repeats, self.rules.low, self.rules.high, self.sizes))
@@ -194,7 +194,7 @@ class Peer:
             return self._rebuild(letters)
         if self.step == "confirmation":
             return self._commit(letters)
-        raise Misbehaviour("invalid", SERVER, "letters without an exchange")
+        raise ProtocolViolation("invalid", SERVER, "letters without an exchange")
 
     def _send(self) -> list[Letter]:
         """Stage 1 of the next repeat: how many layers follow for each peer, then the layers."""
@@ -213,7 +213,7 @@ class Peer:
         announced = {note.sender: note.number for note in notes if note.kind == ANNOUNCEMENT}
         for peer in self.others:
             if peer not in announced:
-                raise Misbehaviour("missing", peer, "its announcement")
+                raise ProtocolViolation("missing", peer, "its announcement")
         came = self._open([note for note in notes if note.kind == SENT], announced)
         self.step = "returned"
         return self._parcels(self.stage.exchange(came, self._draws("return")), RETURNED)
@@ -225,7 +225,7 @@ class Peer:
         expected = Counter(self.stage.sent)
         for letter in came:
             if not expected[letter.peer, letter.layer]:
-                raise Misbehaviour("invalid", letter.peer, "a layer returned that was not sent to it")
+                raise ProtocolViolation("invalid", letter.peer, "a layer returned that was not sent to it")
         self.held = self.stage.rebuild(came)
         if self.repeat < self.rules.repeats:
             return self._send()
@@ -236,7 +236,7 @@ class Peer:
         confirmed = {note.sender for note in self._read(letters, (CONFIRMATION,))}
         for peer in self.others:
             if peer not in confirmed:
-                raise Misbehaviour("missing", peer, "its confirmation")
+                raise ProtocolViolation("missing", peer, "its confirmation")
         self.layers, self.committed, self.step = self.held, True, None
         return []
 
@@ -264,9 +264,9 @@ class Peer:
 
     def _require_ends(self, letter: Letter) -> None:
         if letter.recipient != self.number:
-            raise Misbehaviour("misdirected", letter.sender)
+            raise ProtocolViolation("misdirected", letter.sender)
         if letter.sender not in self.others:
-            raise Misbehaviour("invalid", letter.sender, "it takes no part in this exchange")
+            raise ProtocolViolation("invalid", letter.sender, "it takes no part in this exchange")
 
     def _read(self, letters: Sequence[Letter], kinds: tuple[int, ...]) -> list[Note]:
         """The notes of this stage, each signed by its sender for this peer, and none of them twice."""
@@ -277,16 +277,16 @@ class Peer:
             sender = letter.sender
             note = read_note(letter.body, sender)
             if not is_from(letter.body, self.verifying[sender]):
-                raise Misbehaviour("altered", sender)
+                raise ProtocolViolation("altered", sender)
             if note.sender != sender or note.recipient != self.number:
-                raise Misbehaviour("misdirected", sender)
+                raise ProtocolViolation("misdirected", sender)
             if note.session != self.session:
-                raise Misbehaviour("replayed" if note.session in self.past else "disagrees", sender)
+                raise ProtocolViolation("replayed" if note.session in self.past else "disagrees", sender)
             if note.repeat != self.repeat or note.kind not in kinds:
-                raise Misbehaviour("replayed", sender)
+                raise ProtocolViolation("replayed", sender)
             counted = 0 if note.kind == ANNOUNCEMENT else note.number
             if (sender, note.kind, counted) in seen:
-                raise Misbehaviour("duplicated", sender)
+                raise ProtocolViolation("duplicated", sender)
             seen.add((sender, note.kind, counted))
             notes.append(note)
         return notes
@@ -299,28 +299,28 @@ class Peer:
         for peer in sorted({*numbers, *due}):
             found, count = numbers.get(peer, set()), due.get(peer, 0)
             if not found >= set(range(count)):
-                raise Misbehaviour("missing", peer, f"{len(found)} of {count} layers came")
+                raise ProtocolViolation("missing", peer, f"{len(found)} of {count} layers came")
             if len(found) > count:
-                raise Misbehaviour("unannounced", peer)
+                raise ProtocolViolation("unannounced", peer)
         came: dict[tuple[int, int], bytes] = {}
         for note in notes:
             index, item = self._layer(note)
             if (note.sender, index) in came:
-                raise Misbehaviour("duplicated", note.sender, "a layer")
+                raise ProtocolViolation("duplicated", note.sender, "a layer")
             came[note.sender, index] = item
         return [Sent(peer, index, item) for (peer, index), item in came.items()]
 
     def _layer(self, note: Note) -> tuple[int, bytes]:
         size = _INDEX + max(self.sizes)
         if len(note.payload) != padded_size(size):
-            raise Misbehaviour("invalid", note.sender, "a parcel of another size")
+            raise ProtocolViolation("invalid", note.sender, "a parcel of another size")
         padded = unseal(note.payload, self.opening, note.header())
         content = None if padded is None else unpad(padded)
         if content is None:
-            raise Misbehaviour("invalid", note.sender, "a parcel that cannot be opened")
+            raise ProtocolViolation("invalid", note.sender, "a parcel that cannot be opened")
         index, item = int.from_bytes(content[:_INDEX]), content[_INDEX:]
         if index >= len(self.sizes) or len(item) != self.sizes[index]:
-            raise Misbehaviour("invalid", note.sender, "a layer of another size")
+            raise ProtocolViolation("invalid", note.sender, "a layer of another size")
         return index, item
 
 

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from fedloom.config.checks import require_at_least
 from fedloom.secure.envelopes import unseal
 from fedloom.secure.exchange import Rules
-from fedloom.secure.faults import SERVER, ExchangeAborted, Misbehaviour
+from fedloom.secure.faults import SERVER, ExchangeAborted, ProtocolViolation
 from fedloom.secure.messages import Answer, Letter, Request, Terms
 from fedloom.secure.transport import Transport
 
@@ -23,22 +23,24 @@ class ServerKey:
         self.public = self.private.public_key().public_bytes_raw()
 
     def open_models(self, uploads: Mapping[int, Sequence[bytes]], terms: Terms) -> dict[int, list[bytes]]:
-        """The layers of every uploaded model. Raises `Misbehaviour` naming a peer whose upload lacks a layer, holds one that
+        """The layers of every uploaded model. Raises `ProtocolViolation` naming a peer whose upload lacks a layer, holds one that
         was not sealed under these terms for its place, or one that another model holds too: such a round must be given up."""
         units = max((len(layers) for layers in uploads.values()), default=0)
         holders: dict[bytes, int] = {}
         models: dict[int, list[bytes]] = {}
         for peer, layers in uploads.items():
             if len(layers) != units:
-                raise Misbehaviour("missing", peer, f"{len(layers)} of {units} layers uploaded")
+                raise ProtocolViolation("missing", peer, f"{len(layers)} of {units} layers uploaded")
             models[peer] = []
             for index, layer in enumerate(layers):
                 if layer in holders:
-                    raise Misbehaviour("duplicated", peer, f"layer {index}, which peer {holders[layer]} uploaded too")
+                    raise ProtocolViolation(
+                        "duplicated", peer, f"layer {index}, which peer {holders[layer]} uploaded too"
+                    )
                 holders[layer] = peer
                 content = unseal(layer, self.private, terms.layer_context(index))
                 if content is None:
-                    raise Misbehaviour("invalid", peer, f"layer {index} of its upload cannot be opened")
+                    raise ProtocolViolation("invalid", peer, f"layer {index} of its upload cannot be opened")
                 models[peer].append(content)
         return models
 
@@ -49,11 +51,11 @@ class Exchanged:
     bytes of all letters carried."""
 
     terms: Terms
-    faults: list[Misbehaviour] = field(default_factory=list)
+    faults: list[ProtocolViolation] = field(default_factory=list)
     letter_bytes: int = 0
 
 
-def conduct(transport: Transport, terms: Terms, rules: Rules, *, fewest: int = 2) -> Exchanged:
+def run_exchange(transport: Transport, terms: Terms, rules: Rules, *, fewest: int = 2) -> Exchanged:
     """Let the peers of `terms` exchange their layers. When a peer fails, all others take back their models and begin anew without
     the peer that was named, as attempt `terms.attempt` + 1 and so on.
 
@@ -79,7 +81,7 @@ def conduct(transport: Transport, terms: Terms, rules: Rules, *, fewest: int = 2
         outcome.terms = Terms(last.run, last.round, last.when, last.attempt + 1, rest, last.server_key)
 
 
-def _attempt(transport: Transport, outcome: Exchanged, rules: Rules) -> list[Misbehaviour]:
+def _attempt(transport: Transport, outcome: Exchanged, rules: Rules) -> list[ProtocolViolation]:
     """One attempt: each step ends for all before the next begins. The faults that ended it, or none."""
     terms = outcome.terms
     requests = {peer: Request("begin", terms) for peer in terms.peers}
@@ -98,18 +100,18 @@ def _attempt(transport: Transport, outcome: Exchanged, rules: Rules) -> list[Mis
     return []
 
 
-def _sort(peer: int, answer: bytes | None, inboxes: dict[int, list[Letter]]) -> Misbehaviour | None:
+def _sort(peer: int, answer: bytes | None, inboxes: dict[int, list[Letter]]) -> ProtocolViolation | None:
     """Put the letters of one answer into the inboxes, or say what is wrong with it."""
     if answer is None:
-        return Misbehaviour("left", peer)
+        return ProtocolViolation("left", peer)
     try:
         read = Answer.decode(answer, peer)
-    except Misbehaviour as fault:
+    except ProtocolViolation as fault:
         return fault
     if read.fault is not None:
         return read.fault
     for letter in read.letters:
         if letter.sender != peer or letter.recipient == peer or letter.recipient not in inboxes:
-            return Misbehaviour("invalid", peer, "a letter in another's name or to nobody in this exchange")
+            return ProtocolViolation("invalid", peer, "a letter in another's name or to nobody in this exchange")
         inboxes[letter.recipient].append(letter)
     return None

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
-from fedloom.secure.faults import Misbehaviour
+from fedloom.secure.faults import ProtocolViolation
 from fedloom.secure.messages import Answer, Letter, Request
 from fedloom.secure.peer import Peer
 
@@ -59,7 +59,7 @@ class InMemoryTransport:
             if peer not in self._left:
                 answers[peer] = self.peers[peer].handle(request)
                 self.captured.append(answers[peer])
-                with suppress(Misbehaviour):  # what cannot be read is for the server to find
+                with suppress(ProtocolViolation):  # what cannot be read is for the server to find
                     self.letters += Answer.decode(answers[peer], peer).letters
         return answers
 

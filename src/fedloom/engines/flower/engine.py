@@ -24,7 +24,7 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm, describe
 from fedloom.algorithms.secure import Secure, secured
 from fedloom.algorithms.stages import Stages
-from fedloom.engines.base import INTEGERS, Choice, Exchanging, Fault, Order, Reply, expectations, inspect_reply
+from fedloom.engines.base import INTEGERS, Choice, ClientTask, Exchanging, Fault, Reply, expectations, inspect_reply
 from fedloom.engines.flower.exchange import SecureRound
 from fedloom.engines.flower.messages import (
     Refusal,
@@ -100,18 +100,18 @@ class FlowerEngine(Exchanging):
 
     # --- the work of a round ---
 
-    def train(self, algorithm: Algorithm, round: Round, orders: Sequence[Order]) -> Iterator[Reply | Fault]:
+    def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
         method = secured(algorithm, round.number)
         if method is not None:
-            yield from SecureRound(self, method, algorithm, round).train(orders)
+            yield from SecureRound(self, method, algorithm, round).train(client_tasks)
         else:
-            yield from self.trained(algorithm, round, orders)
+            yield from self.trained(algorithm, round, client_tasks)
 
     def trained(
         self,
         algorithm: Algorithm,
         round: Round,
-        orders: Sequence[Order],
+        client_tasks: Sequence[ClientTask],
         exchanged: bool = False,
         withheld: bool = False,
     ) -> Iterator[Reply | Fault]:
@@ -121,34 +121,39 @@ class FlowerEngine(Exchanging):
         expected = {name: shape for name, shape in whole_reply.items() if not (withheld and name == "model")}
         types = {"model": self.task.layout.dtype, INTEGERS: torch.int64}
 
-        def words(order: Order) -> Words:
-            kept = sorted({int(saved[order.client]) for saved in self._saved} - {0})
-            shapes = None if order.slot is None else {name: list(shape) for name, shape in whole_reply.items()}
-            return {"expected": shapes, "keep": kept, "exchanged": exchanged and order.slot is not None}
+        def words(client_task: ClientTask) -> Words:
+            kept = sorted({int(saved[client_task.client]) for saved in self._saved} - {0})
+            shapes = None if client_task.slot is None else {name: list(shape) for name, shape in whole_reply.items()}
+            return {"expected": shapes, "keep": kept, "exchanged": exchanged and client_task.slot is not None}
 
-        for order, answer in self.answers("train", round, orders, words):
+        for client_task, answer in self.answers("train", round, client_tasks, words):
             if isinstance(answer, str):
-                yield Fault(order, answer)
+                yield Fault(client_task, answer)
                 continue
             try:
-                yield self._reply(round, order, answer, {} if order.slot is None else expected, types)
+                yield self._reply(round, client_task, answer, {} if client_task.slot is None else expected, types)
             except FedloomError as error:
                 diverged = (
                     "not finite" in str(error) if not isinstance(error, Refusal) else bool(error.words.get("diverged"))
                 )
-                yield Fault(order, str(error), error, diverged)
+                yield Fault(client_task, str(error), error, diverged)
 
     def _reply(
-        self, round: Round, order: Order, message: Message, expected: Mapping[str, Shape], types: dict[str, torch.dtype]
+        self,
+        round: Round,
+        client_task: ClientTask,
+        message: Message,
+        expected: Mapping[str, Shape],
+        types: dict[str, torch.dtype],
     ) -> Reply:
         """What one site sends. Raises `FedloomError` when it says why it did not train, or when it is refused."""
-        number = self.numbers[order.client]
-        before = self._version(order.client)
+        number = self.numbers[client_task.client]
+        before = self._version(client_task.client)
         try:
             words = words_of(message)
         except Refusal as refusal:
             if refusal.words.get("lost"):
-                self._written[order.client] = 0  # from the next time on it is a client that remembers nothing
+                self._written[client_task.client] = 0  # from the next time on it is a client that remembers nothing
             if refusal.words.get("stranger"):
                 self.sites.forget(number)
             raise
@@ -164,66 +169,66 @@ class FlowerEngine(Exchanging):
         inspect_reply(tensors, expected)
         figures = figures_of(message)
         types |= {name: tensor.dtype for name, tensor in tensors.items()}
-        self._written[order.client] = version
+        self._written[client_task.client] = version
         samples = self.sites.samples(number) if self.task.elsewhere else None
-        return Reply(order, tensors, figures, samples=samples)
+        return Reply(client_task, tensors, figures, samples=samples)
 
-    def evaluate(self, algorithm: Algorithm, round: Round, orders: Sequence[Order]) -> Iterator[Tally]:
+    def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
         given = type(algorithm) is Algorithm  # every client judges what it is sent
 
-        def words(order: Order) -> Words:
+        def words(client_task: ClientTask) -> Words:
             return {"given": given}
 
-        for order, answer in self.answers("evaluate", round, orders, words):
+        for client_task, answer in self.answers("evaluate", round, client_tasks, words):
             try:
                 if isinstance(answer, str):
                     raise FedloomError(answer)
-                yield _tally(order.client, words_of(answer))
+                yield _tally(client_task.client, words_of(answer))
             except FedloomError as error:
-                _logger.warning("site %d is not evaluated: %s", self.numbers[order.client], error)
+                _logger.warning("site %d is not evaluated: %s", self.numbers[client_task.client], error)
 
     def answers(
         self,
         kind: Kind,
         round: Round,
-        orders: Sequence[Order],
-        words: Callable[[Order], Words],
+        client_tasks: Sequence[ClientTask],
+        words: Callable[[ClientTask], Words],
         parcels: Mapping[int, bytes] | None = None,
-    ) -> Iterator[tuple[Order, Message | str]]:
+    ) -> Iterator[tuple[ClientTask, Message | str]]:
         """Every site's message as it comes, or why there is none. `parcels` go to those clients beside words and tensors."""
-        if not orders:
+        if not client_tasks:
             return
         end = time.monotonic() + self.deadline
-        nodes = self._nodes(orders)
+        nodes = self._nodes(client_tasks)
         arrays: dict[int, Array] = {}  # what several sites are sent is encoded once
-        waiting: dict[str, Order] = {}
+        waiting: dict[str, ClientTask] = {}
         told = {"federation": self.federation, "round": dataclasses.asdict(round), **self.briefing}
-        for order in orders:
-            number = self.numbers[order.client]
+        for client_task in client_tasks:
+            number = self.numbers[client_task.client]
             if number not in nodes:
-                yield order, "the site is not there"
+                yield client_task, "the site is not there"
                 continue
-            addressed = {"site": number, "client": order.client, "memory": self._version(order.client)}
+            addressed = {"site": number, "client": client_task.client, "memory": self._version(client_task.client)}
             content = pack(
-                told | addressed | words(order),
-                _encoded_once(order.inbox, arrays),
-                parcel=b"" if parcels is None else parcels[order.client],
+                told | addressed | words(client_task),
+                _encoded_once(client_task.inbox, arrays),
+                parcel=b"" if parcels is None else parcels[client_task.client],
             )
             sent = self.post.send(nodes[number], kind, content, f"{round.number}", self.deadline)
             if sent is None:
-                yield order, "Flower did not take the message"
+                yield client_task, "Flower did not take the message"
             else:
-                waiting[sent] = order
+                waiting[sent] = client_task
         for reply in self.post.collect(waiting, max(0.0, end - time.monotonic())):
-            order = waiting.pop(reply.metadata.reply_to_message_id)
+            client_task = waiting.pop(reply.metadata.reply_to_message_id)
             gone = reply.has_error() and reply.error.code in _UNAVAILABLE
-            yield order, "the site is not there any more" if gone else reply
-        for order in waiting.values():
-            yield order, f"no reply within {self.deadline:g} s"
+            yield client_task, "the site is not there any more" if gone else reply
+        for client_task in waiting.values():
+            yield client_task, f"no reply within {self.deadline:g} s"
 
-    def _nodes(self, orders: Sequence[Order]) -> dict[int, int]:
+    def _nodes(self, client_tasks: Sequence[ClientTask]) -> dict[int, int]:
         """Where those of the sites are that are there."""
-        wanted = [self.numbers[order.client] for order in orders]
+        wanted = [self.numbers[client_task.client] for client_task in client_tasks]
         found = self.sites.find(wanted, min(GREETING, self.deadline))
         if not found:
             self.sites.wait(

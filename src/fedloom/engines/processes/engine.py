@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm
 from fedloom.config.checks import require_at_least, require_one_of
-from fedloom.engines.base import Choice, Fault, Order, Remembering, Reply, expectations
+from fedloom.engines.base import Choice, ClientTask, Fault, KeepsClientMemory, Reply, expectations
 from fedloom.engines.groups import grouped
 from fedloom.engines.processes.channel import Channel, Parcel, pack
 from fedloom.engines.processes.shared import Pool
@@ -50,7 +50,7 @@ ATTEMPTS = 3
 _PROGRAM = "from fedloom.engines.processes.worker import main; main()"
 
 
-class ProcessesEngine(Remembering):
+class ProcessesEngine(KeepsClientMemory):
     """Trains clients in `workers` processes of `threads` threads each, with the numbers of the rows engine on as many threads.
 
     The workers start once and stay. They read the task's data, the models that are sent and what clients remember in memory
@@ -129,43 +129,48 @@ class ProcessesEngine(Remembering):
 
     # --- the work of a round ---
 
-    def train(self, algorithm: Algorithm, round: Round, orders: Sequence[Order]) -> Iterator[Reply | Fault]:
+    def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
         expected = expectations(algorithm, round, self.task.layout)
-        matrices = self._matrices(expected, round, orders)
+        matrices = self._matrices(expected, round, client_tasks)
 
-        def share(order: Order, inbox: dict[str, Tensor]) -> Share:
-            uploads = order.slot is not None
-            places = {name: matrix[order.slot] for name, matrix in matrices.items()} if uploads else {}
-            return Share(order.client, order.slot, inbox, self.store.read(order.client), places)
+        def share(client_task: ClientTask, inbox: dict[str, Tensor]) -> Share:
+            uploads = client_task.slot is not None
+            places = {name: matrix[client_task.slot] for name, matrix in matrices.items()} if uploads else {}
+            return Share(client_task.client, client_task.slot, inbox, self.store.read(client_task.client), places)
 
-        for order, answer in self._results("train", Assignment(algorithm, round, expected), orders, share):
+        for client_task, answer in self._results("train", Assignment(algorithm, round, expected), client_tasks, share):
             if isinstance(answer, Done):
                 if answer.written:
-                    self.store.write(order.client, answer.written)
-                placed = {name: matrices[name][order.slot] for name in answer.placed}
-                yield Reply(order, {**placed, **answer.tensors}, answer.metrics, matrices)
+                    self.store.write(client_task.client, answer.written)
+                placed = {name: matrices[name][client_task.slot] for name in answer.placed}
+                yield Reply(client_task, {**placed, **answer.tensors}, answer.metrics, matrices)
             else:
                 assert isinstance(answer, Failed)
-                yield Fault(order, answer.reason, answer.error, answer.diverged)
+                yield Fault(client_task, answer.reason, answer.error, answer.diverged)
 
-    def evaluate(self, algorithm: Algorithm, round: Round, orders: Sequence[Order]) -> Iterator[Tally]:
+    def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
         if self.task.local_test is None:
             raise InvalidValue("the clients have no test data of their own: give the task local_test, such as 0.25")
 
-        def share(order: Order, inbox: dict[str, Tensor]) -> Share:
-            return Share(order.client, order.slot, inbox, self.store.read(order.client), {})
+        def share(client_task: ClientTask, inbox: dict[str, Tensor]) -> Share:
+            return Share(client_task.client, client_task.slot, inbox, self.store.read(client_task.client), {})
 
-        for _, answer in self._results("evaluate", Assignment(algorithm, round, {}), orders, share):
+        for _, answer in self._results("evaluate", Assignment(algorithm, round, {}), client_tasks, share):
             if isinstance(answer, Failed) and answer.error is not None:
                 raise answer.error
             assert isinstance(answer, Tally)
             yield answer
 
     def _matrices(
-        self, expected: Mapping[str, tuple[int, ...]], round: Round, orders: Sequence[Order]
+        self, expected: Mapping[str, tuple[int, ...]], round: Round, client_tasks: Sequence[ClientTask]
     ) -> dict[str, Tensor]:
         """One row for each slot, `[slots, ...]`, for every tensor expected, in the type of the model."""
-        slots = max([len(round.selected), *(order.slot + 1 for order in orders if order.slot is not None)])
+        slots = max(
+            [
+                len(round.selected),
+                *(client_task.slot + 1 for client_task in client_tasks if client_task.slot is not None),
+            ]
+        )
         shapes = [(slots, *shape) for shape in expected.values()]
         return {
             name: self.pool.empty([shape], [self.task.layout.dtype])[0]
@@ -176,20 +181,24 @@ class ProcessesEngine(Remembering):
         self,
         kind: Literal["train", "evaluate"],
         assignment: Assignment,
-        orders: Sequence[Order],
-        share: Callable[[Order, dict[str, Tensor]], Share],
-    ) -> Iterator[tuple[Order, Done | Failed | Tally]]:
+        client_tasks: Sequence[ClientTask],
+        share: Callable[[ClientTask, dict[str, Tensor]], Share],
+    ) -> Iterator[tuple[ClientTask, Done | Failed | Tally]]:
         """Every answer as it comes. Leaving early ends the workers that are busy, since they write to shared memory."""
         self._dismiss_busy()
         told = self._pack(assignment)
-        shared = self._shared_inbox(orders)
-        waiting = deque(self._groups(assignment.algorithm, orders))
+        shared = self._shared_inbox(client_tasks)
+        waiting = deque(self._groups(assignment.algorithm, client_tasks))
         deaths: Counter[int] = Counter()
 
         def give(worker: _Worker) -> None:
             group = waiting.popleft()
-            inboxes = [{name: shared.get(id(rows), rows) for name, rows in order.inbox.items()} for order in group]
-            work = Work(kind, tuple(share(order, inbox) for order, inbox in zip(group, inboxes, strict=True)))
+            inboxes = [
+                {name: shared.get(id(rows), rows) for name, rows in client_task.inbox.items()} for client_task in group
+            ]
+            work = Work(
+                kind, tuple(share(client_task, inbox) for client_task, inbox in zip(group, inboxes, strict=True))
+            )
             try:
                 worker.begin(self._briefing, told, group, self._pack(work))
             except OSError:  # it died while it had nothing to do
@@ -216,22 +225,27 @@ class ProcessesEngine(Remembering):
                         continue
                     deaths[id(group[0])] += len(group) == 1
                     if deaths[id(group[0])] < ATTEMPTS:
-                        waiting.extendleft([order] for order in reversed(group))
+                        waiting.extendleft([client_task] for client_task in reversed(group))
                         continue
                     reason = f"its worker process died {ATTEMPTS} times ({worker.ending})"
                     yield group[0], Failed(reason, FedloomError(f"client {group[0].client}: {reason}"))
         finally:
             self._dismiss_busy()
 
-    def _groups(self, algorithm: Algorithm, orders: Sequence[Order]) -> list[list[Order]]:
+    def _groups(self, algorithm: Algorithm, client_tasks: Sequence[ClientTask]) -> list[list[ClientTask]]:
         """What the workers are given, in this order."""
-        sizes = self.task.sizes(torch.tensor([order.client for order in orders], dtype=torch.int64))
-        return grouped(orders, sizes, self.workers, 1 if apart(algorithm) else self.chunk)
+        sizes = self.task.sizes(torch.tensor([client_task.client for client_task in client_tasks], dtype=torch.int64))
+        return grouped(client_tasks, sizes, self.workers, 1 if apart(algorithm) else self.chunk)
 
-    def _shared_inbox(self, orders: Sequence[Order]) -> dict[int, Tensor]:
+    def _shared_inbox(self, client_tasks: Sequence[ClientTask]) -> dict[int, Tensor]:
         """What several clients are sent, once in shared memory; by the identity of the tensor."""
-        counts = Counter(id(rows) for order in orders for rows in order.inbox.values())
-        tensors = {id(rows): rows for order in orders for rows in order.inbox.values() if counts[id(rows)] > 1}
+        counts = Counter(id(rows) for client_task in client_tasks for rows in client_task.inbox.values())
+        tensors = {
+            id(rows): rows
+            for client_task in client_tasks
+            for rows in client_task.inbox.values()
+            if counts[id(rows)] > 1
+        }
         apart = {key: rows for key, rows in tensors.items() if self.pool.find(rows) is None}
         return dict(zip(apart, self.pool.place(list(apart.values())), strict=True)) if apart else {}
 
@@ -295,7 +309,7 @@ class _Worker:
     setup: Parcel | None
     briefing: Parcel | None = None
     told: Parcel | None = None
-    group: Sequence[Order] = ()
+    group: Sequence[ClientTask] = ()
     parcel: Parcel | None = None  # what it was sent for these clients
     ready: bool = False
 
@@ -321,7 +335,7 @@ class _Worker:
         theirs.close()
         return cls(process, Channel(ours, pool), setup)
 
-    def begin(self, briefing: Parcel, told: Parcel, group: Sequence[Order], parcel: Parcel) -> None:
+    def begin(self, briefing: Parcel, told: Parcel, group: Sequence[ClientTask], parcel: Parcel) -> None:
         """Let it work, after whatever it must know first and does not know yet. Raises `OSError` when it is dead."""
         self.group, self.parcel = group, parcel
         if self.setup is not None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Plan
-from fedloom.engines.base import Fault, Order, Reply
+from fedloom.engines.base import ClientTask, Fault, Reply
 from fedloom.engines.processes.channel import Channel, Parcel, Unpickler, pack
 from fedloom.engines.processes.shared import Pool
 from fedloom.engines.rows import RowsEngine
@@ -98,8 +98,8 @@ class Share:
     places: Tensors
 
     @property
-    def order(self) -> Order:
-        return Order(self.client, self.slot, self.inbox)
+    def client_task(self) -> ClientTask:
+        return ClientTask(self.client, self.slot, self.inbox)
 
 
 @dataclass(frozen=True)
@@ -198,15 +198,18 @@ class Worker:
             if share.memory:
                 engine.store.write(share.client, share.memory)
         engine.store.commit()
-        orders = [share.order for share in work.shares]
+        client_tasks = [share.client_task for share in work.shares]
         if work.kind == "evaluate":
             try:
-                return tuple(engine.evaluate(algorithm, round, orders))
+                return tuple(engine.evaluate(algorithm, round, client_tasks))
             except Exception as error:
-                return tuple(Failed(str(error), _portable(error)) for _ in orders)
-        found = engine.train_expecting(algorithm, round, orders, self.assignment.expected)
-        results = {id(result.order): result for result in found}
-        return tuple(self._answer(share, results[id(order)]) for share, order in zip(work.shares, orders, strict=True))
+                return tuple(Failed(str(error), _portable(error)) for _ in client_tasks)
+        found = engine.train_expecting(algorithm, round, client_tasks, self.assignment.expected)
+        results = {id(result.client_task): result for result in found}
+        return tuple(
+            self._answer(share, results[id(client_task)])
+            for share, client_task in zip(work.shares, client_tasks, strict=True)
+        )
 
     def _answer(self, share: Share, result: Reply | Fault) -> Done | Failed:
         """What one client's training gave, with its reply written where that belongs."""

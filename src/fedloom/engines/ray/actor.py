@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Plan
-from fedloom.engines.base import Fault, Order, Reply
+from fedloom.engines.base import ClientTask, Fault, Reply
 from fedloom.engines.processes.worker import Broken, Failed, Setup
 from fedloom.engines.processes.worker import _portable as portable
 from fedloom.engines.ray.parcel import Parcel, pack, unpack
@@ -126,14 +126,14 @@ class TrainingActor:
             if piece.memory:
                 engine.store.write(piece.client, piece.memory)
         engine.store.commit()
-        orders = [Order(piece.client, piece.slot, self._inbox(piece)) for piece in share.pieces]
+        client_tasks = [ClientTask(piece.client, piece.slot, self._inbox(piece)) for piece in share.pieces]
         if share.kind == "evaluate":
             try:
-                return list(engine.evaluate(briefing.algorithm, briefing.round, orders))
+                return list(engine.evaluate(briefing.algorithm, briefing.round, client_tasks))
             except Exception as error:
                 return Failed(str(error), portable(error))
-        results = engine.train_expecting(briefing.algorithm, briefing.round, orders, briefing.expected)
-        found = {result.order.client: result for result in results}
+        results = engine.train_expecting(briefing.algorithm, briefing.round, client_tasks, briefing.expected)
+        found = {result.client_task.client: result for result in results}
         return [self._outcome(piece, found[piece.client]) for piece in share.pieces]
 
     def _outcome(self, piece: Piece, result: Reply | Fault) -> Trained | Failed:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fedloom.engines.base import Order
+from fedloom.engines.base import ClientTask
 from fedloom.engines.ray.session import Session, first_line, leave
 
 
@@ -18,7 +18,7 @@ class Hand:
     handle: Any
     call: Any
     task: Any
-    share: tuple[Order, ...] | None = None
+    share: tuple[ClientTask, ...] | None = None
     ready: bool = False
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm
 from fedloom.config.checks import require_at_least, require_one_of, require_positive
-from fedloom.engines.base import Choice, Fault, Order, Remembering, Reply, expectations
+from fedloom.engines.base import Choice, ClientTask, Fault, KeepsClientMemory, Reply, expectations
 from fedloom.engines.processes.worker import Broken, Failed, Setup, slim
 from fedloom.engines.ray.crew import Death, Hand, amounts, dismiss, ending, kill
 from fedloom.engines.ray.session import LOCAL, Session, join, load_ray
@@ -41,7 +41,7 @@ START_SECONDS = 180.0
 Kind = Literal["train", "evaluate"]
 
 
-class RayEngine(Remembering):
+class RayEngine(KeepsClientMemory):
     """Trains clients in Ray actors, `workers` of them with `cpus` cores (as many threads) and `gpus` GPUs each.
 
     `address` is `local` (a cluster of this machine, started and taken down here), `auto` (the one this machine belongs to),
@@ -137,32 +137,39 @@ class RayEngine(Remembering):
 
     # --- the work of a round ---
 
-    def train(self, algorithm: Algorithm, round: Round, orders: Sequence[Order]) -> Iterator[Reply | Fault]:
+    def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
         expected = expectations(algorithm, round, self.task.layout)
-        matrices = self._matrices(expected, round, orders)
-        for taken, answer in self._answers("train", algorithm, round, expected, orders):
+        matrices = self._matrices(expected, round, client_tasks)
+        for taken, answer in self._answers("train", algorithm, round, expected, client_tasks):
             outcomes = [answer] * len(taken) if isinstance(answer, Failed) else answer
-            for order, outcome in zip(taken, outcomes, strict=True):
+            for client_task, outcome in zip(taken, outcomes, strict=True):
                 if isinstance(outcome, Failed):
-                    yield Fault(order, outcome.reason, outcome.error, outcome.diverged)
+                    yield Fault(client_task, outcome.reason, outcome.error, outcome.diverged)
                     continue
                 if outcome.written:
-                    self.store.write(order.client, {name: rows.clone() for name, rows in outcome.written.items()})
-                yield Reply(order, _placed(outcome.tensors, matrices, order.slot), outcome.metrics, matrices)
+                    self.store.write(client_task.client, {name: rows.clone() for name, rows in outcome.written.items()})
+                yield Reply(
+                    client_task, _placed(outcome.tensors, matrices, client_task.slot), outcome.metrics, matrices
+                )
 
-    def evaluate(self, algorithm: Algorithm, round: Round, orders: Sequence[Order]) -> Iterator[Tally]:
+    def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
         if self.task.local_test is None:
             raise InvalidValue("the clients have no test data of their own: give the task local_test, such as 0.25")
-        for _, answer in self._answers("evaluate", algorithm, round, {}, orders):
+        for _, answer in self._answers("evaluate", algorithm, round, {}, client_tasks):
             if isinstance(answer, Failed):
                 raise answer.error or FedloomError(answer.reason)
             yield from answer
 
     def _matrices(
-        self, expected: Mapping[str, tuple[int, ...]], round: Round, orders: Sequence[Order]
+        self, expected: Mapping[str, tuple[int, ...]], round: Round, client_tasks: Sequence[ClientTask]
     ) -> dict[str, Tensor]:
         """One row for each slot, `[slots, ...]`, for every tensor expected, in the type of the model."""
-        slots = max([len(round.selected), *(order.slot + 1 for order in orders if order.slot is not None)])
+        slots = max(
+            [
+                len(round.selected),
+                *(client_task.slot + 1 for client_task in client_tasks if client_task.slot is not None),
+            ]
+        )
         return {name: torch.empty(slots, *shape, dtype=self.task.layout.dtype) for name, shape in expected.items()}
 
     def _answers(
@@ -171,18 +178,18 @@ class RayEngine(Remembering):
         algorithm: Algorithm,
         round: Round,
         expected: dict[str, tuple[int, ...]],
-        orders: Sequence[Order],
-    ) -> Iterator[tuple[tuple[Order, ...], Any]]:
+        client_tasks: Sequence[ClientTask],
+    ) -> Iterator[tuple[tuple[ClientTask, ...], Any]]:
         """Every share's answer as it comes; `Broken` is raised. Leaving early, nobody listens to those that are still to come."""
         from fedloom.engines.ray.actor import Briefing
         from fedloom.engines.ray.parcel import unpack
 
         self._forget_shares()
-        common = _common(orders)
+        common = _common(client_tasks)
         places = {id(rows): place for place, rows in enumerate(common)}
         number = next(self._numbers)
         briefing = self._ray.put(self._pack(Briefing(algorithm, round, expected, tuple(common))))
-        waiting = deque(self._shares(orders))
+        waiting = deque(self._shares(client_tasks))
         deaths: Counter[int] = Counter()
 
         def give(hand: Hand) -> None:
@@ -205,10 +212,10 @@ class RayEngine(Remembering):
                 if share is None:
                     continue
                 if isinstance(result, Death):
-                    deaths.update(id(order) for order in share)
+                    deaths.update(id(client_task) for client_task in share)
                     if len(share) > 1 or deaths[id(share[0])] < ATTEMPTS:
                         # Each by itself, so that nobody pays for what another does to their actor.
-                        waiting.extendleft((order,) for order in reversed(share))
+                        waiting.extendleft((client_task,) for client_task in reversed(share))
                         continue
                     reason = f"its Ray actor died {ATTEMPTS} times ({result.reason})"
                     yield share, Failed(reason, FedloomError(f"client {share[0].client}: {reason}"))
@@ -222,29 +229,29 @@ class RayEngine(Remembering):
         finally:
             self._forget_shares()
 
-    def _parcel(self, kind: Kind, share: Sequence[Order], places: Mapping[int, int]) -> Any:
+    def _parcel(self, kind: Kind, share: Sequence[ClientTask], places: Mapping[int, int]) -> Any:
         from fedloom.engines.ray.actor import Piece, Share
 
         return Share(
             kind,
             tuple(
                 Piece(
-                    order.client,
-                    order.slot,
-                    {name: rows for name, rows in order.inbox.items() if id(rows) not in places},
-                    {name: places[id(rows)] for name, rows in order.inbox.items() if id(rows) in places},
-                    self.store.read(order.client),
+                    client_task.client,
+                    client_task.slot,
+                    {name: rows for name, rows in client_task.inbox.items() if id(rows) not in places},
+                    {name: places[id(rows)] for name, rows in client_task.inbox.items() if id(rows) in places},
+                    self.store.read(client_task.client),
                 )
-                for order in share
+                for client_task in share
             ),
         )
 
-    def _shares(self, orders: Sequence[Order]) -> list[tuple[Order, ...]]:
+    def _shares(self, client_tasks: Sequence[ClientTask]) -> list[tuple[ClientTask, ...]]:
         """The orders in shares of about equal work, the largest first."""
-        clients = torch.tensor([order.client for order in orders], dtype=torch.int64)
+        clients = torch.tensor([client_task.client for client_task in client_tasks], dtype=torch.int64)
         sizes = self.task.sizes(clients).tolist()
-        count = min(len(orders), self.workers * (SHARES if self.inside == "rows" else 1))
-        return [tuple(orders[k] for k in part) for part in divide(sizes, count)]
+        count = min(len(client_tasks), self.workers * (SHARES if self.inside == "rows" else 1))
+        return [tuple(client_tasks[k] for k in part) for part in divide(sizes, count)]
 
     # --- the actors ---
 
@@ -338,10 +345,12 @@ def divide(sizes: Sequence[int], count: int) -> list[list[int]]:
     return [parts[k] for k in sorted(range(count), key=lambda k: (-sums[k], k))]
 
 
-def _common(orders: Sequence[Order]) -> list[Tensor]:
+def _common(client_tasks: Sequence[ClientTask]) -> list[Tensor]:
     """What several clients are sent, each once."""
-    counts = Counter(id(rows) for order in orders for rows in order.inbox.values())
-    found = {id(rows): rows for order in orders for rows in order.inbox.values() if counts[id(rows)] > 1}
+    counts = Counter(id(rows) for client_task in client_tasks for rows in client_task.inbox.values())
+    found = {
+        id(rows): rows for client_task in client_tasks for rows in client_task.inbox.values() if counts[id(rows)] > 1
+    }
     return list(found.values())
 
 

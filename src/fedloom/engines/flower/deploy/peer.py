@@ -17,7 +17,7 @@ from typing import Any
 from fedloom.engines.flower.deploy.answer import Answer, federation_folder, memory_folder
 from fedloom.engines.flower.deploy.identity import Identity
 from fedloom.errors import CheckpointError, RefusedReply
-from fedloom.secure import Misbehaviour, Peer, Rules, Terms, restore, secret_choices, snapshot, stream_choices
+from fedloom.secure import Peer, ProtocolViolation, Rules, Terms, restore, secret_choices, snapshot, stream_choices
 from fedloom.secure.draws import Choices
 from fedloom.secure.messages import Request, pack, unpack
 
@@ -109,7 +109,7 @@ class SitePeer:
         try:
             first, *parts = unpack(self._path(kind).read_bytes(), self.number)
             return dict(json.loads(first)), parts
-        except (OSError, ValueError, Misbehaviour):
+        except (OSError, ValueError, ProtocolViolation):
             return {}, []
 
     def _path(self, kind: str) -> Path:
@@ -152,7 +152,7 @@ def _terms(request: bytes) -> Terms | None:
     """The terms in a request, where it has any. Raises `RefusedReply` when it cannot be read."""
     try:
         return Request.decode(request).terms
-    except Misbehaviour as fault:
+    except ProtocolViolation as fault:
         raise RefusedReply(str(fault)) from None
 
 

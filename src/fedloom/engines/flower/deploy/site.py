@@ -21,7 +21,7 @@ import fedloom
 from fedloom.algorithm import Algorithm, Plan, build
 from fedloom.algorithms.secure import Secure, secured
 from fedloom.data.partition import Partition
-from fedloom.engines.base import INTEGERS, Fault, Order
+from fedloom.engines.base import INTEGERS, ClientTask, Fault
 from fedloom.engines.flower.deploy.agreement import Deployment, deployment, described, layout_digest, read_configuration
 from fedloom.engines.flower.deploy.answer import Answer, federation_folder, memory_folder
 from fedloom.engines.flower.deploy.identity import Identity
@@ -121,8 +121,8 @@ class Site:
             layers = peer.outcome("before_train", round.number)
             inbox = {**inbox, "model": from_layers(layers, exchange.units(), engine.task.initial).unsqueeze(0)}
             _require_sound(engine.task, inbox)
-        order = Order(client, None if expected is None else 0, dict(inbox))
-        result = engine.train_one(method, round, order, expected or {})
+        client_task = ClientTask(client, None if expected is None else 0, dict(inbox))
+        result = engine.train_one(method, round, client_task, expected or {})
         if isinstance(result, Fault):
             _logger.error("site %d: round %d: %s", self.number, round.number, result.reason, exc_info=result.error)
             raise Refusal({"refused": result.reason, "diverged": result.diverged})
@@ -172,7 +172,7 @@ class Site:
         round, client = self._addressed(words)
         engine, _, _ = self._remembering(words, round, client, inbox)
         method = Algorithm() if words.get("given") is True else self._method(engine.task, round)
-        (tally,) = engine.evaluate(method, round, [Order(client, None, dict(inbox))])
+        (tally,) = engine.evaluate(method, round, [ClientTask(client, None, dict(inbox))])
         told = {"correct": int(tally.correct), "loss": float(tally.loss), "samples": int(tally.samples)}
         return Answer(told, {}, {})
 

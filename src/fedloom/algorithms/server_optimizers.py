@@ -1,4 +1,4 @@
-"""FedAvgM, FedAdam, FedYogi: the averaged update as a gradient for an optimiser on the server."""
+"""FedAvgM, FedAdam, FedYogi: the averaged update as a gradient for an optimizer on the server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedloom.round import Round
 
 
 @dataclass
-class ServerOptimiser(Algorithm, ABC):
+class ServerOptimizer(Algorithm, ABC):
     """w <- w_t + step(D_t) with D_t = sum_i p_i (w_i - w_t) over the trainable parameters; statistics are averaged.
 
     p_i by samples; `weighted=false` takes 1/K. Subclasses say what `step` is.
@@ -43,7 +43,7 @@ def _require_fraction(name: str, value: float) -> None:
 
 @algorithms.register("fedavgm")
 @dataclass
-class FedAvgM(ServerOptimiser):
+class FedAvgM(ServerOptimizer):
     """FedAvg with momentum on the server: v <- momentum v + D_t, w <- w_t + learning_rate v.
 
     D_t is the mean update of the clients. momentum 0 and learning_rate 1 are FedAvg. Source: Hsu et al. 2019, section 4.3.
@@ -68,7 +68,7 @@ class FedAvgM(ServerOptimiser):
 
 @algorithms.register("fedadam")
 @dataclass
-class FedAdam(ServerOptimiser):
+class FedAdam(ServerOptimizer):
     """FedAvg with Adam on the server: m <- b1 m + (1 - b1) D, v <- b2 v + (1 - b2) D^2, w <- w_t + eta m / (sqrt(v) + tau).
 
     D is the mean update of the clients, b1, b2 are `beta1`, `beta2`, eta is `learning_rate`, and tau, the least scale of a
