@@ -10,7 +10,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import context, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.cluster.hierarchy import fcluster, ward
 from scipy.spatial.distance import pdist
@@ -53,7 +53,7 @@ counts_and_sizes = st.lists(st.integers(1, 500), min_size=1, max_size=25).flatma
 
 
 @settings(deadline=None, max_examples=60)
-@context(counts_and_sizes)
+@given(counts_and_sizes)
 def test_clusters_by_size_have_exact_masses(case: tuple[list[int], int]) -> None:
     sizes, count = case
     clusters = clusters_by_size(sizes, count)
@@ -70,7 +70,7 @@ def test_clusters_by_size_of_a_case_by_hand() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@context(counts_and_sizes, st.integers(0, 10**6), st.booleans())
+@given(counts_and_sizes, st.integers(0, 10**6), st.booleans())
 def test_clusters_by_similarity_have_exact_masses(case: tuple[list[int], int], seed: int, nothing_known: bool) -> None:
     sizes, count = case
     draws = np.random.default_rng(seed)
@@ -85,7 +85,7 @@ def test_clusters_by_similarity_have_exact_masses(case: tuple[list[int], int], s
 
 
 @settings(deadline=None, max_examples=40)
-@context(counts_and_sizes.filter(lambda case: len(case[0]) > 1), st.integers(0, 10**6))
+@given(counts_and_sizes.filter(lambda case: len(case[0]) > 1), st.integers(0, 10**6))
 def test_groups_are_those_of_cutting_the_tree_at_the_merged_weight(case: tuple[list[int], int], seed: int) -> None:
     """As the reference does it: write the weight of each merge in the place of its height and let scipy cut there."""
     sizes, count = case

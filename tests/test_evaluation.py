@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import context, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -94,7 +94,7 @@ def test_scores_equal_plain_loops(batch_size: int) -> None:
 
 
 @settings(deadline=None, max_examples=50)
-@context(
+@given(
     counts=st.lists(
         st.integers(1, 30).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), min_size=1, max_size=25
     )
@@ -309,7 +309,7 @@ def test_evaluations_take_place_when_due() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@context(
+@given(
     participation=st.floats(0.1, 1),
     training=st.builds(
         Training,

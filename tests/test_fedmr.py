@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import context, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -344,7 +344,7 @@ def recombined(module: nn.Module, uploads: Tensor, method: FedMR, seed: int) -> 
     return method.state["pool"]
 
 
-cases = context(
+cases = given(
     module=modules(),
     count=st.integers(1, 6),
     unit=st.sampled_from(["layer", "tensor", "segment"]),

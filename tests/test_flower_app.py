@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import context, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.engines.flower.deploy.template import EXAMPLE, _literal, write_app
@@ -83,7 +83,7 @@ def test_sites_that_exchange_layers_are_told_how_to_name_their_keys(tmp_path: Pa
 
 
 @settings(deadline=None, max_examples=50)
-@context(st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.text("'\"\\\n\t\r", max_size=12))
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.text("'\"\\\n\t\r", max_size=12))
 def test_any_text_comes_back_from_the_literal(text: str) -> None:
     # TOML readers make \n of \r\n in multi-line strings; the text of a file has been read with \n already.
     assert tomllib.loads(f"text = {_literal(text)}")["text"] in (

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import context, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -78,7 +78,7 @@ def random_pixels(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 @settings(deadline=None, max_examples=20)
-@context(shape=st.lists(st.integers(0, 5), min_size=1, max_size=4), packed=st.booleans())
+@given(shape=st.lists(st.integers(0, 5), min_size=1, max_size=4), packed=st.booleans())
 def test_idx_gives_back_what_was_written(
     shape: list[int], packed: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -347,7 +347,7 @@ def naive_basic_english(line: str) -> list[str]:
 
 
 @settings(deadline=None, max_examples=150)
-@context(st.text(alphabet="aB'\".,()!?;:<>br/ \t-é4", max_size=40) | st.text(max_size=30))
+@given(st.text(alphabet="aB'\".,()!?;:<>br/ \t-é4", max_size=40) | st.text(max_size=30))
 def test_tokens_follow_the_basic_english_rules(line: str) -> None:
     assert tokens(line) == naive_basic_english(line)
 

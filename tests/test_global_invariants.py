@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import context, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -125,7 +125,7 @@ def test_what_an_idle_client_did_stays_out_of_the_sums(name: str) -> None:
     assert set(record["clients"]) == {client for client, tensors in before.items() if tensors}
 
 
-@context(
+@given(
     count=st.integers(1, 9), skew=st.floats(0, 1), radius=st.floats(-5, 5), seed=st.integers(0, 2**31 - 1)
 )  # fmt: skip
 @settings(max_examples=40, deadline=None)

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import context, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -145,7 +145,7 @@ def test_a_layer_keeps_its_weight_bias_and_statistics_together() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@context(st.integers(1, 40), st.integers(1, 100))
+@given(st.integers(1, 40), st.integers(1, 100))
 def test_segments_follow_the_formula(layers: int, percent: int) -> None:
     """Layer j (from 1) belongs to segment ceil(j / (x N)); computed here in whole numbers."""
     module = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(layers)))
@@ -159,7 +159,7 @@ def test_segments_follow_the_formula(layers: int, percent: int) -> None:
 
 
 @settings(deadline=None, max_examples=30)
-@context(st.sampled_from(["layer", "tensor", "segment"]), st.floats(0.05, 1.0), st.integers(0, 5))
+@given(st.sampled_from(["layer", "tensor", "segment"]), st.floats(0.05, 1.0), st.integers(0, 5))
 def test_units_cover_every_number_once(kind: str, fraction: float, depth: int) -> None:
     blocks: list[nn.Module] = []
     for _ in range(depth):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import context, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
@@ -273,7 +273,7 @@ def test_smallest_image_works_and_a_smaller_one_is_refused(name: str, least: int
 
 
 @settings(deadline=None, max_examples=60)
-@context(
+@given(
     st.lists(st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(0, 2)), min_size=1, max_size=4),
     st.integers(1, 40),
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import context, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -25,7 +25,7 @@ PROPERTIES = settings(max_examples=25, deadline=None)
 
 
 @PROPERTIES
-@context(st.lists(st.integers(-1, 4), max_size=40))
+@given(st.lists(st.integers(-1, 4), max_size=40))
 def test_from_owners_equals_a_loop(owners: list[int]) -> None:
     samples = np.arange(len(owners)) * 7
     naive: list[list[int]] = [[] for _ in range(5)]
@@ -128,7 +128,7 @@ def test_an_archive_that_claims_an_unknown_zip_version_is_refused(tmp_path: Path
 
 
 @settings(max_examples=150, deadline=None)
-@context(data=st.data())
+@given(data=st.data())
 def test_a_damaged_file_is_refused_or_read_right(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "split.npz"
@@ -155,7 +155,7 @@ def test_a_damaged_file_is_refused_or_read_right(data: st.DataObject) -> None:
 
 
 @PROPERTIES
-@context(
+@given(
     sizes=st.lists(st.integers(0, 30), min_size=1, max_size=8),
     fraction=st.sampled_from([0.01, 0.1, 0.25, 0.5, 0.9, 0.99]),
     seed=st.integers(0, 2**40),

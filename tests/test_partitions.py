@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import context, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -54,7 +54,7 @@ def test_a_partition_is_a_pure_function_of_the_seed(name: str) -> None:
 
 
 @PROPERTIES
-@context(
+@given(
     name=st.sampled_from(sorted(set(OPTIONS) - {"natural", "pathological"})),
     clients=st.integers(1, 12),
     samples=st.integers(150, 300),
@@ -120,14 +120,14 @@ def test_values_that_are_not_allowed_are_refused_in_one_line(name: str, options:
 
 
 @PROPERTIES
-@context(clients=st.integers(1, 30), samples=st.integers(30, 200), seed=st.integers(0, 99))
+@given(clients=st.integers(1, 30), samples=st.integers(30, 200), seed=st.integers(0, 99))
 def test_iid_sizes_differ_by_at_most_one(clients: int, samples: int, seed: int) -> None:
     sizes = make("iid", some_labels(samples, 3), clients, seed).sizes
     assert set(sizes.tolist()) <= {samples // clients, -(-samples // clients)}
 
 
 @PROPERTIES
-@context(clients=st.integers(1, 30), samples=st.integers(30, 200), seed=st.integers(0, 99))
+@given(clients=st.integers(1, 30), samples=st.integers(30, 200), seed=st.integers(0, 99))
 def test_iid_balanced_deals_out_every_class(clients: int, samples: int, seed: int) -> None:
     labels = some_labels(samples, 4, seed)
     partition = make("iid", labels, clients, seed, balanced=True)
@@ -172,7 +172,7 @@ def test_lognormal_without_spread_is_balanced_and_with_much_keeps_everyone() -> 
 
 
 @PROPERTIES
-@context(weights=st.lists(st.integers(0, 99), min_size=1, max_size=12).filter(any), extra=st.integers(0, 80))
+@given(weights=st.lists(st.integers(0, 99), min_size=1, max_size=12).filter(any), extra=st.integers(0, 80))
 def test_apportion_equals_exact_fractions(weights: list[int], extra: int) -> None:
     total = len(weights) + extra
     free = set(range(len(weights)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import context, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -40,7 +40,7 @@ def naive_dirichlet_counts(sizes: list[int], clients: int, alpha: float, rng: np
 
 
 @PROPERTIES
-@context(
+@given(
     alpha=st.sampled_from([1e-9, 0.01, 0.1, 0.5, 5.0, 1e9]),
     clients=st.integers(1, 12),
     seed=st.integers(0, 999),
@@ -129,7 +129,7 @@ def naive_classes(priors: Any, turns: Indices, uniforms: Any, sizes: list[int]) 
 
 
 @PROPERTIES
-@context(
+@given(
     alpha=st.sampled_from([0.05, 0.6, 20.0]),
     clients=st.integers(1, 8),
     seed=st.integers(0, 999),
@@ -231,7 +231,7 @@ def naive_pathological(
 
 
 @PROPERTIES
-@context(clients=st.integers(1, 25), classes=st.integers(2, 9), data=st.data(), seed=st.integers(0, 99))
+@given(clients=st.integers(1, 25), classes=st.integers(2, 9), data=st.data(), seed=st.integers(0, 99))
 def test_pathological_equals_the_naive_loops(clients: int, classes: int, data: st.DataObject, seed: int) -> None:
     k = data.draw(st.integers(1, classes))
     labels = np.concatenate([np.repeat(np.arange(classes), 60), some_labels(40, classes, seed)])
@@ -257,7 +257,7 @@ def test_pathological_with_one_sample_a_part_and_with_too_few() -> None:
 
 
 @PROPERTIES
-@context(clients=st.integers(1, 20), per_client=st.integers(1, 4), seed=st.integers(0, 999))
+@given(clients=st.integers(1, 20), per_client=st.integers(1, 4), seed=st.integers(0, 999))
 def test_shards_are_runs_of_the_samples_sorted_by_label(clients: int, per_client: int, seed: int) -> None:
     labels = some_labels(200, 5, seed)
     partition = make("shards", labels, clients, seed, per_client=per_client)

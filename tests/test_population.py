@@ -6,7 +6,7 @@ import itertools
 import math
 
 import torch
-from hypothesis import context, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.flat.population import (
@@ -37,7 +37,7 @@ def units_of(width: int, seed: int) -> list[tuple[slice, ...]]:
 
 
 @settings(deadline=None, max_examples=80)
-@context(st.integers(1, 9), st.integers(1, 40), GENERATOR_SEEDS)
+@given(st.integers(1, 9), st.integers(1, 40), GENERATOR_SEEDS)
 def test_recombination_is_one_permutation_a_unit(count: int, width: int, seed: int) -> None:
     rows = rows_of(count, width, seed)
     units = units_of(width, seed)
@@ -58,7 +58,7 @@ def test_recombination_is_one_permutation_a_unit(count: int, width: int, seed: i
 
 
 @settings(deadline=None, max_examples=60)
-@context(st.integers(1, 12), st.integers(1, 30), GENERATOR_SEEDS)
+@given(st.integers(1, 12), st.integers(1, 30), GENERATOR_SEEDS)
 def test_recombination_preserves_sums_and_squared_distances(count: int, width: int, seed: int) -> None:
     """Lemma 4.4, in exact arithmetic: math.fsum does not round on the way."""
     rows = rows_of(count, width, seed).double()
@@ -89,7 +89,7 @@ def test_permutations_are_uniform() -> None:
 
 
 @settings(deadline=None, max_examples=40)
-@context(st.integers(1, 6), st.integers(1, 20), GENERATOR_SEEDS)
+@given(st.integers(1, 6), st.integers(1, 20), GENERATOR_SEEDS)
 def test_means_and_distances_equal_plain_loops(count: int, width: int, seed: int) -> None:
     rows = rows_of(count, width, seed).double()
     weights = torch.rand(count, generator=torch.Generator().manual_seed(seed)) + 0.1

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import context, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.algorithm import Algorithm, build
@@ -218,7 +218,7 @@ def test_tensors_of_every_kind_travel() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@context(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 8))
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 8))
 def test_shares_hold_everybody_once_and_are_about_equal(sizes: list[int], count: int) -> None:
     count = min(count, len(sizes))
     parts = divide(sizes, count)

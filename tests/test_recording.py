@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import context, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
@@ -161,7 +161,7 @@ def test_the_trajectory_is_that_of_the_client_over_its_own_loss() -> None:
         assert one["surface"][i][j] == pytest.approx(naive_loss(task, torch.from_numpy(row).float(), 2), rel=1e-4)
 
 
-@context(st.integers(3, 9), st.integers(2, 40), st.integers(0, 10_000))
+@given(st.integers(3, 9), st.integers(2, 40), st.integers(0, 10_000))
 @settings(deadline=None, max_examples=25)
 def test_the_plane_is_that_of_numpys_svd(count: int, width: int, seed: int) -> None:
     rows = torch.randn(count, width, generator=torch.Generator().manual_seed(seed)) * torch.linspace(3, 1, width)

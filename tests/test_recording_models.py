@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import context, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -146,7 +146,7 @@ def naive_normalised(direction: Tensor, model: Tensor, layout: Layout) -> list[f
 
 
 @settings(deadline=None, max_examples=20)
-@context(st.integers(1, 4), st.integers(1, 5), st.integers(1, 3), st.integers(0, 9))
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 3), st.integers(0, 9))
 def test_directions_are_normalised_filter_by_filter(into: int, out: int, kernel: int, seed: int) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import context, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.errors import InvalidValue
@@ -87,7 +87,7 @@ def test_values_that_are_not_finite_and_measures_not_recorded_are_not_drawn() ->
 
 
 @settings(deadline=None, max_examples=50)
-@context(st.lists(st.floats(-5, 5), min_size=1, max_size=600), st.integers(2, 60))
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=600), st.integers(2, 60))
 def test_thinning_keeps_measured_points_extremes_and_ends(means: list[float], points: int) -> None:
     whole = curve_of(means)
     thin = whole.thinned(points)

@@ -8,7 +8,7 @@ import statistics
 from typing import Any
 
 import pytest
-from hypothesis import context, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.errors import InvalidValue
@@ -68,7 +68,7 @@ def test_rounds_to_a_target_are_counted_from_one_and_none_if_never() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@context(
+@given(
     st.lists(st.one_of(st.none(), st.floats(0, 1)), min_size=1, max_size=30),
     st.floats(0.01, 1),
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import context, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 from torch import Tensor
@@ -51,7 +51,7 @@ def settings_of_an_exchange(draw: st.DrawFn) -> tuple[int, int, Rules]:
 # --- what is preserved ---
 
 
-@context(settings_of_an_exchange(), st.integers(0, 2**32))
+@given(settings_of_an_exchange(), st.integers(0, 2**32))
 @settings(max_examples=80, deadline=None)
 def test_every_layer_of_every_model_stays_exactly_once(case: tuple[int, int, Rules], seed: int) -> None:
     count, units, rules = case

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric import ec
-from hypothesis import context, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.errors import InvalidValue
@@ -36,7 +36,7 @@ from secure_support import KEY, SIZES, World, choices_of, is_parcel
 # --- it does what it should ---
 
 
-@context(
+@given(
     st.integers(1, 5),
     st.lists(st.integers(1, 60), min_size=1, max_size=4),
     st.data(),

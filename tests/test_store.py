@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, context, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
@@ -44,7 +44,7 @@ OPERATIONS = st.lists(
 
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@context(operations=OPERATIONS, budget=st.sampled_from([0, 50, 200, 10_000]), inline=st.sampled_from([0, 100, 10_000]))
+@given(operations=OPERATIONS, budget=st.sampled_from([0, 50, 200, 10_000]), inline=st.sampled_from([0, 100, 10_000]))
 def test_a_store_is_a_dictionary_whatever_its_budget(
     operations: list[tuple], budget: int, inline: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

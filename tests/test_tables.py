@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import context, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from plotly.offline import get_plotlyjs
 from rich.console import Console
@@ -62,7 +62,7 @@ def methods(seeds: int, **shifts: float) -> list[RunSummary]:
 
 
 @settings(deadline=None, max_examples=60)
-@context(differing)
+@given(differing)
 def test_the_t_test_is_scipys(found: list[float]) -> None:
     p = t_test(found)
     if max(found) - min(found) < 1e-12:
@@ -72,7 +72,7 @@ def test_the_t_test_is_scipys(found: list[float]) -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@context(differing)
+@given(differing)
 def test_the_sign_flip_test_counts_every_way_to_change_signs(found: list[float]) -> None:
     hits = 0
     for signs in itertools.product((1, -1), repeat=len(found)):
@@ -102,7 +102,7 @@ def test_many_seeds_are_flipped_at_random_and_agree_with_all_ways() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@context(st.lists(st.one_of(st.none(), st.floats(0, 1)), min_size=1, max_size=8))
+@given(st.lists(st.one_of(st.none(), st.floats(0, 1)), min_size=1, max_size=8))
 def test_holm_steps_down_as_its_definition_says(values: list[float | None]) -> None:
     corrected = holm(values)
     m = len(values)

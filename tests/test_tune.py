@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import context, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedloom as fl
@@ -71,7 +71,7 @@ def grid(context: dict[str, Any], *texts: str, events: list[Event] | None = None
 
 
 @settings(deadline=None, max_examples=20)
-@context(st.integers(0, 1000), st.sampled_from([0.1, 0.25, 0.5]), st.booleans())
+@given(st.integers(0, 1000), st.sampled_from([0.1, 0.25, 0.5]), st.booleans())
 def test_validation_data_are_training_data_of_the_clients_and_nothing_else(seed: int, share: float, own: bool) -> None:
     task = fl.make_task(
         "digits", clients=4, partition="dirichlet(0.5)", model="logistic", local_test=0.25 if own else None

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import context, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -63,7 +63,7 @@ def taken(
 
 
 @settings(deadline=None, max_examples=25)
-@context(
+@given(
     st.lists(st.integers(1, 17), min_size=2, max_size=5),
     st.integers(2, 6),
     st.integers(1, 3),
