@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from fedloom.algorithm import Algorithm, build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.cli import main
-from fedloom.engines import ray_session
+from fedloom.engines.ray import session
 from fedloom.engines.base import ClientTask, Reply
 from fedloom.engines.choose import make_engine, require_engine, settled_by
 from fedloom.engines.ray.engine import RayEngine, divide
@@ -332,7 +332,7 @@ def test_options_that_do_not_fit_are_refused_in_one_line(text: str, reason: str)
 def test_an_address_without_a_cluster_is_told_in_one_line(
     address: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_session, "_current", None)
+    monkeypatch.setattr(session, "_current", None)
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     with pytest.raises(FedloomError) as caught:
         RayEngine(TASK, address=address)

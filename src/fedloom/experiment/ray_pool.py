@@ -34,7 +34,7 @@ class _Hand:
 
 class RayPool:
     """As many actors as `workers`, with `threads` cores and threads each, on the cluster at `address` (see
-    `ray_session.join`) or on one of this machine that is started here.
+    `fedloom.engines.ray.session.join`) or on one of this machine that is started here.
 
     Runs are written where the actor is, so the nodes must share the file system in which the runs lie. Raises as `join`.
     """
