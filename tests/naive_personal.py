@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from batch_order import batch_order
 from fedloom.algorithm import Algorithm
-from fedloom.engines.base import INTEGERS, Order
+from fedloom.engines.base import INTEGERS, ClientTask
 from fedloom.engines.rows import RowsEngine
 from fedloom.randomness import stream
 from fedloom.round import Round
@@ -96,11 +96,11 @@ class World(SmallWorld):
         message = algorithm.deploy(upcoming, everybody)
         if layout.integers:
             message[INTEGERS] = federation.integers.unsqueeze(0)
-        orders = [
-            Order(i, None, {name: rows[i : i + 1] if len(rows) > 1 else rows for name, rows in message.items()})
+        client_tasks = [
+            ClientTask(i, None, {name: rows[i : i + 1] if len(rows) > 1 else rows for name, rows in message.items()})
             for i in everybody
         ]
-        personal = [engine.personalise(algorithm, upcoming, order)[0] for order in orders]
+        personal = [engine.personalise(algorithm, upcoming, client_task)[0] for client_task in client_tasks]
         return Moment(algorithm.model()[: layout.trainable].clone(), [row.clone() for row in personal])
 
     def round(self, number: int) -> Round:

@@ -81,9 +81,9 @@ def test_settings_can_be_zipped() -> None:
         (Range(0.001, 1, 4, logarithmic=True), [0.001, 0.01, 0.1, 1.0]),
     ],
 )
-def test_a_range_includes_both_ends_and_has_no_stray_digits(context: Range, values: list[float]) -> None:
-    assert context.values() == values
-    assert list(map(type, context.values())) == list(map(type, values))
+def test_a_range_includes_both_ends_and_has_no_stray_digits(given: Range, values: list[float]) -> None:
+    assert given.values() == values
+    assert list(map(type, given.values())) == list(map(type, values))
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,9 @@ from hypothesis import strategies as st
 from fedloom.algorithm import Algorithm, build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.cli import main
-from fedloom.engines.ray import session
 from fedloom.engines.base import ClientTask, Reply
 from fedloom.engines.choose import make_engine, require_engine, settled_by
+from fedloom.engines.ray import session
 from fedloom.engines.ray.engine import RayEngine, divide
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue, MissingExtra
