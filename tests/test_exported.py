@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -12,25 +13,61 @@ import pytest
 import fedloom
 from fedloom.algorithm import Algorithm, algorithms
 
+ROOT = Path(__file__).resolve().parents[1]
 
-def test_every_exported_name_is_there() -> None:
+METHODS = {entry.make.__name__: entry.make for entry in algorithms if entry.make.__module__.startswith("fedloom.")}
+
+# What a user may write; a comment names the error that a type checker must find on its line.
+USER = """\
+import fedloom as fl
+
+method: fl.FedMR = fl.FedMR(unit="tensor", local=fl.FedProx(mu=0.1))
+staged = fl.Stages([(fl.FedAvg(), 2), (method, None)])
+task = fl.make_task("digits", clients=4, training=fl.Training(learning_rate=0.1))
+accuracy: float = fl.run(staged, task, rounds=2).accuracy
+fl.FedMR(unit="row")  # arg-type
+fl.FedProx(nu=0.1)  # call-arg
+fl.FedNothing()  # attr-defined
+"""
+
+
+def test_every_listed_name_is_there() -> None:
+    assert len(set(fedloom.__all__)) == len(fedloom.__all__) > 50
     for name in fedloom.__all__:
         assert getattr(fedloom, name) is not None
     assert set(fedloom.__all__) <= set(dir(fedloom))
 
 
-def test_every_registered_method_is_there_under_its_class_name() -> None:
-    entries = list(algorithms)
-    assert {entry.name for entry in entries} >= {"fedavg", "fedmr", "indep", "stages"}
-    for entry in entries:
-        assert issubclass(entry.make, Algorithm)
-        assert getattr(fedloom, entry.make.__name__) is entry.make
-        assert entry.make.__name__ in dir(fedloom)
+def test_the_listed_methods_are_the_registered_ones() -> None:
+    listed = {name: getattr(fedloom, name) for name in fedloom.__all__}
+    assert {
+        name: value
+        for name, value in listed.items()
+        if inspect.isclass(value) and issubclass(value, Algorithm) and value is not Algorithm
+    } == METHODS
 
 
 def test_other_names_are_not() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'FedNothing'"):
-        _ = fedloom.FedNothing
+    with pytest.raises(AttributeError, match="FedNothing"):
+        _ = fedloom.FedNothing  # type: ignore[attr-defined]
+
+
+def test_a_type_checker_knows_every_name_and_finds_a_users_mistakes(tmp_path: Path) -> None:
+    api = pytest.importorskip("mypy.api")
+    user = tmp_path / "user.py"
+    user.write_text(USER + "".join(f"reveal_type(fl.{name})\n" for name in fedloom.__all__))
+    settings = tmp_path / "mypy.ini"
+    package = Path(fedloom.__file__).parents[1]
+    settings.write_text(f"[mypy]\nmypy_path = {package}\nstrict = True\nfollow_imports = silent\n")
+    cache = ROOT / ".mypy_cache" / "user"
+    found, trouble, _ = api.run(["--config-file", str(settings), "--cache-dir", str(cache), str(user)])
+    assert trouble == ""
+    expected = [(str(n), line.split("# ")[1]) for n, line in enumerate(USER.splitlines(), 1) if "# " in line]
+    assert re.findall(r"^.*user\.py:(\d+): error: .*\[([\w-]+)\]$", found, re.M) == expected, found
+    types = re.findall(r'note: Revealed type is "(.*)"$', found, re.M)
+    assert len(types) == len(fedloom.__all__)
+    assert "Any" not in types
+    assert sum("-> fedloom.algorithms." in each for each in types) == len(METHODS)
 
 
 def test_importing_the_package_and_asking_for_help_load_no_torch() -> None:
