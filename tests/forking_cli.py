@@ -107,18 +107,20 @@ def _die_at(last: int) -> None:
     import fedloom.state.files as files
     from fedloom.rounds.checkpoint import RoundLog
 
-    move, append, done = files._move, RoundLog.append, 0
+    replacing, append, done = files.replacing, RoundLog.append, 0
 
     def counted() -> bool:
         nonlocal done
         done += 1
         return done == last
 
-    def cut_move(temporary: Path, path: Path, durable: bool) -> None:
-        if counted():
-            os.truncate(temporary, temporary.stat().st_size // 2)
-            os.kill(os.getpid(), signal.SIGKILL)
-        move(temporary, path, durable)
+    @contextmanager
+    def cut_replacing(path: Path, **how: Any) -> Iterator[Path]:
+        with replacing(path, **how) as temporary:
+            yield temporary
+            if counted():
+                os.truncate(temporary, temporary.stat().st_size // 2)
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def cut_append(log: RoundLog, record: Any) -> None:
         if counted():
@@ -129,7 +131,7 @@ def _die_at(last: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
         append(log, record)
 
-    files._move, RoundLog.append = cut_move, cut_append  # type: ignore[method-assign, assignment]
+    files.replacing, RoundLog.append = cut_replacing, cut_append  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

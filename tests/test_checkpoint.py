@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,7 +61,7 @@ def disk(last: float = float("inf")) -> Iterator[Disk]:
     """Every function through which the run changes files goes through a `Disk`."""
     watched = Disk(last)
     save_file, replace, unlink = fedloom.state.files.save_file, Path.replace, Path.unlink
-    append, write_text = RoundLog.append, Path.write_text
+    append, write_bytes, rmtree = RoundLog.append, Path.write_bytes, shutil.rmtree
 
     def saved(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
         def half() -> None:
@@ -86,9 +87,10 @@ def disk(last: float = float("inf")) -> Iterator[Disk]:
         patch.setattr(Path, "unlink", lambda a, **o: watched.operation(lambda: unlink(a, **o), nothing))
         patch.setattr(
             Path,
-            "write_text",
-            lambda a, t, **o: watched.operation(lambda: write_text(a, t, **o), lambda: write_text(a, t[: len(t) // 2])),
+            "write_bytes",
+            lambda a, b: watched.operation(lambda: write_bytes(a, b), lambda: write_bytes(a, b[: len(b) // 2])),
         )
+        patch.setattr(shutil, "rmtree", lambda a, **o: watched.operation(lambda: rmtree(a, **o), nothing))
         patch.setattr(os, "fsync", lambda descriptor: watched.operation(nothing, nothing))
         yield watched
 

@@ -176,9 +176,10 @@ def test_a_finished_run_is_only_read(tmp_path: Path) -> None:
 
 
 def test_starting_afresh_removes_a_runs_files_and_no_others(tmp_path: Path) -> None:
-    job, name = plan(tmp_path), RunName("fedavg", 0)
+    job, name = plan(tmp_path, engine="auto"), RunName("fedavg", 0)
     run_configured(job, name, lambda event: None)
     place = run_directory(job, *name).path
+    assert (place / "engine.json").exists()
     (place / "notes.txt").write_text("mine")
     RunDirectory(place).clear()
     assert {path.name for path in place.iterdir()} <= {"notes.txt", ".lock"}

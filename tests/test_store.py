@@ -160,7 +160,9 @@ def test_a_lost_or_shortened_file_is_named(tmp_path: Path, harm: str) -> None:
 
 
 def test_what_a_kill_left_half_written_is_removed(tmp_path: Path) -> None:
-    (tmp_path / ".client-000001.v4.safetensors.writing").write_bytes(b"half")
+    unfinished = tmp_path / ".client-000001.v4.safetensors.0123456789abcdef.writing"
+    unfinished.mkdir()
+    (unfinished / "client-000001.v4.safetensors").write_bytes(b"half")
     (tmp_path / "client-000001.v3.safetensors").write_bytes(b"of a checkpoint that was never written")
     store = ClientStore(tmp_path, budget=0)
     assert files(tmp_path) == {"client-000001.v3.safetensors"}

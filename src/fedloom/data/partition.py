@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ import numpy.typing as npt
 from fedloom.config.registry import Registry
 from fedloom.errors import DataError, InvalidValue
 from fedloom.randomness import stream_seed
+from fedloom.state.files import replacing
 
 Indices = npt.NDArray[np.int64]
 
@@ -91,13 +91,10 @@ class Partition:
     def save(self, path: str | Path) -> None:
         """Write to `path` as an npz archive of two plain arrays, `indices` and `offsets`; all of it or nothing."""
         target = Path(path)
-        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
         try:
-            with partial.open("wb") as file:
+            with replacing(target) as temporary, temporary.open("wb") as file:
                 np.savez(file, indices=self.indices, offsets=self.offsets)
-            partial.replace(target)
         except OSError as error:
-            partial.unlink(missing_ok=True)
             raise DataError(f"cannot write the partition to {target}: {error.strerror or error}") from error
 
     @classmethod

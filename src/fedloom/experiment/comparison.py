@@ -19,7 +19,7 @@ from fedloom.report import summary as figures
 from fedloom.report.export import differences_to_csv, to_csv, to_data, to_latex, to_markdown
 from fedloom.report.sheet import Sheet, sheet
 from fedloom.report.summary import RunSummary
-from fedloom.state.files import write_text
+from fedloom.state.files import remove_unfinished, write_text
 
 Failures = Mapping[RunName, str]
 """What went wrong, on one line, by run."""
@@ -95,6 +95,7 @@ class Comparison:
         """Write the figures as `comparison.json`, `.csv`, `.md` and `.tex`, the tests as `differences.csv`, and a
         `report.html`; where there are settings, one over all of them and one in the folder of each."""
         folder, title = self.configuration.folder, self.configuration.name
+        remove_unfinished(folder)
         done = [(job, job.summary()) for job in self.jobs() if job.name not in failed]
         settings = dict.fromkeys(job.name.setting for job, _ in done)
         parts = {setting: [run for job, run in done if job.name.setting == setting] for setting in settings}

@@ -4,6 +4,7 @@ configuration.json     everything the figures depend on, defaults filled in
 split.npz              which samples each client holds (`Partition.load` reads it); test-split.npz where clients test too
 task.json              label counts of the clients, class names, sizes
 environment.json       versions and machine of the latest start
+engine.json            where the run chose its engine by measuring, which it took and what it measured
 metrics.jsonl          one line a round, the same in every repetition
 timings.jsonl          seconds of each round
 recorded.jsonl         on request, what was noted of each round (with recorded/, models that were kept); recording.json, all of it
@@ -33,15 +34,15 @@ from fedloom.experiment.environment import environment, version_changes
 from fedloom.recording.recording import RESULT as RECORDED
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.checkpoint import RoundLog
-from fedloom.state.files import UNFINISHED, remove_unfinished, write_text
+from fedloom.state.files import remove_unfinished, write_text
 
 _LONGEST = 80  # of a folder's name that is made from an expression
 
 # What a run writes, and so all that starting afresh may remove.
 _FILES = (
-    "configuration.json", "split.npz", "test-split.npz", "task.json", "environment.json", "metrics.jsonl", "timings.jsonl",
-    "clients.jsonl", "clients", "checkpoint-*", "model.safetensors", "result.json", "report.html", "landscape.json", "recorded",
-    "recorded.jsonl", RECORDED, f".*{UNFINISHED}", "trackers.jsonl", "events.out.tfevents.*",
+    "configuration.json", "split.npz", "test-split.npz", "task.json", "environment.json", "engine.json", "metrics.jsonl",
+    "timings.jsonl", "clients.jsonl", "clients", "checkpoint-*", "model.safetensors", "result.json", "report.html",
+    "landscape.json", "recorded", "recorded.jsonl", RECORDED, "trackers.jsonl", "events.out.tfevents.*",
 )  # fmt: skip
 
 # What is there of a run that came to its end, and of no other. The first says that it did, so it goes first.

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
+
+from fedloom.errors import CheckpointError
+from fedloom.state.files import remove_unfinished, write_tensors
 
 _FORMAT = "1"  # part of every key: raise it when what is kept changes
 
@@ -44,18 +46,8 @@ def cached(name: str, key: str, make: Callable[[], dict[str, Tensor]]) -> dict[s
         except (SafetensorError, OSError):
             path.unlink(missing_ok=True)
     made = make()
-    with suppress(OSError):
-        _keep(path, made)
+    with suppress(OSError, CheckpointError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(path.parent)
+        write_tensors(path, made, {}, durable=False)
     return made
-
-
-def _keep(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write under another name, then rename: a reader sees the whole file or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
-    os.close(handle)
-    try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)

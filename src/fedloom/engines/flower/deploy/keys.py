@@ -13,7 +13,6 @@ Each folder is for one place. All keys are on the curve P-384, the widest that F
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedloom.config.checks import require_at_least, require_between
 from fedloom.errors import DataError, InvalidValue
+from fedloom.state.files import remove_unfinished, write_bytes
 
 AUTHORITY_DAYS = 3650
 """How long an authority is good for: ten years."""
@@ -271,16 +271,10 @@ def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, content: bytes, made: list[Path], private: bool = False) -> None:
-    """A new file, complete or not there; a private one is for its owner's eyes alone from its first byte on."""
+    """A new file, complete or not there; a private one is for its owner's eyes alone."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    temporary = path.with_name(f".{path.name}.writing")
-    temporary.unlink(missing_ok=True)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(descriptor)
-    temporary.replace(path)
+    remove_unfinished(path.parent)
+    write_bytes(path, content, mode=0o600 if private else 0o644)
     made.append(path)
 
 

@@ -8,7 +8,6 @@ site-<number>.trained  the layers of the site's own trained model, to be exchang
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from fedloom.errors import CheckpointError, RefusedReply
 from fedloom.secure import Peer, ProtocolViolation, Rules, Terms, restore, secret_choices, snapshot, stream_choices
 from fedloom.secure.draws import Choices
 from fedloom.secure.messages import Request, pack, unpack
+from fedloom.state.files import remove_unfinished, write_bytes
 
 
 @dataclass(frozen=True)
@@ -157,13 +157,10 @@ def _terms(request: bytes) -> Terms | None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """A file for its owner's eyes alone from its first byte on, complete or not there. Raises `CheckpointError`."""
-    temporary = path.with_name(f".{path.name}.writing")
+    """A file for its owner's eyes alone, complete or not there. Raises `CheckpointError`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        temporary.unlink(missing_ok=True)
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(content)
-        temporary.replace(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written ({error.strerror or error})") from None
+    remove_unfinished(path.parent)
+    write_bytes(path, content, mode=0o600, durable=False)

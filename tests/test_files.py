@@ -1,0 +1,118 @@
+"""Files are whole or absent, whoever writes them at the same time, and a killed writer's leftovers go at the next start."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedloom.errors import CheckpointError
+from fedloom.state.files import read_tensors, remove_unfinished, replacing, write_bytes, write_tensors, write_text
+
+WRITER = """
+import pathlib, sys, time
+from fedloom.state.files import replacing
+with replacing(pathlib.Path(sys.argv[1])) as temporary:
+    temporary.write_text("half")
+    print("writing", flush=True)
+    time.sleep(600)
+"""
+
+
+def writer(path: Path) -> subprocess.Popen[str]:
+    """Another process in the middle of writing `path`."""
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "writing\n"
+    return process
+
+
+def test_two_writers_of_one_file_do_not_disturb_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    with replacing(path) as first, replacing(path) as second:
+        first.write_text("first")
+        second.write_text("second, and longer")
+    assert path.read_text() == "first"  # the last one to end
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_many_writers_of_one_file_leave_one_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+
+    def write(number: int) -> None:
+        for _ in range(20):
+            write_tensors(path, {"row": torch.full((1000,), float(number))}, {"by": str(number)}, durable=False)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    tensors, metadata = read_tensors(path)
+    assert tensors["row"].tolist() == [float(metadata["by"])] * 1000
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_fails_in_the_middle_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    write_text(path, "old")
+
+    def interrupted() -> None:
+        with replacing(path) as temporary:
+            temporary.write_text("new")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_killed_writer_leaves_nothing_behind_at_the_next_start(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    process = writer(path)
+    remove_unfinished(tmp_path)  # it is still at work
+    (left,) = tmp_path.iterdir()
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert left.exists()
+    remove_unfinished(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_files_with_such_names_stay(tmp_path: Path) -> None:
+    (tmp_path / ".novel.writing").write_text("mine")
+    (tmp_path / ".novel.0123456789abcdef.writing").write_text("mine too")
+    (tmp_path / ".chapters.writing").mkdir()
+    remove_unfinished(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        ".novel.writing",
+        ".novel.0123456789abcdef.writing",
+        ".chapters.writing",
+    }
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions as POSIX has them")
+def test_files_have_the_permissions_that_others_expect(tmp_path: Path) -> None:
+    """safetensors alone would write for the owner's eyes only."""
+    before = os.umask(0o022)
+    try:
+        write_tensors(tmp_path / "model.safetensors", {"a": torch.zeros(3)}, {})
+        write_text(tmp_path / "text", "hello")
+        write_bytes(tmp_path / "key", b"secret", mode=0o600)
+    finally:
+        os.umask(before)
+    found = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert found == {"model.safetensors": 0o644, "text": 0o644, "key": 0o600}
+
+
+def test_a_place_that_cannot_be_written_is_said_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"missing/text cannot be written \(.*No such file or directory"):
+        write_text(tmp_path / "missing" / "text", "hello")
