@@ -15,7 +15,7 @@ from fedloom.engines.flower.deploy.template import write_app
 from fedloom.engines.rows import RowsEngine
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
-from fedloom.state.files import read_tensors
+from fedloom.state.tensors import read_tensors
 from fedloom.task import Task
 from superlink_support import Deployment
 

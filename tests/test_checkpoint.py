@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import fedloom.state.files
-import fedloom.state.store
+import fedloom.state.tensors
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import CheckpointError
 from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, RoundLog
@@ -60,7 +59,7 @@ class Disk:
 def disk(last: float = float("inf")) -> Iterator[Disk]:
     """Every function through which the run changes files goes through a `Disk`."""
     watched = Disk(last)
-    save_file, replace, unlink = fedloom.state.files.save_file, Path.replace, Path.unlink
+    save_file, replace, unlink = fedloom.state.tensors.save_file, Path.replace, Path.unlink
     append, write_bytes, rmtree = RoundLog.append, Path.write_bytes, shutil.rmtree
 
     def saved(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
@@ -81,7 +80,7 @@ def disk(last: float = float("inf")) -> Iterator[Disk]:
         pass
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fedloom.state.files, "save_file", saved)
+        patch.setattr(fedloom.state.tensors, "save_file", saved)
         patch.setattr(RoundLog, "append", appended)
         patch.setattr(Path, "replace", lambda a, b: watched.operation(lambda: replace(a, b), nothing))
         patch.setattr(Path, "unlink", lambda a, **o: watched.operation(lambda: unlink(a, **o), nothing))

@@ -21,7 +21,7 @@ from fedloom.experiment.directory import RunDirectory
 from fedloom.experiment.environment import version_changes
 from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.run import run_configured, run_directory
-from fedloom.state.files import read_tensors
+from fedloom.state.tensors import read_tensors
 from small_task import small_task
 
 

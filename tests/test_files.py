@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from fedloom.errors import CheckpointError
-from fedloom.state.files import read_tensors, remove_unfinished, replacing, write_bytes, write_tensors, write_text
+from fedloom.state.files import remove_unfinished, replacing, write_bytes, write_text
+from fedloom.state.tensors import read_tensors, write_tensors
 
 WRITER = """
 import pathlib, sys, time

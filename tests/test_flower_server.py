@@ -28,7 +28,7 @@ from fedloom.experiment.artifact import load_model
 from fedloom.experiment.events import RunName
 from fedloom.experiment.run import run_configured
 from fedloom.rounds.federation import Federation
-from fedloom.state.files import read_tensors
+from fedloom.state.tensors import read_tensors
 from fedloom.task import Task, make_dataset, make_task
 from flower_support import CLIENTS, RUN, LocalGrid, NormNet, nodes, run_config, schedule, site
 

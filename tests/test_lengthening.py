@@ -22,7 +22,7 @@ from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.identity import identities
 from fedloom.experiment.run import run_configured, run_directory
 from fedloom.rounds.federation import Federation
-from fedloom.state.files import read_tensors, write_tensors
+from fedloom.state.tensors import read_tensors, write_tensors
 from small_task import small_task
 
 SHORT, LONG = 5, 9

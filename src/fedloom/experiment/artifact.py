@@ -13,7 +13,7 @@ from fedloom.config.expression import parse, plain
 from fedloom.data.dataset import DataSpec
 from fedloom.errors import CheckpointError, FedloomError
 from fedloom.models.build import make_model
-from fedloom.state.files import read_tensors, write_tensors
+from fedloom.state.tensors import read_tensors, write_tensors
 
 
 def save_model(path: Path, module: nn.Module, expression: str, spec: DataSpec, about: Mapping[str, str]) -> None:

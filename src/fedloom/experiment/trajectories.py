@@ -23,7 +23,8 @@ from fedloom.recording.trajectory import Trajectory, surroundings
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.evaluation import newcomers_last
 from fedloom.rounds.scoring import Evaluator
-from fedloom.state.files import read_tensors, write_text
+from fedloom.state.files import write_text
+from fedloom.state.tensors import read_tensors
 
 FILE = "trajectories.json"
 

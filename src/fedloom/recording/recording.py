@@ -24,7 +24,8 @@ from fedloom.round import Round
 from fedloom.rounds.checkpoint import RoundLog, without_gap
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.scoring import Evaluator
-from fedloom.state.files import flush, read_tensors, remove_unfinished, write_tensors, write_text
+from fedloom.state.files import flush, remove_unfinished, write_text
+from fedloom.state.tensors import read_tensors, write_tensors
 
 RESULT = "recording.json"
 

@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from fedloom.errors import CheckpointError, DamagedCheckpoint
-from fedloom.state.files import flush, read_tensors, write_tensors, write_text
+from fedloom.state.files import flush, write_text
+from fedloom.state.tensors import read_tensors, write_tensors
 
 FORMAT = "2"
 KEPT = 2  # the newest, and the one before in case the newest turns out to be damaged

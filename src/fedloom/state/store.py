@@ -18,7 +18,8 @@ from torch import Tensor
 
 from fedloom.config.checks import require_at_least
 from fedloom.errors import DamagedCheckpoint
-from fedloom.state.files import flush, flush_directory, open_tensors, remove_unfinished, write_tensors
+from fedloom.state.files import flush, flush_directory, remove_unfinished
+from fedloom.state.tensors import open_tensors, write_tensors
 
 BUDGET = 1 << 30
 """Bytes kept in memory by default. The system's page cache serves files from whatever memory is free beyond it."""

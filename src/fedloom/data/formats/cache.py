@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fedloom.errors import CheckpointError
-from fedloom.state.files import remove_unfinished, write_tensors
+from fedloom.state.files import remove_unfinished
+from fedloom.state.tensors import write_tensors
 
 _FORMAT = "1"  # part of every key: raise it when what is kept changes
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedloom.engines.flower.deploy.answer import federation_folder
 from fedloom.errors import CheckpointError, DamagedCheckpoint
-from fedloom.state.files import read_tensors, write_tensors
+from fedloom.state.tensors import read_tensors, write_tensors
 
 _NAME = re.compile(r"site-(\d+)\.v(\d+)\.safetensors")
 
