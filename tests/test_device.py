@@ -90,10 +90,10 @@ def test_a_configuration_names_its_device(no_gpu: None) -> None:
         assert configuration({"device": "cuda", "engine": engine}).device == "cuda"
 
 
-def test_autocast_is_named_where_it_is_used() -> None:
+def test_autocast_is_a_setting_of_training() -> None:
     settings = configuration({"training": {"autocast": "bfloat16"}}).resolved("fedavg", 0)["training"]
     assert settings["autocast"] == "bfloat16"
-    assert "autocast" not in configuration({}).resolved("fedavg", 0)["training"]
+    assert configuration({}).resolved("fedavg", 0)["training"]["autocast"] == "none"
     with pytest.raises(InvalidValue, match=r"training.autocast 'bfloat' is not allowed: did you mean 'bfloat16'"):
         configuration({"training": {"autocast": "bfloat"}})
 

@@ -19,10 +19,7 @@ from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import Configuration, configuration
 from fedloom.experiment.directory import RunDirectory
 from fedloom.experiment.events import Event, RunName
-from fedloom.experiment.identity import identities
 from fedloom.experiment.run import run_configured, run_directory
-from fedloom.rounds.federation import Federation
-from fedloom.state.tensors import read_tensors, write_tensors
 from small_task import small_task
 
 SHORT, LONG = 5, 9
@@ -133,26 +130,6 @@ def test_without_the_checkpoint_of_the_last_round_it_goes_on_from_the_one_before
     assert lines(place) == lines(whole)
     assert (place / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert len(result.history) == LONG
-
-
-def test_checkpoints_that_counted_the_rounds_are_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As earlier versions wrote them."""
-    whole, place = tmp_path / "whole", tmp_path / "place"
-    run(whole, LONG)
-    run(place, SHORT)
-    described, method = RunDirectory(place).configuration, build("scaffold")
-    _, counted = identities(small_task(), described, method, SHORT)
-    for path in place.glob("checkpoint-*"):
-        tensors, metadata = read_tensors(path)
-        assert metadata["run"] != counted
-        write_tensors(path, tensors, metadata | {"run": counted})
-    with monkeypatch.context() as patch:  # killed before a checkpoint of the longer run is there
-        patch.setattr(Federation, "run", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run(place, LONG)
-    assert max(path.name for path in place.glob("checkpoint-*")) == f"checkpoint-{SHORT:07d}.safetensors"
-    run(place, LONG)
-    assert_same(place, whole)
 
 
 @pytest.mark.parametrize("method", ["fedphp", "fedasam(swa=true)", "ala(fedphp)", "stages(umf(fedavg):3, fedmr)"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,9 +39,7 @@ class Training:
     optimizer: str = "sgd"
     optimizer_options: dict[str, Any] = field(default_factory=dict)  # further arguments of the torch optimizer
     augmentation: str = "none"  # or "flip_crop": flip with p = 0.5, and with p = 0.5 a random crop with padding 4
-    autocast: str = (
-        "none"  # or "bfloat16": what forward and loss compute in, where that does no harm; weights stay as they are
-    )
+    autocast: str = "none"  # or "bfloat16": what forward and loss compute in; weights keep their own type
 
     def __post_init__(self) -> None:
         require_positive("learning_rate", self.learning_rate)
@@ -62,14 +60,6 @@ class Training:
             raise InvalidValue(
                 f"optimizer_options of sgd are nesterov and dampening, not {sorted(self.optimizer_options)}"
             )
-
-    def values(self) -> dict[str, Any]:
-        """The settings as plain values. What was added later is only said where it is used, so that older runs stay what they
-        are."""
-        values = asdict(self)
-        if self.autocast == "none":
-            del values["autocast"]
-        return values
 
     def rate(self, round: int) -> float:
         """Learning rate of a round (from 1)."""

@@ -136,7 +136,7 @@ class Configuration(BaseModel):
             "model": self.model,
             # What was added later is only said where it is used, so that older runs stay what they are.
             "data": self.data.model_dump(exclude={"validation"} if self.data.validation is None else None),
-            "training": self.training.values(),
+            "training": dataclasses.asdict(self.training),
             **({"record": recorders} if recorders else {}),
             **({"engine": engine} if (engine := settled_by(self.engine)) != "rows" else {}),
             **({"device": self.device} if self.device != "cpu" else {}),

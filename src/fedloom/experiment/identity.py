@@ -1,4 +1,4 @@
-"""What a run is, as digests that its checkpoints carry: only a run of the same identity goes on from them."""
+"""What a run is, as a digest that its checkpoints carry: only a run of the same identity goes on from them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,13 @@ from fedloom.task import Task
 _SAMPLED = 1000  # inputs that stand for all of them when data are told apart
 
 
-def identities(task: Task, described: Mapping[str, Any], method: Algorithm, before: int | None) -> list[str]:
-    """What checkpoints of this run carry, and what they carried in earlier versions, which counted the rounds, now and `before`.
+def identity(task: Task, described: Mapping[str, Any], method: Algorithm) -> str:
+    """A digest of what determines the run: settings, split, labels, initial model and a sample of the inputs.
 
-    Without the rounds a run can be lengthened; where the method foresees their end, they are part of what it is.
+    The number of rounds is left out, so that a run can be lengthened, unless the method needs to know it.
     """
-    if method.needs_total_rounds:
-        return [_identity(task, described)]
-    endless = {key: value for key, value in described.items() if key != "rounds"}
-    counted = [{**described, "rounds": rounds} for rounds in {described["rounds"], before} - {None}]
-    return [_identity(task, one) for one in (endless, *counted)]
-
-
-def _identity(task: Task, described: Mapping[str, Any]) -> str:
-    """A digest of what determines the run: settings, split, labels, initial model and a sample of the inputs."""
+    if not method.needs_total_rounds:
+        described = {key: value for key, value in described.items() if key != "rounds"}
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
     for samples in (task.train, task.test):
         chosen = torch.linspace(0, max(len(samples) - 1, 0), min(len(samples), _SAMPLED)).long()

@@ -25,7 +25,7 @@ from fedloom.experiment.configuration import Configuration, schedule_values
 from fedloom.experiment.directory import RunDirectory, folder_name, to_json
 from fedloom.experiment.environment import environment
 from fedloom.experiment.events import Event, RunName, Watch
-from fedloom.experiment.identity import identities
+from fedloom.experiment.identity import identity
 from fedloom.experiment.trackers.tracker import Tracker
 from fedloom.experiment.trackers.tracking import Tracking
 from fedloom.recording.recorder import Recorder, build_recorders, expression
@@ -261,8 +261,8 @@ def _open(
     engine: Engine,
 ) -> Federation:
     """The federation in its directory, after its last checkpoint; what it will need to be read is written first."""
-    identity, *formerly = identities(task, described, method, place.rounds)
-    federation = Federation(method, task, engine, schedule, place.path, identity, _present(recording), formerly)
+    run = identity(task, described, method)
+    federation = Federation(method, task, engine, schedule, place.path, run, _present(recording))
     place.settle(described)
     chosen = engine.chosen if isinstance(engine, LocalEngine) else None
     if chosen is not None and chosen.seconds:
@@ -358,7 +358,7 @@ def _described(
         **schedule_values(schedule),
         "model": type(task.model).__name__,
         "data": {"name": task.dataset.name, "clients": task.clients},
-        "training": task.training.values(),
+        "training": dataclasses.asdict(task.training),
         **({"record": [expression(recorder) for recorder in recorders]} if recorders else {}),
         **({"engine": kind} if (kind := settled_by(engine)) != "rows" else {}),
         **({"device": str(place)} if (place := task.initial.device).type != "cpu" else {}),

@@ -34,10 +34,9 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints of one run, in its directory."""
 
-    def __init__(self, directory: Path, run: str, formerly: Sequence[str] = ()) -> None:
+    def __init__(self, directory: Path, run: str) -> None:
         self.directory = directory
         self.run = run  # what must be the same for a checkpoint to be continued
-        self.formerly = formerly  # what it was in earlier versions
         self.notices: list[str] = []
 
     def paths(self) -> list[Path]:
@@ -61,13 +60,13 @@ class Checkpoints:
         have figures. `adopt` raises `DamagedCheckpoint` where something beside the file, which it needs, is missing.
 
         What had to be passed over, and where the run goes on instead, is said in `notices`. Raises `CheckpointError` when a
-        checkpoint belongs to another run. One that an earlier version wrote is written again as of this one.
+        checkpoint belongs to another run.
         """
         passed: list[str] = []
         found: Checkpoint | None = None
         for path in self.paths():
             try:
-                candidate, run = self._read(path)
+                candidate = self._read(path)
                 if candidate.round > recorded:
                     raise DamagedCheckpoint(
                         f"{path} is of round {candidate.round}, but only {recorded} rounds have figures"
@@ -77,24 +76,20 @@ class Checkpoints:
                 passed.append(str(error))
                 continue
             found = candidate
-            if run != self.run:
-                self.save(candidate)
             break
         instead = "starting again from round 1" if found is None else f"going on after round {found.round}"
         self.notices += [f"{reason}: {instead}" for reason in passed]
         return found
 
-    def _read(self, path: Path) -> tuple[Checkpoint, str]:
-        """A checkpoint, and what it says of the run it belongs to."""
+    def _read(self, path: Path) -> Checkpoint:
         tensors, metadata = read_tensors(path)
-        found = metadata.get("format"), metadata.get("run", ""), metadata.get("round", "")
-        if found[0] != FORMAT:
-            raise CheckpointError(f"{path} has format {found[0]!r}, this version reads {FORMAT!r}")
-        if found[1] not in (self.run, *self.formerly):
+        if metadata.get("format") != FORMAT:
+            raise CheckpointError(f"{path} has format {metadata.get('format')!r}, this version reads {FORMAT!r}")
+        if metadata.get("run") != self.run:
             raise CheckpointError(
                 f"{path} is of another run (method, settings, data or initial model): use another folder"
             )
-        return Checkpoint(int(found[2]), _below("server/", tensors), _below("clients/", tensors)), found[1]
+        return Checkpoint(int(metadata["round"]), _below("server/", tensors), _below("clients/", tensors))
 
 
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -54,8 +54,7 @@ class Federation:
 
     With a `directory`, figures are appended to `metrics.jsonl` and, client by client, to `clients.jsonl` (the same in every
     repetition), times to `timings.jsonl`; checkpoints are kept there, and under `clients` what the clients remember where that
-    is much. A federation made again with the same arguments continues from the newest checkpoint of the same `identity`, or of
-    one that it had `formerly`, in earlier versions.
+    is much. A federation made again with the same arguments continues from the newest checkpoint of the same `identity`.
 
     Clients have the task's numbers in all figures. Where some never train (`Schedule.new_clients`), `self.task` has these
     last, and methods and engine count by that order. `observers` are told of every round.
@@ -70,7 +69,6 @@ class Federation:
         directory: Path | None = None,
         identity: str = "",
         observers: Sequence[Observer] = (),
-        formerly: Sequence[str] = (),
     ) -> None:
         self.observers = observers
         self.algorithm, self.engine, self.schedule = algorithm, engine, schedule
@@ -102,7 +100,7 @@ class Federation:
             )
         )  # fmt: skip
         engine.begin(self.task, None if directory is None else directory / "clients")
-        self.checkpoints = None if directory is None else Checkpoints(directory, identity, formerly)
+        self.checkpoints = None if directory is None else Checkpoints(directory, identity)
         names = ("metrics.jsonl", "timings.jsonl", "clients.jsonl")
         self._logs = [] if directory is None else [RoundLog(directory / name) for name in names]
         for observer in observers:
