@@ -21,11 +21,11 @@ from torch import Tensor, nn
 import fedloom
 from fedloom.algorithm import build
 from fedloom.engines.flower.deploy.agreement import Deployment, deployment, description, layout_digest
-from fedloom.engines.flower.deploy.client import app
-from fedloom.engines.flower.engine import FlowerEngine
+from fedloom.engines.flower.deploy.client_app import app
+from fedloom.engines.flower.flower_engine import FlowerEngine
+from fedloom.engines.flower.known_sites import KnownSites
+from fedloom.engines.flower.mailbox import Mailbox
 from fedloom.engines.flower.messages import ARRAYS, PROTOCOL, RECORD
-from fedloom.engines.flower.post import Post
-from fedloom.engines.flower.sites import Sites
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 
@@ -90,7 +90,7 @@ def flower(config: dict[str, Any], grid: LocalGrid) -> Federation:
     task = settings.configuration.task(3)
     briefing = {"data": description(task.dataset)}
     same = {"fedloom": VERSION, "layout": layout_digest(task.layout)}
-    sites = Sites(Post(grid, 0.01), CLIENTS, briefing, same)
+    sites = KnownSites(Mailbox(grid, 0.01), CLIENTS, briefing, same)
     sites.wait(CLIENTS, 5)
     engine = FlowerEngine(sites, "0123456789abcdef", briefing, deadline=5)
     return Federation(build(settings.algorithm), task, engine, schedule(settings))

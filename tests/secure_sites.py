@@ -12,7 +12,7 @@ from flwr.common.serde import message_to_proto
 
 from fedloom.engines.flower.deploy.keys import make_keys
 from fedloom.engines.flower.messages import PARCEL, parcel_of, words_of
-from fedloom.secure.messages import Letter, Request
+from fedloom.secure.wire import Letter, Request
 from flower_support import CLIENTS, LocalGrid, Node, nodes, travelled
 
 Change = Callable[[tuple[Letter, ...]], tuple[Letter, ...]]

@@ -21,7 +21,7 @@ from fedloom.secure import (
 )
 from fedloom.secure.draws import Choices
 from fedloom.secure.envelopes import PrivateIdentity
-from fedloom.secure.messages import (
+from fedloom.secure.wire import (
     RETURNED,
     SENT,
     Letter,

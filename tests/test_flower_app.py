@@ -21,7 +21,7 @@ from superlink_support import needs_flower
 
 FILES = {
     "pyproject.toml", "README.md", ".gitignore",
-    "federation/__init__.py", "federation/server.py", "federation/client.py", "federation/data.py",
+    "federation/__init__.py", "federation/data.py",
 }  # fmt: skip
 
 JOB = """

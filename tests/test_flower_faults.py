@@ -16,8 +16,8 @@ from flwr.app import Array, Context, Message, RecordDict
 
 from fedloom.algorithm import build
 from fedloom.engines.flower.deploy.agreement import deployment
-from fedloom.engines.flower.deploy.client import app
-from fedloom.engines.flower.engine import FlowerEngine
+from fedloom.engines.flower.deploy.client_app import app
+from fedloom.engines.flower.flower_engine import FlowerEngine
 from fedloom.engines.flower.messages import Refusal, decoded, encoded, pack, words_of
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue, RefusedReply

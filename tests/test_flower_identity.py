@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fedloom.engines.flower.deploy.identity import Identity, read_peers
 from fedloom.engines.flower.deploy.keys import make_keys
+from fedloom.engines.flower.deploy.node_config import Identity, read_peers
 from fedloom.errors import InvalidValue
 
 

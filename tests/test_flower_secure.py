@@ -16,16 +16,16 @@ from flwr.app import Context, Message, RecordDict
 from fedloom.algorithm import build
 from fedloom.algorithms.fedmr import FedMR
 from fedloom.engines.flower.deploy.agreement import deployment
-from fedloom.engines.flower.deploy.client import app
+from fedloom.engines.flower.deploy.client_app import app
 from fedloom.engines.flower.deploy.keys import make_keys
-from fedloom.engines.flower.engine import require_supported
+from fedloom.engines.flower.flower_engine import require_supported
 from fedloom.engines.flower.messages import ARRAYS, Refusal, encoded, pack, words_of
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout
 from fedloom.rounds.federation import Federation
 from fedloom.secure import to_layers
-from fedloom.secure.messages import Letter, Request, Terms, unpack
+from fedloom.secure.wire import Letter, Request, Terms, unpack
 from flower_support import RUN, NormNet, assert_close, flower, nodes, run_config, schedule, site
 from secure_sites import Change, ExchangeGrid, PeerNode, on_the_wire, peers
 
@@ -214,7 +214,7 @@ def asked(
 
 def test_a_step_of_an_exchange_loads_neither_pytorch_nor_data() -> None:
     code = (
-        "import sys, fedloom.engines.flower.deploy.client, fedloom.engines.flower.deploy.peer; "
+        "import sys, fedloom.engines.flower.deploy.client_app, fedloom.engines.flower.deploy.site_peer; "
         "print(sys.modules.keys() & {'torch', 'sklearn', 'scipy'})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)

@@ -17,11 +17,11 @@ from flwr.app import Context, Message, RecordDict
 from fedloom.algorithm import build
 from fedloom.data.dataset import Samples
 from fedloom.data.partition import Partition
-from fedloom.engines.flower.deploy import server
+from fedloom.engines.flower.deploy import server_app
 from fedloom.engines.flower.deploy.agreement import deployment
 from fedloom.engines.flower.deploy.answer import default_folder
 from fedloom.engines.flower.deploy.site_data import own_data
-from fedloom.engines.flower.post import Post
+from fedloom.engines.flower.mailbox import Mailbox
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import CheckpointError, DataError, InvalidValue
 from fedloom.experiment.artifact import load_model
@@ -42,7 +42,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_a_run_leaves_what_a_run_on_one_machine_leaves(tmp_path: Path) -> None:
     config = run_config("fedper", tmp_path / "sites")
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
-    server.app(grid, Context(RUN, 1, {}, RecordDict(), config))
+    server_app.app(grid, Context(RUN, 1, {}, RecordDict(), config))
     settings = deployment(config)
     name = RunName("fedper", 3)
     run_configured(settings.configuration, name, lambda _: None, path=tmp_path / "here")
@@ -56,7 +56,7 @@ def test_a_run_leaves_what_a_run_on_one_machine_leaves(tmp_path: Path) -> None:
     one, two = (lines(tmp_path / place / "metrics.jsonl") for place in ("sites", "here"))
     assert [record["bytes_up"] for record in one] == [record["bytes_up"] for record in two]
     sent = len(grid.sent)
-    server.serve(grid, config, PAUSE)  # it is finished: nobody is asked again
+    server_app.serve(grid, config, PAUSE)  # it is finished: nobody is asked again
     assert len(grid.sent) == sent
 
 
@@ -87,14 +87,14 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint(algorithm: str, tmp
     grid = Mortal(nodes(CLIENTS, tmp_path / "memory"), config)
     grid.last, grid.output, grid.grave = 4, tmp_path / "run", tmp_path / "grave"
     with pytest.raises(Killed):
-        server.serve(grid, config, PAUSE)
+        server_app.serve(grid, config, PAUSE)
     shutil.rmtree(tmp_path / "run")  # what the dying server still wrote, which a killed one does not
     (tmp_path / "grave").rename(tmp_path / "run")
     assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 3
     again = LocalGrid({number + 9000: node for number, node in grid.nodes.items()}, config)
-    server.serve(again, config, PAUSE)
+    server_app.serve(again, config, PAUSE)
     untouched = {**config, "output": str(tmp_path / "whole")}
-    server.serve(LocalGrid(nodes(CLIENTS, tmp_path / "other"), untouched), untouched, PAUSE)
+    server_app.serve(LocalGrid(nodes(CLIENTS, tmp_path / "other"), untouched), untouched, PAUSE)
     assert lines(tmp_path / "run" / "metrics.jsonl") == lines(tmp_path / "whole" / "metrics.jsonl")
     assert not any(record["faults"] for record in lines(tmp_path / "run" / "metrics.jsonl"))
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == (
@@ -104,20 +104,20 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint(algorithm: str, tmp
 
 def test_another_configuration_does_not_go_on_in_the_same_folder(tmp_path: Path) -> None:
     config = run_config("fedavg", tmp_path / "run", rounds=1)
-    server.serve(LocalGrid(nodes(CLIENTS, tmp_path), config), config, PAUSE)
+    server_app.serve(LocalGrid(nodes(CLIENTS, tmp_path), config), config, PAUSE)
     other = run_config("fedprox", tmp_path / "run", rounds=1)
     with pytest.raises(CheckpointError, match="holds a run with algorithm = 'fedavg', not 'fedprox'"):
-        server.serve(LocalGrid(nodes(CLIENTS, tmp_path), other), other, PAUSE)
+        server_app.serve(LocalGrid(nodes(CLIENTS, tmp_path), other), other, PAUSE)
 
 
 def test_a_finished_run_is_lengthened_with_what_its_sites_remember(tmp_path: Path) -> None:
     """Both lengths are evaluated in round 5."""
     shorter, longer = (run_config("scaffold", tmp_path / "run", rounds) for rounds in (5, 8))
     sites = nodes(CLIENTS, tmp_path / "memory")
-    server.serve(LocalGrid(sites, shorter), shorter, PAUSE)
-    server.serve(LocalGrid(sites, longer), longer, PAUSE)
+    server_app.serve(LocalGrid(sites, shorter), shorter, PAUSE)
+    server_app.serve(LocalGrid(sites, longer), longer, PAUSE)
     whole = {**longer, "output": str(tmp_path / "whole")}
-    server.serve(LocalGrid(nodes(CLIENTS, tmp_path / "other"), whole), whole, PAUSE)
+    server_app.serve(LocalGrid(nodes(CLIENTS, tmp_path / "other"), whole), whole, PAUSE)
     assert lines(tmp_path / "run" / "metrics.jsonl") == lines(tmp_path / "whole" / "metrics.jsonl")
     model, wanted = (tmp_path / place / "model.safetensors" for place in ("run", "whole"))
     assert model.read_bytes() == wanted.read_bytes()
@@ -128,7 +128,7 @@ def test_sites_that_do_not_come_are_named(tmp_path: Path) -> None:
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
     site(grid, 1).online = site(grid, 4).online = False
     with pytest.raises(InvalidValue, match=r"4 of 6 sites are there after 0.05 s; not there: partition-id 1, 4"):
-        server.serve(grid, config, PAUSE)
+        server_app.serve(grid, config, PAUSE)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_run_configuration_that_does_not_fit_gets_one_line(
 ) -> None:
     config = run_config("fedavg", tmp_path / "run") | change
     with pytest.raises(InvalidValue, match=message) as caught:
-        server.serve(LocalGrid({}, config), config, PAUSE)
+        server_app.serve(LocalGrid({}, config), config, PAUSE)
     assert "\n" not in str(caught.value)
 
 
@@ -195,7 +195,7 @@ def test_sites_train_on_their_own_data(algorithm: str, tmp_path: Path) -> None:
     task = own_task(settings)
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
     give_data(grid, task, tmp_path)
-    server.serve(grid, config, PAUSE)
+    server_app.serve(grid, config, PAUSE)
     expected = Federation(build(algorithm), task, RowsEngine(task), schedule(settings))
     expected.run()
     found, _ = read_tensors(tmp_path / "run" / "model.safetensors")
@@ -220,7 +220,7 @@ def test_a_site_that_joins_later_counts_with_its_own_samples(tmp_path: Path) -> 
     give_data(grid, task, tmp_path)
     late = site(grid, 4)
     late.online = False
-    gathering = server.Gathering(settings, Post(grid, PAUSE))
+    gathering = server_app.Gathering(settings, Mailbox(grid, PAUSE))
     (tmp_path / "run").mkdir()
     made = gathering.task(3)
     engine = gathering.engine(made)
@@ -257,7 +257,7 @@ def test_data_that_do_not_fit_the_others_are_named(
     np.savez(tmp_path / "own.npz", **(honest | arrays))
     site(grid, 2).config["data"] = str(tmp_path / "own.npz")
     with pytest.raises(InvalidValue, match=message):
-        server.serve(grid, config, PAUSE)
+        server_app.serve(grid, config, PAUSE)
 
 
 GIVEN = Samples(torch.zeros(4, 3), torch.tensor([0, 1, 1, 0]))
@@ -296,6 +296,6 @@ def test_memory_lies_under_flowers_home(tmp_path: Path, monkeypatch: pytest.Monk
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
     for node in grid.nodes.values():
         del node.config["memory"]
-    server.serve(grid, config, PAUSE)
+    server_app.serve(grid, config, PAUSE)
     opening = json.loads((tmp_path / "run" / "sites.json").read_text())
     assert list((tmp_path / "fedloom" / opening["federation"]).glob("site-*.v1.safetensors"))

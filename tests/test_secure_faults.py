@@ -22,7 +22,7 @@ from fedloom.secure import (
 )
 from fedloom.secure.envelopes import pad
 from fedloom.secure.exchange import Sent
-from fedloom.secure.messages import (
+from fedloom.secure.wire import (
     ANNOUNCEMENT,
     RETURNED,
     SENT,

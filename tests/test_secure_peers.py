@@ -24,7 +24,7 @@ from fedloom.secure import (
     to_layers,
 )
 from fedloom.secure.envelopes import OVERHEAD, PrivateIdentity, padded_size, unseal
-from fedloom.secure.messages import (
+from fedloom.secure.wire import (
     PARCEL_OVERHEAD,
     Answer,
     Note,

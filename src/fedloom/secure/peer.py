@@ -25,7 +25,7 @@ from fedloom.secure.envelopes import (
 )
 from fedloom.secure.exchange import Repeat, Rules, Sent, purpose
 from fedloom.secure.faults import SERVER, ProtocolViolation
-from fedloom.secure.messages import (
+from fedloom.secure.wire import (
     ANNOUNCEMENT,
     CONFIRMATION,
     RETURNED,

@@ -11,8 +11,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fedloom.secure.exchange import Repeat
-from fedloom.secure.messages import Terms, pack, unpack
 from fedloom.secure.peer import Peer
+from fedloom.secure.wire import Terms, pack, unpack
 
 
 def snapshot(peer: Peer) -> bytes:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from fedloom.secure.faults import ProtocolViolation
-from fedloom.secure.messages import Answer, Letter, Request
 from fedloom.secure.peer import Peer
+from fedloom.secure.wire import Answer, Letter, Request
 
 
 class Transport(Protocol):

@@ -1,10 +1,10 @@
-"""A federation over real sites with Flower: `server.app` is Flower's ServerApp, `client.app` its ClientApp.
+"""A federation over real sites with Flower: `server_app.app` is Flower's ServerApp, `client_app.app` its ClientApp.
 
 A Flower app names them in its pyproject:
 
     [tool.flwr.app.components]
-    serverapp = "fedloom.engines.flower.deploy.server:app"
-    clientapp = "fedloom.engines.flower.deploy.client:app"
+    serverapp = "fedloom.engines.flower.deploy.server_app:app"
+    clientapp = "fedloom.engines.flower.deploy.client_app:app"
 
 Its run configuration, `[tool.flwr.app.config]`, goes to the server and to every site. It holds
 

@@ -24,10 +24,10 @@ from fedloom.data.partition import Partition
 from fedloom.engines.base import INTEGERS, ClientTask, Fault
 from fedloom.engines.flower.deploy.agreement import Deployment, deployment, described, layout_digest, read_configuration
 from fedloom.engines.flower.deploy.answer import Answer, federation_folder, memory_folder
-from fedloom.engines.flower.deploy.identity import Identity
 from fedloom.engines.flower.deploy.memory import SiteMemory
-from fedloom.engines.flower.deploy.peer import Entry, SitePeer
+from fedloom.engines.flower.deploy.node_config import Identity
 from fedloom.engines.flower.deploy.site_data import own_data
+from fedloom.engines.flower.deploy.site_peer import Entry, SitePeer
 from fedloom.engines.flower.messages import Refusal, Words, whole
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import DamagedCheckpoint, InvalidValue, RefusedReply
@@ -143,7 +143,7 @@ class Site:
         return Answer(told, tensors, result.metrics)
 
     def exchange(self, words: Words, inbox: Mapping[str, Tensor], parcel: bytes) -> Answer:
-        """Enter an exchange of layers with other sites; `fedloom.engines.flower.deploy.peer.go_on` takes the steps that follow.
+        """Enter an exchange of layers with other sites; `site_peer.go_on` takes the steps that follow.
 
         Raises `RefusedReply` where there is no such exchange, `FedloomError` for what the site would not do.
         """

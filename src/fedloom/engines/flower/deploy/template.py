@@ -41,8 +41,6 @@ _LONGEST = 32  # of an app's name, to Flower
 _FILLED = {"project.toml": "pyproject.toml", "readme.md": "README.md"}
 _PLAIN = {
     "gitignore": ".gitignore",
-    "server.py": "federation/server.py",
-    "client.py": "federation/client.py",
     "data.py": "federation/data.py",
 }
 

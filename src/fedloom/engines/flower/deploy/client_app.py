@@ -35,7 +35,7 @@ def exchange(message: Message, context: Context) -> Message:
     """Exchange layers with other sites."""
 
     def step(words: Words) -> Answer:
-        from fedloom.engines.flower.deploy.peer import go_on
+        from fedloom.engines.flower.deploy.site_peer import go_on
 
         parcel = parcel_of(message)
         found = go_on(context.node_config, words, parcel)

@@ -21,7 +21,7 @@ _KINDS = {
 }
 
 
-class Post:
+class Mailbox:
     """Sends single messages and looks for their replies every `pause` seconds."""
 
     def __init__(self, grid: Grid, pause: float) -> None:

@@ -20,10 +20,10 @@ from fedloom.config.expression import parse
 from fedloom.data.dataset import Dataset
 from fedloom.data.partition import Partition
 from fedloom.engines.flower.deploy.agreement import Deployment, deployment, description, layout_digest
-from fedloom.engines.flower.engine import FlowerEngine, require_supported
+from fedloom.engines.flower.flower_engine import FlowerEngine, require_supported
+from fedloom.engines.flower.known_sites import KnownSite, KnownSites
+from fedloom.engines.flower.mailbox import Mailbox
 from fedloom.engines.flower.messages import Words
-from fedloom.engines.flower.post import Post
-from fedloom.engines.flower.sites import Site, Sites
 from fedloom.errors import CheckpointError, FedloomError, InvalidValue
 from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.run import run_configured
@@ -64,7 +64,7 @@ def serve(grid: Grid, run_config: Mapping[str, Any], pause: float = PAUSE) -> Ru
     require_supported(build(settings.algorithm))
     # What only says where and how runs of one machine are made must not decide whether this one may go on.
     configuration = settings.configuration.model_copy(update={"engine": "rows"})
-    gathering = Gathering(settings, Post(grid, pause))
+    gathering = Gathering(settings, Mailbox(grid, pause))
     name = RunName(str(parse(settings.algorithm)), configuration.seed)
     found = run_configured(
         configuration, name, _told, make_task=gathering.task, path=settings.output, engine=gathering.engine
@@ -87,7 +87,7 @@ class Opening:
     tests: list[int | None]
 
     @classmethod
-    def of(cls, sites: Mapping[int, Site], count: int) -> Opening:
+    def of(cls, sites: Mapping[int, KnownSite], count: int) -> Opening:
         """The opening of a new federation of `count` sites, of which these are there."""
         return cls(
             secrets.token_hex(8),
@@ -113,8 +113,8 @@ class Opening:
 class Gathering:
     """The sites of one deployment, and the task that they make together."""
 
-    def __init__(self, settings: Deployment, post: Post) -> None:
-        self.settings, self.post = settings, post
+    def __init__(self, settings: Deployment, mailbox: Mailbox) -> None:
+        self.settings, self.mailbox = settings, mailbox
 
     def task(self, seed: int) -> Task:
         """Wait for the sites; the task is theirs, or, where they take their shares of the configuration's data, that of a
@@ -124,7 +124,7 @@ class Gathering:
         blank = self._task_of(dataset, [1] * count, None, seed)
         self.briefing: Words = {"data": description(dataset)}
         same = {"fedloom": fedloom.__version__, "layout": layout_digest(blank.layout)}
-        self.sites = Sites(self.post, count, self.briefing, same)
+        self.sites = KnownSites(self.mailbox, count, self.briefing, same)
         _logger.info("waiting for %d of %d sites", self.settings.sites, count)
         self.sites.wait(self.settings.sites, self.settings.wait)
         path = self.settings.output / SITES

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.engines.flower.deploy.answer import Answer, federation_folder, memory_folder
-from fedloom.engines.flower.deploy.identity import Identity
+from fedloom.engines.flower.deploy.node_config import Identity
 from fedloom.errors import CheckpointError, RefusedReply
 from fedloom.secure import Peer, ProtocolViolation, Rules, Terms, restore, secret_choices, snapshot, stream_choices
 from fedloom.secure.draws import Choices
-from fedloom.secure.messages import Request, pack, unpack
+from fedloom.secure.wire import Request, pack, unpack
 from fedloom.state.files import remove_unfinished, write_bytes
 
 

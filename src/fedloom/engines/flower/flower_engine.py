@@ -25,7 +25,8 @@ from fedloom.algorithm import Algorithm, describe
 from fedloom.algorithms.secure import Secure, secured
 from fedloom.algorithms.stages import Stages
 from fedloom.engines.base import INTEGERS, Choice, ClientTask, Exchanging, Fault, Reply, expectations, inspect_reply
-from fedloom.engines.flower.exchange import SecureRound
+from fedloom.engines.flower.known_sites import MOST_SAMPLES, KnownSites
+from fedloom.engines.flower.mailbox import FOREVER, Kind, Mailbox
 from fedloom.engines.flower.messages import (
     Refusal,
     Shape,
@@ -37,8 +38,7 @@ from fedloom.engines.flower.messages import (
     whole,
     words_of,
 )
-from fedloom.engines.flower.post import FOREVER, Kind, Post
-from fedloom.engines.flower.sites import MOST_SAMPLES, Sites
+from fedloom.engines.flower.secure_round import SecureRound
 from fedloom.errors import DamagedCheckpoint, FedloomError, InvalidValue, RefusedReply
 from fedloom.round import Round
 from fedloom.rounds.scoring import Tally
@@ -75,7 +75,7 @@ class FlowerEngine(Exchanging):
 
     def __init__(
         self,
-        sites: Sites,
+        sites: KnownSites,
         federation: str,
         briefing: Words,
         *,
@@ -84,7 +84,7 @@ class FlowerEngine(Exchanging):
         numbers: Sequence[int] | None = None,
     ) -> None:
         self.sites, self.federation, self.briefing = sites, federation, briefing
-        self.post: Post = sites.post
+        self.mailbox: Mailbox = sites.mailbox
         self.deadline = deadline or FOREVER
         self.patience = patience
         self.numbers = range(sites.count) if numbers is None else numbers
@@ -214,12 +214,12 @@ class FlowerEngine(Exchanging):
                 _encoded_once(client_task.inbox, arrays),
                 parcel=b"" if parcels is None else parcels[client_task.client],
             )
-            sent = self.post.send(nodes[number], kind, content, f"{round.number}", self.deadline)
+            sent = self.mailbox.send(nodes[number], kind, content, f"{round.number}", self.deadline)
             if sent is None:
                 yield client_task, "Flower did not take the message"
             else:
                 waiting[sent] = client_task
-        for reply in self.post.collect(waiting, max(0.0, end - time.monotonic())):
+        for reply in self.mailbox.collect(waiting, max(0.0, end - time.monotonic())):
             client_task = waiting.pop(reply.metadata.reply_to_message_id)
             gone = reply.has_error() and reply.error.code in _UNAVAILABLE
             yield client_task, "the site is not there any more" if gone else reply

@@ -13,8 +13,8 @@ from typing import Any
 
 from flwr.app import Message
 
+from fedloom.engines.flower.mailbox import Mailbox
 from fedloom.engines.flower.messages import Words, pack, whole, words_of
-from fedloom.engines.flower.post import Post
 from fedloom.errors import FedloomError, InvalidValue, RefusedReply
 
 CHALLENGE = 20.0
@@ -26,7 +26,7 @@ _logger = logging.getLogger("flwr.fedloom")  # Flower shows and keeps what goes 
 
 
 @dataclass(frozen=True)
-class Site:
+class KnownSite:
     """A site as it introduced itself: its number, its node, how many samples it trains and tests on, whether they are its own
     (or its share of the configuration's data, in trials)."""
 
@@ -41,20 +41,20 @@ class Site:
 class _Challenge:
     """A newcomer with the number of a node that seems to be there, which is asked whether it is."""
 
-    newcomer: Site
+    newcomer: KnownSite
     until: float
 
 
-class Sites:
+class KnownSites:
     """The sites 0 to `count - 1` of one federation, found by asking nodes.
 
     `greeting` is what every node is asked with; `same` are the words that a site must answer alike, such as the version.
     A site that cannot take part is named in the log and left alone; before the first round (`wait`) it ends the run.
     """
 
-    def __init__(self, post: Post, count: int, greeting: Words, same: dict[str, Any]) -> None:
-        self.post, self.count = post, count
-        self.known: dict[int, Site] = {}
+    def __init__(self, mailbox: Mailbox, count: int, greeting: Words, same: dict[str, Any]) -> None:
+        self.mailbox, self.count = mailbox, count
+        self.known: dict[int, KnownSite] = {}
         self._greeting, self._same = greeting, same
         self._asked: dict[str, int] = {}  # messages without an answer yet, and to which node
         self._left_alone: set[int] = set()
@@ -115,24 +115,24 @@ class Sites:
             left = end - time.monotonic()
             if settled() or left <= 0:
                 return
-            time.sleep(min(self.post.pause, left))
+            time.sleep(min(self.mailbox.pause, left))
 
     def _look(self) -> None:
         """Ask new nodes, and take the answers that are there."""
-        self._online = self.post.nodes()
+        self._online = self.mailbox.nodes()
         self._asked = {sent: node for sent, node in self._asked.items() if node in self._online}
         self._left_alone &= self._online
         known = {site.node for site in self.known.values()} | {c.newcomer.node for c in self._challenges.values()}
         for node in sorted(self._online - known - self._left_alone - set(self._asked.values())):
             self._ask(node)
-        for reply in self.post.pull(self._asked):
+        for reply in self.mailbox.pull(self._asked):
             sent = reply.metadata.reply_to_message_id
             if sent in self._asked:
                 self._take(self._asked.pop(sent), reply)
         self._settle_challenges()
 
     def _ask(self, node: int) -> None:
-        sent = self.post.send(node, "hello", pack(self._greeting))
+        sent = self.mailbox.send(node, "hello", pack(self._greeting))
         if sent is not None:
             self._asked[sent] = node
 
@@ -142,7 +142,7 @@ class Sites:
         except FedloomError as error:
             self._leave_alone(node, str(error))
 
-    def _site(self, node: int, words: Words) -> Site:
+    def _site(self, node: int, words: Words) -> KnownSite:
         """The site that a node says it is. Raises `RefusedReply` when it cannot take part."""
         number = words.get("site")
         if type(number) is not int or not 0 <= number < self.count:
@@ -151,9 +151,9 @@ class Sites:
             if words.get(name) != value:
                 raise RefusedReply(f"site {number}: {name} is {words.get(name)!r:.80} there and {value!r:.80} here")
         samples, tests = whole(words, "samples", 1, MOST_SAMPLES), whole(words, "tests", 0, MOST_SAMPLES)
-        return Site(number, node, samples, tests, bool(words.get("own")))
+        return KnownSite(number, node, samples, tests, bool(words.get("own")))
 
-    def _introduce(self, site: Site) -> None:
+    def _introduce(self, site: KnownSite) -> None:
         for number in [n for n, known in self.known.items() if known.node == site.node and n != site.number]:
             del self.known[number]  # the node was set up anew, with another number
         before = self.known.get(site.number)

@@ -11,8 +11,8 @@ from fedloom.config.checks import require_at_least
 from fedloom.secure.envelopes import unseal
 from fedloom.secure.exchange import Rules
 from fedloom.secure.faults import SERVER, ExchangeAborted, ProtocolViolation
-from fedloom.secure.messages import Answer, Letter, Request, Terms
 from fedloom.secure.transport import Transport
+from fedloom.secure.wire import Answer, Letter, Request, Terms
 
 
 class ServerKey:

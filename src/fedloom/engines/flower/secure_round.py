@@ -17,8 +17,8 @@ import flwr.app
 from fedloom.algorithm import Algorithm, Message
 from fedloom.algorithms.secure import Secure
 from fedloom.engines.base import ClientTask, Fault, Reply, inspect_reply
+from fedloom.engines.flower.mailbox import Kind
 from fedloom.engines.flower.messages import Words, parcel_of, words_of
-from fedloom.engines.flower.post import Kind
 from fedloom.errors import FedloomError
 from fedloom.round import Round
 from fedloom.secure import (
@@ -32,7 +32,7 @@ from fedloom.secure import (
     run_exchange,
 )
 from fedloom.secure.envelopes import OVERHEAD
-from fedloom.secure.messages import Request, unpack
+from fedloom.secure.wire import Request, unpack
 from fedloom.task import Task
 
 FEWEST = 2
