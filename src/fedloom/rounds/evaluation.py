@@ -8,7 +8,7 @@ Figures of one evaluation, by name (`Tally.figures` defines the parts):
     new_client_accuracy, ...        the same for clients that never train
 
 Personal models are those with which the next round would begin, made from what the next round would send: after the download
-and the local initialisation, before local training (FedALA's moment of evaluation, spec 0.4).
+and the local initialisation, before local training (as FedALA does).
 """
 
 from __future__ import annotations
