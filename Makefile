@@ -1,10 +1,15 @@
-# make setup: a virtual environment and the install;  make demo: the main job and its report;  make test: every test;
-# make docs: the documentation, site/index.html
+# make setup: a virtual environment and the install;  make demo: the main job and its report;  make docs: site/index.html;
+# make quick: a cross-section of the tests in a minute;  make test: every test;  make dist: a wheel and an sdist in dist/
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: setup setup-dev demo test lint docs clean
+# Every method on the rows engine, and whatever else needs no Ray, no Flower, no browser and no minute.
+QUICK := architecture config layout population randomness fedavg fedmr global_methods global_invariants stages federation \
+         evaluation checkpoint store tables cli partitions data_own secure_faults
+
+.PHONY: setup setup-dev demo quick test lint docs dist clean
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
@@ -22,8 +27,11 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 demo: setup
 	$(BIN)/fedloom compare examples/digits.toml
 
+quick: setup-dev
+	$(PYTEST) $(QUICK:%=tests/test_%.py)
+
 test: setup-dev
-	$(BIN)/python -m pytest -n 2
+	$(PYTEST)
 
 lint: setup-dev
 	$(BIN)/ruff check .
@@ -32,6 +40,9 @@ lint: setup-dev
 
 docs: setup-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+dist: setup-dev
+	$(BIN)/hatchling build
 
 clean:
 	rm -rf $(VENV) runs dist build site .mypy_cache .ruff_cache .pytest_cache

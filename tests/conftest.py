@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+import pytest
 import torch
 
 # The models here are so small that threads which wait for each other cost more than the work: on busy cores a hundredfold.
@@ -12,3 +13,39 @@ torch.set_num_threads(1)
 # A shell that runs the tests in the background has them, and the programs they start, ignore Ctrl-C; some tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What takes longest begins first, or one worker would end with it while the others have nothing left to do.
+LONGEST = (
+    "test_flower_secure_sites.py",
+    "test_places.py",
+    "test_flower_sites.py",
+    "test_compiled.py",
+    "test_ray.py",
+    "test_ray_pool.py",
+    "test_processes.py",
+    "test_exported.py",
+    "test_resume.py",
+    "test_trackers.py",
+    "test_examples.py",
+)
+
+# Files whose tests share something that takes seconds to start: one worker runs them all (`--dist loadgroup`).
+TOGETHER = {
+    "test_ray.py": "ray",
+    "test_ray_pool.py": "ray",
+    "test_flower_sites.py": "sites",
+    "test_flower_secure_sites.py": "secure sites",
+    "test_processes.py": "processes",
+}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order the tests for several workers."""
+    if not config.getoption("loadgroup", False):  # set by pytest-xdist in its workers
+        return
+    rank = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+    for item in items:
+        if item.path.name in TOGETHER:
+            item.add_marker(pytest.mark.xdist_group(TOGETHER[item.path.name]))

@@ -6,17 +6,17 @@ import dataclasses
 import difflib
 import re
 import tomllib
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Any, get_args, get_type_hints
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from fedloom.algorithm import build, describe
-from fedloom.config.expression import Call, parse
-from fedloom.config.fields import Count, NonNegativeInt, Share, require_fields, type_hints
+from fedloom.config.checks import require_at_least, require_one_of, require_share
+from fedloom.config.expression import Call, allowed, parse
 from fedloom.config.plugins import import_plugins
+from fedloom.config.registry import Registry
 from fedloom.data.dataset import Dataset, datasets
 from fedloom.data.partition import partitions
 from fedloom.engines.choose import require_engine_on, settled_by
@@ -27,37 +27,32 @@ from fedloom.experiment.trackers.tracker import build_tracker
 from fedloom.experiment.validation import withhold
 from fedloom.models import models
 from fedloom.recording.recorder import build_recorders, expression
+from fedloom.report.summary import MEASURES
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
 from fedloom.training import Training
 
-_Kind = TypeVar("_Kind", bound=Hashable)
-_Made = TypeVar("_Made")
-
-Part = Annotated[float, Field(gt=0, lt=1)]
+_STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
 
-@dataclass(frozen=True)
-class Data:
+class Data(BaseModel):
     """The table `[data]`: what is learned and how the clients share it (see `make_task`).
 
     With `validation`, such as 0.2, that share of each client's training samples takes the place of all test data, which is
     then looked at nowhere (see `withhold`).
     """
 
+    model_config = _STRICT
+
     name: str = "digits"
-    clients: NonNegativeInt = 20
+    clients: int = 20
     partition: str = "dirichlet(0.5)"
-    local_test: Part | None = None
+    local_test: float | None = None
     merge: bool = False
-    validation: Part | None = None
-
-    def __post_init__(self) -> None:
-        require_fields(self)
+    validation: float | None = None
 
 
-@dataclass(frozen=True)
-class Configuration:
+class Configuration(BaseModel):
     """A whole experiment. `fedloom run` takes `algorithm` and `seed`, `fedloom compare` takes `algorithms` and `seeds`.
 
     The keys of `schedule` stand at the top of a file, beside these. Results lie in `directory`, by default `runs/<name>`.
@@ -78,48 +73,32 @@ class Configuration:
     a whole configuration whose `changes` say what it changed.
     """
 
+    model_config = _STRICT
+
     name: str = "experiment"
     algorithm: str | None = None
-    algorithms: list[str] = field(default_factory=list)
-    seed: NonNegativeInt = 0
-    seeds: list[NonNegativeInt] = field(default_factory=list)
-    plugins: list[str] = field(default_factory=list)
-    trackers: list[str] = field(default_factory=list)
-    schedule: Schedule = field(default_factory=Schedule)
-    targets: list[Share] = field(default_factory=list)
-    last: Count = 10
-    against: Literal["best", "first"] = "best"
-    measure: Literal["final", "best", "last", "personal"] = "last"
-    record: list[str] = field(default_factory=list)
+    algorithms: list[str] = []
+    seed: int = 0
+    seeds: list[int] = []
+    plugins: list[str] = []
+    trackers: list[str] = []
+    schedule: Schedule = Schedule()
+    targets: list[float] = []
+    last: int = 10
+    against: str = "best"
+    measure: str = "last"
+    record: list[str] = []
     directory: str | None = None
     engine: str = "rows"
     device: str = "cpu"
-    threads: Count | None = None
-    workers: Count = 1
+    threads: int | None = None
+    workers: int = 1
     pool: str = "processes"
     model: str = "mlp"
-    data: Data = field(default_factory=Data)
-    training: Training = field(default_factory=Training)
-    variants: dict[str, Configuration] = field(default_factory=dict)
-    changes: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        require_fields(self)
-        if not re.fullmatch(r"\w[\w. +=-]*", self.name):
-            raise InvalidValue(
-                f"name {self.name!r} must begin with a letter, figure or _ and can name a folder: no slashes"
-            )
-        if self.directory is not None and not self.directory.isprintable():
-            raise InvalidValue(f"directory must be a path without control characters, not {self.directory!r}")
-        if self.pool not in ("processes", "ray") and not self.pool.startswith("ray://"):
-            raise InvalidValue(f"pool must be processes, ray or ray://host:port, not {self.pool!r}")
-        if len(set(self.seeds)) < len(self.seeds):
-            raise InvalidValue(f"seeds must differ from each other, not {self.seeds}")
-
-    @property
-    def methods(self) -> list[str]:
-        """The methods to compare: those listed, or else the one of `fedloom run`."""
-        return self.algorithms or ([] if self.algorithm is None else [self.algorithm])
+    data: Data = Data()
+    training: Training = Training()
+    variants: dict[str, Configuration] = {}
+    changes: dict[str, Any] = {}
 
     @property
     def settings(self) -> dict[str, Configuration]:
@@ -150,15 +129,17 @@ class Configuration:
         """Everything that one run's figures depend on, with defaults filled in; plain values, ready for JSON."""
         if setting:
             return self.settings[setting].resolved(algorithm, seed)
+        recorders = [expression(recorder) for recorder in build_recorders(self.record)]
         return {
             "algorithm": describe(build(algorithm)),
-            **schedule_values(replace(self.schedule, seed=seed)),
+            **schedule_values(dataclasses.replace(self.schedule, seed=seed)),
             "model": self.model,
-            "data": dataclasses.asdict(self.data),
+            # What was added later is only said where it is used, so that older runs stay what they are.
+            "data": self.data.model_dump(exclude={"validation"} if self.data.validation is None else None),
             "training": dataclasses.asdict(self.training),
-            "record": [expression(recorder) for recorder in build_recorders(self.record)],
-            "engine": settled_by(self.engine),
-            "device": self.device,
+            **({"record": recorders} if recorders else {}),
+            **({"engine": engine} if (engine := settled_by(self.engine)) != "rows" else {}),
+            **({"device": self.device} if self.device != "cpu" else {}),
         }
 
 
@@ -195,17 +176,18 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 def configuration(table: Mapping[str, Any]) -> Configuration:
     """The configuration of a table of plain values. Raises as `load` does."""
     _require_known(table, "", [key.partition(".")[0] for key in _KEYS])
-    values = {key: value for key, value in table.items() if key not in (*_SCHEDULE, "settings")}
-    values["schedule"] = _read(Schedule, {key: table[key] for key in _SCHEDULE if key in table}, "")
-    for name, kind in _SECTIONS.items():
+    for name, known in _SECTIONS.items():
         section = table.get(name, {})
         if not isinstance(section, Mapping):
-            raise InvalidValue(f"{name} must be a table with the keys {', '.join(_names(kind))}, not {section!r}")
-        _require_known(section, f"{name}.", _names(kind))
-        values[name] = _read(kind, section, f"{name}.")
-    found = _read(Configuration, values, "")
+            raise InvalidValue(f"{name} must be a table with the keys {', '.join(known)}, not {section!r}")
+        _require_known(section, f"{name}.", known)
+    values = {key: value for key, value in table.items() if key not in (*_SCHEDULE, "settings")}
+    values["schedule"] = _dataclass(Schedule, {key: table[key] for key in _SCHEDULE if key in table}, "")
+    values["training"] = _dataclass(Training, table.get("training", {}), "training.")
+    values["data"] = _model(Data, table.get("data", {}), "data.")
+    found: Configuration = _model(Configuration, values, "")
     _check(found)
-    return replace(found, variants=_variants(table)) if "settings" in table else found
+    return found.model_copy(update={"variants": _variants(table)}) if "settings" in table else found
 
 
 def _variants(table: Mapping[str, Any]) -> dict[str, Configuration]:
@@ -217,29 +199,28 @@ def _variants(table: Mapping[str, Any]) -> dict[str, Configuration]:
             variant = configuration(with_changes(base, changes))
         except FedloomError as error:
             raise InvalidValue(f"settings, {label(changes)}: {error}") from None
-        found[label(changes)] = replace(variant, changes=changes)
+        found[label(changes)] = variant.model_copy(update={"changes": changes})
     return found
 
 
-def _names(kind: type) -> list[str]:
-    return [one.name for one in dataclasses.fields(kind)]
+_SECTIONS = {"data": list(Data.model_fields), "training": [field.name for field in dataclasses.fields(Training)]}
 
-
-_SECTIONS: dict[str, type] = {"data": Data, "training": Training}
-
-_SCHEDULE = [name for name in _names(Schedule) if name != "seed"]
-
-_IN_SECTIONS = [f"{section}.{name}" for section, kind in _SECTIONS.items() for name in _names(kind)]
+_SCHEDULE = [field.name for field in dataclasses.fields(Schedule) if field.name != "seed"]
 
 _KEYS = [
-    *(name for name in _names(Configuration) if name not in ("schedule", "variants", "changes", *_SECTIONS)),
+    *(name for name in Configuration.model_fields if name not in ("schedule", "variants", "changes", *_SECTIONS)),
     "settings",
     *_SCHEDULE,
-    *_IN_SECTIONS,
+    *(f"{section}.{name}" for section, names in _SECTIONS.items() for name in names),
 ]
 """Every key that a file may hold, with its table."""
 
-VARYING = [*(name for name in _SCHEDULE if name != "checkpoint_every"), "model", "engine", *_IN_SECTIONS]
+VARYING = [
+    *(name for name in _SCHEDULE if name != "checkpoint_every"),
+    "model",
+    "engine",
+    *(f"{section}.{name}" for section, names in _SECTIONS.items() for name in names),
+]
 """The keys that settings may vary: those that figures depend on, but for the method and the seed."""
 
 
@@ -256,16 +237,41 @@ def _require_known(table: Mapping[str, Any], prefix: str, known: Sequence[str]) 
             )
 
 
-def _read(kind: type[_Kind], values: Mapping[str, Any], prefix: str) -> _Kind:
-    """The dataclass of a table. TOML has no word for nothing: 'none' stands for it where nothing is allowed."""
-    hints = type_hints(kind)
-    given = {
-        key: None if value == "none" and type(None) in get_args(hints[key]) else value for key, value in values.items()
-    }
+def _model(kind: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
+    """An instance of a pydantic model."""
+    hints = get_type_hints(kind)
+    try:
+        return kind.model_validate({key: _none(value, hints[key]) for key, value in values.items()})
+    except ValidationError as error:
+        raise _explained(error, prefix) from None
+
+
+def _dataclass(kind: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
+    """An instance of a plain dataclass, whose own checks speak after those of the types."""
+    hints = get_type_hints(kind)
+    given: dict[str, Any] = {}
+    for key, value in values.items():
+        try:
+            adapter: TypeAdapter[Any] = TypeAdapter(hints[key], config=ConfigDict(strict=True))
+            given[key] = adapter.validate_python(_none(value, hints[key]))
+        except ValidationError as error:
+            raise _explained(error, prefix + key) from None
     try:
         return kind(**given)
     except InvalidValue as error:
         raise InvalidValue(f"{prefix}{error}") from None
+
+
+def _none(value: Any, hint: Any) -> Any:
+    """TOML has no word for nothing: 'none' stands for it where nothing is allowed."""
+    return None if value == "none" and type(None) in get_args(hint) else value
+
+
+def _explained(error: ValidationError, prefix: str) -> InvalidValue:
+    """The first thing that pydantic found wrong, as one line."""
+    first = error.errors()[0]
+    place = "".join(f"[{part}]" if isinstance(part, int) else str(part) for part in first["loc"])
+    return InvalidValue(f"{prefix}{place} must be {allowed(error)}, not {first['input']!r}")
 
 
 def put(table: dict[str, Any], text: str, example: str = "rounds=50 or training.learning_rate=0.1") -> None:
@@ -304,22 +310,51 @@ def _spoken(item: Any) -> Any:
 
 
 def _check(found: Configuration) -> None:
-    """Every engine, method, recorder, data set, partition and model is looked up before the first round of any."""
+    """What types alone cannot say."""
     import_plugins(found.plugins)
+    if not re.fullmatch(r"\w[\w. +=-]*", found.name):
+        raise InvalidValue(
+            f"name {found.name!r} must begin with a letter, figure or _ and can name a folder: no slashes"
+        )
+    seeds = found.seeds or [found.seed]
+    for seed in seeds:
+        require_at_least("seed", seed, 0)
+    for target in found.targets:
+        require_share("target accuracy", target)
+    require_at_least("last", found.last, 1)
+    require_one_of("against", found.against, ("best", "first"))
+    require_one_of("measure", found.measure, MEASURES)
+    require_at_least("workers", found.workers, 1)
+    if not found.pool.startswith("ray://"):
+        require_one_of("pool", found.pool, ("processes", "ray", "ray://host:port"))
+    if found.threads is not None:
+        require_at_least("threads", found.threads, 1)
+    if len(set(seeds)) < len(seeds):
+        raise InvalidValue(f"seeds must differ from each other, not {seeds}")
+    if found.data.local_test is not None and not 0 < found.data.local_test < 1:
+        raise InvalidValue(f"data.local_test must lie between 0 and 1, not {found.data.local_test}")
+    if found.data.validation is not None and not 0 < found.data.validation < 1:
+        raise InvalidValue(f"data.validation must lie between 0 and 1, not {found.data.validation}")
+    require_at_least("data.clients", found.data.clients, 0)
     require_engine_on(found.engine, found.device)
+    _check_expressions(found)
+
+
+def _check_expressions(found: Configuration) -> None:
+    """Every method, data set, partition and model is looked up before the first round of any."""
     if found.algorithm is not None:
         _named("algorithm", found.algorithm, build)
-    described = [describe(_named("algorithms", text, build)) for text in found.algorithms]
-    for position, method in enumerate(described):
-        if method in described[:position]:
+    methods = [describe(_named("algorithms", text, build)) for text in found.algorithms]
+    for position, method in enumerate(methods):
+        if method in methods[:position]:
             raise InvalidValue(f"algorithms lists {method!r} twice")
     _check_recorders(found)
     for text in found.trackers:
         _named("trackers", text, build_tracker)
-    _named("data.name", found.data.name, datasets.read)
-    _named("data.partition", found.data.partition, partitions.read)
+    _named("data.name", found.data.name, lambda text: _looked_up(datasets, text))
+    _named("data.partition", found.data.partition, lambda text: _looked_up(partitions, text))
     if ":" not in found.model:
-        _named("model", found.model, models.read)
+        _named("model", found.model, lambda text: _looked_up(models, text))
 
 
 def _check_recorders(found: Configuration) -> None:
@@ -330,16 +365,21 @@ def _check_recorders(found: Configuration) -> None:
         recorders = build_recorders(found.record)
     except InvalidValue as error:
         raise InvalidValue(f"record: {error}") from None
+    texts = found.algorithms or ([] if found.algorithm is None else [found.algorithm])
     for recorder in recorders:
-        reasons = [recorder.unfit(build(text)) for text in found.methods]
+        reasons = [recorder.unfit(build(text)) for text in texts]
         if reasons and all(reasons):
-            listed = ", ".join(found.methods)
-            raise InvalidValue(f"record: {recorder.name}: nothing to record for {listed}: {reasons[0]}")
+            raise InvalidValue(f"record: {recorder.name}: nothing to record for {', '.join(texts)}: {reasons[0]}")
 
 
-def _named(key: str, text: str, make: Callable[[str], _Made]) -> _Made:
+def _named(key: str, text: str, make: Any) -> Any:
     """`make(text)`, its error prefixed with the key where it does not name one itself."""
     try:
         return make(text)
     except FedloomError as error:
         raise InvalidValue(f"{key} = {text!r}: {error}") from None
+
+
+def _looked_up(registry: Registry[Any], text: str) -> None:
+    call = parse(text)
+    registry[call.name].options(call.positional, call.named)
