@@ -30,7 +30,8 @@ from torch.nn import functional as F
 
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.data import Dataset, Partition, Samples
-from fedloom.engines.choose import ENGINES, make_engine
+from fedloom.engines.base import engines
+from fedloom.engines.choose import make_engine
 from fedloom.engines.processes.engine import ProcessesEngine
 from fedloom.flat.allocator import keep_pages
 from fedloom.rounds.federation import Federation
@@ -190,7 +191,7 @@ def measure(name: str, clients: int, engines: list[str], rounds: int) -> list[di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", default="rows,stacked,processes,processes(inside=stacked)",
-                        help=f"of {', '.join((*ENGINES, 'auto'))}, with options in brackets")  # fmt: skip
+                        help=f"of {', '.join(entry.name for entry in engines)}, with options in brackets")  # fmt: skip
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--clients", default="10,100")
     parser.add_argument("--rounds", type=int, default=5)

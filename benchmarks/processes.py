@@ -66,9 +66,9 @@ def measure(name: str, sizes: str, task: Task, rounds: int, workers: int) -> lis
     engines: dict[str, tuple[Engine, int]] = {
         "rows, 1 thread": (RowsEngine(task), 1),
         "rows, 2 threads": (RowsEngine(task), 2),
-        f"{workers} processes x 1 thread": (ProcessesEngine(task, workers), 1),
-        f"{workers} processes, arrival order": (ArrivalOrder(task, workers), 1),
-        f"{workers} processes of stacks": (ProcessesEngine(task, workers, inside="stacked"), 1),
+        f"{workers} processes x 1 thread": (ProcessesEngine(task, workers=workers), 1),
+        f"{workers} processes, arrival order": (ArrivalOrder(task, workers=workers), 1),
+        f"{workers} processes of stacks": (ProcessesEngine(task, workers=workers, inside="stacked"), 1),
     }
     runs = {what: (Federation(FedAvg(), task, engine, schedule), n) for what, (engine, n) in engines.items()}
     module: nn.Module = copy.deepcopy(task.model)

@@ -108,7 +108,7 @@ def test_a_range_includes_both_ends_and_has_no_stray_digits(given: Range, values
         ("against=frist", "did you mean 'first'?"),
         ("measure=lst", "did you mean 'last'?"),
         ("last=0", "last must be at least 1, not 0"),
-        ("data.validation=1", "data.validation must lie between 0 and 1"),
+        ("data.validation=1", "data.validation must be in (0, 1), not 1"),
     ],
 )
 def test_whatever_is_wrong_is_told_in_one_line(override: str, said: str) -> None:
@@ -222,12 +222,6 @@ def test_a_key_that_is_not_set_and_one_set_to_none_are_one_configuration() -> No
     plain = {"rounds": 3, "data": {"clients": 2}}
     assert fingerprint(plain) == fingerprint({"data": {"clients": 2, "validation": None}, "rounds": 3})
     assert fingerprint(plain) != fingerprint({"rounds": 3, "data": {"clients": 3}})
-
-
-def test_without_validation_nothing_of_it_is_written_down() -> None:
-    """Older runs, whose configuration does not know the key, must stay what they are."""
-    assert "validation" not in configuration({}).resolved("fedavg", 0)["data"]
-    assert configuration({"data": {"validation": 0.2}}).resolved("fedavg", 0)["data"]["validation"] == 0.2
 
 
 def test_labels_are_what_the_command_line_takes() -> None:

@@ -17,7 +17,7 @@ from fedloom.engines.processes.shared import Pool
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.engines.trial import Trial, mean_steps
-from fedloom.errors import InvalidValue
+from fedloom.errors import FedloomError, UnknownName
 from fedloom.experiment import run as experiments
 from fedloom.experiment.configuration import configuration
 from fedloom.experiment.events import Event, RunName
@@ -40,7 +40,7 @@ def test_an_engine_is_made_by_its_name() -> None:
         ("stacked", {"chunk": 0}, "at least 1"),
     )
     for name, options, words in refused:
-        with pytest.raises(InvalidValue, match=words):
+        with pytest.raises(FedloomError, match=words):
             make_engine(name, task, **options)
 
 
@@ -149,9 +149,18 @@ def test_a_configuration_names_its_engine(tmp_path: Path) -> None:
     assert f"engine: {kept['name']} " in told[0]
     assert {"rows", "stacked"} <= kept["seconds"].keys()
     assert experiment.resolved(*name)["engine"] == "auto"
-    assert "engine" not in configuration({**table, "engine": "rows"}).resolved(*name)
-    with pytest.raises(InvalidValue, match=r"engine 'stackd' is not allowed.*stacked"):
+    assert configuration({**table, "engine": "rows"}).resolved(*name)["engine"] == "rows"
+    with pytest.raises(UnknownName, match=r"engine 'stackd'.*did you mean 'stacked'"):
         configuration({**table, "engine": "stackd"})
+
+
+def test_auto_takes_the_option_that_it_is_documented_with() -> None:
+    task = world()
+    assert make_engine("auto(memory_budget=1000)", task, Schedule(2)).store.budget == 1000
+    with pytest.raises(FedloomError, match="memory_budget must be a whole number, not 'much'"):
+        make_engine("auto(memory_budget=much)", task)
+    with pytest.raises(FedloomError, match="auto has no parameter 'workers'"):
+        make_engine("auto(workers=2)", task)
 
 
 def test_a_run_in_python_takes_an_engine() -> None:

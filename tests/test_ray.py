@@ -27,7 +27,7 @@ from fedloom.algorithm import Algorithm, build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.cli import main
 from fedloom.engines.base import ClientTask, Reply
-from fedloom.engines.choose import make_engine, require_engine, settled_by
+from fedloom.engines.choose import make_engine, read_engine, settled_by
 from fedloom.engines.ray import session
 from fedloom.engines.ray.engine import RayEngine, divide
 from fedloom.engines.rows import RowsEngine
@@ -362,7 +362,7 @@ def test_what_cannot_travel_is_refused_in_one_line(engine: RayEngine) -> None:
 
 
 def test_an_address_and_a_number_of_actors_do_not_make_another_run() -> None:
-    assert require_engine("ray://host:10001").named == {"address": "ray://host:10001"}
+    assert read_engine("ray://host:10001")[1] == {"address": "ray://host:10001"}
     assert settled_by("ray://host:10001") == "ray"
     assert settled_by("ray(workers=4, gpus=0.5, address='host:6379')") == "ray"
     assert settled_by("ray(workers=4, inside=stacked)") == "ray(inside='stacked')"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ from fedloom.local.optimizer import _Optimizer
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
-from fedloom.training import ELEMENTWISE_OPTIMISERS, Training
+from fedloom.training import Optimizer, Training
 from naive import World
 from small_task import small_task
 
@@ -127,7 +127,7 @@ def test_every_way_to_train_gives_the_numbers_of_rows(changes: dict[str, Any], n
 
 
 @pytest.mark.parametrize("together", [True, False])
-@pytest.mark.parametrize("optimizer", ELEMENTWISE_OPTIMISERS[1:])
+@pytest.mark.parametrize("optimizer", get_args(Optimizer)[1:])
 def test_every_optimiser_gives_the_numbers_of_rows(
     optimizer: str, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

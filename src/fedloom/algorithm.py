@@ -10,7 +10,8 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from fedloom.config.expression import Call, checked, parse, plain, show
+from fedloom.config.expression import Call, parse, plain, show
+from fedloom.config.fields import require_fields
 from fedloom.config.registry import Registry
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout, Unit
@@ -103,6 +104,8 @@ class Replies:
 class Algorithm:
     """A federated method. Subclasses are dataclasses whose fields are the hyper-parameters.
 
+    The types of the fields say what they may be: `mu: NonNegative = 0.01`, `rule: Literal["mean", "median"] = "mean"`.
+
     The server half runs in one place and keeps everything it must remember in `self.state`, named tensors, which is what a
     checkpoint holds. It replaces tensors there and never edits one in place, so that the state before a round can be kept at
     no cost until the round has succeeded. The client half (`train`, `personalise`) runs where the data is and never touches
@@ -116,6 +119,10 @@ class Algorithm:
     scores_start: ClassVar[bool] = True  # `personalise` depends on where training would start, not on memory alone
     stackable: ClassVar[bool] = True  # the client half treats every row by itself, so that clients may advance together
     variadic: ClassVar[bool] = False  # positional arguments are (method, last round) pairs of the first field
+
+    def __post_init__(self) -> None:
+        """Check the hyper-parameters against the types of their fields, ranges included (`fedloom.config.fields`)."""
+        require_fields(self)
 
     # --- the server half ---
 
@@ -287,8 +294,12 @@ def uniform(round: Round) -> tuple[int, ...]:
     return tuple(chosen[k] for k in order)
 
 
+def _argument(make: type[Algorithm], name: str, value: Any) -> Any:
+    return build(value) if name in make.wraps and isinstance(value, Call) else plain(value)
+
+
 # A method is a dataclass that extends `Algorithm` and registers itself: @algorithms.register("fedavg").
-algorithms: Registry[type[Algorithm]] = Registry("algorithm", "fedloom.algorithms")
+algorithms: Registry[type[Algorithm]] = Registry("algorithm", "fedloom.algorithms", _argument)
 
 
 def build(expression: str | Call | Algorithm) -> Algorithm:
@@ -301,24 +312,15 @@ def build(expression: str | Call | Algorithm) -> Algorithm:
     call = parse(expression) if isinstance(expression, str) else expression
     if call.until is not None:
         raise InvalidValue(f"{call}: a last round (:{call.until}) belongs inside stages(...)")
-    entry = algorithms[call.name]
-    positional: tuple[Any, ...] = call.positional
-    if entry.make.variadic:
-        positional = ([_stage(value) for value in call.positional],)
-    options = entry.options(positional, dict(call.named))
-    return entry.make(**checked(entry, {n: _argument(v, n in entry.make.wraps) for n, v in options.items()}))
+    if algorithms[call.name].make.variadic:
+        call = replace(call, positional=([_stage(value) for value in call.positional],))
+    return cast(Algorithm, algorithms.build(call))
 
 
 def _stage(value: Any) -> tuple[Algorithm, Any]:
     if not isinstance(value, Call):
         raise InvalidValue(f"{show(value)} is not a method with its last round, such as fedavg:100")
     return build(replace(value, until=None)), value.until
-
-
-def _argument(value: Any, is_method: bool) -> Any:
-    if isinstance(value, Call) and (is_method or value.name in algorithms or value.positional or value.named):
-        return build(value)
-    return value if is_method and isinstance(value, list) else plain(value)
 
 
 def describe(algorithm: Algorithm) -> str:

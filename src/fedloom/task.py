@@ -6,21 +6,19 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedloom.config.expression import Call, checked, parse, plain
-from fedloom.config.registry import Entry
+from fedloom.config.expression import Call
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.partition import Partition, partitions, split_train_test
 from fedloom.errors import InvalidValue
 from fedloom.flat.device import find_device
 from fedloom.flat.layout import Layout
-from fedloom.models import models
-from fedloom.models.build import make_model
+from fedloom.models.build import build_model
 from fedloom.training import Training
 
 
@@ -106,42 +104,15 @@ class Task:
         )  # fmt: skip
 
 
-def _call(text: str | Call) -> Call:
-    return parse(text) if isinstance(text, str) else text
-
-
-def _options(entry: Entry[Any], call: Call) -> dict[str, Any]:
-    if call.until is not None:
-        raise InvalidValue(f"{call}: nothing may follow here, but :{call.until} does")
-    named = {name: plain(value) for name, value in call.named.items()}
-    return checked(entry, entry.options(tuple(plain(value) for value in call.positional), named))
-
-
 def make_dataset(expression: str | Call) -> Dataset:
     """The data set of an expression such as `digits` or `synthetic(1, 1)`."""
-    call = _call(expression)
-    entry = datasets[call.name]
-    return entry.make(**_options(entry, call))
+    return cast(Dataset, datasets.build(expression))
 
 
 def make_partition(expression: str | Call, samples: Samples, clients: int, seed: int) -> Partition:
     """The partition of an expression such as `dirichlet(0.1)` over the samples."""
-    call = _call(expression)
-    entry = partitions[call.name]
     groups = None if samples.groups is None else samples.groups.cpu().numpy()
-    return entry.make(samples.labels.cpu().numpy(), clients, seed, groups, **_options(entry, call))
-
-
-def _make_module(expression: str, dataset: Dataset, seed: int) -> nn.Module:
-    """The model of `mlp(hidden=[100])` or `package.module:callable(width=3)`, with initial weights drawn by the seed."""
-    path, bracket, inside = expression.partition("(")
-    if ":" not in path:
-        call = parse(expression)
-        return make_model(call.name, dataset.spec, seed, _options(models[call.name], call))
-    call = parse(f"model({inside}" if bracket else "model")
-    if call.positional:
-        raise InvalidValue(f"model {expression!r}: arguments need their names, such as width=3")
-    return make_model(path, dataset.spec, seed, {name: plain(value) for name, value in call.named.items()})
+    return cast(Partition, partitions.build(expression, samples.labels.cpu().numpy(), clients, seed, groups))
 
 
 def make_task(
@@ -175,7 +146,7 @@ def make_task(
     if local_test is not None:
         shared, kept = split_train_test(shared, seed, local_test)
     test = pool[torch.from_numpy(np.sort(kept.indices))] if merge and kept is not None else dataset.test
-    module = _make_module(model, dataset, seed) if isinstance(model, str) else copy.deepcopy(model)
+    module = build_model(model, dataset.spec, seed) if isinstance(model, str) else copy.deepcopy(model)
     settings = training if isinstance(training, Training) else Training(**(training or {}))
     task = Task(dataset, pool, test, shared, module, settings, kept)
     return task if place.type == "cpu" else task.to(place)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fedloom.config.checks import require_at_least, require_one_of, require_positive, require_share
+from fedloom.config.fields import BelowOne, Count, NonNegative, Positive, Share, require_fields
 from fedloom.errors import InvalidValue
 
-# Optimizers that treat every number alike, so that one flat tensor gives what separate tensors would.
-ELEMENTWISE_OPTIMISERS = (
-    "sgd", "adam", "adamw", "adamax", "nadam", "radam", "adagrad", "adadelta", "rmsprop", "rprop", "asgd",
-)  # fmt: skip
+Optimizer = Literal[
+    "sgd", "adam", "adamw", "adamax", "nadam", "radam", "adagrad", "adadelta", "rmsprop", "rprop", "asgd"
+]  # fmt: skip
+"""Optimizers that treat every number alike, so that one flat tensor gives what separate tensors would."""
 
 
 @dataclass(frozen=True)
@@ -27,35 +27,22 @@ class Training:
     v = momentum * v + g; w = w - learning rate * v. (Clipping comes before weight decay, as in torch and the reference codes.)
     """
 
-    learning_rate: float = 0.01
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    decay: float = 1.0  # of the learning rate, per round
-    epochs: int = 1
-    steps: int | None = None  # local steps instead of epochs
-    batch_size: int | None = 50  # None: all samples of the client in one batch
+    learning_rate: Positive = 0.01
+    momentum: BelowOne = 0.0
+    weight_decay: NonNegative = 0.0
+    decay: Share = 1.0  # of the learning rate, per round
+    epochs: Count = 1
+    steps: Count | None = None  # local steps instead of epochs
+    batch_size: Count | None = 50  # None: all samples of the client in one batch
     drop_last: bool = False  # leave out the last batch of an epoch when it is short
-    clip: float | None = None
-    optimizer: str = "sgd"
+    clip: Positive | None = None
+    optimizer: Optimizer = "sgd"
     optimizer_options: dict[str, Any] = field(default_factory=dict)  # further arguments of the torch optimizer
-    augmentation: str = "none"  # or "flip_crop": flip with p = 0.5, and with p = 0.5 a random crop with padding 4
-    autocast: str = "none"  # or "bfloat16": what forward and loss compute in; weights keep their own type
+    augmentation: Literal["none", "flip_crop"] = "none"  # with p = 0.5 each, a flip and a random crop with padding 4
+    autocast: Literal["none", "bfloat16"] = "none"  # what forward and loss compute in; weights keep their own type
 
     def __post_init__(self) -> None:
-        require_positive("learning_rate", self.learning_rate)
-        require_at_least("momentum", self.momentum, 0)
-        require_at_least("weight_decay", self.weight_decay, 0)
-        require_share("decay", self.decay)
-        require_at_least("epochs", self.epochs, 1)
-        if self.steps is not None:
-            require_at_least("steps", self.steps, 1)
-        if self.batch_size is not None:
-            require_at_least("batch_size", self.batch_size, 1)
-        if self.clip is not None:
-            require_positive("clip", self.clip)
-        require_one_of("optimizer", self.optimizer, ELEMENTWISE_OPTIMISERS)
-        require_one_of("augmentation", self.augmentation, ("none", "flip_crop"))
-        require_one_of("autocast", self.autocast, ("none", "bfloat16"))
+        require_fields(self)
         if self.optimizer == "sgd" and self.optimizer_options.keys() - {"nesterov", "dampening"}:
             raise InvalidValue(
                 f"optimizer_options of sgd are nesterov and dampening, not {sorted(self.optimizer_options)}"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
+from pydantic import Strict
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms, describe
@@ -17,7 +18,7 @@ from fedloom.flat.population import mean_cosine_similarity, recombine_
 from fedloom.local.cohort import Cohort
 from fedloom.round import Round
 
-Blend = float | list[tuple[int, float]]
+Blend = float | list[Annotated[tuple[int, float], Strict(False)]]
 """A share in [0, 1], or [round, share] pairs between which it changes linearly."""
 
 

@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-
-from fedloom.config.registry import Entry
 from fedloom.errors import InvalidValue
 
 _TOKEN = re.compile(
@@ -145,45 +142,3 @@ def plain(value: Any) -> Any:
             raise InvalidValue(f"{value} is not allowed here: a number, text or list is")
         return value.name
     return [plain(item) for item in value] if isinstance(value, list) else value
-
-
-# What pydantic's kinds of errors about types are called in one of ours.
-_ALLOWED = {
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "string_type": "text",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "list_type": "a list",
-    "sequence_str": "a list",
-    "dict_type": "a table",
-    "model_type": "a table",
-}
-
-
-def allowed(error: ValidationError) -> str:
-    """What should have been there, by the first thing that pydantic found wrong: `a whole number`."""
-    first = error.errors()[0]
-    if first["type"] == "is_instance_of":
-        return "a method, such as fedavg" if "Algorithm" in str(first["ctx"]) else "a list"
-    return _ALLOWED.get(first["type"], first["msg"].lower().removeprefix("input should be ").removeprefix("a valid "))
-
-
-def checked(entry: Entry[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """`options` converted to the annotated types of the entry's parameters. Raises `InvalidValue` naming the one that has
-    another type, or one that has no default and was not given."""
-    hints = get_type_hints(entry.make)
-    result = {}
-    for name, value in options.items():
-        try:
-            adapter = TypeAdapter(hints.get(name, Any), config=ConfigDict(arbitrary_types_allowed=True))
-            result[name] = adapter.validate_python(value)
-        except ValidationError as error:
-            raise InvalidValue(f"{entry.name}: {name} must be {allowed(error)}, not {show(value)}") from None
-    missing = [name for name, p in entry.parameters.items() if p.default is p.empty and name not in result]
-    if missing:
-        raise InvalidValue(f"{entry.name} needs {', '.join(missing)}")
-    return result

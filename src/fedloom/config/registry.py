@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from fedloom.config.expression import Call, parse, plain
+from fedloom.config.fields import checked, parameters
 from fedloom.config.plugins import import_from_environment
 from fedloom.errors import InvalidValue, UnknownName, suggestion
 
@@ -33,11 +35,8 @@ class Entry(Generic[T]):
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """What a user may set: every keyword-only parameter of a function, every field of a dataclass."""
-        found = inspect.signature(self.make, eval_str=False).parameters.values()
-        if inspect.isclass(self.make):
-            return {p.name: p for p in found}
-        return {p.name: p for p in found if p.kind is inspect.Parameter.KEYWORD_ONLY}
+        """What a user may set."""
+        return parameters(self.make)
 
     def options(self, positional: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
         """`positional` and `named` arguments as one dictionary of parameters.
@@ -63,11 +62,17 @@ class Entry(Generic[T]):
 
 
 class Registry(Generic[T]):
-    """All things of one `kind`, defined in the modules of `package`."""
+    """All things of one `kind`, defined in the modules of `package`.
 
-    def __init__(self, kind: str, package: str) -> None:
+    `argument` turns an argument of an expression into a value, given what is made and the parameter's name.
+    """
+
+    def __init__(
+        self, kind: str, package: str, argument: Callable[[T, str, Any], Any] = lambda make, name, value: plain(value)
+    ) -> None:
         self.kind = kind
         self.package = package
+        self.argument = argument
         self._entries: dict[str, Entry[T]] = {}
         self._imported = False
 
@@ -97,6 +102,28 @@ class Registry(Generic[T]):
     def __iter__(self) -> Iterator[Entry[T]]:
         self._import_all()
         return iter(sorted(self._entries.values(), key=lambda entry: entry.name))
+
+    def build(self, expression: str | Call, *data: Any) -> Any:
+        """What an expression such as `dirichlet(0.1)` names, made with `data` before its options. Raises as `read`."""
+        entry, options = self.read(expression)
+        return entry.make(*data, **options)
+
+    def read(self, expression: str | Call) -> tuple[Entry[T], dict[str, Any]]:
+        """The entry that an expression names, and its options, of which those without a default are all there.
+
+        Raises `UnknownName` or `InvalidValue`, in one line, for whatever does not fit.
+        """
+        call = parse(expression) if isinstance(expression, str) else expression
+        entry = self[call.name]
+        if call.until is not None:
+            raise InvalidValue(f"{call}: nothing may follow here, but :{call.until} does")
+        given = entry.options(call.positional, call.named)
+        values = {name: self.argument(entry.make, name, value) for name, value in given.items()}
+        options = checked(entry.make, values, f"{entry.name}: ")
+        missing = [name for name, p in entry.parameters.items() if p.default is p.empty and name not in options]
+        if missing:
+            raise InvalidValue(f"{entry.name} needs {', '.join(missing)}")
+        return entry, options
 
     def _import_all(self) -> None:
         if self._imported:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message
+from fedloom.config.registry import Registry
 from fedloom.errors import RefusedReply
 from fedloom.flat.layout import Layout
 from fedloom.round import Round
 from fedloom.rounds.scoring import Tally
 from fedloom.state.store import ClientStore
 from fedloom.task import Task
+
+# An engine is a class (task, *, options) that registers itself: @engines.register("rows").
+engines: Registry[Callable[..., Any]] = Registry("engine", "fedloom.engines")
 
 INTEGERS = "integers"
 """Name under which a model's integer buffers travel beside the method's own tensors, when the model has any."""

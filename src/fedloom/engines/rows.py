@@ -18,6 +18,7 @@ from fedloom.engines.base import (
     Fault,
     KeepsClientMemory,
     Reply,
+    engines,
     expectations,
     inspect_reply,
 )
@@ -32,6 +33,7 @@ from fedloom.state.store import BUDGET, ClientStore, Memory
 from fedloom.task import Task
 
 
+@engines.register("rows")
 class RowsEngine(KeepsClientMemory):
     """Trains each client's row in place through a module whose parameters are views of it.
 
@@ -42,7 +44,7 @@ class RowsEngine(KeepsClientMemory):
 
     chosen: Choice | None = None  # how it came to be this engine, where `make_engine` made it
 
-    def __init__(self, task: Task, memory_budget: int = BUDGET, compiled: bool = False) -> None:
+    def __init__(self, task: Task, *, memory_budget: int = BUDGET, compiled: bool = False) -> None:
         self.task, self.compiled = task, compiled
         self.store = ClientStore(budget=memory_budget)
         self.flat_module = FlatModule(task.model, task.layout)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, describe
-from fedloom.config.checks import require_at_least
-from fedloom.engines.base import INTEGERS, ClientTask, Fault, Reply, inspect_reply
+from fedloom.config.fields import Count, checked
+from fedloom.engines.base import INTEGERS, ClientTask, Fault, Reply, engines, inspect_reply
 from fedloom.engines.rows import RowsEngine, full_batch, measured
 from fedloom.errors import FedloomError, InvalidValue, RefusedReply
 from fedloom.flat.module import Batch, FlatModule, cross_entropy, generator_state
@@ -33,6 +33,7 @@ ROWS_HELD = 8
 """Rows of P numbers that one model in training may need at a time: download, weights, velocity, gradient and a method's own."""
 
 
+@engines.register("stacked")
 class StackedEngine(RowsEngine):
     """Trains clients in lock step, `chunk` of them at a time, with the numbers of the rows engine to float tolerance.
 
@@ -43,11 +44,10 @@ class StackedEngine(RowsEngine):
     """
 
     def __init__(
-        self, task: Task, memory_budget: int = BUDGET, chunk: int | None = None, compiled: bool = False
+        self, task: Task, *, memory_budget: int = BUDGET, chunk: Count | None = None, compiled: bool = False
     ) -> None:
-        super().__init__(task, memory_budget, compiled)
-        if chunk is not None:
-            require_at_least("chunk", chunk, 1)
+        super().__init__(task, memory_budget=memory_budget, compiled=compiled)
+        checked(StackedEngine, {"chunk": chunk, "compiled": compiled})
         self.stack = StackedModule(task.model, task.layout)
         self.alone: dict[str, str] = {}
         trial = _Trial(task, self.flat_module, self.stack)

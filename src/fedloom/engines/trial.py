@@ -7,12 +7,11 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from fedloom.algorithm import Algorithm, Plan
-from fedloom.engines.base import Choice, ClientTask
+from fedloom.engines.base import Choice, ClientTask, engines
 from fedloom.engines.processes.engine import ProcessesEngine
 from fedloom.engines.processes.worker import VARIABLE
 from fedloom.engines.rows import RowsEngine
@@ -20,6 +19,7 @@ from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import FedloomError
 from fedloom.round import Round
 from fedloom.rounds.schedule import Schedule
+from fedloom.state.store import BUDGET
 from fedloom.task import Task
 
 CLIENTS = 10
@@ -39,16 +39,17 @@ COMPILING = 60.0
 steps took 0.83 to 1.23 of the others' time."""
 
 
+@engines.register("auto")
 def fastest(
-    task: Task, schedule: Schedule | None, options: dict[str, Any], *, in_process: bool = False
+    task: Task, schedule: Schedule | None = None, in_process: bool = False, *, memory_budget: int = BUDGET
 ) -> RowsEngine | ProcessesEngine:
-    """The engine, ready for the task, whose trial round was shortest. `options` are given to each.
+    """The engine, ready for the task, whose trial round was shortest. `memory_budget` is each one's.
 
     Worker processes start once, to be kept where they win, and only where the rounds to come are worth it; without a `schedule`
     they are taken to be many. Compiled steps are tried likewise, and on CUDA alone. With `in_process`, clients learn in this
     process, where a recorder can listen.
     """
-    rows, stacked = RowsEngine(task, **options), StackedEngine(task, **options)
+    rows, stacked = RowsEngine(task, memory_budget=memory_budget), StackedEngine(task, memory_budget=memory_budget)
     made: dict[str, RowsEngine | ProcessesEngine] = {"rows": rows}
     trial = Trial(task, rows)
     seconds = {"rows": trial.seconds(rows)}
@@ -58,12 +59,12 @@ def fastest(
     worth_compiling = trial.to_come(min(seconds.values()), schedule) > 10 * COMPILING
     if "stacked" in made and _launches_kernels(task) and worth_compiling:
         name = "stacked(compiled=True)"
-        made[name] = StackedEngine(task, compiled=True, **options)
+        made[name] = StackedEngine(task, compiled=True, memory_budget=memory_budget)
         with suppress(FedloomError):  # no compiler here, or none that knows these layers
             seconds[name] = trial.seconds(made[name])
     if not in_process and _has_cores(task) and trial.to_come(min(seconds.values()), schedule) > 2 * START:
         participants = task.clients if schedule is None else schedule.participants(task.clients)
-        crew = ProcessesEngine(task, **{"workers": min(torch.get_num_threads(), participants), **options})
+        crew = ProcessesEngine(task, workers=min(torch.get_num_threads(), participants), memory_budget=memory_budget)
         for inside in ("rows", "stacked") if "stacked" in made else ("rows",):
             name = f"processes(inside={inside})" if inside != "rows" else "processes"
             crew.inside, made[name] = inside, crew

@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedloom.config.expression import parse, plain
 from fedloom.data.dataset import DataSpec
 from fedloom.errors import CheckpointError, FedloomError
-from fedloom.models.build import make_model
+from fedloom.models.build import build_model
 from fedloom.state.tensors import read_tensors, write_tensors
 
 
@@ -58,7 +57,6 @@ def _built(metadata: Mapping[str, str]) -> nn.Module:
     expression = metadata["model"]
     if ":" in expression:
         raise CheckpointError(f"its model is your own ({expression}): give load_model(path, module=...)")
-    call = parse(expression)
     vocabulary = int(metadata["vocabulary"]) if metadata["vocabulary"] else None
     spec = DataSpec(tuple(map(int, metadata["shape"].split())), int(metadata["classes"]), vocabulary)
-    return make_model(call.name, spec, 0, {name: plain(value) for name, value in call.named.items()})
+    return build_model(expression, spec, 0)

@@ -6,17 +6,17 @@ import dataclasses
 import difflib
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import Field
 
 from fedloom.algorithm import build, describe
-from fedloom.config.checks import require_at_least, require_one_of, require_share
-from fedloom.config.expression import Call, allowed, parse
+from fedloom.config.expression import Call, parse
+from fedloom.config.fields import Count, NonNegativeInt, Share, require_fields, type_hints
 from fedloom.config.plugins import import_plugins
-from fedloom.config.registry import Registry
 from fedloom.data.dataset import Dataset, datasets
 from fedloom.data.partition import partitions
 from fedloom.engines.choose import require_engine_on, settled_by
@@ -27,32 +27,37 @@ from fedloom.experiment.trackers.tracker import build_tracker
 from fedloom.experiment.validation import withhold
 from fedloom.models import models
 from fedloom.recording.recorder import build_recorders, expression
-from fedloom.report.summary import MEASURES
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
 from fedloom.training import Training
 
-_STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, arbitrary_types_allowed=True)
+_Kind = TypeVar("_Kind", bound=Hashable)
+_Made = TypeVar("_Made")
+
+Part = Annotated[float, Field(gt=0, lt=1)]
 
 
-class Data(BaseModel):
+@dataclass(frozen=True)
+class Data:
     """The table `[data]`: what is learned and how the clients share it (see `make_task`).
 
     With `validation`, such as 0.2, that share of each client's training samples takes the place of all test data, which is
     then looked at nowhere (see `withhold`).
     """
 
-    model_config = _STRICT
-
     name: str = "digits"
-    clients: int = 20
+    clients: NonNegativeInt = 20
     partition: str = "dirichlet(0.5)"
-    local_test: float | None = None
+    local_test: Part | None = None
     merge: bool = False
-    validation: float | None = None
+    validation: Part | None = None
+
+    def __post_init__(self) -> None:
+        require_fields(self)
 
 
-class Configuration(BaseModel):
+@dataclass(frozen=True)
+class Configuration:
     """A whole experiment. `fedloom run` takes `algorithm` and `seed`, `fedloom compare` takes `algorithms` and `seeds`.
 
     The keys of `schedule` stand at the top of a file, beside these. Results lie in `directory`, by default `runs/<name>`.
@@ -73,32 +78,48 @@ class Configuration(BaseModel):
     a whole configuration whose `changes` say what it changed.
     """
 
-    model_config = _STRICT
-
     name: str = "experiment"
     algorithm: str | None = None
-    algorithms: list[str] = []
-    seed: int = 0
-    seeds: list[int] = []
-    plugins: list[str] = []
-    trackers: list[str] = []
-    schedule: Schedule = Schedule()
-    targets: list[float] = []
-    last: int = 10
-    against: str = "best"
-    measure: str = "last"
-    record: list[str] = []
+    algorithms: list[str] = field(default_factory=list)
+    seed: NonNegativeInt = 0
+    seeds: list[NonNegativeInt] = field(default_factory=list)
+    plugins: list[str] = field(default_factory=list)
+    trackers: list[str] = field(default_factory=list)
+    schedule: Schedule = field(default_factory=Schedule)
+    targets: list[Share] = field(default_factory=list)
+    last: Count = 10
+    against: Literal["best", "first"] = "best"
+    measure: Literal["final", "best", "last", "personal"] = "last"
+    record: list[str] = field(default_factory=list)
     directory: str | None = None
     engine: str = "rows"
     device: str = "cpu"
-    threads: int | None = None
-    workers: int = 1
+    threads: Count | None = None
+    workers: Count = 1
     pool: str = "processes"
     model: str = "mlp"
-    data: Data = Data()
-    training: Training = Training()
-    variants: dict[str, Configuration] = {}
-    changes: dict[str, Any] = {}
+    data: Data = field(default_factory=Data)
+    training: Training = field(default_factory=Training)
+    variants: dict[str, Configuration] = field(default_factory=dict)
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require_fields(self)
+        if not re.fullmatch(r"\w[\w. +=-]*", self.name):
+            raise InvalidValue(
+                f"name {self.name!r} must begin with a letter, figure or _ and can name a folder: no slashes"
+            )
+        if self.directory is not None and not self.directory.isprintable():
+            raise InvalidValue(f"directory must be a path without control characters, not {self.directory!r}")
+        if self.pool not in ("processes", "ray") and not self.pool.startswith("ray://"):
+            raise InvalidValue(f"pool must be processes, ray or ray://host:port, not {self.pool!r}")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise InvalidValue(f"seeds must differ from each other, not {self.seeds}")
+
+    @property
+    def methods(self) -> list[str]:
+        """The methods to compare: those listed, or else the one of `fedloom run`."""
+        return self.algorithms or ([] if self.algorithm is None else [self.algorithm])
 
     @property
     def settings(self) -> dict[str, Configuration]:
@@ -129,17 +150,15 @@ class Configuration(BaseModel):
         """Everything that one run's figures depend on, with defaults filled in; plain values, ready for JSON."""
         if setting:
             return self.settings[setting].resolved(algorithm, seed)
-        recorders = [expression(recorder) for recorder in build_recorders(self.record)]
         return {
             "algorithm": describe(build(algorithm)),
-            **schedule_values(dataclasses.replace(self.schedule, seed=seed)),
+            **schedule_values(replace(self.schedule, seed=seed)),
             "model": self.model,
-            # What was added later is only said where it is used, so that older runs stay what they are.
-            "data": self.data.model_dump(exclude={"validation"} if self.data.validation is None else None),
+            "data": dataclasses.asdict(self.data),
             "training": dataclasses.asdict(self.training),
-            **({"record": recorders} if recorders else {}),
-            **({"engine": engine} if (engine := settled_by(self.engine)) != "rows" else {}),
-            **({"device": self.device} if self.device != "cpu" else {}),
+            "record": [expression(recorder) for recorder in build_recorders(self.record)],
+            "engine": settled_by(self.engine),
+            "device": self.device,
         }
 
 
@@ -176,18 +195,17 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 def configuration(table: Mapping[str, Any]) -> Configuration:
     """The configuration of a table of plain values. Raises as `load` does."""
     _require_known(table, "", [key.partition(".")[0] for key in _KEYS])
-    for name, known in _SECTIONS.items():
+    values = {key: value for key, value in table.items() if key not in (*_SCHEDULE, "settings")}
+    values["schedule"] = _read(Schedule, {key: table[key] for key in _SCHEDULE if key in table}, "")
+    for name, kind in _SECTIONS.items():
         section = table.get(name, {})
         if not isinstance(section, Mapping):
-            raise InvalidValue(f"{name} must be a table with the keys {', '.join(known)}, not {section!r}")
-        _require_known(section, f"{name}.", known)
-    values = {key: value for key, value in table.items() if key not in (*_SCHEDULE, "settings")}
-    values["schedule"] = _dataclass(Schedule, {key: table[key] for key in _SCHEDULE if key in table}, "")
-    values["training"] = _dataclass(Training, table.get("training", {}), "training.")
-    values["data"] = _model(Data, table.get("data", {}), "data.")
-    found: Configuration = _model(Configuration, values, "")
+            raise InvalidValue(f"{name} must be a table with the keys {', '.join(_names(kind))}, not {section!r}")
+        _require_known(section, f"{name}.", _names(kind))
+        values[name] = _read(kind, section, f"{name}.")
+    found = _read(Configuration, values, "")
     _check(found)
-    return found.model_copy(update={"variants": _variants(table)}) if "settings" in table else found
+    return replace(found, variants=_variants(table)) if "settings" in table else found
 
 
 def _variants(table: Mapping[str, Any]) -> dict[str, Configuration]:
@@ -199,28 +217,29 @@ def _variants(table: Mapping[str, Any]) -> dict[str, Configuration]:
             variant = configuration(with_changes(base, changes))
         except FedloomError as error:
             raise InvalidValue(f"settings, {label(changes)}: {error}") from None
-        found[label(changes)] = variant.model_copy(update={"changes": changes})
+        found[label(changes)] = replace(variant, changes=changes)
     return found
 
 
-_SECTIONS = {"data": list(Data.model_fields), "training": [field.name for field in dataclasses.fields(Training)]}
+def _names(kind: type) -> list[str]:
+    return [one.name for one in dataclasses.fields(kind)]
 
-_SCHEDULE = [field.name for field in dataclasses.fields(Schedule) if field.name != "seed"]
+
+_SECTIONS: dict[str, type] = {"data": Data, "training": Training}
+
+_SCHEDULE = [name for name in _names(Schedule) if name != "seed"]
+
+_IN_SECTIONS = [f"{section}.{name}" for section, kind in _SECTIONS.items() for name in _names(kind)]
 
 _KEYS = [
-    *(name for name in Configuration.model_fields if name not in ("schedule", "variants", "changes", *_SECTIONS)),
+    *(name for name in _names(Configuration) if name not in ("schedule", "variants", "changes", *_SECTIONS)),
     "settings",
     *_SCHEDULE,
-    *(f"{section}.{name}" for section, names in _SECTIONS.items() for name in names),
+    *_IN_SECTIONS,
 ]
 """Every key that a file may hold, with its table."""
 
-VARYING = [
-    *(name for name in _SCHEDULE if name != "checkpoint_every"),
-    "model",
-    "engine",
-    *(f"{section}.{name}" for section, names in _SECTIONS.items() for name in names),
-]
+VARYING = [*(name for name in _SCHEDULE if name != "checkpoint_every"), "model", "engine", *_IN_SECTIONS]
 """The keys that settings may vary: those that figures depend on, but for the method and the seed."""
 
 
@@ -237,41 +256,16 @@ def _require_known(table: Mapping[str, Any], prefix: str, known: Sequence[str]) 
             )
 
 
-def _model(kind: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
-    """An instance of a pydantic model."""
-    hints = get_type_hints(kind)
-    try:
-        return kind.model_validate({key: _none(value, hints[key]) for key, value in values.items()})
-    except ValidationError as error:
-        raise _explained(error, prefix) from None
-
-
-def _dataclass(kind: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
-    """An instance of a plain dataclass, whose own checks speak after those of the types."""
-    hints = get_type_hints(kind)
-    given: dict[str, Any] = {}
-    for key, value in values.items():
-        try:
-            adapter: TypeAdapter[Any] = TypeAdapter(hints[key], config=ConfigDict(strict=True))
-            given[key] = adapter.validate_python(_none(value, hints[key]))
-        except ValidationError as error:
-            raise _explained(error, prefix + key) from None
+def _read(kind: type[_Kind], values: Mapping[str, Any], prefix: str) -> _Kind:
+    """The dataclass of a table. TOML has no word for nothing: 'none' stands for it where nothing is allowed."""
+    hints = type_hints(kind)
+    given = {
+        key: None if value == "none" and type(None) in get_args(hints[key]) else value for key, value in values.items()
+    }
     try:
         return kind(**given)
     except InvalidValue as error:
         raise InvalidValue(f"{prefix}{error}") from None
-
-
-def _none(value: Any, hint: Any) -> Any:
-    """TOML has no word for nothing: 'none' stands for it where nothing is allowed."""
-    return None if value == "none" and type(None) in get_args(hint) else value
-
-
-def _explained(error: ValidationError, prefix: str) -> InvalidValue:
-    """The first thing that pydantic found wrong, as one line."""
-    first = error.errors()[0]
-    place = "".join(f"[{part}]" if isinstance(part, int) else str(part) for part in first["loc"])
-    return InvalidValue(f"{prefix}{place} must be {allowed(error)}, not {first['input']!r}")
 
 
 def put(table: dict[str, Any], text: str, example: str = "rounds=50 or training.learning_rate=0.1") -> None:
@@ -310,51 +304,22 @@ def _spoken(item: Any) -> Any:
 
 
 def _check(found: Configuration) -> None:
-    """What types alone cannot say."""
+    """Every engine, method, recorder, data set, partition and model is looked up before the first round of any."""
     import_plugins(found.plugins)
-    if not re.fullmatch(r"\w[\w. +=-]*", found.name):
-        raise InvalidValue(
-            f"name {found.name!r} must begin with a letter, figure or _ and can name a folder: no slashes"
-        )
-    seeds = found.seeds or [found.seed]
-    for seed in seeds:
-        require_at_least("seed", seed, 0)
-    for target in found.targets:
-        require_share("target accuracy", target)
-    require_at_least("last", found.last, 1)
-    require_one_of("against", found.against, ("best", "first"))
-    require_one_of("measure", found.measure, MEASURES)
-    require_at_least("workers", found.workers, 1)
-    if not found.pool.startswith("ray://"):
-        require_one_of("pool", found.pool, ("processes", "ray", "ray://host:port"))
-    if found.threads is not None:
-        require_at_least("threads", found.threads, 1)
-    if len(set(seeds)) < len(seeds):
-        raise InvalidValue(f"seeds must differ from each other, not {seeds}")
-    if found.data.local_test is not None and not 0 < found.data.local_test < 1:
-        raise InvalidValue(f"data.local_test must lie between 0 and 1, not {found.data.local_test}")
-    if found.data.validation is not None and not 0 < found.data.validation < 1:
-        raise InvalidValue(f"data.validation must lie between 0 and 1, not {found.data.validation}")
-    require_at_least("data.clients", found.data.clients, 0)
     require_engine_on(found.engine, found.device)
-    _check_expressions(found)
-
-
-def _check_expressions(found: Configuration) -> None:
-    """Every method, data set, partition and model is looked up before the first round of any."""
     if found.algorithm is not None:
         _named("algorithm", found.algorithm, build)
-    methods = [describe(_named("algorithms", text, build)) for text in found.algorithms]
-    for position, method in enumerate(methods):
-        if method in methods[:position]:
+    described = [describe(_named("algorithms", text, build)) for text in found.algorithms]
+    for position, method in enumerate(described):
+        if method in described[:position]:
             raise InvalidValue(f"algorithms lists {method!r} twice")
     _check_recorders(found)
     for text in found.trackers:
         _named("trackers", text, build_tracker)
-    _named("data.name", found.data.name, lambda text: _looked_up(datasets, text))
-    _named("data.partition", found.data.partition, lambda text: _looked_up(partitions, text))
+    _named("data.name", found.data.name, datasets.read)
+    _named("data.partition", found.data.partition, partitions.read)
     if ":" not in found.model:
-        _named("model", found.model, lambda text: _looked_up(models, text))
+        _named("model", found.model, models.read)
 
 
 def _check_recorders(found: Configuration) -> None:
@@ -365,21 +330,16 @@ def _check_recorders(found: Configuration) -> None:
         recorders = build_recorders(found.record)
     except InvalidValue as error:
         raise InvalidValue(f"record: {error}") from None
-    texts = found.algorithms or ([] if found.algorithm is None else [found.algorithm])
     for recorder in recorders:
-        reasons = [recorder.unfit(build(text)) for text in texts]
+        reasons = [recorder.unfit(build(text)) for text in found.methods]
         if reasons and all(reasons):
-            raise InvalidValue(f"record: {recorder.name}: nothing to record for {', '.join(texts)}: {reasons[0]}")
+            listed = ", ".join(found.methods)
+            raise InvalidValue(f"record: {recorder.name}: nothing to record for {listed}: {reasons[0]}")
 
 
-def _named(key: str, text: str, make: Any) -> Any:
+def _named(key: str, text: str, make: Callable[[str], _Made]) -> _Made:
     """`make(text)`, its error prefixed with the key where it does not name one itself."""
     try:
         return make(text)
     except FedloomError as error:
         raise InvalidValue(f"{key} = {text!r}: {error}") from None
-
-
-def _looked_up(registry: Registry[Any], text: str) -> None:
-    call = parse(text)
-    registry[call.name].options(call.positional, call.named)

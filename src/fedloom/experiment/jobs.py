@@ -109,12 +109,12 @@ class Tasks:
     """Tasks by setting and seed; the latest few are kept, and the data sets they are made of."""
 
     def __init__(self) -> None:
-        self._tasks: OrderedDict[tuple[str, int, str], Task] = OrderedDict()
+        self._tasks: OrderedDict[tuple[str, int], Task] = OrderedDict()
         self._sets: OrderedDict[str, Dataset] = OrderedDict()
 
     def of(self, configuration: Configuration, seed: int) -> Task:
         """The task of a seed. Raises `FedloomError` where there is none."""
-        key = (configuration.data.model_dump_json(), seed, f"{configuration.model} {configuration.training}")
+        key = (f"{configuration.data} {configuration.model} {configuration.training}", seed)
         if key not in self._tasks:
             self._tasks[key] = configuration.task(seed, self._dataset(configuration.data.name))
         return _latest(self._tasks, key)

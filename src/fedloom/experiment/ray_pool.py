@@ -84,7 +84,7 @@ class RayPool:
     def _give(self, hand: _Hand, job: Job, fresh: bool) -> None:
         """Paths are told in full: an actor works in a folder of its own."""
         folder = str(job.configuration.folder.resolve())
-        told = job.configuration.model_copy(update={"directory": folder})
+        told = dataclasses.replace(job.configuration, directory=folder)
         whole = dataclasses.replace(job, configuration=told, path=job.path.resolve())
         hand.name, hand.call = job.name, hand.actor.make.remote(whole, fresh)
 

@@ -359,9 +359,9 @@ def _described(
         "model": type(task.model).__name__,
         "data": {"name": task.dataset.name, "clients": task.clients},
         "training": dataclasses.asdict(task.training),
-        **({"record": [expression(recorder) for recorder in recorders]} if recorders else {}),
-        **({"engine": kind} if (kind := settled_by(engine)) != "rows" else {}),
-        **({"device": str(place)} if (place := task.initial.device).type != "cpu" else {}),
+        "record": [expression(recorder) for recorder in recorders],
+        "engine": settled_by(engine),
+        "device": str(task.initial.device),
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fedloom.config.expression import parse, plain
 from fedloom.config.plugins import found_at
 from fedloom.data import DataSpec
 from fedloom.errors import FedloomError, InvalidValue
@@ -16,6 +17,18 @@ from fedloom.models import models
 from fedloom.randomness import stream_seed
 
 _ALLOWED = "a registered name or 'package.module:callable'"
+
+
+def build_model(expression: str, spec: DataSpec, seed: int) -> nn.Module:
+    """The model of `mlp(hidden=[100])` or `package.module:callable(width=3)`. Raises as `make_model`."""
+    path, bracket, inside = expression.partition("(")
+    if ":" not in path:
+        entry, options = models.read(expression)
+        return make_model(entry.name, spec, seed, options)
+    call = parse(f"model({inside}" if bracket else "model")
+    if call.positional:
+        raise InvalidValue(f"model {expression!r}: arguments need their names, such as width=3")
+    return make_model(path, spec, seed, {name: plain(value) for name, value in call.named.items()})
 
 
 def make_model(name: str, spec: DataSpec, seed: int, options: Mapping[str, Any]) -> nn.Module:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from fedloom.config.expression import parse, plain
+from fedloom.config.expression import parse
 from fedloom.data.dataset import DataSpec
 from fedloom.flat.layout import Layout
-from fedloom.models.build import make_model
+from fedloom.models.build import build_model
 from fedloom.models.structure import block_parameters
 from fedloom.papers.needs import FACTS
 from fedloom.papers.protocols import Cell, Printed
@@ -204,8 +204,7 @@ def _model_of(run: RunSummary, cell: Cell) -> tuple[str, DataSpec]:
 @cache
 def _sizes(model: str, spec: DataSpec) -> tuple[int, tuple[int, ...]]:
     """Floating-point numbers of a model, buffers included, and trainable ones of each of its blocks, from bottom to top."""
-    call = parse(model)
-    module = make_model(call.name, spec, 0, {name: plain(value) for name, value in call.named.items()})
+    module = build_model(model, spec, 0)
     own = {name: parameter.numel() for name, parameter in module.named_parameters()}
     blocks = tuple(sum(own[name] for name in names) for names in block_parameters(module))
     return Layout(module).size, blocks

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
-from fedloom.config.expression import checked, parse, plain, show
+from fedloom.config.expression import show
+from fedloom.config.fields import require_fields
 from fedloom.config.registry import Registry
 from fedloom.errors import InvalidValue
 from fedloom.rounds.scoring import Evaluator, Score
@@ -75,6 +76,10 @@ class Note:
 class Recorder:
     """Notes one thing, round by round."""
 
+    def __post_init__(self) -> None:
+        """Check the options against the types of their fields, ranges included (`fedloom.config.fields`)."""
+        require_fields(self)
+
     @property
     def name(self) -> str:
         """Under which name its notes are kept; two recorders of one run have different ones."""
@@ -114,12 +119,7 @@ def build_recorders(expressions: Sequence[str]) -> list[Recorder]:
     """
     found: list[Recorder] = []
     for text in expressions:
-        call = parse(text)
-        entry = recorders[call.name]
-        if call.until is not None:
-            raise InvalidValue(f"{call}: nothing may follow here, but :{call.until} does")
-        named = {name: plain(value) for name, value in call.named.items()}
-        recorder = entry.make(**checked(entry, entry.options(tuple(plain(value) for value in call.positional), named)))
+        recorder: Recorder = recorders.build(text)
         if any(recorder.name == other.name for other in found):
             raise InvalidValue(f"{recorder.name} is recorded once, not twice")
         found.append(recorder)

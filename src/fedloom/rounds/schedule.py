@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedloom.config.checks import require_at_least, require_between, require_share
+from fedloom.config.fields import BelowOne, Count, NonNegativeInt, Share, require_fields
 
 
 @dataclass(frozen=True)
@@ -22,27 +22,18 @@ class Schedule:
     clients, the same ones each time, are evaluated on their own data.
     """
 
-    rounds: int = 100
-    participation: float = 0.1
-    seed: int = 0
-    evaluate_every: int | None = None
-    checkpoint_every: int = 10
-    dropout: float = 0.0
-    personal_every: int | None = None
-    personal_clients: int = 1000
-    new_clients: float = 0.0
+    rounds: Count = 100
+    participation: Share = 0.1
+    seed: NonNegativeInt = 0
+    evaluate_every: Count | None = None
+    checkpoint_every: Count = 10
+    dropout: BelowOne = 0.0
+    personal_every: NonNegativeInt | None = None
+    personal_clients: Count = 1000
+    new_clients: BelowOne = 0.0
 
     def __post_init__(self) -> None:
-        require_at_least("rounds", self.rounds, 1)
-        require_share("participation", self.participation)
-        if self.evaluate_every is not None:
-            require_at_least("evaluate_every", self.evaluate_every, 1)
-        require_at_least("checkpoint_every", self.checkpoint_every, 1)
-        require_between("dropout", self.dropout, 0, 1)
-        if self.personal_every is not None:
-            require_at_least("personal_every", self.personal_every, 0)
-        require_at_least("personal_clients", self.personal_clients, 1)
-        require_between("new_clients", self.new_clients, 0, 1)
+        require_fields(self)
 
     def newcomers(self, clients: int) -> int:
         """How many of the clients never train."""

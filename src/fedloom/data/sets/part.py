@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fedloom.config.checks import require_at_least
-from fedloom.config.expression import checked, parse, plain
+from fedloom.config.expression import parse
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.errors import InvalidValue
 from fedloom.randomness import stream
@@ -23,10 +23,7 @@ def part(*, of: str = "digits", samples: int = 1000, seed: int = 0) -> Dataset:
     call = parse(of)
     if call.name == "part":
         raise InvalidValue("part: of must name a whole data set, not a part of one")
-    entry = datasets[call.name]
-    named = {name: plain(value) for name, value in call.named.items()}
-    given = entry.options(tuple(plain(value) for value in call.positional), named)
-    whole: Dataset = entry.make(**checked(entry, given))
+    whole: Dataset = datasets.build(call)
     total = len(whole.train) + len(whole.test)
     if samples >= total:
         return whole

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
-from fedloom.config.checks import require_at_least, require_one_of
-from fedloom.engines.base import Choice, ClientTask, Fault, KeepsClientMemory, Reply, expectations
+from fedloom.config.fields import Count, checked
+from fedloom.engines.base import Choice, ClientTask, Fault, KeepsClientMemory, Reply, engines, expectations
 from fedloom.engines.groups import grouped
 from fedloom.engines.processes.channel import Channel, Parcel, pack
 from fedloom.engines.processes.shared import Pool
@@ -50,6 +50,7 @@ ATTEMPTS = 3
 _PROGRAM = "from fedloom.engines.processes.worker import main; main()"
 
 
+@engines.register("processes")
 class ProcessesEngine(KeepsClientMemory):
     """Trains clients in `workers` processes of `threads` threads each, with the numbers of the rows engine on as many threads.
 
@@ -76,17 +77,14 @@ class ProcessesEngine(KeepsClientMemory):
     def __init__(
         self,
         task: Task,
-        workers: int = 2,
-        threads: int = 1,
+        *,
+        workers: Count = 2,
+        threads: Count = 1,
         memory_budget: int = BUDGET,
-        inside: str = "rows",
-        chunk: int | None = None,
+        inside: Literal["rows", "stacked"] = "rows",
+        chunk: Count | None = None,
     ) -> None:
-        require_one_of("inside", inside, ("rows", "stacked"))
-        for name, number in (("workers", workers), ("threads", threads), ("chunk", 1 if chunk is None else chunk)):
-            if type(number) is not int:
-                raise InvalidValue(f"{name} must be a whole number, not {number!r}")
-            require_at_least(name, number, 1)
+        checked(ProcessesEngine, {"workers": workers, "threads": threads, "inside": inside, "chunk": chunk})
         if os.name != "posix":
             raise InvalidValue("engine 'processes' needs a POSIX system: use engine 'rows'")
         if VARIABLE in os.environ:

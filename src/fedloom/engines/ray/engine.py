@@ -11,14 +11,15 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
-from fedloom.config.checks import require_at_least, require_one_of, require_positive
-from fedloom.engines.base import Choice, ClientTask, Fault, KeepsClientMemory, Reply, expectations
+from fedloom.config.fields import Count, NonNegative, Positive, checked
+from fedloom.engines.base import Choice, ClientTask, Fault, KeepsClientMemory, Reply, engines, expectations
 from fedloom.engines.processes.worker import Broken, Failed, Setup, slim
 from fedloom.engines.ray.crew import Death, Hand, amounts, dismiss, ending, kill
 from fedloom.engines.ray.session import LOCAL, Session, join, load_ray
@@ -41,6 +42,7 @@ START_SECONDS = 180.0
 Kind = Literal["train", "evaluate"]
 
 
+@engines.register("ray")
 class RayEngine(KeepsClientMemory):
     """Trains clients in Ray actors, `workers` of them with `cpus` cores (as many threads) and `gpus` GPUs each.
 
@@ -66,23 +68,18 @@ class RayEngine(KeepsClientMemory):
     def __init__(
         self,
         task: Task,
-        workers: int | None = None,
-        cpus: float = 1,
-        gpus: float = 0,
+        *,
+        workers: Count | None = None,
+        cpus: Positive = 1,
+        gpus: NonNegative = 0,
         address: str = LOCAL,
-        inside: str = "rows",
+        inside: Literal["rows", "stacked"] = "rows",
         memory_budget: int = BUDGET,
-        object_store: int | None = None,
+        object_store: Annotated[int, Field(ge=100 << 20)] | None = None,
     ) -> None:
-        if workers is not None:
-            if type(workers) is not int:
-                raise InvalidValue(f"workers must be a whole number, not {workers!r}")
-            require_at_least("workers", workers, 1)
-        require_positive("cpus", cpus)
-        require_at_least("gpus", gpus, 0)
-        require_one_of("inside", inside, ("rows", "stacked"))
-        if object_store is not None:
-            require_at_least("object_store", object_store, 100 << 20)
+        checked(
+            RayEngine, {"workers": workers, "cpus": cpus, "gpus": gpus, "inside": inside, "object_store": object_store}
+        )
         self.store = ClientStore(budget=memory_budget)
         self.cpus, self.gpus, self.inside = cpus, gpus, inside
         self._ray = load_ray()

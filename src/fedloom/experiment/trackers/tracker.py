@@ -6,9 +6,9 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
-from fedloom.config.expression import Call, checked, parse, plain
+from fedloom.config.expression import Call, parse, plain
 from fedloom.config.plugins import found_at
 from fedloom.config.registry import Registry
 from fedloom.errors import FedloomError, InvalidValue
@@ -64,10 +64,7 @@ def build_tracker(expression: str | Tracker) -> Tracker:
     head, bracket, arguments = expression.partition("(")
     if ":" in head:
         return _own(head.strip(), parse(f"own{bracket}{arguments}"), expression)
-    call = parse(expression)
-    entry = trackers[call.name]
-    named = {name: plain(value) for name, value in call.named.items()}
-    return entry.make(**checked(entry, entry.options(tuple(plain(value) for value in call.positional), named)))
+    return cast(Tracker, trackers.build(expression))
 
 
 def require_installed(module: str, package: str, tracker: str, install: str) -> None:

@@ -63,7 +63,7 @@ def serve(grid: Grid, run_config: Mapping[str, Any], pause: float = PAUSE) -> Ru
     settings = deployment(run_config)
     require_supported(build(settings.algorithm))
     # What only says where and how runs of one machine are made must not decide whether this one may go on.
-    configuration = settings.configuration.model_copy(update={"engine": "rows"})
+    configuration = replace(settings.configuration, engine="rows")
     gathering = Gathering(settings, Mailbox(grid, pause))
     name = RunName(str(parse(settings.algorithm)), configuration.seed)
     found = run_configured(

@@ -1,0 +1,136 @@
+"""What the fields of a dataclass and the options of a function may be: their types say it, ranges and choices included.
+
+    @dataclass
+    class FedProx(Algorithm):
+        mu: NonNegative = 0.01
+        rule: Literal["mean", "median"] = "mean"
+
+The same types are checked whether a value comes from Python (`require_fields`), from an expression or from a file (`checked`).
+Nothing is converted but whole numbers to floats and NumPy's numbers to Python's: text is no number, and true is not 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Annotated, Any, get_args, get_type_hints
+
+import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
+
+from fedloom.config.expression import show
+from fedloom.errors import InvalidValue, suggestion
+
+LARGEST = 3.4e38
+"""About the largest 32-bit float: a larger setting becomes infinite in the computation."""
+
+Positive = Annotated[float, Field(gt=0, le=LARGEST)]
+NonNegative = Annotated[float, Field(ge=0, le=LARGEST)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+
+
+def require_fields(instance: Any) -> None:
+    """Check the fields of a dataclass, in its `__post_init__`. Raises `InvalidValue` for a value that its type does not allow."""
+    values = {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance) if field.init}
+    for name, value in checked(type(instance), values).items():
+        object.__setattr__(instance, name, value)  # also of a frozen one
+
+
+def checked(make: Any, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`values` for parameters of a function or fields of a dataclass, as their types want them.
+
+    Raises `InvalidValue`, which begins with `prefix` and the name, for the first that is not allowed.
+    """
+    given = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
+    try:
+        return dict(_adapter(make).validate_python(given))
+    except ValidationError as error:
+        raise InvalidValue(f"{prefix}{_explained(error, type_hints(make))}") from None
+
+
+def parameters(make: Any) -> dict[str, inspect.Parameter]:
+    """What a user may set: every field of a dataclass, every keyword-only parameter of anything else."""
+    found = inspect.signature(make).parameters.values()
+    fields = dataclasses.is_dataclass(make)
+    return {p.name: p for p in found if fields or p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+@cache
+def type_hints(make: Any) -> dict[str, Any]:
+    """The types of what a user may set, with the ranges that they declare."""
+    plain = inspect.isclass(make) and not dataclasses.is_dataclass(make)
+    hints = get_type_hints(make.__init__ if plain else make, include_extras=True)
+    return {name: hints.get(name, Any) for name in parameters(make)}
+
+
+@cache
+def _adapter(make: Any) -> TypeAdapter[Any]:
+    options = TypedDict("options", type_hints(make), total=False)  # type: ignore[misc]
+    return TypeAdapter(with_config(ConfigDict(strict=True, arbitrary_types_allowed=True))(options))
+
+
+_KINDS = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a table",
+    "none_required": "none",
+}
+"""What pydantic's errors about types say in our words."""
+
+_CLASSES = {"Algorithm": "a method, such as fedavg", "Sequence": "a list"}
+
+
+def _explained(error: ValidationError, hints: Mapping[str, Any]) -> str:
+    """The first thing that is wrong, as one line: what it is, what is allowed, and the nearest word where words are."""
+    found = error.errors(include_url=False)
+    places = [_place(one["loc"]) for one in found]
+    own = [one for one, place in zip(found, places, strict=True) if place == places[0]]  # one for each type of a union
+    allowed = dict.fromkeys(_allowed(one, hints[str(one["loc"][0])]) for one in own)
+    value = own[0]["input"]
+    words = [word for one in own for word in re.findall(r"'([^']*)'", one.get("ctx", {}).get("expected", ""))]
+    near = suggestion(value, words) if isinstance(value, str) else ""
+    return f"{places[0]} must be {' or '.join(allowed)}, not {show(value)}{near and ':' + near}"
+
+
+def _place(location: tuple[str | int, ...]) -> str:
+    return "".join([str(location[0]), *(f"[{part}]" for part in location[1:] if isinstance(part, int))])
+
+
+def _allowed(error: Any, hint: Any) -> str:
+    kind: str = error["type"]
+    if kind.startswith(("greater_than", "less_than", "finite")):
+        return _range(_bounds(hint))
+    if kind == "is_instance_of":
+        return _CLASSES.get(error["ctx"]["class"], f"a {error['ctx']['class']}")
+    return _KINDS.get(kind) or error["msg"].lower().removeprefix("input should be ").removeprefix("a valid ")
+
+
+def _bounds(hint: Any) -> dict[str, float]:
+    """The bounds that a type declares anywhere inside, by their names: gt, ge, lt, le."""
+    marks = [one for mark in getattr(hint, "__metadata__", ()) for one in getattr(mark, "metadata", [mark])]
+    own = {side: getattr(mark, side) for mark in marks for side in ("gt", "ge", "lt", "le") if hasattr(mark, side)}
+    return own | {side: bound for part in get_args(hint) for side, bound in _bounds(part).items()}
+
+
+def _range(bounds: Mapping[str, float]) -> str:
+    low, high = bounds.get("gt", bounds.get("ge")), bounds.get("lt", bounds.get("le"))
+    below = "" if high is None else f"less than {high:g}" if "lt" in bounds else f"at most {high:g}"
+    above = "" if low is None else f"greater than {low:g}" if "gt" in bounds else f"at least {low:g}"
+    if not below or not above or high == LARGEST:
+        return " and ".join(filter(None, (above, below)))
+    if "ge" in bounds and "le" in bounds:
+        return f"between {low:g} and {high:g}"
+    return f"in {'(' if 'gt' in bounds else '['}{low:g}, {high:g}{')' if 'lt' in bounds else ']'}"

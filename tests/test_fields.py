@@ -1,0 +1,97 @@
+"""Types of fields that say what is allowed: the same for Python, expressions and files."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedloom.algorithm import Algorithm
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.config.fields import LARGEST, BelowOne, Count, NonNegative, Positive, Probability, Share, require_fields
+from fedloom.errors import InvalidValue
+from fedloom.rounds.schedule import Schedule
+from fedloom.training import Training
+
+
+@dataclass(frozen=True)
+class Settings:
+    positive: Positive = 1.0
+    non_negative: NonNegative = 0.0
+    share: Share = 1.0
+    probability: Probability = 0.0
+    below_one: BelowOne = 0.0
+    count: Count | None = 1
+    word: Literal["mean", "median"] | float = "mean"
+    items: list[Share] = field(default_factory=list)
+    method: Algorithm | None = None
+
+    def __post_init__(self) -> None:
+        require_fields(self)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("positive", 0, "positive must be greater than 0 and at most 3.4e+38, not 0"),
+        ("positive", 1e300, "positive must be greater than 0 and at most 3.4e+38, not 1e+300"),
+        ("positive", "1", "positive must be a number, not '1'"),
+        ("non_negative", -1, "non_negative must be at least 0 and at most 3.4e+38, not -1"),
+        ("share", 0, "share must be in (0, 1], not 0"),
+        ("probability", 1.5, "probability must be between 0 and 1, not 1.5"),
+        ("below_one", 1, "below_one must be in [0, 1), not 1"),
+        ("count", 0, "count must be at least 1, not 0"),
+        ("count", 2.5, "count must be a whole number, not 2.5"),
+        ("count", True, "count must be a whole number, not true"),
+        ("word", "medain", "word must be 'mean' or 'median' or a number, not 'medain': did you mean 'median'?"),
+        ("items", [0.5, 2], "items[1] must be in (0, 1], not 2"),
+        ("items", 0.5, "items must be a list, not 0.5"),
+        ("method", "fedavg", "method must be a method, such as fedavg, not 'fedavg'"),
+    ],
+)
+def test_a_value_that_is_not_allowed_is_told_in_one_line(name: str, value: object, said: str) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        Settings(**{name: value})  # type: ignore[arg-type]
+    assert str(caught.value) == said
+
+
+def test_numbers_are_those_that_the_types_want() -> None:
+    found = Settings(positive=2, count=np.int64(3), share=np.float32(0.5), method=FedAvg())  # type: ignore[arg-type]
+    assert (type(found.positive), type(found.count), type(found.share)) == (float, int, float)
+    assert (found.positive, found.count, found.share, found.word) == (2, 3, 0.5, "mean")
+
+
+@given(st.floats(allow_nan=True, allow_infinity=True))
+def test_ranges_hold_for_every_float(value: float) -> None:
+    """Whatever number is given, it is taken exactly where it lies in the range; no infinity and no NaN lies in one."""
+    inside = {
+        "positive": 0 < value <= LARGEST,
+        "non_negative": 0 <= value <= LARGEST,
+        "share": 0 < value <= 1,
+        "probability": 0 <= value <= 1,
+        "below_one": 0 <= value < 1,
+    }
+    for name, allowed in inside.items():
+        if allowed:
+            assert getattr(Settings(**{name: value}), name) == value  # type: ignore[arg-type]
+        else:
+            with pytest.raises(InvalidValue, match=f"{name} must be"):
+                Settings(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, -1.0])
+@pytest.mark.parametrize("name", ["learning_rate", "weight_decay", "momentum", "decay", "clip"])
+def test_python_is_told_what_a_file_is(name: str, value: float) -> None:
+    with pytest.raises(InvalidValue, match=f"{name} must be"):
+        Training(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["dropout", "new_clients"])
+def test_somebody_must_be_left(name: str) -> None:
+    with pytest.raises(InvalidValue, match=rf"{name} must be in \[0, 1\), not 1"):
+        Schedule(**{name: 1})  # type: ignore[arg-type]
