@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fedloom.config.expression import Call
 from fedloom.data.dataset import Dataset, Samples, datasets
+from fedloom.data.noise import LabelNoise, build_label_noise
 from fedloom.data.partition import Partition, partitions, split_train_test
 from fedloom.errors import InvalidValue
 from fedloom.flat.device import find_device
@@ -28,7 +29,8 @@ class Task:
 
     `train` holds every client's samples, `partition` says whose they are; `test` is the global test set. With `local_test`,
     each client also holds test samples of its own (also in `train`), distributed as its training samples are. On the server
-    of real sites `train` is empty, and the partitions only say how many samples there are.
+    of real sites `train` is empty, and the partitions only say how many samples there are. With label noise, `train` has the
+    labels that the clients are given, some of them wrong, and `true_labels` the right ones.
     """
 
     dataset: Dataset
@@ -38,6 +40,7 @@ class Task:
     model: nn.Module
     training: Training = field(default_factory=Training)
     local_test: Partition | None = None
+    true_labels: Tensor | None = None
 
     def __post_init__(self) -> None:
         empty = int((self.partition.sizes == 0).sum())
@@ -98,10 +101,13 @@ class Task:
         """The same task with data and model on `device`, such as `"cuda"` or `"auto"`; everything that is made of them (the
         population, what clients remember) is made there too. Raises `InvalidValue` for a device that is not here."""
         target = find_device(device) if isinstance(device, str) else device
-        return Task(
-            self.dataset, self.train.to(target), self.test.to(target), self.partition,
-            copy.deepcopy(self.model).to(target), self.training, self.local_test,
-        )  # fmt: skip
+        return replace(
+            self,
+            train=self.train.to(target),
+            test=self.test.to(target),
+            model=copy.deepcopy(self.model).to(target),
+            true_labels=None if self.true_labels is None else self.true_labels.to(target),
+        )
 
 
 def make_dataset(expression: str | Call) -> Dataset:
@@ -124,6 +130,7 @@ def make_task(
     training: Training | Mapping[str, Any] | None = None,
     local_test: float | None = None,
     merge: bool = False,
+    label_noise: str = "none",
     seed: int = 0,
     device: str = "cpu",
 ) -> Task:
@@ -131,12 +138,14 @@ def make_task(
 
     `merge` joins the training and test part of the data before it is shared out, as FedALA does; it needs `local_test`,
     the share of each client's samples that it keeps for testing (FedALA: 0.25), and the global test set is then the union
-    of the clients' own. `seed` draws the partition and the initial weights, and nothing else. `device` is where data and models
-    lie: `cpu`, `cuda`, `cuda:1`, or `auto`, a GPU where there is one.
+    of the clients' own. `label_noise`, such as `symmetric(0.4)` or `paired([0.0, 0.6])`, makes some of the clients' training
+    labels wrong and leaves all test data as they are. `seed` draws the partition, the label noise and the initial weights, and
+    nothing else. `device` is where data and models lie: `cpu`, `cuda`, `cuda:1`, or `auto`, a GPU where there is one.
 
     Raises `InvalidValue` or `UnknownName` in one line for anything that does not fit.
     """
     place = find_device(device)
+    noise = build_label_noise(label_noise)
     dataset = make_dataset(data) if isinstance(data, str) else data
     if merge and local_test is None:
         raise InvalidValue("merge=true leaves no test data: give local_test, such as 0.25")
@@ -149,4 +158,14 @@ def make_task(
     module = build_model(model, dataset.spec, seed) if isinstance(model, str) else copy.deepcopy(model)
     settings = training if isinstance(training, Training) else Training(**(training or {}))
     task = Task(dataset, pool, test, shared, module, settings, kept)
+    task = task if noise is None else mislabelled(task, noise, seed)
     return task if place.type == "cpu" else task.to(place)
+
+
+def mislabelled(task: Task, noise: LabelNoise, seed: int) -> Task:
+    """The task with label noise in the clients' training samples; test data, the clients' own too, keep their labels."""
+    labels = task.train.labels
+    noisy = noise.apply(labels.cpu().numpy(), task.partition, task.dataset.classes, seed)
+    return replace(
+        task, train=replace(task.train, labels=torch.from_numpy(noisy).to(labels.device)), true_labels=labels
+    )

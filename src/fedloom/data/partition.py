@@ -134,30 +134,39 @@ def split_train_test(partition: Partition, seed: int, fraction: float = 0.25) ->
     """Each client's samples at random into (train, test), so that a client is tested on its own distribution.
 
     Of a client's n samples floor((1 - fraction) n) train, but at least one, and at most n - 1 where n >= 2; the others
-    test. Which ones depends on `seed` and on the client's own samples alone: a client, whatever its number and beside
-    whomever, splits alike, so one site can repeat its own split. Raises `InvalidValue` unless 0 < fraction < 1.
-    Source: FedALA (Zhang et al., AAAI 2023), experimental setup: 75 % / 25 %.
+    test. Drawn as `draw_from_each` draws, so one site can repeat its own split. Raises `InvalidValue` unless
+    0 < fraction < 1. Source: FedALA (Zhang et al., AAAI 2023), experimental setup: 75 % / 25 %.
     """
     if not 0 < fraction < 1:
         raise InvalidValue(f"fraction (the share that tests) must lie between 0 and 1, not {fraction}")
     sizes = partition.sizes
-    owners = np.repeat(np.arange(len(partition)), sizes)
-    shuffled = partition.indices[np.lexsort((_sample_keys(partition.indices, seed), owners))]
     # The small addition keeps a product such as (1 - 0.9) * 10 = 0.9999999999999998 from losing a sample.
     kept = np.floor((1 - fraction) * sizes + 1e-9).astype(np.int64)
     kept = np.clip(kept, np.minimum(sizes, 1), np.maximum(sizes - 1, np.minimum(sizes, 1)))
+    return draw_from_each(partition, kept, seed, "train/test split")
+
+
+def draw_from_each(partition: Partition, counts: Indices, seed: int, purpose: str) -> tuple[Partition, Partition]:
+    """`counts[i]` of client i's samples at random, and the rest, both in random order.
+
+    Which ones depends on the stream (`seed`, `purpose`) and on the client's own samples alone: a client, whatever its
+    number and beside whomever, draws alike.
+    """
+    sizes = partition.sizes
+    owners = np.repeat(np.arange(len(partition)), sizes)
+    shuffled = partition.indices[np.lexsort((sample_keys(partition.indices, seed, purpose), owners))]
     rank = np.arange(len(shuffled)) - np.repeat(partition.offsets[:-1], sizes)
-    training = rank < np.repeat(kept, sizes)
-    return Partition.from_sizes(shuffled[training], kept), Partition.from_sizes(shuffled[~training], sizes - kept)
+    drawn = rank < np.repeat(counts, sizes)
+    return Partition.from_sizes(shuffled[drawn], counts), Partition.from_sizes(shuffled[~drawn], sizes - counts)
 
 
-def _sample_keys(samples: Indices, seed: int) -> npt.NDArray[np.uint64]:
+def sample_keys(samples: Indices, seed: int, purpose: str) -> npt.NDArray[np.uint64]:
     """A random 64-bit key for each sample: the output number `samples[j]` of a SplitMix64 generator.
 
     A generator that is addressed by position gives every client its own stream without a million generators.
     Source: Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014, Fig. 14 (mix64variant13).
     """
-    state = samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(stream_seed(seed, "train/test split"))
+    state = samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(stream_seed(seed, purpose))
     state ^= state >> np.uint64(30)
     state *= np.uint64(0xBF58476D1CE4E5B9)
     state ^= state >> np.uint64(27)

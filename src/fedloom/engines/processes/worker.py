@@ -288,9 +288,10 @@ def _portable(error: Exception) -> Any:
 
 
 def slim(task: Task) -> Task:
-    """What workers need of the task: not the test set, and the training samples once."""
+    """What workers need of the task: not the test set nor labels that clients do not see, and the training samples once."""
     nothing = task.test[:0]
-    return replace(task, dataset=replace(task.dataset, train=task.train[:0], test=nothing), test=nothing)
+    dataset = replace(task.dataset, train=task.train[:0], test=nothing)
+    return replace(task, dataset=dataset, test=nothing, true_labels=None)
 
 
 def _die_with_the_parent(descriptor: int) -> None:

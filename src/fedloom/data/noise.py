@@ -1,0 +1,92 @@
+"""Label noise: a share of the clients' training labels is wrong, as where sites label carelessly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fedloom.config.expression import checked, parse, plain, show
+from fedloom.config.registry import Registry
+from fedloom.data.partition import Indices, Partition, draw_from_each, sample_keys
+from fedloom.errors import InvalidValue
+from fedloom.randomness import numpy_stream
+
+
+@dataclass(frozen=True)
+class LabelNoise:
+    """Replaces a share of each client's training labels; `replacements` says by what.
+
+    `rate` is that share, between 0 and 1, or a range `[lowest, highest]` from which every client's own rate is drawn
+    uniformly, so that some sites are worse than others. Of a client's n labels rate * n are replaced, rounded up or down
+    at random in proportion to the fraction, so that the mean share is exact however small the clients are.
+    """
+
+    rate: float | list[float]
+
+    def __post_init__(self) -> None:
+        limits = self._limits
+        if len(limits) != 2 or not 0 <= limits[0] <= limits[1] <= 1:
+            raise InvalidValue(f"rate must be between 0 and 1, or a range [lowest, highest], not {show(self.rate)}")
+
+    @property
+    def _limits(self) -> list[float]:
+        return self.rate if isinstance(self.rate, list) else [self.rate, self.rate]
+
+    def replacements(self, labels: Indices, classes: int, keys: npt.NDArray[np.uint64]) -> Indices:
+        """The labels that take the place of `labels [n]`; `keys [n]` are independent random 64-bit numbers."""
+        raise NotImplementedError
+
+    def rates(self, clients: int, seed: int) -> npt.NDArray[np.float64]:
+        """Each client's rate, `[clients]`."""
+        low, high = self._limits
+        return numpy_stream(seed, "label noise rates").uniform(low, high, clients)
+
+    def apply(self, labels: Indices, partition: Partition, classes: int, seed: int) -> Indices:
+        """`labels [n]` with those replaced that are drawn from the clients' samples; all others stay.
+
+        Which ones, and by what, depends on `seed`, the client's rate and the sample alone: with the same seed, a higher
+        rate replaces the same labels by the same ones, and more.
+        """
+        expected = self.rates(len(partition), seed) * partition.sizes
+        counts = np.floor(expected + numpy_stream(seed, "label noise rounding").random(len(partition)))
+        drawn, _ = draw_from_each(partition, np.minimum(counts.astype(np.int64), partition.sizes), seed, "label noise")
+        noisy = labels.copy()
+        keys = sample_keys(drawn.indices, seed, "label noise classes")
+        noisy[drawn.indices] = self.replacements(labels[drawn.indices], classes, keys)
+        return noisy
+
+
+label_noises: Registry[type[LabelNoise]] = Registry("label noise", "fedloom.data")
+
+
+@label_noises.register("symmetric")
+class Symmetric(LabelNoise):
+    """Replaced labels are drawn uniformly from all classes, the true one among them.
+
+    So with C classes a share of rate (C - 1) / C of the labels is wrong: `symmetric(0.4)` on 10 classes makes 36 % wrong.
+    """
+
+    def replacements(self, labels: Indices, classes: int, keys: npt.NDArray[np.uint64]) -> Indices:
+        return (keys % np.uint64(classes)).astype(np.int64)
+
+
+@label_noises.register("paired")
+class Paired(LabelNoise):
+    """Replaced labels of class c become c + 1, those of the last class 0, as where neighbouring classes are confused."""
+
+    def replacements(self, labels: Indices, classes: int, keys: npt.NDArray[np.uint64]) -> Indices:
+        return (labels + 1) % classes
+
+
+def build_label_noise(expression: str) -> LabelNoise | None:
+    """The label noise of `symmetric(0.4)`, `paired([0.0, 0.6])` or `none`. Raises `UnknownName` or `InvalidValue`."""
+    if expression.strip().lower() == "none":
+        return None
+    call = parse(expression)
+    entry = label_noises[call.name]
+    if call.until is not None:
+        raise InvalidValue(f"{call}: nothing may follow here, but :{call.until} does")
+    named = {name: plain(value) for name, value in call.named.items()}
+    return entry.make(**checked(entry, entry.options(tuple(plain(value) for value in call.positional), named)))
