@@ -2,6 +2,7 @@
 
 configuration.json     everything the figures depend on, defaults filled in
 split.npz              which samples each client holds (`Partition.load` reads it); test-split.npz where clients test too
+labels.safetensors     where there is label noise, the training labels as `given` to the clients and the `true` ones
 task.json              label counts of the clients, class names, sizes
 environment.json       versions and machine of the latest start
 engine.json            where the run chose its engine by measuring, which it took and what it measured
@@ -40,9 +41,10 @@ _LONGEST = 80  # of a folder's name that is made from an expression
 
 # What a run writes, and so all that starting afresh may remove.
 _FILES = (
-    "configuration.json", "split.npz", "test-split.npz", "task.json", "environment.json", "engine.json", "metrics.jsonl",
-    "timings.jsonl", "clients.jsonl", "clients", "checkpoint-*", "model.safetensors", "result.json", "report.html",
-    "landscape.json", "recorded", "recorded.jsonl", RECORDED, "trackers.jsonl", "events.out.tfevents.*",
+    "configuration.json", "split.npz", "test-split.npz", "labels.safetensors", "task.json", "environment.json",
+    "engine.json", "metrics.jsonl", "timings.jsonl", "clients.jsonl", "clients", "checkpoint-*", "model.safetensors",
+    "result.json", "report.html", "landscape.json", "recorded", "recorded.jsonl", RECORDED, "trackers.jsonl",
+    "events.out.tfevents.*",
 )  # fmt: skip
 
 # What is there of a run that came to its end, and of no other. The first says that it did, so it goes first.
@@ -180,6 +182,7 @@ class RunDirectory:
             self._read("environment.json"),
             self._recorded(),
             RoundLog(self.path / "clients.jsonl").read(),
+            task["wrong_labels"],
         )
 
     def _recorded(self) -> list[dict[str, Any]]:

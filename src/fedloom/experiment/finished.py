@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from fedloom.data.partition import Partition
 from fedloom.errors import CheckpointError, FedloomError, InvalidValue, suggestion
@@ -27,7 +28,7 @@ from fedloom.recording.landscape import Landscape
 from fedloom.report.page import Told, told
 from fedloom.report.sheet import sheet
 from fedloom.report.summary import RunSummary
-from fedloom.state.files import write_text
+from fedloom.state.files import read_tensors, write_text
 from fedloom.task import Task
 
 ALL = "all"
@@ -225,8 +226,10 @@ def _task(place: Path) -> Task:
         raise InvalidValue(f"{place}: its task cannot be made again ({error})") from None
     kept = Partition.load(place / "split.npz")
     same = np.array_equal(task.partition.indices, kept.indices) and np.array_equal(task.partition.offsets, kept.offsets)
+    if same and task.true_labels is not None:
+        same = torch.equal(task.train.labels, read_tensors(place / "labels.safetensors")[0]["given"])
     if not same:
-        raise InvalidValue(f"{place}: its task cannot be made again (other samples)")
+        raise InvalidValue(f"{place}: its task cannot be made again (other samples or labels)")
     return task
 
 

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from fedloom.algorithm import Algorithm, build, describe
@@ -36,7 +37,7 @@ from fedloom.report.summary import RunSummary
 from fedloom.rounds.evaluation import Record
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.state.files import write_text
+from fedloom.state.files import write_tensors, write_text
 from fedloom.task import Task
 
 OnRound = Callable[[Record, Record], None]
@@ -101,6 +102,7 @@ class Result:
             environment(),
             self.recorded,
             self.federation.client_history,
+            about["wrong_labels"],
         )
 
     @cached_property
@@ -271,6 +273,8 @@ def _open(
         task.partition.save(place.path / "split.npz")
     if task.local_test is not None and not task.elsewhere:
         task.local_test.save(place.path / "test-split.npz")
+    if task.true_labels is not None:
+        write_tensors(place.path / "labels.safetensors", {"given": task.train.labels, "true": task.true_labels}, {})
     write_text(place.path / "task.json", json.dumps(_described_data(task)) + "\n")
     return federation
 
@@ -369,8 +373,11 @@ def _described_data(task: Task) -> dict[str, Any]:
     """What reports say of the clients' data."""
     names = task.dataset.class_names
     labels = task.train.labels.cpu().numpy()
+    index = torch.from_numpy(task.partition.indices).to(task.train.labels.device)
+    wrong = None if task.true_labels is None else (task.train.labels != task.true_labels)[index]
     return {
         "label_counts": [] if task.elsewhere else task.partition.histogram(labels, task.dataset.classes).tolist(),
+        "wrong_labels": 0 if wrong is None else int(wrong.sum()),
         "class_names": None if names is None else list(names),
         "train_samples": int(task.partition.sizes.sum()),
         "test_samples": len(task.test),

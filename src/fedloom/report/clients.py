@@ -110,7 +110,8 @@ def _labels(counts: Sequence[int], held: Sequence[int], class_names: Sequence[st
 
 def _reading(clients: Sequence[Client], chosen: Sequence[RunSummary], names: Sequence[str]) -> str:
     """How to read the table."""
-    text = f"Training samples of each class; seed {chosen[0].seed}."
+    wrong = f", by the labels given, of which {chosen[0].wrong_labels:,} are wrong" if chosen[0].wrong_labels else ""
+    text = f"Training samples of each class{wrong}; seed {chosen[0].seed}."
     if not names:
         text += " No accuracies: they need test data of the clients' own (local_test) and personal_every."
     elif len(chosen) > 1:

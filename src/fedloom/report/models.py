@@ -37,16 +37,29 @@ def of_kind(run: RunSummary, kind: str) -> Entry | None:
 def similarity_curves(runs: Sequence[RunSummary]) -> go.Figure:
     """Mean cosine similarity over the rounds, with a band of ± one standard deviation over seeds: solid lines for the models
     that the clients uploaded, dotted ones for the pool of methods that keep one (recorder `similarity`)."""
-    uploaded = learning_curves(_as_records(runs, "uploaded"), "uploaded")
-    pool = learning_curves(_as_records(runs, "pool"), "pool")
-    for trace in pool.data:
-        if trace.hoverinfo != "skip":
-            trace.update(name=f"{trace.name}, pool", line={"dash": "dot"}, mode="lines")
     return framed(
-        [*uploaded.data, *pool.data],
+        _curves(runs, "similarity", {"uploaded": ("", "solid"), "pool": (", pool", "dot")}, "pool_cosine"),
         380,
         xaxis={"title": "Round", "rangemode": "tozero"},
         yaxis={"title": "Mean cosine similarity", "hoverformat": ".5~g"},
+        hovermode="closest",
+    )
+
+
+def memorisation_curves(runs: Sequence[RunSummary]) -> go.Figure:
+    """Accuracy of the global model over the rounds, with a band of ± one standard deviation over seeds (recorder
+    `memorisation`): on training samples with right labels (solid), on those with wrong labels by their true label (dashed) and
+    by their wrong one (dotted)."""
+    curves = {
+        "right": (", right", "solid"),
+        "corrected": (", wrong, true label", "dash"),
+        "memorised": (", wrong, as given", "dot"),
+    }
+    return framed(
+        _curves(runs, "memorisation", curves, "accuracy"),
+        380,
+        xaxis={"title": "Round", "rangemode": "tozero"},
+        yaxis={"title": "Share of training samples", **SHARES},
         hovermode="closest",
     )
 
@@ -166,13 +179,28 @@ def cross_sections(found: Mapping[str, Entry], looks: Mapping[str, Style]) -> go
     )
 
 
-def _as_records(runs: Sequence[RunSummary], key: str) -> list[RunSummary]:
-    """The runs as if what the recorder `similarity` found under `key` were all that their rounds recorded."""
+def _curves(
+    runs: Sequence[RunSummary], kind: str, lines: Mapping[str, tuple[str, str]], measure: str
+) -> list[go.Scatter]:
+    """What the recorder of this `kind` found, drawn as curves of the `measure`; `lines` gives for each of its keys what follows
+    the method's name, and the dash."""
+    traces: list[go.Scatter] = []
+    for key, (ending, dash) in lines.items():
+        figure = learning_curves(_as_records(runs, kind, key, measure), measure)
+        for trace in figure.data:
+            if ending and trace.hoverinfo != "skip":
+                trace.update(name=f"{trace.name}{ending}", line={"dash": dash}, mode="lines")
+        traces += figure.data
+    return traces
+
+
+def _as_records(runs: Sequence[RunSummary], kind: str, key: str, measure: str) -> list[RunSummary]:
+    """The runs as if all their records were `measure`, with the values that the recorder of this `kind` has under `key`."""
     found = []
     for run in runs:
-        one = of_kind(run, "similarity") or {}
+        one = of_kind(run, kind) or {}
         pairs = zip(one.get("rounds", ()), one.get(key, ()), strict=False)
-        found.append(replace(run, records=[{"round": number, key: value} for number, value in pairs], timings=[]))
+        found.append(replace(run, records=[{"round": number, measure: value} for number, value in pairs], timings=[]))
     return found
 
 

@@ -18,6 +18,7 @@ from fedloom.report.models import (
     cross_sections,
     landscapes,
     local_models,
+    memorisation_curves,
     of_kind,
     similarity_curves,
 )
@@ -45,8 +46,8 @@ class Drawing:
 
 
 def drawings(runs: Sequence[RunSummary]) -> list[Drawing]:
-    """All that the runs recorded, of each method the first seed that recorded anything, up to `DRAWN` figures; similarity is
-    of all seeds."""
+    """All that the runs recorded, of each method the first seed that recorded anything, up to `DRAWN` figures; similarity
+    and memorisation are of all seeds."""
     chosen = [run for group in by_algorithm(runs).values() if (run := _first_recorded(group)) is not None]
     looks = styles(runs)
     found: list[Drawing] = []
@@ -54,6 +55,8 @@ def drawings(runs: Sequence[RunSummary]) -> list[Drawing]:
         found.append(_objectives(chosen, looks))
     if any(of_kind(run, "similarity") for run in runs):
         found.append(_similarity(runs))
+    if any(of_kind(run, "memorisation") for run in runs):
+        found.append(_memorisation(runs))
     found += [*_local_models(chosen, looks), *_landscapes(runs)]
     joint = [one for run in runs for one in run.recorded if one["kind"] == "trajectories"]
     found += [_trajectories(one, looks) for one in joint]
@@ -154,6 +157,20 @@ def _similarity(runs: Sequence[RunSummary]) -> Drawing:
     band = " Mean over seeds, band ± one standard deviation." if len({run.seed for run in runs}) > 1 else ""
     caption = f"over all pairs of models that the clients uploaded in a round{dotted}.{band}"
     return Drawing("similarity", "Mean cosine similarity", caption, similarity_curves(runs))
+
+
+def _memorisation(runs: Sequence[RunSummary]) -> Drawing:
+    known = [one for run in runs if (one := of_kind(run, "memorisation")) is not None]
+    wrong = max(one["samples"][1] for one in known)
+    dashes = (
+        f" solid, those with right labels; of the up to {wrong:,} with wrong ones, dashed, the share that is classified as is "
+        "true, dotted, as given (memorised)."
+    )
+    band = " Mean over seeds, band ± one standard deviation." if len({run.seed for run in runs}) > 1 else ""
+    caption = (
+        f"of the global model on training samples{';' + dashes if wrong else ', all of which have right labels.'}{band}"
+    )
+    return Drawing("memorisation", "Right and wrong labels", caption, memorisation_curves(runs))
 
 
 def _local_models(chosen: Sequence[RunSummary], looks: Mapping[str, Style]) -> list[Drawing]:

@@ -157,8 +157,19 @@ def label_slot(runs: Sequence[RunSummary]) -> Slot | None:
         for name, run in list(known.items())[:PARTITIONS]
     }
     total = f"; {samples:,} in all" if len({sum(map(sum, run.label_counts)) for run in different}) == 1 else ""
-    caption = f"Each bubble's area is the number of a client's training samples of a class{total}.{some}"
+    wrong = (
+        f" By the labels given, of which {_span(different)} are wrong."
+        if any(r.wrong_labels for r in different)
+        else ""
+    )
+    caption = f"Each bubble's area is the number of a client's training samples of a class{total}.{wrong}{some}"
     return Slot("labels", "Label distribution.", caption, variants, "labels")
+
+
+def _span(runs: Sequence[RunSummary]) -> str:
+    """How many wrong labels the runs have: `492`, or `0 to 492`."""
+    least, most = (choose(run.wrong_labels for run in runs) for choose in (min, max))
+    return f"{most:,}" if least == most else f"{least:,} to {most:,}"
 
 
 def recorded_slots(runs: Sequence[RunSummary]) -> list[Slot]:

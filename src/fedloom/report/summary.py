@@ -31,7 +31,8 @@ class RunSummary:
     `configuration` is what was run and `environment` the versions and the machine it ran on. Two keys of the configuration
     mean something to the report: `command`, the line that repeats the run, and nothing else is required. `recorded` holds
     what was recorded on request (`Recording.results`), one entry a recorder, and `clients` the lines of `clients.jsonl`: the
-    accuracy of each client in the rounds in which the clients' own models were evaluated.
+    accuracy of each client in the rounds in which the clients' own models were evaluated. Label counts are of the labels as the
+    clients have them, of which `wrong_labels` are wrong (label noise).
     """
 
     algorithm: str
@@ -44,6 +45,7 @@ class RunSummary:
     environment: dict[str, Any] = field(default_factory=dict)
     recorded: list[dict[str, Any]] = field(default_factory=list)
     clients: list[dict[str, Any]] = field(default_factory=list)
+    wrong_labels: int = 0
 
 
 @dataclass(frozen=True)
