@@ -19,7 +19,7 @@ from fedloom.engines.processes.worker import slim
 from fedloom.errors import FedloomError
 from fedloom.experiment.directory import RunDirectory
 from fedloom.experiment.validation import withhold
-from fedloom.state.files import read_tensors
+from fedloom.state.tensors import read_tensors
 from fedloom.task import Task
 from partition_support import some_labels
 

@@ -287,7 +287,7 @@ def test_the_report_shows_it(folder: Path) -> None:
         (
             "objetive",
             "unknown recorder 'objetive': did you mean 'objective'? (there are: aggregate, ala, landscape, "
-            "objective, similarity, trajectory)",
+            "memorisation, objective, similarity, trajectory)",
         ),
         ("ala(clent=3)", "ala has no parameter 'clent': did you mean 'client'? (it has: client)"),
         ("objective(every=0)", "every must be at least 1, not 0"),

@@ -28,7 +28,8 @@ from fedloom.recording.landscape import Landscape
 from fedloom.report.page import Told, told
 from fedloom.report.sheet import sheet
 from fedloom.report.summary import RunSummary
-from fedloom.state.files import read_tensors, write_text
+from fedloom.state.files import write_text
+from fedloom.state.tensors import read_tensors
 from fedloom.task import Task
 
 ALL = "all"

@@ -37,7 +37,8 @@ from fedloom.report.summary import RunSummary
 from fedloom.rounds.evaluation import Record
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.state.files import write_tensors, write_text
+from fedloom.state.files import write_text
+from fedloom.state.tensors import write_tensors
 from fedloom.task import Task
 
 OnRound = Callable[[Record, Record], None]
