@@ -158,7 +158,9 @@ def ditto(setting: Setting, *, strength: float, epochs: int) -> list[Moment]:
     return shared_model(setting, work, lambda m, i, t: personal.get(i, m))
 
 
-def fedphp(setting: Setting, *, mu: float, transfer: float, deployed: str = "history") -> list[Moment]:
+def fedphp(
+    setting: Setting, *, mu: float, transfer: float, deployed: str = "history", clock: str = "own"
+) -> list[Moment]:
     world = setting.world
     history: dict[int, nn.Module] = {}
     local: dict[int, nn.Module] = {}
@@ -183,7 +185,10 @@ def fedphp(setting: Setting, *, mu: float, transfer: float, deployed: str = "his
             return (1 - transfer) * F.cross_entropy(logits, y) + transfer * distance
 
         world.train(start, i, t, loss=loss)
-        share = min(mu, mu * seen[i] / (world.participants / world.clients * world.rounds))
+        passed = (
+            (t - 1) / world.rounds if clock == "round" else seen[i] * world.clients / world.participants / world.rounds
+        )
+        share = min(mu, mu * passed)
         mixed = copy.deepcopy(start)
         with torch.no_grad():
             for p, q in zip([*mixed.parameters(), *mixed.buffers()], [*old.parameters(), *old.buffers()], strict=True):

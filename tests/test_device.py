@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from every_method import EVERY_METHOD
-from fedloom.algorithm import Plan, build
+from fedloom.algorithm import Plan, Replies, build
 from fedloom.engines.choose import make_engine
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
@@ -274,6 +274,40 @@ def test_a_client_trains_on_another_device_and_reads_nothing_back(method: str, s
     replies = algorithm.train(cohort, inbox)
     assert replies.keys() == algorithm.expects(round).keys()
     assert all(tensor.is_meta and len(tensor) == len(clients) for tensor in replies.values())
+
+
+SERVER_READS = {
+    "clusamp": "distances between clients are clustered on the CPU",
+    "clustered(fedmr)": "distances between clients are clustered on the CPU",
+    "fedfomo": "what clients think of each other's models is kept on the CPU",
+    "fedgen": "labels that some client holds are looked up before the generator trains",
+}
+"""Methods whose server half reads what lies on the device."""
+
+SERVER_VARIANTS = ["feddyn(evaluate=all)", "feddc(evaluate=all)", "feddyn(evaluate=selected)", "fedmr(blend=0.5)"]
+
+
+@pytest.mark.parametrize("method", [name for name in EVERY_METHOD if name not in SERVER_READS] + SERVER_VARIANTS)
+def test_a_server_works_on_another_device_and_reads_nothing_back(method: str) -> None:
+    task = small_task().to(torch.device("meta"))
+    clients = task.clients
+    participants = clients if method in ("apple", "fedamp") else 3
+    algorithm = build(method)
+    plan = Plan(task.layout, task.initial, clients, participants, 5, 0, task.dataset.classes, task.sizes, task.model)
+    algorithm.setup(plan)
+    replied = participants - 1  # one client drops out
+    for number in (1, 2):
+        round = Round(number, 5, 0, clients, participants, 0.05, 0.05)
+        selected = algorithm.select(round).clients
+        round = replace(round, selected=selected)
+        algorithm.send(round)
+        expected = algorithm.expects(round)
+        tensors = {name: torch.empty(replied, *shape, device="meta") for name, shape in expected.items()}
+        numbers = torch.tensor(selected[:replied])
+        algorithm.receive(round, Replies(tensors, numbers, torch.arange(replied), task.sizes(numbers)))
+        algorithm.finish(round)
+        assert algorithm.model().is_meta
+        assert all(tensor.is_meta for tensor in algorithm.deploy(round, selected).values())
 
 
 # --- half precision ---

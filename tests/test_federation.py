@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedloom.algorithm import Algorithm, Message, Selection, build
+from fedloom.algorithm import Algorithm, Message, Replies, Selection, build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.base import ClientTask, Fault, Reply
 from fedloom.engines.rows import RowsEngine
@@ -73,6 +73,39 @@ def test_torchs_own_random_state_is_left_alone_and_changes_nothing() -> None:
 
 def replace_model(model: nn.Module):  # type: ignore[no-untyped-def]
     return replace(small_task(), model=model)
+
+
+@dataclass
+class Measuring(FedAvg):
+    """FedAvg whose clients tell a figure that single precision cannot hold."""
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        cohort.metrics["third"] = torch.full((len(cohort.clients),), 1 / 3, dtype=torch.float64)
+        return super().train(cohort, inbox)
+
+
+def test_figures_keep_their_precision() -> None:
+    run = federation(Measuring(), small_task(), 1)
+    run.run()
+    assert run.history[0]["third"] == 1 / 3
+
+
+@dataclass
+class Weighing(FedAvg):
+    """FedAvg that weighs its clients itself, and keeps the weights that came with the replies."""
+
+    def select(self, round: Round) -> Selection:
+        return Selection((0, 1, 2), weights=(1 / 3, 0.1, 2.0**25 + 1))
+
+    def receive(self, round: Round, replies: Replies) -> None:
+        self.given = replies.weights.tolist()
+        super().receive(round, replies)
+
+
+def test_a_selections_weights_keep_their_precision() -> None:
+    method = Weighing()
+    federation(method, small_task(), 1).run()
+    assert method.given == [1 / 3, 0.1, 2.0**25 + 1]
 
 
 def test_bytes_are_those_of_the_messages() -> None:

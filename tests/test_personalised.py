@@ -99,6 +99,13 @@ def test_fedphp(deployed: str) -> None:
     moved(compare(world, expression, methods.fedphp, mu=0.8, transfer=0.4, deployed=deployed))
 
 
+def test_fedphp_weighs_by_the_clock_of_the_rounds_in_the_models_own_precision() -> None:
+    world = World(norm=True, training=Training(learning_rate=0.1, batch_size=4, momentum=0.5))
+    run = world.run(build("fedphp(mu=0.8, transfer=0.4, clock=round)"))
+    expected = methods.fedphp(Setting(world, run.selected), mu=0.8, transfer=0.4, clock="round")
+    assert_same(run.moments, expected, tolerance=1e-11)
+
+
 def test_partialfed() -> None:
     world = World(training=PLAIN)
     run = compare(world, "partialfed(model_batches=3, strategy_batches=2)", methods.partialfed, pattern=(3, 2))

@@ -56,7 +56,8 @@ class Drifting(Algorithm):
         if self.evaluate == "selected":
             self.state["selected"] = mean
         if self.evaluate == "all":
-            self.state["uploads"] = self.state["uploads"].index_copy(0, replies.clients, replies["model"])
+            clients = replies.clients.to(replies["model"].device)
+            self.state["uploads"] = self.state["uploads"].index_copy(0, clients, replies["model"])
 
     def model(self) -> Tensor:
         if self.evaluate == "all":

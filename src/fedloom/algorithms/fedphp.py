@@ -66,7 +66,8 @@ class FedPHP(PartlyShared):
         """m, the share of the old h in the new one, `[k]`; counts the participation."""
         round = cohort.round
         if self.clock == "round":
-            return torch.full((len(cohort.clients),), self.mu * (round.number - 1) / round.rounds)
+            share = self.mu * (round.number - 1) / round.rounds
+            return torch.full((len(cohort.clients),), share, dtype=torch.float64)
         earlier = cohort.memory.get("fedphp_participations", torch.zeros(1, dtype=torch.int64))
         cohort.memory["fedphp_participations"] = earlier + 1
         expected = round.rounds * round.participants / round.clients

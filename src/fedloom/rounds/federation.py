@@ -265,9 +265,12 @@ class Federation:
         tensors = {name: matrix if whole else matrix[slots] for name, matrix in matrices.items()}
         told = torch.tensor([-1 if r.samples is None else r.samples for r in arrived], dtype=torch.int64)
         sizes = torch.where(told < 0, self.task.sizes(clients), told)
-        weights = sizes if selection.weights is None else torch.tensor(selection.weights)[slots]
+        weights = sizes if selection.weights is None else torch.tensor(selection.weights, dtype=torch.float64)[slots]
         names = {name for reply in arrived for name in reply.metrics}
-        metrics = {n: torch.tensor([r.metrics[n] for r in arrived if n in r.metrics]) for n in sorted(names)}
+        metrics = {
+            name: torch.tensor([reply.metrics[name] for reply in arrived if name in reply.metrics], dtype=torch.float64)
+            for name in sorted(names)
+        }
         return Replies(tensors, clients, slots, weights, metrics), faults, size
 
     def _record(self, record: Record, timing: Record, clients: Record | None) -> None:
