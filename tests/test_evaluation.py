@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.algorithm import Algorithm, Message, Replies
+from every_method import EVERY_METHOD
+from fedloom.algorithm import Algorithm, Message, Replies, build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.data.dataset import Samples
 from fedloom.data.partition import Partition
@@ -209,6 +212,43 @@ def test_one_pass_over_all_clients_equals_client_by_client() -> None:
     one.run()
     two.run()
     assert [t["personal"] for t in one.client_history] == [t["personal"] for t in two.client_history]
+
+
+GLOBAL = {
+    "clusamp", "clustered(fedmr)", "clustered(silobn(buffers=average))", "fedadam", "fedasam", "fedavg", "fedavgm", "feddc",
+    "feddyn", "fedexp", "fedgen", "fedmr", "fedmr(local=moon)", "fedmut", "fednova", "fedprox", "fedsam", "fedyogi", "indep",
+    "moon", "scaffold", "secure(fedmr)", "silobn(buffers=average)", "stages(fedavg:1, fedmr)", "stages(ditto:1, fedmr)",
+    "umf(feddc)",
+}  # fmt: skip
+"""Methods whose clients all use the global model."""
+
+NESTED = [
+    "clustered(ditto, by=size)", "clustered(silobn(buffers=average))", "fedmr(local=moon)", "silobn(buffers=average)",
+    "silobn(buffers=average, eval_point=after_train)", "stages(ditto:1, fedmr)", "stages(fedavg:1, ditto)",
+    "secure(stages(fedavg(weighted=false):1, ala(fedmr)))",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("method", sorted({*EVERY_METHOD, *NESTED, *GLOBAL}))
+def test_clients_are_scored_one_by_one_only_where_they_use_models_of_their_own(method: str) -> None:
+    asked: list[str] = []
+
+    class Asked(RowsEngine):
+        def evaluate(self, *arguments: Any) -> Iterator[Tally]:
+            asked.append(method)
+            return super().evaluate(*arguments)
+
+    task = replace(small_task(), training=Training(learning_rate=0.05, batch_size=4))
+    algorithm, engine = build(method), Asked(task)
+    run = Federation(algorithm, task, engine, Schedule(rounds=2, participation=1.0, evaluate_every=1, personal_every=1))
+    run.run()
+    assert not any(record["faults"] for record in run.history)
+    assert bool(asked) == algorithm.personal == (method not in GLOBAL)
+    following = run._first.at(3)
+    tasks = [task for block in run.evaluation._orders(algorithm, following, range(6), run.integers) for task in block]
+    models = [engine.personalise(algorithm, following, client_task)[0] for client_task in tasks]
+    own = any(not torch.equal(model, algorithm.model()) for model in models)
+    assert own == algorithm.personal
 
 
 class OneHot(FedAvg):

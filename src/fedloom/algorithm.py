@@ -177,8 +177,18 @@ class Algorithm:
         return {"model": cohort.fit(inbox["model"]).model}
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
-        """The model each client would deploy, `[k, P]`; by default what it received. Memory and streams stay as they are."""
-        return inbox["model"]
+        """The model each client would deploy, `[k, P]`; by default what it received, or what the one inner method makes of that.
+        Memory and streams stay as they are."""
+        inner = self.inner()
+        return inner[0].personalise(cohort, inbox) if len(inner) == 1 else inbox["model"]
+
+    @property
+    def personal(self) -> bool:
+        """Whether a client may deploy another model than the global one. Where none does, all their test samples are scored in
+        one pass."""
+        own = [kind for kind in type(self).__mro__ if kind not in (Algorithm, Wrapper)]
+        changed = any({"personalise", "deploy"} & vars(kind).keys() for kind in own)
+        return changed or any(method.personal for method in self.inner())
 
     def travels(self, cohort: Cohort) -> Unit:
         """The slices of a row that travel as "model"; by default all of it. A wrapper's are those of its inner method."""
@@ -272,9 +282,6 @@ class Wrapper(Algorithm):
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         return self.method.train(cohort, inbox)
-
-    def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
-        return self.method.personalise(cohort, inbox)
 
 
 def uniform(round: Round) -> tuple[int, ...]:

@@ -67,9 +67,6 @@ class Indep(Algorithm):
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         return super().train(cohort, inbox) if self.local is None else self.local.train(cohort, inbox)
 
-    def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
-        return super().personalise(cohort, inbox) if self.local is None else self.local.personalise(cohort, inbox)
-
 
 @algorithms.register("fedmr")
 @dataclass

@@ -161,6 +161,12 @@ class PartlyShared(Algorithm):
         """What a client makes of the whole model it received `[k, P]` before it scores it; by default nothing."""
         return model
 
+    @property
+    def personal(self) -> bool:
+        names = ("personalise", "initialise", "complete")
+        changed = any(getattr(type(self), name) is not getattr(PartlyShared, name) for name in names)
+        return changed or self.eval_point == "after_train" or length(self._unit) < self.layout.size
+
 
 def _private(stays: Unit) -> str:
     """The name under which a client remembers what stays with it; another for another part, should the method change."""

@@ -190,6 +190,10 @@ class Stages(Algorithm):
         rest = {name: rows for name, rows in inbox.items() if name != "stage"}
         return self.stages[self._told(cohort, inbox)][0].personalise(cohort, rest)
 
+    @property
+    def personal(self) -> bool:
+        return self._present().personal
+
     def travels(self, cohort: Cohort) -> Unit:
         if self.automatic:
             return (slice(0, cohort.layout.size),)

@@ -82,12 +82,10 @@ class Evaluation:
         if self.personal_every and (personal or self._due(round, self.every)):
             tallies["client"] = self._global(algorithm, upcoming, self.clients, integers)
         if personal:
-            own = _is_personal(algorithm)
-            tallies["personal"] = (
-                self._personal(algorithm, upcoming, self.clients, integers) if own else tallies["client"]
-            )
+            judge = self._personal if algorithm.personal else self._global
+            own = judge(algorithm, upcoming, self.clients, integers) if algorithm.personal else tallies["client"]
+            tallies["personal"] = own
             if self.newcomers:
-                judge = self._personal if own else self._global
                 tallies["new_client"] = judge(algorithm, upcoming, self.newcomers, integers)
         tallies = {name: tally for name, tally in tallies.items() if len(tally.clients)}  # absent sites answer nothing
         for name, tally in tallies.items():
@@ -173,12 +171,6 @@ def newcomers_last(task: Task, count: int, seed: int) -> tuple[Task, Sequence[in
     numbers = [client for client in range(task.clients) if client not in apart] + drawn
     own = None if task.local_test is None else task.local_test.take(numbers)
     return replace(task, partition=task.partition.take(numbers), local_test=own), numbers
-
-
-def _is_personal(algorithm: Algorithm) -> bool:
-    """Whether clients use anything but the global model."""
-    kind = type(algorithm)
-    return kind.personalise is not Algorithm.personalise or kind.deploy is not Algorithm.deploy
 
 
 def _chosen(able: Any, schedule: Schedule) -> tuple[int, ...]:
