@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedloom.algorithm import Plan, Replies, algorithms, build, describe
-from fedloom.algorithms.fedmr import FedMR, Indep, blend_at
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.fedmr import FedMR, Indep, auto_blend, blend_at
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout
-from fedloom.flat.population import mean_cosine_similarity
+from fedloom.flat.population import mean_cosine_similarity, recombine, total_variance
 from fedloom.randomness import stream
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from naive import State, World, assert_same, average, uniform
+from naive import State, World, assert_same, average, shares, uniform
 
 # --- the second computation: lists of state dictionaries ---
 
@@ -68,8 +69,9 @@ def naive_fedmr(
     absent: list[set[int]] | None = None,
     train: Train | None = None,
     blend: Callable[[int], float] = lambda number: 0.0,
+    tolerance: float | None = None,
 ) -> list[State]:
-    """The global model after each round."""
+    """The global model after each round; with a `tolerance` the share of averaging is that of `blend="auto"`."""
     pool = [world.initial() for _ in selected[0]]
     models = []
     for number, clients in enumerate(selected, start=1):
@@ -86,10 +88,20 @@ def naive_fedmr(
                 for model in pool:
                     model[name] = torch.stack([upload[name] for upload in uploads]).amax(0)
         mean = average(pool, uniform(clients))
+        share = blend(number)
+        if tolerance is not None:
+            here = [client for client in clients if client not in missing]
+            center = average(pool, uniform(clients))
+            mean = average(uploads, shares(world, here))
+            start = world.initial()
+            parameters = [name for name, _ in world.at(start).named_parameters()]
+            common = sum(float(((mean[n] - start[n]) ** 2).sum()) for n in parameters)
+            spread = sum(float(((model[n] - center[n]) ** 2).sum()) for model in pool for n in parameters) / len(pool)
+            share = max(0.0, 1 - tolerance * common / spread)
         for model in pool:
             for name in mean:
                 if mean[name].is_floating_point():
-                    model[name] = model[name] + blend(number) * (mean[name] - model[name])
+                    model[name] = model[name] + share * (mean[name] - model[name])
         models.append(average(pool, uniform(clients)))
     return models
 
@@ -217,6 +229,45 @@ def test_blend_draws_the_models_together_and_keeps_their_mean() -> None:
     torch.testing.assert_close(near.state["pool"] - mean, 0.5 * (apart.state["pool"] - mean))
 
 
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("tolerance", [0.05, 0.2])
+def test_rounds_with_a_chosen_blend_equal_plain_loops(norm: bool, tolerance: float) -> None:
+    world = World(norm=norm)
+    run = world.run(FedMR(blend="auto", tolerance=tolerance))
+    chosen = [record["blend"] for record in run.federation.history]
+    assert 0 < chosen[0] < 1
+    assert len(set(chosen)) > 1
+    assert_same(run.models, naive_fedmr(world, run.selected, naive_units(world, "layer", 1.0), tolerance=tolerance))
+
+
+def test_a_chosen_blend_lies_between_fedavg_and_fedmr() -> None:
+    world = World(norm=True)
+    fedavg, fedmr, averaging = FedAvg(), FedMR(), FedMR(blend="auto", tolerance=0)
+    free = FedMR(blend="auto", tolerance=1e9)
+    for method in (fedavg, fedmr, averaging, free):
+        world.run(method)
+    torch.testing.assert_close(averaging.model(), fedavg.model(), rtol=0, atol=1e-12)
+    assert torch.equal(free.state["pool"], fedmr.state["pool"])
+
+
+@given(seed=st.integers(0, 999), count=st.integers(1, 6), tolerance=st.floats(0, 3), scale=st.floats(1e-3, 1e3))
+@settings(max_examples=50, deadline=None)
+def test_a_chosen_blend_bounds_the_spread_and_knows_no_scale(
+    seed: int, count: int, tolerance: float, scale: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    pool = torch.randn(count, 7, generator=generator, dtype=torch.float64)
+    initial = torch.randn(7, generator=generator, dtype=torch.float64)
+    average = pool.mean(0)
+    share = auto_blend(pool, average, initial, 5, tolerance)
+    assert 0 <= share <= 1
+    after, common = pool.lerp(average, share)[:, :5], float((average - initial)[:5].square().sum())
+    assert float(total_variance(after)) <= tolerance * common * (1 + 1e-9) + 1e-12
+    assert auto_blend(scale * pool, scale * average, scale * initial, 5, tolerance) == pytest.approx(share, abs=1e-9)
+    shuffled = recombine(pool, [(slice(0, 3),), (slice(3, 7),)], generator)
+    assert auto_blend(shuffled, average, initial, 5, tolerance) == pytest.approx(share, abs=1e-9)
+
+
 @pytest.mark.parametrize(
     ("number", "share"), [(1, 0.8), (2, 0.8), (6, 0.5), (10, 0.2), (15, 0.1), (20, 0.0), (99, 0.0)]
 )
@@ -234,6 +285,8 @@ def test_a_scheduled_blend_is_linear_between_its_rounds(number: int, share: floa
         ("[[0, 0.1]]", "first round must be at least 1"),
         ("[[1, 2.0]]", "share must be between 0 and 1"),
         ("[[1]]", "blend must be"),
+        ("aut", "blend must be"),
+        ("auto, tolerance=-1", "tolerance must be at least 0"),
     ],
 )
 def test_a_blend_that_cannot_be_is_refused(blend: str, message: str) -> None:

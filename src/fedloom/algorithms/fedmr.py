@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
+import torch
 from pydantic import Strict
 from torch import Tensor
 
@@ -14,12 +15,12 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.config.checks import require_at_least, require_between, require_one_of, require_share
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import UnitKind
-from fedloom.flat.population import mean_cosine_similarity, recombine_
+from fedloom.flat.population import mean_cosine_similarity, recombine_, total_variance, weighted_mean
 from fedloom.local.cohort import Cohort
 from fedloom.round import Round
 
-Blend = float | list[Annotated[tuple[int, float], Strict(False)]]
-"""A share in [0, 1], or [round, share] pairs between which it changes linearly."""
+Blend = float | list[Annotated[tuple[int, float], Strict(False)]] | Literal["auto"]
+"""A share in [0, 1], [round, share] pairs between which it changes linearly, or "auto": chosen by the server in each round."""
 
 
 @algorithms.register("indep")
@@ -82,6 +83,18 @@ class FedMR(Indep):
     `blend` b then moves every model towards the mean m of the pool, pool[k] <- (1 - b) pool[k] + b m, statistics included: 0 is
     FedMR, 1 is FedAvg with equal weights from the next round on (a combination that the paper leaves open). It is a share, or
     [round, share] pairs, linear in between and constant outside: `blend=[[1, 1.0], [100, 0.0]]`.
+
+    `blend="auto"` lets the server choose b in each round from the pool alone, without data or traffic. With w_0 the model that
+    all started from, w_k the uploads, m their mean weighted by samples (FedAvg's model) and w their plain mean, over the
+    trainable parameters:
+
+        T = |m - w_0|^2,   S = (1/K) sum_k |w_k - w|^2,   b = max(0, 1 - tolerance T / S),   pool[k] <- (1 - b) pool[k] + b m
+
+    T is what the models have learned in common, S what each has learned by itself. The mean of the pool keeps the first and
+    loses the second, so it stops being a model where S is not small beside T: long steps, clients that differ much, the first
+    rounds. Blending divides the spread by (1 - b)^-2, which leaves (tolerance T / S) tolerance T of it: never more than
+    `tolerance` times T, and the less the further the pool has come apart. Once S is below that bound, b is 0 and the method
+    is FedMR. A tolerance of 0 is FedAvg. The figure `blend` records b.
     Source: Hu et al., arXiv 2208.07677, algorithm 1; KDD 2024.
     Use it when clients' labels are skewed and averaging stalls in sharp minima; give it rounds, or averaging first
     (`stages`).
@@ -90,34 +103,57 @@ class FedMR(Indep):
     unit: UnitKind = "layer"
     fraction: float = 1.0
     blend: Blend = 0.0
+    tolerance: float = 0.05
 
     def __post_init__(self) -> None:
         require_one_of("unit", self.unit, ("layer", "tensor", "segment"))
         require_share("fraction", self.fraction)
         _require_blend(self.blend)
+        require_at_least("tolerance", self.tolerance, 0)
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        if self.blend == "auto":
+            self.state |= {"initial": plan.initial.clone(), "blend": torch.zeros(1, dtype=torch.float64)}
 
     def receive(self, round: Round, replies: Replies) -> None:
+        average = weighted_mean(replies["model"], replies.weights) if self.blend == "auto" else None
         super().receive(round, replies)
         units = self.layout.units(self.unit, self.fraction)
         # The matrix is this round's own, made by the federation for the replies or by Indep: nobody else holds it.
         pool = recombine_(self.state["pool"], units, round.stream("recombine"))
-        share = blend_at(self.blend, round.number)
-        if share > 0:
-            pool = pool.lerp(pool.mean(0), share)
-        self.state["pool"] = pool
+        if average is None:
+            average, share = pool.mean(0), blend_at(self.blend, round.number)
+        else:
+            share = auto_blend(pool, average, self.state["initial"], self.layout.trainable, self.tolerance)
+            self.state["blend"] = torch.tensor([share], dtype=torch.float64)
+        self.state["pool"] = pool.lerp(average, share) if share > 0 else pool
+
+    def diagnose(self) -> dict[str, float]:
+        chosen = {"blend": float(self.state["blend"])} if self.blend == "auto" else {}
+        return super().diagnose() | chosen
+
+
+def auto_blend(pool: Tensor, average: Tensor, initial: Tensor, trainable: int, tolerance: float) -> float:
+    """b = max(0, 1 - tolerance T / S) over the first `trainable` numbers of the pool `[K, P]`, whose models started from
+    `initial [P]` and average to `average [P]` (`FedMR`); recombination changes none of it. 0 for models that are all equal."""
+    common = float((average - initial)[:trainable].square().sum())
+    spread = float(total_variance(pool[:, :trainable]))
+    return max(0.0, 1.0 - tolerance * common / spread) if spread > 0 else 0.0
 
 
 def blend_at(blend: Blend, number: int) -> float:
-    """The share of round `number`."""
+    """The share of round `number`, where it is not chosen by the server."""
     if not isinstance(blend, list):
-        return blend
+        return float(blend)
     rounds, shares = zip(*blend, strict=True)
     return float(np.interp(number, rounds, shares))
 
 
 def _require_blend(blend: Blend) -> None:
     if not isinstance(blend, list):
-        require_between("blend", blend, 0, 1)
+        if blend != "auto":
+            require_between("blend", blend, 0, 1)
         return
     rounds = [number for number, _ in blend]
     if not rounds or rounds != sorted(set(rounds)):

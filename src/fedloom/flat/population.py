@@ -89,6 +89,14 @@ def mean_cosine_similarity(rows: Tensor) -> Tensor:
     return cosine_similarity(rows)[above[0], above[1]].mean()
 
 
+def total_variance(rows: Tensor) -> Tensor:
+    """(1/K) sum_k |rows[k] - mean|^2 of `[K, P]`: the mean squared distance of the models from their mean."""
+    spread = torch.zeros((), dtype=rows.dtype, device=rows.device)
+    for block in _blocks(rows):
+        spread += (block - block.mean(0)).square_().sum()
+    return spread / len(rows)
+
+
 def squared_distances(rows: Tensor) -> Tensor:
     """||rows[i] - rows[j]||^2, `[K, P]` to `[K, K]`, each difference taken before squaring, so that near models come out
     exact where the expanded form would cancel."""
