@@ -188,7 +188,7 @@ def test_workers_are_sent_no_true_labels() -> None:
         ("paired([0.6, 0.1])", "rate must be between 0 and 1, or a range [lowest, highest], not [0.6, 0.1]"),
         ("paired([0.6])", "rate must be between 0 and 1, or a range [lowest, highest], not [0.6]"),
         ("symmetric", "symmetric needs rate"),
-        ("symmetric(x)", "symmetric: rate must be a number, not 'x'"),
+        ("symmetric(x)", "symmetric: rate must be a number or a list, not 'x'"),
         ("symmetric(0.4, 2)", "symmetric takes at most 1 arguments (rate), not 2"),
         ("symmetric(rat=0.4)", "symmetric has no parameter 'rat': did you mean 'rate'? (it has: rate)"),
     ],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fedloom.config.expression import checked, parse, plain, show
+from fedloom.config.expression import show
 from fedloom.config.registry import Registry
 from fedloom.data.partition import Indices, Partition, draw_from_each, sample_keys
 from fedloom.errors import InvalidValue
@@ -84,9 +84,5 @@ def build_label_noise(expression: str) -> LabelNoise | None:
     """The label noise of `symmetric(0.4)`, `paired([0.0, 0.6])` or `none`. Raises `UnknownName` or `InvalidValue`."""
     if expression.strip().lower() == "none":
         return None
-    call = parse(expression)
-    entry = label_noises[call.name]
-    if call.until is not None:
-        raise InvalidValue(f"{call}: nothing may follow here, but :{call.until} does")
-    named = {name: plain(value) for name, value in call.named.items()}
-    return entry.make(**checked(entry, entry.options(tuple(plain(value) for value in call.positional), named)))
+    made: LabelNoise = label_noises.build(expression)
+    return made
