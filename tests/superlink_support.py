@@ -25,9 +25,7 @@ import pytest
 
 from fedloom.engines.flower.deploy.keys import Keys, make_keys
 
-needs_flower = pytest.mark.skipif(
-    importlib.util.find_spec("flwr") is None, reason="Flower is missing: pip install 'fedloom[flower]'"
-)
+needs_flower = pytest.mark.skipif(importlib.util.find_spec("flwr") is None, reason="Flower is missing")
 
 needs_processes = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found in /proc")
 

@@ -470,7 +470,7 @@ def test_the_hub_serves_femnist_by_writer(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_when_the_hub_is_asked_and_when_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(MissingExtra, match=r"pip install 'fedloom\[hub\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install -e '.\[hub\]'"):
         make("mnist", hub=True)
     calls = _fake_hub(monkeypatch, {})
     with pytest.raises(DataError, match="mnist: not in"):

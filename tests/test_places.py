@@ -25,7 +25,7 @@ from fedloom.engines.stacked import StackedEngine
 from fedloom.rounds.federation import Federation
 from fedloom.task import Task
 
-pytest.importorskip("flwr", reason="Flower is missing: pip install 'fedloom[flower]'")
+pytest.importorskip("flwr", reason="Flower is missing")
 
 from flower_support import assert_close, flower, run_config, schedule
 from secure_sites import peers
@@ -78,7 +78,7 @@ class Places:
 
 
 def _ray(task: Task) -> Engine:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'fedloom[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed")
     from fedloom.engines.ray.engine import RayEngine
 
     return RayEngine(task, workers=2)

@@ -40,7 +40,7 @@ from process_support import Deadly, Failing, Misconfigured, Peeking, wide_task
 from ray_support import SCRIPT, Greedy, counted, descendants, gone
 from small_task import TRAIN_SIZES, KeepsClientMemory, small_task
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'fedloom[ray]'")
+pytest.importorskip("ray", reason="Ray is not installed")
 
 CLIENTS = len(TRAIN_SIZES)
 TASK = wide_task()
@@ -349,7 +349,7 @@ def test_a_process_has_one_cluster_at_a_time(engine: RayEngine) -> None:
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingExtra, match=r"engine 'ray' needs 'ray': pip install 'fedloom\[ray\]'"):
+    with pytest.raises(MissingExtra, match=r"engine 'ray' needs 'ray': pip install -e '.\[ray\]'"):
         RayEngine(TASK)
 
 

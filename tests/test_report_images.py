@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.errors import InvalidValue
+from fedloom.errors import InvalidValue, MissingExtra
 from fedloom.report import images
 from fedloom.report.images import portrait, require_images, save_figures, write_images
 from fedloom.report.slots import image_slots
@@ -46,7 +46,9 @@ def test_what_is_missing_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tm
     with pytest.raises(InvalidValue, match=r"^image format 'pgn' is not allowed: did you mean 'png'\?"):
         write_images(tmp_path, RUNS, ["pgn"])
     monkeypatch.setitem(sys.modules, "kaleido", None)
-    with pytest.raises(InvalidValue, match=r'^images need Kaleido: pip install "fedloom\[images\]"$'):
+    with pytest.raises(
+        MissingExtra, match=r"^drawing images needs 'kaleido': pip install -e '.\[images\]' in the clone"
+    ):
         require_images(["png"])
     assert list(tmp_path.iterdir()) == []
 
@@ -64,7 +66,7 @@ def test_a_missing_browser_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path (Debian's package: chromium)")
 def test_png_and_svg_are_drawn_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("kaleido", reason='Kaleido is not installed (pip install "fedloom[images]")')
+    pytest.importorskip("kaleido", reason="Kaleido is not installed")
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # whoever asked the network would get no answer
     slot = next(slot for slot in image_slots(RUNS) if slot.name == "seeds")
     figure = portrait(slot)
@@ -80,7 +82,7 @@ def test_png_and_svg_are_drawn_without_a_network(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path (Debian's package: chromium)")
 def test_a_browser_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("kaleido", reason='Kaleido is not installed (pip install "fedloom[images]")')
+    pytest.importorskip("kaleido", reason="Kaleido is not installed")
     monkeypatch.setenv("BROWSER_PATH", "/bin/false")
     slot = next(slot for slot in image_slots(RUNS) if slot.name == "seeds")
     with pytest.raises(InvalidValue, match=r"^images cannot be drawn with /bin/false: ") as refused:

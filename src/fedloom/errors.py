@@ -56,7 +56,7 @@ class MissingExtra(FedloomError, ImportError):
     """An optional dependency that is not installed; the text says what to install."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs {package!r}: pip install 'fedloom[{extra}]'")
+        super().__init__(f"{purpose} needs {package!r}: {installing(extra)}")
 
 
 class RefusedReply(FedloomError):
@@ -65,6 +65,15 @@ class RefusedReply(FedloomError):
 
 class Diverged(FedloomError):
     """Every reply of a round was refused because its values are not finite."""
+
+
+def installing(extra: str) -> str:
+    """How to install what `extra` brings.
+
+    >>> installing("ray")
+    "pip install -e '.[ray]' in the clone of fedloom"
+    """
+    return f"pip install -e '.[{extra}]' in the clone of fedloom"
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

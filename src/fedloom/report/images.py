@@ -15,7 +15,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from fedloom.config.checks import require_one_of
-from fedloom.errors import InvalidValue
+from fedloom.errors import InvalidValue, MissingExtra
 from fedloom.report.models import COLUMNS
 from fedloom.report.sheet import Score
 from fedloom.report.slots import Slot, image_slots
@@ -84,7 +84,7 @@ def _kaleido() -> Any:
     try:
         import kaleido
     except ImportError:
-        raise InvalidValue('images need Kaleido: pip install "fedloom[images]"') from None
+        raise MissingExtra("kaleido", "images", "drawing images") from None
     return kaleido
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedloom.data.dataset import Samples
 from fedloom.data.formats.cache import cached, file_stamp
 from fedloom.data.formats.hub import hub_installed
-from fedloom.errors import DataError
+from fedloom.errors import DataError, installing
 
 Parts = tuple[Samples, Samples]  # training and test samples
 T = TypeVar("T")
@@ -52,7 +52,7 @@ def load(origin: Origin[T], folder: str | None, hub: bool | None) -> T:
         return origin.fetch()
     where = folder or os.environ.get("FEDLOOM_DATA")
     looked = f"not in {where}" if where else "no folder given and FEDLOOM_DATA is not set"
-    other = "" if origin.fetch is None else ", or pip install 'fedloom[hub]' and set hub=true to download it"
+    other = "" if origin.fetch is None else f", or {installing('hub')} and set hub=true to download it"
     raise DataError(
         f"{origin.name}: {looked}; put {origin.wanted} in FOLDER or FOLDER/{origin.folders[0]}"
         f" and set folder or FEDLOOM_DATA to FOLDER{other}"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedloom.errors import FedloomError, InvalidValue, MissingExtra
+from fedloom.errors import FedloomError, InvalidValue, MissingExtra, installing
 
 LOCAL = "local"
 """The address that means a cluster of this machine alone, started here."""
@@ -151,7 +151,7 @@ def _connected(ray: Any, address: str) -> Session:
             ) from error
         hint = " (a cluster that asks for a token needs RAY_AUTH_MODE=token here, and its token)"
         if isinstance(error, ImportError):
-            hint = ": pip install 'ray[client]'"
+            hint = f": {installing('ray')}"
         raise FedloomError(f"engine 'ray' cannot connect to {address!r}: {first_line(error)}{hint}") from error
     _hush()
     return Session(address, started=True, security=security)

@@ -14,6 +14,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from fedloom.errors import installing
 from fedloom.experiment.trackers.tracker import TrackedRun, require_installed, trackers
 
 _TAG = "fedloom.run"
@@ -38,7 +39,7 @@ class MLflow:
     every: float = 5.0
 
     def __post_init__(self) -> None:
-        require_installed("mlflow", "mlflow", "mlflow", "'fedloom[mlflow]'")
+        require_installed("mlflow", installing("mlflow"))
 
     def begin(self, run: TrackedRun) -> int:
         """Make the run, or find it again by its tag. The answer is the last round that MLflow knows."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedloom.errors import installing
 from fedloom.experiment.trackers.tracker import TrackedRun, require_installed, trackers
 
 _LAST = "last_round"
@@ -28,7 +29,7 @@ class TensorBoard:
     flush_seconds: int = 10
 
     def __post_init__(self) -> None:
-        require_installed("tensorboard", "tensorboard", "tensorboard", "'fedloom[tensorboard]'")
+        require_installed("tensorboard", installing("tensorboard"))
 
     def begin(self, run: TrackedRun) -> int:
         """Open the event files; those of an earlier run that this one replaces are removed. The answer is the last round in

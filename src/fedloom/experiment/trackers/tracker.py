@@ -67,10 +67,10 @@ def build_tracker(expression: str | Tracker) -> Tracker:
     return cast(Tracker, trackers.build(expression))
 
 
-def require_installed(module: str, package: str, tracker: str, install: str) -> None:
-    """Raise `FedloomError`, saying what to install, unless the module is there."""
-    if importlib.util.find_spec(module) is None:
-        raise FedloomError(f"tracker {tracker} needs {package!r}: pip install {install}")
+def require_installed(package: str, install: str) -> None:
+    """Raise `FedloomError`, saying how to `install` it, unless the package is there."""
+    if importlib.util.find_spec(package) is None:
+        raise FedloomError(f"tracker {package} needs {package!r}: {install}")
 
 
 def _own(path: str, call: Call, expression: str) -> Tracker:

@@ -23,7 +23,7 @@ class WeightsAndBiases:
     mode: Literal["offline", "online"] = "offline"
 
     def __post_init__(self) -> None:
-        require_installed("wandb", "wandb", "wandb", "wandb")
+        require_installed("wandb", "pip install wandb")
 
     def begin(self, run: TrackedRun) -> int:
         """Make the run, or go on with it. The answer is the last round that is there already."""
