@@ -17,6 +17,7 @@ from fedloom.data.noise import LabelNoise, build_label_noise, label_noises
 from fedloom.data.partition import Partition
 from fedloom.engines.processes.worker import slim
 from fedloom.errors import FedloomError
+from fedloom.experiment.configuration import load
 from fedloom.experiment.directory import RunDirectory
 from fedloom.experiment.validation import withhold
 from fedloom.state.tensors import read_tensors
@@ -203,6 +204,23 @@ def test_what_is_wrong_is_said_in_one_line(text: str, message: str) -> None:
 @pytest.mark.parametrize("text", ["none", " None "])
 def test_none_is_no_noise(text: str) -> None:
     assert build_label_noise(text) is None
+
+
+def test_a_file_names_it_and_settings_vary_it(tmp_path: Path) -> None:
+    (tmp_path / "noisy.toml").write_text("[settings]\ndata.label_noise = ['none', 'symmetric(0.4)']\n")
+    found = load(tmp_path / "noisy.toml", ["data.clients=6", "model=mlp(hidden=[8])"])
+    clean, noisy = (setting.task(1) for setting in found.settings.values())
+    assert clean.true_labels is None
+    assert noisy.true_labels is not None
+    assert torch.equal(clean.train.labels, noisy.true_labels)
+    assert torch.equal(
+        noisy.train.labels, noisy_task("symmetric(0.4)", partition="dirichlet(0.5)", seed=1).train.labels
+    )
+    (tmp_path / "wrong.toml").write_text("[data]\nlabel_noise = 'symmetric(2)'\n")
+    with pytest.raises(
+        FedloomError, match=r"\Adata.label_noise = 'symmetric\(2\)': rate must be between 0 and 1[^\n]*\Z"
+    ):
+        load(tmp_path / "wrong.toml")
 
 
 def test_labels_are_kept_with_the_split_and_a_resumed_run_has_the_same(tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ from fedloom.algorithm import build
 from fedloom.data.dataset import Samples
 from fedloom.data.partition import Partition
 from fedloom.engines.flower.deploy import server_app
-from fedloom.engines.flower.deploy.agreement import deployment
+from fedloom.engines.flower.deploy.agreement import deployment, description
 from fedloom.engines.flower.deploy.answer import default_folder
+from fedloom.engines.flower.deploy.site import Site
 from fedloom.engines.flower.deploy.site_data import own_data
 from fedloom.engines.flower.mailbox import Mailbox
 from fedloom.engines.rows import RowsEngine
@@ -209,6 +210,50 @@ def test_sites_train_on_their_own_data(algorithm: str, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "task.json").read_text())["label_counts"] == []
     assert not (tmp_path / "run" / "split.npz").exists()
     assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_sites_train_on_noisy_labels_of_the_federations_data(tmp_path: Path) -> None:
+    """Each site draws the label noise of a simulation by itself."""
+    config = run_config("ditto", tmp_path / "sites", rounds=2)
+    config["configuration"] = config["configuration"].replace("[data]", "[data]\nlabel_noise = 'symmetric([0.2, 0.9])'")
+    settings = deployment(config)
+    server_app.serve(LocalGrid(nodes(CLIENTS, tmp_path), config), config, PAUSE)
+    task = settings.configuration.task(3)
+    expected = Federation(build("ditto"), task, RowsEngine(task), schedule(settings))
+    expected.run()
+    found, _ = read_tensors(tmp_path / "sites" / "model.safetensors")
+    for name, tensor in task.module(expected.algorithm.model()).state_dict().items():
+        if tensor.is_floating_point():
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5)
+    wrong = json.loads((tmp_path / "sites" / "task.json").read_text())["wrong_labels"]
+    assert task.true_labels is not None
+    assert wrong == int((task.train.labels != task.true_labels).sum()) > 100
+
+
+def test_sites_make_labels_of_their_own_training_data_wrong_each_by_its_own_draw(tmp_path: Path) -> None:
+    config = run_config("fedavg", tmp_path / "run")
+    text = config["configuration"].replace("[data]", "[data]\nlabel_noise = 'paired([0.2, 0.9])'")
+    config["configuration"] = text.replace("local_test = 0.25", "")
+    labels = np.arange(300) % 10
+    inputs = np.random.default_rng(0).random((300, 1, 8, 8), dtype=np.float32)
+    np.savez(tmp_path / "all.npz", inputs=inputs, labels=labels, test_inputs=inputs[:50], test_labels=labels[:50])
+    words = {"data": description(make_dataset("digits"))}
+    drawn = []
+    for number in (0, 1):
+        told = {
+            "partition-id": number,
+            "num-partitions": CLIENTS,
+            "memory": str(tmp_path),
+            "data": str(tmp_path / "all.npz"),
+        }
+        one, again = (Site.of(config, told)._whole_task(words)[0] for _ in range(2))
+        assert torch.equal(one.train.labels, again.train.labels)
+        assert one.train.labels[300:].tolist() == labels[:50].tolist()
+        wrong = one.train.labels[:300] != torch.from_numpy(labels)
+        assert bool((one.train.labels[:300][wrong] == (torch.from_numpy(labels)[wrong] + 1) % 10).all())
+        drawn.append(wrong)
+        assert 0.2 <= wrong.float().mean() <= 0.9
+    assert drawn[0].float().mean() != drawn[1].float().mean()
 
 
 def test_a_site_that_joins_later_counts_with_its_own_samples(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """What the documentation takes from the code when it is built: a hook of MkDocs.
 
 A line `[[methods: personal]]` in a page is replaced by all methods of that family, `[[datasets]]`, `[[partitions]]`,
-`[[models]]`, `[[recorders]]` and `[[trackers]]` by all there is of each, `[[methods]]` by a table of every method, and
+`[[label_noises]]`, `[[models]]`, `[[recorders]]` and `[[trackers]]` by all there is of each, `[[methods]]` by a table of every
+method, and
 `[[file: benchmarks/RESULTS.md]]` by a file of the repository. So a new method is in the documentation without another edit.
 """
 
@@ -20,6 +21,7 @@ from fedloom.algorithms.sharing import PartlyShared
 from fedloom.config.expression import show
 from fedloom.config.registry import Entry, Registry
 from fedloom.data.dataset import datasets
+from fedloom.data.noise import label_noises
 from fedloom.data.partition import partitions
 from fedloom.experiment.tables import signature
 from fedloom.experiment.trackers import trackers
@@ -29,7 +31,8 @@ from fedloom.recording.recorder import recorders
 ROOT = Path(__file__).resolve().parents[2]
 
 REGISTRIES: dict[str, Registry[Any]] = {
-    "datasets": datasets, "partitions": partitions, "models": models, "recorders": recorders, "trackers": trackers,
+    "datasets": datasets, "partitions": partitions, "label_noises": label_noises, "models": models, "recorders": recorders,
+    "trackers": trackers,
 }  # fmt: skip
 
 FAMILIES = {

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedloom.config.expression import show
+from fedloom.config.fields import require_fields
 from fedloom.config.registry import Registry
 from fedloom.data.partition import Indices, Partition, draw_from_each, sample_keys
 from fedloom.errors import InvalidValue
@@ -26,6 +27,7 @@ class LabelNoise:
     rate: float | list[float]
 
     def __post_init__(self) -> None:
+        require_fields(self)
         limits = self._limits
         if len(limits) != 2 or not 0 <= limits[0] <= limits[1] <= 1:
             raise InvalidValue(f"rate must be between 0 and 1, or a range [lowest, highest], not {show(self.rate)}")

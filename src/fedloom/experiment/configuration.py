@@ -18,6 +18,7 @@ from fedloom.config.expression import Call, parse
 from fedloom.config.fields import Count, NonNegativeInt, Share, require_fields, type_hints
 from fedloom.config.plugins import import_plugins
 from fedloom.data.dataset import Dataset, datasets
+from fedloom.data.noise import build_label_noise
 from fedloom.data.partition import partitions
 from fedloom.engines.choose import require_engine_on, settled_by
 from fedloom.errors import FedloomError, InvalidValue
@@ -39,7 +40,7 @@ Part = Annotated[float, Field(gt=0, lt=1)]
 
 @dataclass(frozen=True)
 class Data:
-    """The table `[data]`: what is learned and how the clients share it (see `make_task`).
+    """The table `[data]`: what is learned, how the clients share it, and how well it is labelled (see `make_task`).
 
     With `validation`, such as 0.2, that share of each client's training samples takes the place of all test data, which is
     then looked at nowhere (see `withhold`).
@@ -51,6 +52,7 @@ class Data:
     local_test: Part | None = None
     merge: bool = False
     validation: Part | None = None
+    label_noise: str = "none"
 
     def __post_init__(self) -> None:
         require_fields(self)
@@ -141,6 +143,7 @@ class Configuration:
             training=self.training,
             local_test=self.data.local_test,
             merge=self.data.merge,
+            label_noise=self.data.label_noise,
             seed=seed,
             device=self.device,
         )
@@ -318,6 +321,7 @@ def _check(found: Configuration) -> None:
         _named("trackers", text, build_tracker)
     _named("data.name", found.data.name, datasets.read)
     _named("data.partition", found.data.partition, partitions.read)
+    _named("data.label_noise", found.data.label_noise, build_label_noise)
     if ":" not in found.model:
         _named("model", found.model, models.read)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 import fedloom
 from fedloom.algorithm import Algorithm, Plan, build
 from fedloom.algorithms.secure import Secure, secured
+from fedloom.data.noise import build_label_noise
 from fedloom.data.partition import Partition
 from fedloom.engines.base import INTEGERS, ClientTask, Fault
 from fedloom.engines.flower.deploy.agreement import Deployment, deployment, described, layout_digest, read_configuration
@@ -31,10 +32,11 @@ from fedloom.engines.flower.deploy.site_peer import Entry, SitePeer
 from fedloom.engines.flower.messages import Refusal, Words, whole
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import DamagedCheckpoint, InvalidValue, RefusedReply
+from fedloom.randomness import stream_seed
 from fedloom.round import Round
 from fedloom.secure import from_layers, to_layers
 from fedloom.secure.peer import OCCASIONS
-from fedloom.task import Task, make_task
+from fedloom.task import Task, make_task, mislabelled
 
 _MOST = 1 << 48  # of anything that is counted
 _EVERYTHING = 1 << 62  # bytes of memory kept in memory
@@ -248,6 +250,9 @@ class Site:
         )
         if test is not None:
             task = replace(task, local_test=Partition.of([np.arange(len(train), len(samples))]))
+        noise = build_label_noise(settings.data.label_noise)
+        if noise is not None:
+            task = mislabelled(task, noise, stream_seed(settings.seed, "label noise", client=self.number))
         return task, 0
 
 
