@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import fedloom as fl
 from every_method import EVERY_METHOD
 from fedloom.algorithm import Algorithm, Message, Replies, build
 from fedloom.algorithms.fedavg import FedAvg
@@ -26,6 +27,7 @@ from fedloom.data.partition import Partition
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
 from fedloom.local.cohort import Cohort
+from fedloom.report.page import write_report
 from fedloom.round import Round
 from fedloom.rounds.evaluation import SHARE, TRAINING_PASSES, cadence, newcomers_last
 from fedloom.rounds.federation import Federation
@@ -386,6 +388,30 @@ def test_the_chosen_cadence_costs_less_than_a_tenth_and_not_needlessly_little(
         assert overall <= SHARE + 1e-9
     if evaluate_every is None and every > 1:
         assert overall * every / (every - 1) > SHARE / 2 - 1e-9
+
+
+@pytest.mark.parametrize("own_test", [True, False])
+@pytest.mark.parametrize("every", [None, 1])
+def test_without_global_test_samples_a_run_ends_without_test_figures(
+    every: int | None, own_test: bool, tmp_path: Path
+) -> None:
+    task = small_task(own_test)
+    task = replace(task, test=task.test[:0])
+    result = fl.run("fedmr", task, rounds=3, participation=0.5, evaluate_every=every, directory=tmp_path)
+    for record in result.history:
+        assert not {"accuracy", "loss"} & record.keys()
+        assert every is None or ("client_accuracy" in record) == own_test
+    assert "pool_cosine" in result.history[-1]
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert (found["rounds"], found["accuracy"], found["best_accuracy"]) == (3, None, None)
+    write_report(tmp_path / "report.html", "no test samples", [result.summary], (0.5,), "fedloom run")
+    for figure in ("accuracy", "best_accuracy"):
+        with pytest.raises(InvalidValue, match=r"^the test set of 'small' is empty, so there is no test accuracy$"):
+            getattr(result, figure)
+    assert result.rounds_to(0.5) is None
+    for recorder in ("aggregate", "landscape(data=test)"):
+        with pytest.raises(InvalidValue, match=r"^record: \w+: the test set of 'small' is empty$"):
+            fl.run("fedmr", task, rounds=1, participation=0.5, record=[recorder])
 
 
 def test_a_partition_without_test_samples_measures_nobody() -> None:

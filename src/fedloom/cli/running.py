@@ -47,7 +47,10 @@ def run(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Qu
     if fresh or not page.exists():
         write_report(page, str(name), [found], configuration.targets, again(["run", str(file), *(overrides or [])]))
     final, best, seconds = figures.final(found), figures.best(found), figures.seconds(found)
-    print(f"{name}: test accuracy {100 * (final or 0):.2f} %, best {100 * (best or 0):.2f} %")
+    scores = "no test samples"
+    if final is not None and best is not None:
+        scores = f"test accuracy {100 * final:.2f} %, best {100 * best:.2f} %"
+    print(f"{name}: {scores}")
     print(f"{len(found.records)} rounds, {byte_text(figures.bytes_down(found))} down, ", end="")
     print(f"{byte_text(figures.bytes_up(found))} up, {time_text(seconds or 0)}")
     print(f"model:  {place.path / 'model.safetensors'}\nreport: {page}")

@@ -76,13 +76,20 @@ class Result:
 
     @property
     def accuracy(self) -> float:
-        """Test accuracy after the last round, a share in [0, 1]."""
-        return figures.accuracies(self.summary)[-1]
+        """Test accuracy after the last round, a share in [0, 1]. Raises `InvalidValue` where the test set is empty."""
+        return self._accuracies[-1]
 
     @property
     def best_accuracy(self) -> float:
-        """Best test accuracy of any round (chosen on the test set, so it flatters)."""
-        return max(figures.accuracies(self.summary))
+        """Best test accuracy of any round (chosen on the test set, so it flatters). Raises as `accuracy`."""
+        return max(self._accuracies)
+
+    @property
+    def _accuracies(self) -> list[float]:
+        found = figures.accuracies(self.summary)
+        if not found:
+            raise InvalidValue(f"the test set of {self.task.dataset.name!r} is empty, so there is no test accuracy")
+        return found
 
     def rounds_to(self, target: float) -> int | None:
         """First round with at least this test accuracy (a share in (0, 1]); None if never."""
@@ -346,8 +353,8 @@ def _ends(result: Result) -> dict[str, Any]:
     summary = result.summary
     return {
         "rounds": len(summary.records),
-        "accuracy": result.accuracy,
-        "best_accuracy": result.best_accuracy,
+        "accuracy": figures.final(summary),
+        "best_accuracy": figures.best(summary),
         "bytes_down": figures.bytes_down(summary),
         "bytes_up": figures.bytes_up(summary),
         "seconds": figures.seconds(summary),

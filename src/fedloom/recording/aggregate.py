@@ -36,6 +36,9 @@ class Aggregate(Recorder):
     def name(self) -> str:
         return "aggregate"
 
+    def require(self, scene: RunContext) -> None:
+        scene.require_test_samples()
+
     def note(self, number: int, exchanges: Sequence[Exchange], scene: RunContext) -> Note | None:
         chosen = [one for one in exchanges if self.models is None or one.slot < self.models]
         if number % self.every or not chosen:

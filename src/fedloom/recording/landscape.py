@@ -54,6 +54,10 @@ class Landscape(Recorder):
     def name(self) -> str:
         return "landscape"
 
+    def require(self, scene: RunContext) -> None:
+        if self.data == "test":
+            scene.require_test_samples()
+
     def note(self, number: int, exchanges: Sequence[Exchange], scene: RunContext) -> Note | None:
         return Note({}) if number == scene.rounds else None
 

@@ -35,6 +35,11 @@ class RunContext:
         tally = self.evaluator.tally(row, self.task.train, self.task.partition, [client], integers)
         return float(tally.loss[0]), int(tally.samples[0])
 
+    def require_test_samples(self) -> None:
+        """Raise `InvalidValue` where the test set is empty."""
+        if not len(self.task.test):
+            raise InvalidValue(f"the test set of {self.task.dataset.name!r} is empty")
+
     def test_score(self, row: Tensor, integers: Tensor | None) -> Score:
         """The model `row [P]` on the global test set, in evaluation mode."""
         return self.evaluator.score(row, self.task.test, integers)

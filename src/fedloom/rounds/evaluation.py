@@ -2,7 +2,7 @@
 
 Figures of one evaluation, by name (`Tally.figures` defines the parts):
 
-    accuracy, loss                  the global model on the global test set
+    accuracy, loss                  the global model on the global test set, unless that is empty
     client_accuracy, _std, _worst   the global model on the clients' own test data; client_loss
     personal_accuracy, ...          each client's own model (`Algorithm.personalise`) on the client's own test data
     new_client_accuracy, ...        the same for clients that never train
@@ -74,8 +74,10 @@ class Evaluation:
         integer buffers."""
         figures: Record = {}
         if self._due(round, self.every):
-            score = self.evaluator.score(algorithm.model(), self.task.test, integers)
-            figures |= {"accuracy": score.accuracy, "loss": score.loss, **algorithm.diagnose()}
+            if len(self.task.test):
+                score = self.evaluator.score(algorithm.model(), self.task.test, integers)
+                figures |= {"accuracy": score.accuracy, "loss": score.loss}
+            figures |= algorithm.diagnose()
         tallies: dict[str, Tally] = {}
         personal = self._due(round, self.personal_every)
         upcoming = round.at(round.number + 1)
@@ -148,7 +150,7 @@ def cadence(task: Task, schedule: Schedule, trainers: int, evaluated: int) -> tu
     local = TRAINING_PASSES * (settings.epochs * mean if settings.steps is None else settings.steps * batch)
     training = schedule.participants(trainers) * local
     if evaluated == 0 or schedule.personal_every == 0 or task.local_test is None:
-        return schedule.evaluate_every or math.ceil(len(task.test) / (SHARE * training)), 0
+        return schedule.evaluate_every or max(1, math.ceil(len(task.test) / (SHARE * training))), 0
     own = float(task.local_test.sizes.mean())
     overall = len(task.test) + evaluated * own
     every = schedule.evaluate_every or math.ceil(overall / (SHARE / 2 * training))
