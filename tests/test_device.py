@@ -340,12 +340,12 @@ def trained(task: Task, engine: str, rounds: int = 4) -> Any:
 @pytest.mark.parametrize("engine", ["rows", "stacked"])
 @pytest.mark.parametrize("model", ["mlp(hidden=[32])", "digits_cnn"])
 def test_half_precision_learns_nearly_what_single_precision_does(engine: str, model: str) -> None:
-    half, single = (trained(digits(kind, model), engine) for kind in ("bfloat16", "none"))
+    half, single = (trained(digits(kind, model), engine, rounds=8) for kind in ("bfloat16", "none"))
     ours, reference = (found.federation.algorithm.model() for found in (half, single))
     assert ours.dtype == torch.float32
     start = half.task.initial
     away, way = float((ours - reference).norm()), float((reference - start).norm())
-    assert 0 < away < 0.1 * way
+    assert 0 < away < 0.2 * way
     assert half.accuracy > single.accuracy - 0.04
     assert half.accuracy > 0.5
     assert not torch.equal(ours, ours.bfloat16().float())  # weights are not rounded

@@ -14,7 +14,7 @@ from fedloom.algorithm import build
 from fedloom.algorithms.fedgen import FedGen, classifier, sameness
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout
-from fedloom.randomness import stream, stream_seed
+from fedloom.randomness import stream
 from naive import State, World, assert_same, average, shares
 
 BATCH, STEPS, NOISE, HIDDEN = 6, 5, 3, 8
@@ -50,7 +50,7 @@ def fedgen(
     ratio: bool = False,
 ) -> Iterator[State]:
     with torch.random.fork_rng():
-        torch.manual_seed(stream_seed(world.seed, "generator"))
+        torch.set_rng_state(stream(world.seed, "generator").get_state())
         imaginer = Imaginer(world.classes).double()
     state = world.initial()
     for number, clients in enumerate(rounds, start=1):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import torch
 
 from batch_order import batch_order
 from fedloom.algorithm import uniform
-from fedloom.randomness import numpy_stream, stream, stream_seed
+from fedloom.randomness import global_stream, numpy_stream, stream, stream_bytes, stream_seed
 from fedloom.round import Round
 
 
@@ -25,8 +26,58 @@ def test_other_names_give_other_seeds() -> None:
     assert len(set(seeds)) == len(seeds)
 
 
+def test_no_two_of_a_million_streams_agree() -> None:
+    """A generator that is seeded by 32 bits gives the same numbers for about n^2 / 2^33 pairs of n seeds: 116 here."""
+    names = [(round, client) for round in range(1000) for client in range(1000)]
+    seeds = np.array([stream_seed(0, "batches", round=r, client=c) for r, c in names], dtype=np.uint64) & 0xFFFFFFFF
+    values, counts = np.unique(seeds, return_counts=True)
+    alike = np.flatnonzero(seeds == values[counts > 1][0])[:2].tolist()
+    one, two = (torch.rand(3, generator=stream(0, "batches", round=r, client=c)) for r, c in (names[k] for k in alike))
+    assert not torch.equal(one, two)
+    beginnings = {stream_bytes(8, 0, "batches", round=r, client=c) for r, c in names}
+    assert len(beginnings) == len(names)
+    for r, c in names[:3]:
+        state = stream(0, "batches", round=r, client=c).get_state().numpy()[24 : 24 + 8 * 624].view(np.uint64)
+        assert state.astype(np.uint32).tobytes() == stream_bytes(4 * 624, 0, "batches", round=r, client=c)
+
+
+def test_a_stream_can_be_kept_and_taken_up_again() -> None:
+    generator = stream(3, "batches", round=2, client=7)
+    torch.randn(7, generator=generator)
+    state = generator.get_state()
+    expected = torch.randn(5, generator=generator), torch.randperm(9, generator=generator)
+    other = torch.Generator()
+    other.set_state(state)
+    assert torch.equal(torch.randn(5, generator=other), expected[0])
+    assert torch.equal(torch.randperm(9, generator=other), expected[1])
+
+
+def test_streams_are_uniform_and_have_nothing_to_do_with_each_other() -> None:
+    first = torch.stack(
+        [torch.rand(700, generator=stream(1, "batches", client=c), dtype=torch.float64) for c in range(300)]
+    )
+    assert abs(float(first.mean()) - 0.5) < 4 * (1 / 12 / first.numel()) ** 0.5
+    assert abs(float(first[:, 0].mean()) - 0.5) < 4 * (1 / 12 / 300) ** 0.5
+    correlations = torch.corrcoef(first).fill_diagonal_(0).abs()
+    assert float(correlations.max()) < 6 / 700**0.5
+
+
+def test_the_global_generator_is_a_stream_for_a_while() -> None:
+    before = torch.get_rng_state()
+    with global_stream(3, "layers", client=5):
+        drawn = torch.rand(4)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(drawn, torch.rand(4, generator=stream(3, "layers", client=5)))
+
+
 def test_streams_are_stable_over_versions() -> None:
     """Written down once: another value would change every published result."""
+    assert torch.randint(1000, (4,), generator=stream(42, "batches", round=3, client=11)).tolist() == [
+        873,
+        425,
+        669,
+        697,
+    ]
     assert stream_seed(0, "select", round=1) == 3597553764839075397
     assert stream_seed(42, "batches", round=3, client=11) == 4053908831382709043
 

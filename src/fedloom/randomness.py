@@ -7,20 +7,66 @@ So a resumed run, a run on several processes and a run over real sites draw alik
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 
+_WORDS = 624
+"""Words of 32 bits in the Mersenne twister, torch's generator on the CPU.
+`get_state` gives each in 64 bits, from byte 24 on."""
+
+
+@cache
+def _seeded_state() -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The state of a generator that has been seeded and has drawn nothing yet."""
+    state: np.ndarray[Any, np.dtype[np.uint8]] = torch.Generator().manual_seed(0).get_state().numpy()
+    return state
+
+
+def _name(seed: int, purpose: str, round: int, client: int) -> bytes:
+    return f"{seed}/{round}/{client}/{purpose}".encode()
+
 
 def stream_seed(seed: int, purpose: str, *, round: int = 0, client: int = -1) -> int:
-    """A 63-bit seed for the stream's name; distinct names give independent streams."""
-    name = f"{seed}/{round}/{client}/{purpose}".encode()
-    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
+    """A 63-bit seed for the stream's name, for generators that use all of it: NumPy's and CUDA's."""
+    digest = hashlib.blake2b(_name(seed, purpose, round, client), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def stream_bytes(size: int, seed: int, purpose: str, *, round: int = 0, client: int = -1) -> bytes:
+    """`size` bytes of SHAKE-128 of the stream's name; shorter ones are beginnings of longer ones."""
+    return hashlib.shake_128(_name(seed, purpose, round, client)).digest(size)
 
 
 def stream(seed: int, purpose: str, *, round: int = 0, client: int = -1) -> torch.Generator:
-    """A torch generator (on the CPU) for the named stream, at its beginning."""
-    return torch.Generator().manual_seed(stream_seed(seed, purpose, round=round, client=client))
+    """A torch generator (on the CPU) for the named stream, at its beginning.
+
+    All of its state is drawn from the name: `manual_seed` uses 32 bits, so that among 10^6 streams a hundred pairs would agree.
+    """
+    words = np.frombuffer(stream_bytes(4 * _WORDS, seed, purpose, round=round, client=client), np.uint32)
+    state = _seeded_state().copy()
+    state[24 : 24 + 8 * _WORDS].view(np.uint64)[:] = words
+    generator = torch.Generator()
+    generator.set_state(torch.from_numpy(state))
+    return generator
+
+
+@contextmanager
+def global_stream(
+    seed: int, purpose: str, *, round: int = 0, client: int = -1, devices: Sequence[int] = ()
+) -> Iterator[None]:
+    """Inside, torch's global generators, of the CPU and of these GPUs, are at the beginning of the named stream; afterwards they
+    are as they were. For what can draw from nothing else: layers, and functions that initialise them."""
+    with torch.random.fork_rng(devices=devices):
+        # torch.manual_seed would also take down a stack trace for devices not in use: a third of a small client's time.
+        torch.default_generator.set_state(stream(seed, purpose, round=round, client=client).get_state())
+        for device in devices:
+            torch.cuda.default_generators[device].manual_seed(stream_seed(seed, purpose, round=round, client=client))
+        yield
 
 
 def numpy_stream(seed: int, purpose: str, *, round: int = 0, client: int = -1) -> np.random.Generator:

@@ -19,7 +19,7 @@ from fedloom.flat.module import Batch, Net
 from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort
 from fedloom.models.structure import head_name
-from fedloom.randomness import stream_seed
+from fedloom.randomness import global_stream
 from fedloom.round import Round
 
 
@@ -86,8 +86,7 @@ class FedGen(Algorithm):
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(stream_seed(plan.seed, "generator"))
+        with global_stream(plan.seed, "generator"):
             generator = self._generator(*classifier(plan.layout, plan.module, plan.classes)).to(plan.initial)
         self.state["generator"] = Layout(generator).flatten(generator)
         self.state["generator_trained"] = torch.zeros(1, dtype=torch.bool)

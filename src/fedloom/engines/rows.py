@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
@@ -26,7 +25,7 @@ from fedloom.errors import FedloomError, InvalidValue, RefusedReply
 from fedloom.flat.allocator import keep_pages
 from fedloom.flat.module import FlatModule
 from fedloom.local.cohort import Cohort
-from fedloom.randomness import stream_seed
+from fedloom.randomness import global_stream
 from fedloom.round import Round
 from fedloom.rounds.scoring import Evaluator, Tally
 from fedloom.state.store import BUDGET, ClientStore, Memory
@@ -91,7 +90,7 @@ class RowsEngine(KeepsClientMemory):
         integers = inbox.pop(INTEGERS, None)
         if integers is not None:
             self.flat_module.load_integers(integers)
-        with self._layers_draw(round, client_task.client):
+        with self._drawing_layers(round, client_task.client):
             message = algorithm.train(cohort, inbox)
         if integers is not None:
             message[INTEGERS] = self.flat_module.integers()
@@ -116,22 +115,15 @@ class RowsEngine(KeepsClientMemory):
         integers = inbox.pop(INTEGERS, None)
         if integers is not None:
             self.flat_module.load_integers(integers)
-        with self._layers_draw(round, client_task.client):
+        with self._drawing_layers(round, client_task.client):
             row = algorithm.personalise(self.cohort(round, client_task), inbox)[0]
         return row, None if integers is None else self.flat_module.integers()[0]
 
-    @contextmanager
-    def _layers_draw(self, round: Round, client: int) -> Iterator[None]:
-        """Dropout and other layers that draw in `forward` know only torch's global generator: it is borrowed, seeded by the
-        client's own stream, and given back as it was."""
-        devices = _cuda_devices(self.task.initial)
-        seed = stream_seed(round.seed, "layers", round=round.number, client=client)
-        with torch.random.fork_rng(devices=devices):
-            # torch.manual_seed would also take down a stack trace for devices not in use: a third of a small client's time.
-            torch.default_generator.manual_seed(seed)
-            for device in devices:
-                torch.cuda.default_generators[device].manual_seed(seed)
-            yield
+    def _drawing_layers(self, round: Round, client: int) -> AbstractContextManager[None]:
+        """Dropout and other layers that draw in `forward` know only torch's global generator: inside, the client's stream."""
+        device = self.task.initial.device
+        devices = [device.index or 0] if device.type == "cuda" else []
+        return global_stream(round.seed, "layers", round=round.number, client=client, devices=devices)
 
     def cohort(self, round: Round, client_task: ClientTask) -> Cohort:
         """The cohort of one client."""
@@ -161,7 +153,3 @@ def measured(cohort: Cohort) -> list[dict[str, float]]:
     figures = {name: values.tolist() for name, values in cohort.metrics.items()}
     places = range(len(cohort.clients))
     return [{n: values[k] for n, values in figures.items() if not math.isnan(values[k])} for k in places]
-
-
-def _cuda_devices(tensor: Tensor) -> list[int]:
-    return [tensor.device.index or 0] if tensor.is_cuda else []

@@ -14,7 +14,7 @@ from fedloom.config.plugins import found_at
 from fedloom.data import DataSpec
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.models import models
-from fedloom.randomness import stream_seed
+from fedloom.randomness import global_stream
 
 _ALLOWED = "a registered name or 'package.module:callable'"
 
@@ -41,15 +41,14 @@ def make_model(name: str, spec: DataSpec, seed: int, options: Mapping[str, Any])
     Raises `UnknownName` for a name that is not registered and `InvalidValue` for an option the model does not take, data
     it does not fit, a path that does not lead to a callable, or a callable that fails or returns no `nn.Module`.
     """
-    # Of the generators only the CPU's is used, so only that one is seeded and put back; torch.manual_seed would seed the
-    # accelerators' too, and a default device would draw from them.
+    # A default device would draw from an accelerator's generator. A user's file may draw numbers when it is first imported, so it
+    # is found before.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        # Found before the seeding: a user's file may draw numbers when it is first imported.
         make = found_at(name, "model", _ALLOWED) if ":" in name else models[name].make
-        torch.default_generator.manual_seed(stream_seed(seed, "model"))
-        if ":" in name:
-            return _called(name, make, spec, options)
-        return make(spec, **models[name].options((), dict(options)))
+        with global_stream(seed, "model"):
+            if ":" in name:
+                return _called(name, make, spec, options)
+            return make(spec, **models[name].options((), dict(options)))
 
 
 def _called(path: str, make: Callable[..., Any], spec: DataSpec, options: Mapping[str, Any]) -> nn.Module:
