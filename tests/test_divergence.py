@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Replies, Wrapper, build
+from fedloom.algorithm import Algorithm, Message, Replies, Wrapper, build
+from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import Diverged
+from fedloom.errors import Diverged, RefusedReply
+from fedloom.local.cohort import Cohort
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -125,3 +127,15 @@ def test_a_loss_that_is_merely_high_goes_on() -> None:
     run = federation(build("fedavg"), rounds=4, learning_rate=5.0)
     run.run()
     assert len(run.history) == 4
+
+
+class Misnamed(FedAvg):
+    """Clients reply with one tensor too many, whose name speaks of values that are not finite."""
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        return super().train(cohort, inbox) | {"not finite": torch.zeros(len(cohort.clients), 1)}
+
+
+def test_what_a_refusal_says_does_not_make_it_a_divergence() -> None:
+    with pytest.raises(RefusedReply, match="'not finite'"):
+        federation(Misnamed()).run()

@@ -8,6 +8,7 @@ FedloomError                the user can act on it; the command line prints it a
 │   └── DamagedCheckpoint   a file of tensors that is missing, cut short or not one at all
 ├── MissingExtra            an optional dependency that is not installed
 ├── RefusedReply            a client's reply that has a wrong name, shape, type or a value that is not finite
+│   └── NotFinite           a reply with a value that is not finite: the client's training diverged
 └── Diverged                every client's reply was refused as not finite: the run cannot go on
 """
 
@@ -61,6 +62,10 @@ class MissingExtra(FedloomError, ImportError):
 
 class RefusedReply(FedloomError):
     """A client's reply with a wrong name, shape or type, or with a value that is not finite."""
+
+
+class NotFinite(RefusedReply):
+    """A reply with a value that is not finite: the client's training diverged."""
 
 
 class Diverged(FedloomError):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message
 from fedloom.config.registry import Registry
-from fedloom.errors import RefusedReply
+from fedloom.errors import NotFinite, RefusedReply
 from fedloom.flat.layout import Layout
 from fedloom.round import Round
 from fedloom.rounds.scoring import Tally
@@ -58,7 +58,11 @@ class Fault:
     client_task: ClientTask
     reason: str
     error: Exception | None = None
-    diverged: bool = False
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the client's training led to values that are not finite."""
+        return isinstance(self.error, NotFinite)
 
 
 @dataclass(frozen=True)
@@ -159,4 +163,4 @@ def inspect_reply(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[in
             and not bool(torch.isfinite(tensor.sum()))
             and not bool(torch.isfinite(tensor).all())
         ):
-            raise RefusedReply(f"{name!r} is not finite")
+            raise NotFinite(f"{name!r} is not finite")

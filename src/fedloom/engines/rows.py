@@ -76,7 +76,7 @@ class RowsEngine(KeepsClientMemory):
         try:
             return self._train_one(algorithm, round, client_task, expected)
         except RefusedReply as error:
-            return Fault(client_task, str(error), error, diverged="not finite" in str(error))
+            return Fault(client_task, str(error), error)
         except FedloomError:
             raise  # a mistake in the configuration is not the client's
         except Exception as error:

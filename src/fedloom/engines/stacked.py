@@ -167,7 +167,7 @@ def _answers(
             if client_task.slot is not None:
                 inspect_reply(tensors, expected)
         except RefusedReply as error:
-            answers.append(Fault(client_task, str(error), error, diverged="not finite" in str(error)))
+            answers.append(Fault(client_task, str(error), error))
             continue
         kept.append(place)
         answers.append(Reply(client_task, tensors, figures[place]))

@@ -39,7 +39,7 @@ from fedloom.engines.flower.messages import (
     words_of,
 )
 from fedloom.engines.flower.secure_round import SecureRound
-from fedloom.errors import DamagedCheckpoint, FedloomError, InvalidValue, RefusedReply
+from fedloom.errors import DamagedCheckpoint, FedloomError, InvalidValue, NotFinite, RefusedReply
 from fedloom.round import Round
 from fedloom.rounds.scoring import Tally
 from fedloom.task import Task
@@ -133,10 +133,9 @@ class FlowerEngine(Exchanging):
             try:
                 yield self._reply(round, client_task, answer, {} if client_task.slot is None else expected, types)
             except FedloomError as error:
-                diverged = (
-                    "not finite" in str(error) if not isinstance(error, Refusal) else bool(error.words.get("diverged"))
-                )
-                yield Fault(client_task, str(error), error, diverged)
+                if isinstance(error, Refusal) and error.words.get("diverged"):
+                    error = NotFinite(str(error))
+                yield Fault(client_task, str(error), error)
 
     def _reply(
         self,

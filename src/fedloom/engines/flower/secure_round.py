@@ -204,9 +204,7 @@ class SecureRound:
             try:
                 inspect_reply({"model": row}, {"model": tuple(like.shape)})
             except FedloomError as error:
-                found = Fault(
-                    reply.client_task, f"{error}; whose layer that was, the exchange hides", error, diverged=True
-                )
+                found = Fault(reply.client_task, f"{error}; whose layer that was, the exchange hides", error)
                 yield from self._given_up([found])
                 continue
             yield replace(reply, tensors={**reply.tensors, "model": row})

@@ -144,7 +144,7 @@ class ProcessesEngine(KeepsClientMemory):
                 yield Reply(client_task, {**placed, **answer.tensors}, answer.metrics, matrices)
             else:
                 assert isinstance(answer, Failed)
-                yield Fault(client_task, answer.reason, answer.error, answer.diverged)
+                yield Fault(client_task, answer.reason, answer.error)
 
     def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
         if self.task.local_test is None:

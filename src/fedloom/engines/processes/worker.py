@@ -126,7 +126,6 @@ class Failed:
 
     reason: str
     error: Exception | None
-    diverged: bool = False
 
 
 Answers = tuple[Done | Failed | Tally, ...]
@@ -215,7 +214,7 @@ class Worker:
         """What one client's training gave, with its reply written where that belongs."""
         assert self.engine is not None
         if isinstance(result, Fault):
-            return Failed(result.reason, None if result.error is None else _portable(result.error), result.diverged)
+            return Failed(result.reason, None if result.error is None else _portable(result.error))
         rest, placed = {}, []
         for name, tensor in result.tensors.items() if share.slot is not None else ():
             place = share.places.get(name)

@@ -139,7 +139,7 @@ class TrainingActor:
     def _outcome(self, piece: Piece, result: Reply | Fault) -> Trained | Failed:
         assert self.engine is not None
         if isinstance(result, Fault):
-            return Failed(result.reason, None if result.error is None else portable(result.error), result.diverged)
+            return Failed(result.reason, None if result.error is None else portable(result.error))
         remembered = self.engine.store.read(piece.client)
         written = {name: tensor for name, tensor in remembered.items() if tensor is not piece.memory.get(name)}
         return Trained({} if piece.slot is None else dict(result.tensors), result.metrics, written)

@@ -141,7 +141,7 @@ class RayEngine(KeepsClientMemory):
             outcomes = [answer] * len(taken) if isinstance(answer, Failed) else answer
             for client_task, outcome in zip(taken, outcomes, strict=True):
                 if isinstance(outcome, Failed):
-                    yield Fault(client_task, outcome.reason, outcome.error, outcome.diverged)
+                    yield Fault(client_task, outcome.reason, outcome.error)
                     continue
                 if outcome.written:
                     self.store.write(client_task.client, {name: rows.clone() for name, rows in outcome.written.items()})
