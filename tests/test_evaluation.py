@@ -258,7 +258,7 @@ class OneHot(FedAvg):
 
     def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
         rows = torch.zeros(len(clients), self.layout.size)
-        bias = next(slot for slot in self.layout.slots if slot.name == "out.bias")
+        bias = next(part for part in self.layout.slices if part.name == "out.bias")
         for k, client in enumerate(clients):
             rows[k, bias.start + client % CLASSES] = 1
         return {"model": rows}

@@ -127,8 +127,8 @@ def test_rounds_equal_a_naive_implementation(settings: dict[str, object], weight
     for name in expected:
         if expected[name].is_floating_point():
             torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-5)
-    counters = task.layout.integer_slots
-    assert [int(run.integers[slot.start]) for slot in counters] == [int(expected[slot.name]) for slot in counters]
+    counters = task.layout.integer_slices
+    assert [int(run.integers[part.start]) for part in counters] == [int(expected[part.name]) for part in counters]
 
 
 def test_the_path_without_a_flat_gradient_gives_the_same_bits() -> None:

@@ -393,5 +393,5 @@ def test_moon_contrasts_on_the_projection_of_a_projected_model() -> None:
     federation.run()
     plain.run()
     found, other = federation.algorithm.model(), plain.algorithm.model()
-    changed = {slot.layer for slot in task.layout.slots if not torch.equal(found[slot.slice], other[slot.slice])}
+    changed = {part.layer for part in task.layout.slices if not torch.equal(found[part.slice], other[part.slice])}
     assert changed >= {"projection.0", "projection.2"}

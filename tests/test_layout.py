@@ -77,10 +77,10 @@ def test_trainable_parameters_come_first_and_ties_count_once() -> None:
     assert torch.equal(
         row[:35], torch.cat([module.scalar.detach().reshape(1), module.embedding.weight.detach().reshape(-1)])[:35]
     )
-    assert [slot.name for slot in layout.slots if slot.stop <= layout.trainable] == [
+    assert [part.name for part in layout.slices if part.stop <= layout.trainable] == [
         name for name, p in module.named_parameters() if p.requires_grad
     ]
-    assert sum(slot.name.endswith("weight") and "decoder" in slot.name for slot in layout.slots) == 0
+    assert sum(part.name.endswith("weight") and "decoder" in part.name for part in layout.slices) == 0
 
 
 def test_tensors_gives_what_functional_call_takes() -> None:
@@ -104,15 +104,17 @@ def test_bound_module_trains_the_row_itself() -> None:
     with torch.no_grad():
         module[0].weight.add_(1)
     assert torch.equal(row[:12], before[:12] + 1)
-    statistics = layout.slices(lambda slot: "running" in slot.name)
+    statistics = layout.unit(lambda part: "running" in part.name)
     assert not torch.equal(row[statistics[0]], before[statistics[0]])
 
 
-def test_binding_mixed_number_types_is_refused() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float16))
-    layout = Layout(module)
-    with pytest.raises(InvalidValue, match=r"'1\.weight' is torch\.float16"):
-        layout.bind(module, layout.flatten(module))
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "complex64", "float64"])
+def test_training_in_mixed_or_complex_numbers_is_refused(kind: str) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=getattr(torch, kind)))
+    name = "0.weight' of the model is float32" if kind == "float64" else f"1.weight' of the model is {kind}"
+    for what in (module, module[1]) if kind in ("complex64", "float16") else (module,):
+        with pytest.raises(InvalidValue, match=name.replace("1.", "" if what is module[1] else "1[.]")):
+            Layout(what).shell(what)
 
 
 def test_a_row_of_another_length_is_refused() -> None:
@@ -132,7 +134,7 @@ def test_a_layer_keeps_its_weight_bias_and_statistics_together() -> None:
     assert layout.layers == ("0", "1", "3")
     names = []
     for unit in layout.units("layer"):
-        inside = {slot.name for slot in layout.slots for part in unit if part.start <= slot.start < part.stop}
+        inside = {part.name for part in layout.slices for piece in unit if piece.start <= part.start < piece.stop}
         names.append(inside)
     assert names == [
         {"0.weight", "0.bias"},

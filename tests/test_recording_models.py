@@ -133,11 +133,11 @@ def test_local_models_and_their_aggregate_are_scored_on_the_test_set(method: Any
 def naive_normalised(direction: Tensor, model: Tensor, layout: Layout) -> list[float]:
     """Filter by filter, number by number."""
     result = [0.0] * layout.size
-    for slot in layout.slots:
-        if slot.stop > layout.trainable or len(slot.shape) < 2:
+    for part in layout.slices:
+        if part.stop > layout.trainable or len(part.shape) < 2:
             continue
-        width = (slot.stop - slot.start) // slot.shape[0]
-        for start in range(slot.start, slot.stop, width):
+        width = (part.stop - part.start) // part.shape[0]
+        for start in range(part.start, part.stop, width):
             own = math.sqrt(sum(float(model[k]) ** 2 for k in range(start, start + width)))
             drawn = math.sqrt(sum(float(direction[k]) ** 2 for k in range(start, start + width)))
             for k in range(start, start + width):

@@ -223,9 +223,9 @@ def test_statistics_of_a_stack_move() -> None:
     stack.gradient(rows, Batch(inputs, labels), cross_entropy, {})
     lower = dict(task.model.named_parameters())
     activations = inputs @ lower["lower.weight"].T + lower["lower.bias"]
-    slots = {slot.name: slot.slice for slot in task.layout.slots}
-    torch.testing.assert_close(rows[:, slots["norm.running_mean"]], 0.1 * activations.mean(1).detach())
-    torch.testing.assert_close(rows[:, slots["norm.running_var"]], 0.9 + 0.1 * activations.var(1).detach())
+    slices = {part.name: part.slice for part in task.layout.slices}
+    torch.testing.assert_close(rows[:, slices["norm.running_mean"]], 0.1 * activations.mean(1).detach())
+    torch.testing.assert_close(rows[:, slices["norm.running_var"]], 0.9 + 0.1 * activations.var(1).detach())
     assert stack.integers().tolist() == [[1], [1], [1]]
 
 

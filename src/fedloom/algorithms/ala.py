@@ -133,9 +133,9 @@ class Ala(Wrapper):
         """
         layout, travels = cohort.layout, self.method.travels(cohort)
         inside = {
-            slot.name
-            for slot in layout.slots
-            if slot.stop <= layout.trainable and any(u.start <= slot.start and slot.stop <= u.stop for u in travels)
+            part.name
+            for part in layout.slices
+            if part.stop <= layout.trainable and any(u.start <= part.start and part.stop <= u.stop for u in travels)
         }
         groups = [inside.intersection(names) for names in block_parameters(cohort.module)]
         groups = [names for names in groups if names]
@@ -144,7 +144,7 @@ class Ala(Wrapper):
                 f"ala: p must be at most {len(groups)}, the number of blocks of this model that travel, not {self.p}"
             )
         chosen = set().union(*groups[-self.p :])
-        return layout.slices(lambda slot: slot.name in chosen)
+        return layout.unit(lambda part: part.name in chosen)
 
     def blend(self, cohort: Cohort, received: Tensor, top: Unit, *, learn: bool = True) -> Blend:
         """The start that stands for the download `received [k, m]`, its weights learned first where `learn` says so."""

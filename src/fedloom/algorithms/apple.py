@@ -139,6 +139,6 @@ class _Step:
         """<G, c_j> for every core, `[k, N]`, or what stands for it in the variant."""
         if self.method.variant == "paper":
             return (gradient @ self.cores.T).scatter(1, own, (gradient * core).sum(1, keepdim=True))
-        slots = [slot for slot in self.cohort.layout.slots if slot.stop <= self.count]
-        scaled = torch.cat([gradient[:, slot.slice] / (slot.stop - slot.start) for slot in slots], 1) / len(slots)
+        parts = [part for part in self.cohort.layout.slices if part.stop <= self.count]
+        scaled = torch.cat([gradient[:, part.slice] / (part.stop - part.start) for part in parts], 1) / len(parts)
         return (scaled @ self.cores.T).scatter(1, own, (scaled * core).sum(1, keepdim=True))

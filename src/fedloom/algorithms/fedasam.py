@@ -135,7 +135,7 @@ class FedASAM(SharpnessAware):
 
     def ascent(self, layout: Layout, weights: Tensor, gradient: Tensor) -> Tensor:
         scale = torch.ones_like(weights)
-        for part in layout.slices(lambda slot: slot.stop <= layout.trainable and "weight" in slot.name):
+        for part in layout.unit(lambda part: part.stop <= layout.trainable and "weight" in part.name):
             scale[:, part] = weights[:, part].abs() + self.eta
         scaled = scale * gradient
         ascent: Tensor = scale * scaled * (self.rho / (scaled.norm(dim=1, keepdim=True) + 1e-16))

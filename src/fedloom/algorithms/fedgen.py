@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms
 from fedloom.config.checks import require_at_least, require_positive, require_share
 from fedloom.errors import InvalidValue
-from fedloom.flat.layout import Layout, Slot
+from fedloom.flat.layout import Layout, TensorSlice
 from fedloom.flat.module import Batch, Net
 from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort
@@ -196,18 +196,18 @@ class FedGen(Algorithm):
 
     # --- the generator ---
 
-    def _generator(self, weight: Slot, bias: Slot | None) -> Generator:
+    def _generator(self, weight: TensorSlice, bias: TensorSlice | None) -> Generator:
         classes, features = weight.shape
         return Generator(classes, self.noise, self.hidden, features)
 
-    def _empty(self, weight: Slot, bias: Slot | None) -> Generator:
+    def _empty(self, weight: TensorSlice, bias: TensorSlice | None) -> Generator:
         """The generator's architecture without numbers: nothing is drawn for weights that a row replaces."""
         with torch.device("meta"):
             return self._generator(weight, bias).to(weight.dtype)
 
 
-def classifier(layout: Layout, module: nn.Module, classes: int) -> tuple[Slot, Slot | None]:
-    """The slots of the classifier's weight `[classes, features]` and bias, if it has one.
+def classifier(layout: Layout, module: nn.Module, classes: int) -> tuple[TensorSlice, TensorSlice | None]:
+    """The slices of the classifier's weight `[classes, features]` and bias, if it has one.
 
     Raises `InvalidValue` where the classifier is no linear layer onto the classes.
     """
@@ -215,13 +215,13 @@ def classifier(layout: Layout, module: nn.Module, classes: int) -> tuple[Slot, S
     if not isinstance(module.get_submodule(name), nn.Linear):
         kind = type(module.get_submodule(name)).__name__
         raise InvalidValue(f"fedgen needs a linear classifier, but {name or 'the model'} is a {kind}")
-    slots = {slot.name: slot for slot in layout.slots if slot.layer == name}
-    weight = slots[f"{name}.weight".lstrip(".")]
+    parts = {part.name: part for part in layout.slices if part.layer == name}
+    weight = parts[f"{name}.weight".lstrip(".")]
     if weight.shape[0] != classes:
         raise InvalidValue(
             f"fedgen needs a classifier onto {classes} classes, but {name} has {weight.shape[0]} outputs"
         )
-    return weight, slots.get(f"{name}.bias".lstrip("."))
+    return weight, parts.get(f"{name}.bias".lstrip("."))
 
 
 def sameness(features: Tensor, noise: Tensor) -> Tensor:

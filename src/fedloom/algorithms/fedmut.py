@@ -38,7 +38,7 @@ class FedMut(Algorithm):
     def send(self, round: Round) -> Message:
         # The mutations follow from the two last means and the round's stream: K of them need not be remembered.
         layout = self.layout
-        tensors = [slot.slice for slot in layout.slots if slot.stop <= layout.trainable]
+        tensors = [part.slice for part in layout.slices if part.stop <= layout.trainable]
         skew = self.beta * (1 - min(max(round.number - 2, 0) / self.mutation_rounds, 1))
         direction = self.radius * (self.state["model"] - self.state["previous"])
         count = len(round.selected)

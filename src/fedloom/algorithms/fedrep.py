@@ -43,6 +43,6 @@ class FedRep(PartlyShared):
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         layout, head = cohort.layout, self.private(cohort.module)
         if self.head_epochs:
-            own = layout.slices(lambda slot: slot.layer in head)
+            own = layout.unit(lambda part: part.layer in head)
             start = cohort.fit(start, only=own, purpose="head", epochs=self.head_epochs).model
-        return cohort.fit(start, only=layout.slices(lambda slot: slot.layer not in head)).model
+        return cohort.fit(start, only=layout.unit(lambda part: part.layer not in head)).model

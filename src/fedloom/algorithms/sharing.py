@@ -94,7 +94,7 @@ class PartlyShared(Algorithm):
         """The slices of a row that travel. Raises `InvalidValue` when none do."""
         private = self.private(module)
         end = layout.trainable if self.buffers == "local" else layout.size
-        unit = layout.slices(lambda slot: slot.layer not in private and slot.stop <= end)
+        unit = layout.unit(lambda part: part.layer not in private and part.stop <= end)
         if not length(unit):
             raise InvalidValue(
                 f"{type(self).__name__.lower()}: all of {type(module).__name__} would stay with the clients"

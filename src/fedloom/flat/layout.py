@@ -24,7 +24,7 @@ UnitKind = Literal["layer", "tensor", "segment"]
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorSlice:
     """Where one tensor of a module lies in a row."""
 
     name: str  # as in `named_parameters` and `named_buffers`
@@ -42,8 +42,8 @@ class Slot:
 class Layout:
     """Maps modules of one architecture to rows and back.
 
-    Attributes: `size` = P and `trainable` = T, in numbers; `slots`, one per floating-point tensor in the order of the row;
-    `integer_slots`, one per other buffer, with offsets into the row of integers; `dtype`, float32, or float64 when the module
+    Attributes: `size` = P and `trainable` = T, in numbers; `slices`, one per floating-point tensor in the order of the row;
+    `integer_slices`, one per other buffer, with offsets into the row of integers; `dtype`, float32, or float64 when the module
     has a tensor of it (half precision fits into float32 without loss; complex numbers are stored as pairs).
     """
 
@@ -57,30 +57,30 @@ class Layout:
         discrete = {name: t for name, t in {**parameters, **buffers}.items() if not _is_continuous(t)}
         if not trained:
             raise InvalidValue(f"{type(module).__name__} has no trainable parameter")
-        self.slots = tuple(_consecutive({**trained, **carried}))
-        self.integer_slots = tuple(_consecutive(discrete))
-        self.trainable = sum(slot.stop - slot.start for slot in self.slots if slot.name in trained)
-        self.size = self.slots[-1].stop
-        self.integers = self.integer_slots[-1].stop if self.integer_slots else 0
+        self.slices = tuple(_consecutive({**trained, **carried}))
+        self.integer_slices = tuple(_consecutive(discrete))
+        self.trainable = sum(part.stop - part.start for part in self.slices if part.name in trained)
+        self.size = self.slices[-1].stop
+        self.integers = self.integer_slices[-1].stop if self.integer_slices else 0
         wide = any(t.dtype in (torch.float64, torch.complex128) for t in (*trained.values(), *carried.values()))
         self.dtype = torch.float64 if wide else torch.float32
-        self.layers = _layer_order(module, {slot.layer for slot in self.slots})
+        self.layers = _layer_order(module, {part.layer for part in self.slices})
 
     def flatten(self, module: nn.Module) -> Tensor:
         """The module's floating-point tensors as a new row `[P]`, on the device of its first parameter."""
         tensors = _tensors(module)
-        first = tensors[self.slots[0].name]
+        first = tensors[self.slices[0].name]
         row = torch.empty(self.size, dtype=self.dtype, device=first.device)
-        for slot in self.slots:
-            row[slot.slice].copy_(_as_real(tensors[slot.name].detach()).reshape(-1))
+        for part in self.slices:
+            row[part.slice].copy_(_as_real(tensors[part.name].detach()).reshape(-1))
         return row
 
     def flatten_integers(self, module: nn.Module) -> Tensor:
         """The module's integer and boolean buffers as a new int64 row."""
         tensors = _tensors(module)
-        row = torch.empty(self.integers, dtype=torch.int64, device=tensors[self.slots[0].name].device)
-        for slot in self.integer_slots:
-            row[slot.slice].copy_(tensors[slot.name].reshape(-1))
+        row = torch.empty(self.integers, dtype=torch.int64, device=tensors[self.slices[0].name].device)
+        for part in self.integer_slices:
+            row[part.slice].copy_(tensors[part.name].reshape(-1))
         return row
 
     @torch.no_grad()
@@ -89,9 +89,9 @@ class Layout:
         if row.shape != (self.size,):
             raise InvalidValue(f"a row of this model has {self.size} numbers, not shape {list(row.shape)}")
         tensors = _tensors(module)
-        for slot in self.slots:
-            target = _as_real(tensors[slot.name])
-            target.copy_(row[slot.slice].view(target.shape))
+        for part in self.slices:
+            target = _as_real(tensors[part.name])
+            target.copy_(row[part.slice].view(target.shape))
         if integers is not None:
             self.load_integers(module, integers)
 
@@ -99,37 +99,42 @@ class Layout:
     def load_integers(self, module: nn.Module, integers: Tensor) -> None:
         """Copy a row of integers into the module's integer and boolean buffers."""
         tensors = _tensors(module)
-        for slot in self.integer_slots:
-            tensors[slot.name].copy_(integers[slot.slice].view(slot.shape))
+        for part in self.integer_slices:
+            tensors[part.name].copy_(integers[part.slice].view(part.shape))
 
     def tensors(self, row: Tensor) -> dict[str, Tensor]:
         """Views into a row `[P]`, by name, in each tensor's own shape and type: what `torch.func.functional_call` takes."""
         found = {}
-        for slot in self.slots:
-            part = row[slot.slice]
-            if slot.dtype.is_complex:
-                part = torch.view_as_complex(part.reshape(*slot.shape, 2))
-            found[slot.name] = part.view(slot.shape).to(slot.dtype)
+        for part in self.slices:
+            numbers = row[part.slice]
+            if part.dtype.is_complex:
+                numbers = torch.view_as_complex(numbers.reshape(*part.shape, 2))
+            found[part.name] = numbers.view(part.shape).to(part.dtype)
         return found
 
     def bind(self, module: nn.Module, row: Tensor) -> None:
-        """Make every floating-point tensor of the module a view of `row [P]`, so that training moves the row itself.
-
-        Raises `InvalidValue` when the module mixes number types, since a view cannot convert.
-        """
+        """Make every floating-point tensor of the module a view of `row [P]`, so that training moves the row itself. The module
+        is a `shell`."""
         tensors = _tensors(module)
-        for slot in self.slots:
-            if slot.dtype != self.dtype:
-                raise InvalidValue(
-                    f"tensor {slot.name!r} is {slot.dtype}, the model's rows are {self.dtype}: use one type"
-                )
-            tensors[slot.name].data = row[slot.slice].view(slot.shape)
+        for part in self.slices:
+            tensors[part.name].data = row[part.slice].view(part.shape)
 
     def shell(self, module: nn.Module) -> nn.Module:
         """A copy of the module to be bound to rows: until then it shares the module's floating-point tensors, so that it holds
-        nothing but integer buffers of its own. It must not train before."""
+        nothing but integer buffers of its own. It must not train before.
+
+        Raises `InvalidValue` where tensors are of several types, or of another than float32 and float64: a row holds numbers of
+        one type, and a view of it cannot convert them.
+        """
         tensors = _tensors(module)
-        shared = {id(tensors[slot.name]): _alias(tensors[slot.name]) for slot in self.slots}
+        for part in self.slices:
+            if part.dtype != self.dtype:
+                kind, rows = (str(dtype).removeprefix("torch.") for dtype in (part.dtype, self.dtype))
+                raise InvalidValue(
+                    f"tensor {part.name!r} of the model is {kind}, and its other numbers are kept as {rows}: "
+                    "models train where all of their numbers are float32, or all are float64"
+                )
+        shared = {id(tensors[part.name]): _alias(tensors[part.name]) for part in self.slices}
         return copy.deepcopy(module, shared)
 
     def units(self, kind: UnitKind = "layer", fraction: float = 1.0) -> list[Unit]:
@@ -138,7 +143,7 @@ class Layout:
         With N layers and `fraction` x, layer j (from 1) belongs to segment ceil(j / (x N)) (FedMR KDD'24, section 5).
         """
         if kind == "tensor":
-            return [(slot.slice,) for slot in self.slots]
+            return [(part.slice,) for part in self.slices]
         if kind == "layer":
             return [self._owned({layer}) for layer in self.layers]
         if kind != "segment":
@@ -154,27 +159,27 @@ class Layout:
 
     def _owned(self, layers: set[str]) -> Unit:
         """The slices of all tensors that these layers own themselves."""
-        return self.slices(lambda slot: slot.layer in layers)
+        return self.unit(lambda part: part.layer in layers)
 
-    def slices(self, wanted: Callable[[Slot], bool]) -> Unit:
-        """The slices of all wanted slots, neighbours merged."""
+    def unit(self, wanted: Callable[[TensorSlice], bool]) -> Unit:
+        """The slices of all wanted tensors, neighbours merged."""
         merged: list[slice] = []
-        for slot in self.slots:
-            if not wanted(slot):
+        for part in self.slices:
+            if not wanted(part):
                 continue
-            if merged and merged[-1].stop == slot.start:
-                merged[-1] = slice(merged[-1].start, slot.stop)
+            if merged and merged[-1].stop == part.start:
+                merged[-1] = slice(merged[-1].start, part.stop)
             else:
-                merged.append(slot.slice)
+                merged.append(part.slice)
         return tuple(merged)
 
     def under(self, *modules: str) -> Unit:
         """The slices of every tensor owned by the named modules or by modules inside them. Raises `InvalidValue` when a name
         owns nothing."""
         for name in modules:
-            if not any(_is_inside(slot.layer, name) for slot in self.slots):
+            if not any(_is_inside(part.layer, name) for part in self.slices):
                 raise InvalidValue(f"no module {name!r} with parameters (there are: {', '.join(self.layers)})")
-        return self.slices(lambda slot: any(_is_inside(slot.layer, name) for name in modules))
+        return self.unit(lambda part: any(_is_inside(part.layer, name) for name in modules))
 
 
 def _is_inside(layer: str, module: str) -> bool:
@@ -198,11 +203,11 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _consecutive(tensors: dict[str, Tensor]) -> Iterator[Slot]:
+def _consecutive(tensors: dict[str, Tensor]) -> Iterator[TensorSlice]:
     start = 0
     for name, tensor in tensors.items():
         stop = start + tensor.numel() * (2 if tensor.dtype.is_complex else 1)
-        yield Slot(name, name.rpartition(".")[0], tensor.shape, tensor.dtype, start, stop)
+        yield TensorSlice(name, name.rpartition(".")[0], tensor.shape, tensor.dtype, start, stop)
         start = stop
 
 

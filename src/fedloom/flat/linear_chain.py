@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fedloom.flat.layout import Layout, Slot
+from fedloom.flat.layout import Layout, TensorSlice
 from fedloom.flat.module import Batch, FoldedStep
 from fedloom.training import Training
 
@@ -19,8 +19,8 @@ from fedloom.training import Training
 class LinearLayer:
     """Where a layer's weight `[out, in]` and bias `[out]` lie in a row, and whether a ReLU follows."""
 
-    weight: Slot
-    bias: Slot | None
+    weight: TensorSlice
+    bias: TensorSlice | None
     rectified: bool
 
 
@@ -41,7 +41,7 @@ class LinearChain:
             nodes = list(fx.symbolic_trace(module).graph.nodes)
         except Exception:  # whatever cannot be traced is no chain, for whichever reason
             return None
-        slots = {slot.name: slot for slot in layout.slots}
+        slices = {part.name: part for part in layout.slices}
         layers: list[LinearLayer] = []
         for before, node in pairwise(nodes[:-1]):
             if node.args[:1] != (before,) or len(before.users) != 1:
@@ -51,11 +51,11 @@ class LinearChain:
             if _rectifies(module, node) and layers:
                 layers[-1] = replace(layers[-1], rectified=True)
             elif _kind(module, node) is nn.Linear:
-                layers.append(LinearLayer(slots[f"{node.target}.weight"], slots.get(f"{node.target}.bias"), False))
+                layers.append(LinearLayer(slices[f"{node.target}.weight"], slices.get(f"{node.target}.bias"), False))
             else:
                 return None
-        used = [slot.name for layer in layers for slot in (layer.weight, layer.bias) if slot is not None]
-        alone = sorted(used) == sorted(slots) and layout.trainable == layout.size and not layout.integers
+        used = [part.name for layer in layers for part in (layer.weight, layer.bias) if part is not None]
+        alone = sorted(used) == sorted(slices) and layout.trainable == layout.size and not layout.integers
         return cls(layers) if layers and alone else None
 
     def folded(self, settings: Training, rate: float) -> FoldedStep | None:
@@ -67,13 +67,13 @@ class LinearChain:
             return None
         momentum, decay = settings.momentum, settings.weight_decay
 
-        def move(rows: Tensor, velocity: Tensor | None, slot: Slot, out: Tensor, x: Tensor, first: bool) -> None:
+        def move(rows: Tensor, velocity: Tensor | None, part: TensorSlice, out: Tensor, x: Tensor, first: bool) -> None:
             """W <- W - eta (out' x + decay W), or the same through the velocity."""
-            weight = _matrix(rows, slot)
+            weight = _matrix(rows, part)
             if velocity is None:
                 weight.baddbmm_(out.mT, x, beta=1 - rate * decay, alpha=-rate)
                 return
-            moved = _matrix(velocity, slot)
+            moved = _matrix(velocity, part)
             moved.baddbmm_(out.mT, x, beta=0 if first else momentum)
             if decay:
                 moved.add_(weight, alpha=decay)
@@ -115,9 +115,9 @@ class LinearChain:
         return values
 
 
-def _matrix(rows: Tensor, slot: Slot) -> Tensor:
+def _matrix(rows: Tensor, part: TensorSlice) -> Tensor:
     """A view of every row's weight, `[k, out, in]`, or bias as one column, `[k, out, 1]`."""
-    return rows[:, slot.slice].view(len(rows), slot.shape[0], -1)
+    return rows[:, part.slice].view(len(rows), part.shape[0], -1)
 
 
 def _kind(module: nn.Module, node: fx.Node) -> type[nn.Module] | None:

@@ -159,7 +159,7 @@ class FlatModule:
         self._channels_last: bool | None = None  # of images, as soon as there are any
         self._compiled: CompiledGradient | None = None
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
-        self._slots = layout.slots[: len(self._parameters)]
+        self._slices = layout.slices[: len(self._parameters)]
         self._trained = list(self._parameters)
 
     @cached_property
@@ -186,14 +186,14 @@ class FlatModule:
         Statistics in `rows[:, T:]` move as training mode moves them."""
         loss, gradients = self.tensor_gradients(rows, batch, objective, context)
         row = self._gradient[0]
-        if len(gradients) == len(self._slots):
+        if len(gradients) == len(self._slices):
             # One pass. Letting autograd add into views of the buffer would clear, read and write it once more.
             torch.cat([gradient.reshape(-1) for gradient in gradients], out=row)
         else:
             row.zero_()
-            trained = [slot for slot, p in zip(self._slots, self._parameters, strict=True) if p.requires_grad]
-            for slot, gradient in zip(trained, gradients, strict=True):
-                row[slot.slice].copy_(gradient.reshape(-1))
+            trained = [part for part, p in zip(self._slices, self._parameters, strict=True) if p.requires_grad]
+            for part, gradient in zip(trained, gradients, strict=True):
+                row[part.slice].copy_(gradient.reshape(-1))
         return loss, self._gradient
 
     def partial_gradient(
@@ -205,8 +205,8 @@ class FlatModule:
 
     def pieces(self, rows: Tensor) -> list[Tensor]:
         """The parameters that train, as views of `rows [1, T or more]`; `tensor_gradients` gives one gradient for each."""
-        slots = [slot for slot, p in zip(self._slots, self._parameters, strict=True) if p.requires_grad]
-        return [rows[0, slot.slice].view(slot.shape) for slot in slots]
+        parts = [part for part, p in zip(self._slices, self._parameters, strict=True) if p.requires_grad]
+        return [rows[0, part.slice].view(part.shape) for part in parts]
 
     def folded(self, settings: Training, rate: float) -> FoldedStep | None:
         """A whole step of SGD in one, where this replica knows a way (it does not)."""
@@ -260,8 +260,8 @@ class FlatModule:
 
     def train_only(self, units: Unit | None) -> None:
         """Let gradients reach only the parameters inside `units` (None: all), so that backward goes no deeper."""
-        for parameter, slot in zip(self._parameters, self._slots, strict=True):
-            parameter.requires_grad_(units is None or any(u.start <= slot.start and slot.stop <= u.stop for u in units))
+        for parameter, part in zip(self._parameters, self._slices, strict=True):
+            parameter.requires_grad_(units is None or any(u.start <= part.start and part.stop <= u.stop for u in units))
         self._trained = [p for p in self._parameters if p.requires_grad]
 
     @torch.no_grad()

@@ -11,7 +11,7 @@ from torch.func import vmap
 from fedloom.flat.compiled import CompiledGradient
 from fedloom.flat.device import moved
 from fedloom.flat.dropout import dropout_of
-from fedloom.flat.layout import Layout, Slot
+from fedloom.flat.layout import Layout, TensorSlice
 from fedloom.flat.linear_chain import LinearChain
 from fedloom.flat.module import Batch, CalledNet, FlatModule, FoldedStep, Objective, Rows
 from fedloom.flat.precision import stacked_autocast
@@ -29,8 +29,8 @@ class StackedModule(FlatModule):
         super().__init__(module, layout)
         self._chain = LinearChain.of(self.module, layout)
         names = dict(module.named_buffers())
-        self._statistics = [slot for slot in layout.slots if slot.name in names]
-        self._fixed = [slot for slot in layout.slots[len(self._slots) :] if slot.name not in names]
+        self._statistics = [part for part in layout.slices if part.name in names]
+        self._fixed = [part for part in layout.slices[len(self._slices) :] if part.name not in names]
         self._counts: Tensor | None = None
         self._places: tuple[Tensor, Tensor] | None = None  # a turn's clients, and the same beside the counts
         self._streams: Sequence[torch.Generator] = ()
@@ -46,15 +46,15 @@ class StackedModule(FlatModule):
     def _counts_of(self, clients: int) -> Tensor:
         return self.layout.flatten_integers(self.module).repeat(clients, 1)
 
-    def trained_slots(self) -> list[Slot]:
+    def trained_slices(self) -> list[TensorSlice]:
         """Where the parameters that train lie."""
-        return [slot for slot, p in zip(self._slots, self._parameters, strict=True) if p.requires_grad]
+        return [part for part, p in zip(self._slices, self._parameters, strict=True) if p.requires_grad]
 
     def pieces(self, rows: Tensor) -> list[Tensor]:
-        return [_piece(rows, slot) for slot in self.trained_slots()]
+        return [_piece(rows, part) for part in self.trained_slices()]
 
     def folded(self, settings: Training, rate: float) -> FoldedStep | None:
-        everything = len(self.trained_slots()) == len(self._slots)
+        everything = len(self.trained_slices()) == len(self._slices)
         return None if self._chain is None or not everything else self._chain.folded(settings, rate)
 
     def gradient(
@@ -62,12 +62,12 @@ class StackedModule(FlatModule):
     ) -> tuple[Tensor, Tensor]:
         loss, gradients = self.tensor_gradients(rows, batch, objective, context)
         buffer = self._gradient[: len(rows)]
-        if len(gradients) == len(self._slots):
+        if len(gradients) == len(self._slices):
             torch.cat([gradient.reshape(len(rows), -1) for gradient in gradients], 1, out=buffer)
         else:
             buffer.zero_()
-            for slot, gradient in zip(self.trained_slots(), gradients, strict=True):
-                buffer[:, slot.slice] = gradient.reshape(len(rows), -1)
+            for part, gradient in zip(self.trained_slices(), gradients, strict=True):
+                buffer[:, part.slice] = gradient.reshape(len(rows), -1)
         return loss, buffer
 
     def partial_gradient(
@@ -79,16 +79,16 @@ class StackedModule(FlatModule):
     def tensor_gradients(
         self, rows: Tensor, batch: Batch, objective: Objective, context: Mapping[str, Tensor]
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        slots = self.trained_slots()
-        trained = {slot.name: _piece(rows, slot).detach().requires_grad_() for slot in slots}
+        parts = self.trained_slices()
+        trained = {part.name: _piece(rows, part).detach().requires_grad_() for part in parts}
         names = trained.keys()
-        others = {s.name: _piece(rows, s).detach() for s in (*self._slots, *self._fixed) if s.name not in names}
+        others = {s.name: _piece(rows, s).detach() for s in (*self._slices, *self._fixed) if s.name not in names}
         # Under vmap batch norm moves its statistics in place only where they are one contiguous block; a row's slice is none,
         # and the move would be lost without a word.
-        statistics = {slot.name: _piece(rows, slot).detach().contiguous() for slot in self._statistics}
+        statistics = {part.name: _piece(rows, part).detach().contiguous() for part in self._statistics}
         counts = self._counts_for(batch.clients)
-        integers = {slot.name: counts[:, slot.slice].view(len(rows), *slot.shape).to(slot.dtype)
-                    for slot in self.layout.integer_slots}  # fmt: skip
+        integers = {part.name: counts[:, part.slice].view(len(rows), *part.shape).to(part.dtype)
+                    for part in self.layout.integer_slices}  # fmt: skip
 
         held = {**others, **statistics, **integers}
         compiled = self._compiled_for(batch, objective)
@@ -98,8 +98,8 @@ class StackedModule(FlatModule):
             integers = {name: after[name] for name in integers}
         else:
             losses, gradients = self._by_vmap(trained, held, batch, objective, context)
-        for slot in self._statistics:
-            _piece(rows, slot).detach().copy_(statistics[slot.name])
+        for part in self._statistics:
+            _piece(rows, part).detach().copy_(statistics[part.name])
         self._keep_counts(batch.clients, integers)
         return losses.detach().to(rows), gradients
 
@@ -151,7 +151,7 @@ class StackedModule(FlatModule):
     def _keep_counts(self, clients: Rows | None, integers: Mapping[str, Tensor]) -> None:
         if not integers or self._counts is None:
             return
-        flat = [integers[slot.name].reshape(-1, slot.stop - slot.start) for slot in self.layout.integer_slots]
+        flat = [integers[part.name].reshape(-1, part.stop - part.start) for part in self.layout.integer_slices]
         self._counts[slice(None) if clients is None else self._here(clients)] = torch.cat(
             [part.long() for part in flat], 1
         )
@@ -163,6 +163,6 @@ class StackedModule(FlatModule):
         return self._counts_for(None).clone()
 
 
-def _piece(rows: Tensor, slot: Slot) -> Tensor:
+def _piece(rows: Tensor, part: TensorSlice) -> Tensor:
     """A view of one tensor of every row, `[k, *shape]`."""
-    return rows[:, slot.slice].view(len(rows), *slot.shape)
+    return rows[:, part.slice].view(len(rows), *part.shape)

@@ -118,10 +118,10 @@ def filter_normalised(direction: Tensor, model: Tensor, layout: Layout) -> Tenso
     the parameters of batch norm and all buffers get 0. Source: Li et al. 2018, section 4, and their code's `biasbn`.
     """
     result = torch.zeros_like(direction)
-    for slot in layout.slots:
-        if slot.stop <= layout.trainable and len(slot.shape) >= 2:
-            filters = direction[slot.slice].view(slot.shape[0], -1)
-            norms = model[slot.slice].view(slot.shape[0], -1).norm(dim=1, keepdim=True)
+    for part in layout.slices:
+        if part.stop <= layout.trainable and len(part.shape) >= 2:
+            filters = direction[part.slice].view(part.shape[0], -1)
+            norms = model[part.slice].view(part.shape[0], -1).norm(dim=1, keepdim=True)
             lengths = filters.norm(dim=1, keepdim=True).clamp_min(torch.finfo(direction.dtype).tiny)
-            result[slot.slice] = (filters * norms / lengths).reshape(-1)
+            result[part.slice] = (filters * norms / lengths).reshape(-1)
     return result

@@ -131,8 +131,8 @@ def described(words: Any, train: Samples, source: str) -> Dataset:
 
 def layout_digest(layout: Layout) -> str:
     """A digest of all tensors of a model: their names, shapes, types and order."""
-    slots = [(slot.name, tuple(slot.shape), str(slot.dtype)) for slot in (*layout.slots, *layout.integer_slots)]
-    return hashlib.sha256(repr((layout.trainable, slots)).encode()).hexdigest()[:16]
+    parts = [(part.name, tuple(part.shape), str(part.dtype)) for part in (*layout.slices, *layout.integer_slices)]
+    return hashlib.sha256(repr((layout.trainable, parts)).encode()).hexdigest()[:16]
 
 
 def _type(inputs: torch.Tensor) -> str:
