@@ -27,12 +27,12 @@ IMPORTS_TO_TURN = {
 }
 METHODS_IN_ENGINES = {"fedloom.engines.flower.flower_engine", "fedloom.engines.flower.secure_round"}
 CLASSES_TO_RENAME = {
-    "Answer", "Briefing", "Cell", "Entry", "Failed", "Found", "Line", "Note", "Plan", "Pool", "Request", "Score", "Share",
-    "Site", "Slot", "Trained", "Trial", "_Pickler", "_Step", "_Unpickler", "_Worker",
+    "Answer", "Briefing", "Cell", "Entry", "Failed", "Found", "Note", "Plan", "Pool", "Request", "Share",
+    "Site", "Trained", "Trial", "_Pickler", "_Step", "_Unpickler", "_Worker",
 }  # fmt: skip
 MODULES_TO_RENAME = {
-    "catalogue", "checks", "cifar", "engine", "exchange", "fedmr", "flower", "identity", "images", "messages", "models",
-    "peer", "recording", "report", "secure", "server", "shared", "tables", "tiny_imagenet", "tune", "watch",
+    "catalogue", "checks", "cifar", "engine", "exchange", "fedmr", "flower", "identity", "messages", "models",
+    "peer", "recording", "report", "secure", "server", "shared", "tiny_imagenet", "tune", "watch",
 }  # fmt: skip
 
 # Functions whose parameters are what a user sets.

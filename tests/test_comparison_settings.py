@@ -21,7 +21,7 @@ from fedloom.experiment.configuration import Configuration, configuration, put
 from fedloom.experiment.directory import fingerprint
 from fedloom.experiment.events import Event
 from fedloom.experiment.settings import Range, combinations, label
-from fedloom.report import images
+from fedloom.report import image_files as images
 from report_support import ablations_drawn
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from fedloom.report.ablation import ablation_figure, ablations
+from fedloom.report.contents import effect_figures, image_figures
 from fedloom.report.figures import styles
 from fedloom.report.page import render
-from fedloom.report.sheet import score, sheet
-from fedloom.report.slots import ablation_slots, image_slots
+from fedloom.report.sheet import criterion, sheet
 from fedloom.report.summary import RunSummary
 from report_support import ablations_drawn
 
@@ -25,7 +25,7 @@ def run(algorithm: str, accuracy: float, seed: int = 0, **settings: Any) -> RunS
 def table(runs: list[RunSummary], measure: str = "final") -> dict[str, dict[str, dict[Any, float]]]:
     return {
         one.name: {line.label: {value: spread.mean for value, spread in line.spreads.items()} for line in one.lines}
-        for one in ablations(runs, score(measure))
+        for one in ablations(runs, criterion(measure))
     }
 
 
@@ -41,7 +41,7 @@ def test_a_setting_is_a_line_a_method_over_its_values() -> None:
         for (method, share), values in accuracy.items()
         for seed, value in enumerate(values)
     ]  # fmt: skip
-    (one,) = ablations(runs, score("final"))
+    (one,) = ablations(runs, criterion("final"))
     assert (one.name, one.values, one.numeric) == ("participation", [0.1, 0.5], True)
     for line in one.lines:
         for share, spread in line.spreads.items():
@@ -94,21 +94,21 @@ def test_two_things_that_differ_are_told_apart() -> None:
             "data.partition=dirichlet(0.1)": {1: 0.2, 5: pytest.approx(0.3)},
         },
     }
-    bars = ablation_figure(ablations(runs, score("final"))[0], styles(runs)).data
+    bars = ablation_figure(ablations(runs, criterion("final"))[0], styles(runs)).data
     assert [bar.type for bar in bars] == ["bar", "bar"]
     assert list(bars[0].x) == ["iid", "dirichlet(0.1)"]
 
 
 def test_methods_that_only_differ_in_name_show_nothing() -> None:
     runs = [run("fedavg", 0.5), run("fedprox", 0.5), run("<b>my own</b>", 0.5), run("fedavg", 0.6, 1)]
-    assert ablations(runs, score()) == []
-    assert "What makes the difference" not in render("Two", [run("fedavg", 0.5), run("fedmr", 0.5)])
+    assert ablations(runs, criterion()) == []
+    assert "Effect of parameters and settings" not in render("Two", [run("fedavg", 0.5), run("fedmr", 0.5)])
 
 
 def test_the_page_draws_them_and_escapes_their_names() -> None:
     runs = [run("fedavg", 0.1 * k, data={"<script>": value}) for k, value in enumerate(("<i>a</i>", "<i>b</i>"))]
     page = render("Two", runs)
-    assert "What makes the difference" in page
+    assert "Effect of parameters and settings" in page
     assert '<div id="ablation-data.-script"' in page
     assert "<i>" not in page
 
@@ -129,7 +129,7 @@ def test_a_figure_shows_and_names_the_measure_that_its_table_goes_by() -> None:
         (figure,) = ablations_drawn(render("Shares", runs, sheet=judged))
         assert figure["data"][0]["y"] == pytest.approx(values)
         assert figure["layout"]["yaxis"]["title"]["text"] == title
-        (slot,) = ablation_slots(runs, judged.score)
-        assert slot.title == judged.score.title
-        (image,) = [slot for slot in image_slots(runs, judged.score) if slot.name.startswith("ablation")]
+        (slot,) = effect_figures(runs, judged.criterion)
+        assert slot.title == judged.criterion.title
+        (image,) = [slot for slot in image_figures(runs, judged.criterion) if slot.name.startswith("ablation")]
         assert list(image.variants[""].data[0].y) == pytest.approx(values)

@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.errors import InvalidValue
-from fedloom.report.curves import Curve, curve
+from fedloom.report.curves import Curve, curve, learning_curves
 from fedloom.report.figures import (
     COLOURS,
     accuracy_by_seed,
     byte_bars,
     label_distribution,
-    learning_curves,
     second_bars,
     shown_clients,
     styles,

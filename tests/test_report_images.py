@@ -11,35 +11,35 @@ from pathlib import Path
 import pytest
 
 from fedloom.errors import InvalidValue, MissingExtra
-from fedloom.report import images
-from fedloom.report.images import portrait, require_images, save_figures, write_images
-from fedloom.report.slots import image_slots
+from fedloom.report import image_files as images
+from fedloom.report.contents import image_figures
+from fedloom.report.image_files import require_images, save_figures, standalone, write_images
 from report_support import CHROMIUM, made_up_run
 
 RUNS = [made_up_run(name, seed) for name in ("fedavg", "fed<b>mr") for seed in (0, 1)]
 
 
 def test_a_figure_that_stands_alone_says_what_it_shows() -> None:
-    slots = {slot.name: slot for slot in image_slots(RUNS)}
-    figure = portrait(slots["curve-accuracy"])
+    slots = {slot.name: slot for slot in image_figures(RUNS)}
+    figure = standalone(slots["curve-accuracy"])
     assert figure.layout.title.text.startswith("<b>Test accuracy</b>")
     assert "band ± one standard deviation" in figure.layout.title.text
     assert figure.layout.paper_bgcolor == figure.layout.plot_bgcolor == "#ffffff"
     assert figure.layout.showlegend
     named = [trace.name for trace in figure.data if trace.showlegend is not False]
     assert named == ["fedavg", "fed&lt;b&gt;mr"]
-    assert not portrait(slots["bytes"]).layout.showlegend  # the axis names the methods
+    assert not standalone(slots["bytes"]).layout.showlegend  # the axis names the methods
     assert slots["curve-accuracy"].variants["round"].layout.title.text is None  # the page's figure stays as it is
 
 
 def test_methods_without_a_legend_of_their_own_get_one() -> None:
     objective = {"kind": "objective", "rounds": [1, 2], "before": [3.0, 2.0], "after": [1.0, 0.5]}
     recorded = [replace(run, recorded=[objective]) for run in RUNS]
-    slots = {slot.name: slot for slot in image_slots(recorded)}
-    figure = portrait(slots["objective"])
+    slots = {slot.name: slot for slot in image_figures(recorded)}
+    figure = standalone(slots["objective"])
     assert [trace.name for trace in figure.data if trace.showlegend] == ["fedavg", "fed&lt;b&gt;mr"]
-    alone = {slot.name: slot for slot in image_slots(recorded[:1])}
-    assert not portrait(alone["objective"]).layout.showlegend
+    alone = {slot.name: slot for slot in image_figures(recorded[:1])}
+    assert not standalone(alone["objective"]).layout.showlegend
 
 
 def test_what_is_missing_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -68,8 +68,8 @@ def test_a_missing_browser_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) 
 def test_png_and_svg_are_drawn_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("kaleido", reason="Kaleido is not installed")
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # whoever asked the network would get no answer
-    slot = next(slot for slot in image_slots(RUNS) if slot.name == "seeds")
-    figure = portrait(slot)
+    slot = next(slot for slot in image_figures(RUNS) if slot.name == "seeds")
+    figure = standalone(slot)
     png, svg = save_figures(tmp_path / "new", {"seeds": figure}, ["png", "svg", "png"])
     width, height = struct.unpack(">II", png.read_bytes()[16:24])
     assert (width, height) == (2 * figure.layout.width, 2 * figure.layout.height)
@@ -84,7 +84,7 @@ def test_png_and_svg_are_drawn_without_a_network(tmp_path: Path, monkeypatch: py
 def test_a_browser_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("kaleido", reason="Kaleido is not installed")
     monkeypatch.setenv("BROWSER_PATH", "/bin/false")
-    slot = next(slot for slot in image_slots(RUNS) if slot.name == "seeds")
+    slot = next(slot for slot in image_figures(RUNS) if slot.name == "seeds")
     with pytest.raises(InvalidValue, match=r"^images cannot be drawn with /bin/false: ") as refused:
-        save_figures(tmp_path, {"seeds": portrait(slot)})
+        save_figures(tmp_path, {"seeds": standalone(slot)})
     assert "\n" not in str(refused.value)

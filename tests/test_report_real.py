@@ -21,8 +21,8 @@ from fedloom.experiment.configuration import Configuration, configuration
 from fedloom.experiment.directory import folder_name
 from fedloom.experiment.finished import Found, read_runs
 from fedloom.report.clients import worst_first
-from fedloom.report.page import Told, told
-from fedloom.report.slots import image_slots
+from fedloom.report.contents import image_figures
+from fedloom.report.page import ReportOptions, options_of
 from report_support import CHROMIUM, Browser
 
 METHODS = ("fedavg", "fedmr", "ala(fedavg)")
@@ -56,7 +56,7 @@ def runs(folder: Path) -> list[Found]:
 
 @pytest.fixture(scope="module")
 def figures(runs: list[Found]) -> dict[str, Any]:
-    return {slot.name: next(iter(slot.variants.values())) for slot in image_slots([run.summary for run in runs])}
+    return {slot.name: next(iter(slot.variants.values())) for slot in image_figures([run.summary for run in runs])}
 
 
 def place(folder: Path, method: str, seed: int = 0) -> Path:
@@ -190,12 +190,12 @@ def test_the_clients_come_worst_first(folder: Path, runs: list[Found]) -> None:
 
 
 def test_a_report_is_written_anew_from_what_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert told(folder / "report.html") == Told("small", (0.3,), "fedloom compare small.toml")
+    assert options_of(folder / "report.html") == ReportOptions("small", (0.3,), "fedloom compare small.toml")
     text = (folder / "report.html").read_text()
     assert main(["report", str(folder)]) == 0
     assert (folder / "report.html").read_text() == text
     assert main(["report", str(place(folder, "fedmr"))]) == 0
-    alone = told(place(folder, "fedmr") / "report.html")
+    alone = options_of(place(folder, "fedmr") / "report.html")
     assert alone is not None
     assert alone.title == "fedmr, seed 0"
     assert capsys.readouterr().out.count("report: ") == 2

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import statistics
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.errors import InvalidValue
+from fedloom.report.cells import comparison
 from fedloom.report.export import to_csv, to_markdown
 from fedloom.report.sheet import sheet
 from fedloom.report.summary import (
@@ -29,7 +32,7 @@ from fedloom.report.summary import (
     seconds_to,
     summarise,
 )
-from fedloom.report.tables import byte_text, comparison, percent, time_text
+from fedloom.report.units import byte_text, percent, time_text
 
 
 def run_of(
@@ -208,3 +211,11 @@ def test_units_for_people() -> None:
         "2 h 07 min",
     ]
     assert [percent(s) for s in (0.9, 0.875, 1.0, 0.07)] == ["90", "87.5", "100", "7"]
+
+
+def test_figures_of_runs_do_not_wait_for_scipys_statistics() -> None:
+    code = (
+        "import sys, fedloom.report, fedloom.report.sheet, fedloom.report.export; print('scipy.stats' in sys.modules)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "False"

@@ -25,7 +25,7 @@ from fedloom.experiment.tables import comparison_tables, difference_table, overa
 from fedloom.experiment.watch.pages import write_pages
 from fedloom.report.export import differences_to_csv, escape_latex, to_csv, to_data, to_latex, to_markdown
 from fedloom.report.page import render
-from fedloom.report.sheet import LIKELY, NOT_SHOWN, Sheet, overall, reading, sheet
+from fedloom.report.sheet import NOT_SIGNIFICANT, T_TEST_ONLY, Sheet, overall, reading, sheet
 from fedloom.report.significance import (
     FLIPS,
     comparisons,
@@ -98,7 +98,7 @@ def test_many_seeds_are_flipped_at_random_and_agree_with_all_ways() -> None:
     p = sign_flip_test(found)
     assert p is not None
     assert abs(p - exact) < 5 * math.sqrt(exact * (1 - exact) / FLIPS)
-    assert sign_flip_test([0.1] * 40) == pytest.approx(1 / (FLIPS + 1))  # never 0
+    assert sign_flip_test([0.1] * 40) == pytest.approx(2 / (FLIPS + 1))  # never 0
 
 
 @settings(deadline=None, max_examples=60)
@@ -106,9 +106,9 @@ def test_many_seeds_are_flipped_at_random_and_agree_with_all_ways() -> None:
 def test_holm_steps_down_as_its_definition_says(values: list[float | None]) -> None:
     corrected = holm(values)
     m = len(values)
-    client_task = sorted((k for k in range(m) if values[k] is not None), key=lambda k: values[k] or 0.0)
-    for rank, k in enumerate(client_task):
-        expected = max(min(1.0, (m - j) * (values[client_task[j]] or 0.0)) for j in range(rank + 1))
+    order = sorted((k for k in range(m) if values[k] is not None), key=lambda k: values[k] or 0.0)
+    for rank, k in enumerate(order):
+        expected = max(min(1.0, (m - j) * (values[order[j]] or 0.0)) for j in range(rank + 1))
         assert corrected[k] == pytest.approx(expected)
     assert all(corrected[k] is None for k in range(m) if values[k] is None)
 
@@ -133,13 +133,13 @@ def verdicts(one: Sheet) -> dict[str, str]:
 def test_verdicts_say_what_the_seeds_can_show() -> None:
     few = sheet(methods(3, best=0.2, near=0.2, far=0.0))
     assert few.tests["last"][0].other in ("best", "near")
-    assert verdicts(few)["far"] == "likely"  # by the t-test; three seeds can say no more
-    assert "not shown" in verdicts(few).values()
+    assert verdicts(few)["far"] == "t-test only"  # by the t-test; three seeds can say no more
+    assert "not significant" in verdicts(few).values()
     many = sheet(methods(9, best=0.2, near=0.2, far=0.0))
-    assert verdicts(many)["far"] == "real"
+    assert verdicts(many)["far"] == "significant"
     assert many.marks["last"]["far"] == ""
-    assert few.marks["last"]["far"] == LIKELY
-    assert NOT_SHOWN in few.marks["last"].values()
+    assert few.marks["last"]["far"] == T_TEST_ONLY
+    assert NOT_SIGNIFICANT in few.marks["last"].values()
     same = sheet([run_of([0.5], name, seed) for name in ("a", "b") for seed in range(3)])
     assert verdicts(same) == {"b": "equal"}
     one = sheet([run_of([0.5], "a", 0), run_of([0.7], "b", 0)])
@@ -157,7 +157,7 @@ def test_equal_differences_are_no_proof_by_themselves() -> None:
         ]
     )
     found = one.tests["last"][0]
-    assert (found.t_test, found.exact, found.verdict) == (None, 0.5, "not shown")
+    assert (found.t_test, found.exact, found.verdict) == (None, 0.5, "not significant")
 
 
 def test_methods_are_compared_over_the_seeds_that_both_have() -> None:
@@ -200,7 +200,7 @@ def test_fairness_is_read_from_the_clients_own_models_or_else_the_global_one() -
         [None, None, None],
     ]
     titles = [column.title for column in one.table.columns]
-    assert one.table.best(titles.index("Spread over clients, %")) == {0}
+    assert one.table.best(titles.index("Std over clients, %")) == {0}
     assert "Worst tenth, %" not in [c.title for c in sheet([run_of([0.5], "c", 0)]).table.columns]
 
 
@@ -275,7 +275,7 @@ def test_markdown_marks_the_best_and_escapes_names() -> None:
     assert "## data.partition=iid" in text
     assert r"a\_b\|c" in text
     assert re.search(r"\| \*\*\d\d\.\d\d ± \d\.\d\d\*\* \|", text)
-    assert "3 seeds cannot show a difference by the exact test" in text
+    assert "3 seeds the exact test cannot reach significance" in text
     for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         assert len({line.replace(r"\|", "").count("|") for line in block.splitlines()}) == 1
 
@@ -325,7 +325,7 @@ def test_the_terminal_shows_everything_in_80_columns() -> None:
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text  # nothing is cut
-    for word in ("Final %", "Last 1, %", "50 %", "B 50 %", "Down", "Mean rank", "p (exact)", "not shown"):
+    for word in ("Final %", "Last 1, %", "50 %", "B 50 %", "Down", "Mean rank", "p (exact)", "not significant"):
         assert word in text, word
     assert text.count("dirichlet(0.1)") == 6
     assert len(comparison_tables(sheets[0], 200)) == 1

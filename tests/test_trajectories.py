@@ -17,7 +17,7 @@ from fedloom.data.partition import Partition
 from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import configuration
 from fedloom.experiment.finished import gathered, read_runs
-from fedloom.report.slots import image_slots
+from fedloom.report.contents import image_figures
 
 PLACES = {"fedavg": "fedavg", "ala(fedavg)": "ala-fedavg"}
 
@@ -69,7 +69,7 @@ def test_the_page_draws_both_ways_once_also_when_it_is_written_anew(folder: Path
     assert '<div id="trajectory-1-' not in page
     assert main(["report", str(folder)]) == 0
     assert (folder / "report.html").read_text() == page
-    drawn = {slot.name: slot for slot in image_slots([run.labelled for run in gathered(folder, read_runs(folder))])}
+    drawn = {slot.name: slot for slot in image_figures([run.labelled for run in gathered(folder, read_runs(folder))])}
     named = [trace.name for trace in drawn["trajectories-1"].variants[""].data if trace.name]
     assert named == list(PLACES)
 

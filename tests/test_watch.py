@@ -122,7 +122,7 @@ def test_any_folder_from_all_runs_down_to_a_single_one_can_be_watched(folder: Pa
 
 def test_the_version_changes_with_the_figures_and_the_report_with_it(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
-    assert "No run has begun" in (watched.page(None) or "")
+    assert "No run has started" in (watched.page(None) or "")
     small_run(tmp_path, stop_after=2)
     first, page = watched.state()["groups"][0], watched.page(None)
     assert watched.state()["groups"][0]["version"] == first["version"]

@@ -41,9 +41,9 @@ def report(
     from fedloom.experiment.finished import add_landscapes, gathered, read_runs, rewrite_reports
     from fedloom.recording.landscape import Landscape
     from fedloom.recording.recorder import build_recorders
-    from fedloom.report.images import require_images, write_images
-    from fedloom.report.page import told
-    from fedloom.report.sheet import score
+    from fedloom.report.image_files import require_images, write_images
+    from fedloom.report.page import options_of
+    from fedloom.report.sheet import criterion
 
     formats = [name.strip() for name in images.split(",") if name.strip()]
     if formats:
@@ -59,7 +59,7 @@ def report(
     for page in pages:
         print(f"report: {page}")
     if formats:
-        about = told(pages[0])
-        by = score(about.measure, about.last) if about else None
+        about = options_of(pages[0])
+        by = criterion(about.measure, about.last) if about else None
         files = write_images(folder / "images", [run.labelled for run in gathered(folder, runs)], formats, by)
         print(f"images: {folder / 'images'} ({len(files)} files)")

@@ -125,7 +125,7 @@ def _say_how_long(wanted: Plan, workers: int) -> None:
 
 def _long(seconds: float) -> str:
     """A time as people say it, also where it is days."""
-    from fedloom.report.tables import time_text
+    from fedloom.report.units import time_text
 
     return f"{seconds / 86_400:,.0f} days" if seconds > 3 * 86_400 else time_text(seconds)
 

@@ -25,7 +25,7 @@ from fedloom.experiment.settings import label
 from fedloom.experiment.trajectories import together
 from fedloom.experiment.watch.pages import PAGE, Part, setting_folder, write_pages
 from fedloom.recording.landscape import Landscape
-from fedloom.report.page import Told, told
+from fedloom.report.page import ReportOptions, options_of
 from fedloom.report.sheet import sheet
 from fedloom.report.summary import RunSummary
 from fedloom.state.files import write_text
@@ -95,7 +95,9 @@ def rewrite_reports(folder: Path, runs: Sequence[Found]) -> list[Path]:
     """
     runs = gathered(folder, runs)
     settings = list(dict.fromkeys(run.setting for run in runs))
-    before = told(folder / PAGE) or _told_by_setting(folder, settings) or Told(_usual_title(folder, runs))
+    before = (
+        options_of(folder / PAGE) or _options_by_setting(folder, settings) or ReportOptions(_usual_title(folder, runs))
+    )
     parts: list[Part] = []
     for setting in settings:
         own = [run for run in runs if run.setting == setting]
@@ -186,9 +188,9 @@ def _without_landscape(summary: RunSummary) -> list[dict[str, Any]]:
     return [one for one in summary.recorded if one["kind"] != "landscape"]
 
 
-def _told_by_setting(folder: Path, settings: Sequence[str]) -> Told | None:
-    """What the report of a setting was told, without its setting."""
-    pages = ((setting, told(setting_folder(folder, setting) / PAGE)) for setting in settings if setting)
+def _options_by_setting(folder: Path, settings: Sequence[str]) -> ReportOptions | None:
+    """The options of the report of a setting, without its setting."""
+    pages = ((setting, options_of(setting_folder(folder, setting) / PAGE)) for setting in settings if setting)
     return next(
         (dataclasses.replace(one, title=one.title.removesuffix(f", {setting}")) for setting, one in pages if one), None
     )

@@ -13,7 +13,7 @@ from rich.table import Column
 from rich.text import Text
 
 from fedloom.experiment.events import Event, RunName
-from fedloom.report.tables import time_text
+from fedloom.report.units import time_text
 
 _PAUSE = 10.0
 """Seconds between two lines where there is no terminal, at least."""

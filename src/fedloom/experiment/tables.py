@@ -13,10 +13,11 @@ from rich.text import Text
 from fedloom.algorithm import Algorithm
 from fedloom.config.expression import show
 from fedloom.config.registry import Entry, Registry
+from fedloom.report.cells import NEVER, halves
+from fedloom.report.cells import Table as Plain
 from fedloom.report.sheet import Sheet, difference_cells, difference_title, faults_in, keys, overall, words
 from fedloom.report.summary import LAST, Reach, Row, Spread
-from fedloom.report.tables import NEVER, byte_text, halves, percent
-from fedloom.report.tables import Table as Plain
+from fedloom.report.units import byte_text, percent
 
 WIDE = 150
 """Columns of a terminal from which on the comparison's cells are shown with all that they say."""
@@ -32,7 +33,7 @@ _SHORT_TITLES = {
     "Best accuracy, %": "Best %",
     "Mean of last, %": "Last {last}, %",
     "Clients' own, %": "Clients %",
-    "Spread over clients, %": "Spread",
+    "Std over clients, %": "Spread",
     "Worst tenth, %": "Worst %",
     "Rounds to ": "",
     "Bytes to ": "B ",
@@ -154,7 +155,7 @@ def _short(row: Row, first: Row, marks: Mapping[str, Mapping[str, str]]) -> dict
         "Best accuracy, %": _share(row.best) + mark.get("best", ""),
         "Mean of last, %": _share(row.last) + mark.get("last", ""),
         "Clients' own, %": _share(row.personal) + mark.get("personal", ""),
-        "Spread over clients, %": _share(row.client_std),
+        "Std over clients, %": _share(row.client_std),
         "Worst tenth, %": _share(row.client_worst),
     }
     for reach, base in zip(row.reaches, first.reaches, strict=True):

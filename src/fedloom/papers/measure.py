@@ -16,7 +16,7 @@ from fedloom.models.structure import block_parameters
 from fedloom.papers.needs import FACTS
 from fedloom.papers.protocols import Cell, Printed
 from fedloom.report import summary as figures
-from fedloom.report.sheet import Score, score
+from fedloom.report.sheet import Criterion, criterion
 from fedloom.report.summary import RunSummary, Spread
 from fedloom.task import make_dataset
 
@@ -223,14 +223,16 @@ def _classes(run: RunSummary) -> float | None:
 
 
 SCORES = {
-    "best": score("best"),
-    "end": score("last", LAST),
-    "personal": Score("best accuracy of the clients' own models", _best_personal),
-    "joining": Score("best accuracy of the joining clients' own models", lambda run: max(_joining(run), default=None)),
+    "best": criterion("best"),
+    "end": criterion("last", LAST),
+    "personal": Criterion("best accuracy of the clients' own models", _best_personal),
+    "joining": Criterion(
+        "best accuracy of the joining clients' own models", lambda run: max(_joining(run), default=None)
+    ),
 }
 """What the runs of a cell are judged by, where its measure is an accuracy."""
 
 
-def judged(cells: Sequence[Cell]) -> Score | None:
+def judged(cells: Sequence[Cell]) -> Criterion | None:
     """The score of the first of the cells whose measure is an accuracy; None where there is none."""
     return next((SCORES[cell.measure.kind] for cell in cells if cell.measure.kind in SCORES), None)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from fedloom.papers.measure import Found, deviations, difference
 from fedloom.papers.protocols import Cell, Measure, Printed
-from fedloom.report.tables import NEVER
+from fedloom.report.cells import NEVER
 
 PARTIAL = "PARTIAL"
 NOT_RUN = "not run"

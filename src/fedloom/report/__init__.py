@@ -1,4 +1,4 @@
-"""What finished runs leave for people: numbers (`summary`), tables, figures and one self-contained page."""
+"""What finished runs are shown as: figures of runs (`summary`), tables, drawings and one self-contained page."""
 
 from fedloom.report.page import write_report
 from fedloom.report.summary import RunSummary, summarise

@@ -1,4 +1,4 @@
-"""What a parameter or a setting does: accuracy over each value that differs between the runs (FedMR, figures 9 to 11)."""
+"""The effect of a parameter or a setting: accuracy over each value that differs between the runs (FedMR, figures 9 to 11)."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from fedloom.algorithm import algorithms
 from fedloom.config.expression import Call, parse, show
 from fedloom.errors import FedloomError
 from fedloom.report.figures import COLOURS, SHARES, Style, framed, wrapped
-from fedloom.report.sheet import Score
-from fedloom.report.summary import RunSummary, Spread
+from fedloom.report.sheet import Criterion
+from fedloom.report.summary import RunSummary, Spread, dotted
 
 LINES = 8
 """Lines of one figure at most."""
 
 NAME = 34
-"""Letters of a line's name beside each other, so that a legend fits the screen of a phone."""
+"""Letters of a line's name on one line, so that a legend fits the screen of a phone."""
 
 METHOD = "method"
 """The feature that names a run's method without its parameters."""
 
 STAGE = "last round of "
-"""How the feature begins that says when a stage ends; the method's name follows."""
+"""Prefix of the feature that says when a stage ends; the method's name follows."""
 
-_APART = ("algorithm", "seed", "command", "targets", "record", "engine", "name", "directory")
+_IGNORED = ("algorithm", "seed", "command", "targets", "record", "engine", "name", "directory")
 """Keys of a configuration that are no settings, or that change nothing that is measured."""
 
 
 @dataclass(frozen=True)
-class Line:
-    """Spreads over seeds by value, in the order of the values; `method` is the one method whose runs these are, if it is one."""
+class AblationLine:
+    """Spreads over seeds by value, in the order of the values; `method` is the method of all these runs, if it is one."""
 
     label: str
     method: str | None
@@ -43,15 +43,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Ablation:
-    """Accuracies over the values of one parameter, a line for each combination of all else.
+    """Accuracies over the values of one parameter, a line for each combination of the others.
 
-    `name` is the parameter: a configuration key (`data.partition`) or a method's (`fraction of fedmr`); `title` says which
-    accuracies these are.
+    `name` is the parameter: a configuration key (`data.partition`) or a method's (`fraction of fedmr`); `title` names the
+    criterion that gives the accuracies.
     """
 
     name: str
     title: str
-    lines: Sequence[Line]
+    lines: Sequence[AblationLine]
 
     @property
     def values(self) -> list[Any]:
@@ -65,26 +65,27 @@ class Ablation:
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What a run was told, key by key, and how it did; `stands_in` for a first stage of no rounds."""
+class _Trained:
+    """A run with its settings and parameters by name, and its accuracy; `without_stage` where it takes the place of a run whose
+    first stage has no rounds."""
 
     features: Mapping[str, Any]
     run: RunSummary
     accuracy: float
-    stands_in: bool = False
+    without_stage: bool = False
 
 
-def ablations(runs: Sequence[RunSummary], by: Score) -> list[Ablation]:
+def ablations(runs: Sequence[RunSummary], by: Criterion) -> list[Ablation]:
     """All parameters that differ between runs which agree in everything else but the seed.
 
     Parameters of methods count with their defaults, so that `fedmr(unit=segment)` and `fedmr(unit=segment, fraction=0.5)`
-    differ in one; a method beside `stages(first:n, method)` is the stage that begins after 0 rounds. Their accuracy is the score
-    that they are judged `by`.
+    differ in one; a method beside `stages(first:n, method)` counts as the one whose first stage has 0 rounds. Accuracies are
+    those of the criterion `by`.
     """
-    told = list(_told(runs, by))
-    names = dict.fromkeys(name for one in told for name in one.features if name != METHOD)
-    varying = [name for name in names if len({_key(one.features[name]) for one in told if name in one.features}) > 1]
-    found = [Ablation(name, by.title, _lines(name, varying, told)) for name in varying]
+    trained = list(_trained(runs, by))
+    names = dict.fromkeys(name for one in trained for name in one.features if name != METHOD)
+    varying = [name for name in names if len({_key(one.features[name]) for one in trained if name in one.features}) > 1]
+    found = [Ablation(name, by.title, _lines(name, varying, trained)) for name in varying]
     return [one for one in found if one.lines]
 
 
@@ -119,7 +120,7 @@ def ablation_figure(ablation: Ablation, looks: Mapping[str, Style]) -> go.Figure
     )
 
 
-def _trace(line: Line, name: str, style: Style, numeric: bool, group: str | None) -> go.Scatter | go.Bar:
+def _trace(line: AblationLine, name: str, style: Style, numeric: bool, group: str | None) -> go.Scatter | go.Bar:
     spreads = list(line.spreads.values())
     error = {"type": "data", "array": [one.std for one in spreads], "visible": any(one.count > 1 for one in spreads)}
     common: dict[str, Any] = {
@@ -136,12 +137,12 @@ def _trace(line: Line, name: str, style: Style, numeric: bool, group: str | None
     return go.Scatter(x=list(line.spreads), mode="lines+markers", line=stroke, marker={"size": 8}, **common)
 
 
-def _lines(name: str, varying: Sequence[str], told: Sequence[_Told]) -> list[Line]:
-    """The lines along `name` that have two values or more; their labels say what tells them apart."""
-    groups: dict[tuple[tuple[str, str], ...], dict[Any, list[_Told]]] = {}
+def _lines(name: str, varying: Sequence[str], trained: Sequence[_Trained]) -> list[AblationLine]:
+    """The lines along `name` that have two values or more; their labels say in what they differ."""
+    groups: dict[tuple[tuple[str, str], ...], dict[Any, list[_Trained]]] = {}
     others = [METHOD, *(other for other in varying if other != name)]
-    for one in told:
-        if name in one.features and (not one.stands_in or name.startswith(STAGE)):
+    for one in trained:
+        if name in one.features and (not one.without_stage or name.startswith(STAGE)):
             rest = tuple((other, _text(one.features[other])) for other in others if other in one.features)
             groups.setdefault(rest, {}).setdefault(_key(one.features[name]), []).append(one)
     groups = {rest: line for rest, line in groups.items() if len(line) > 1}
@@ -151,27 +152,29 @@ def _lines(name: str, varying: Sequence[str], told: Sequence[_Told]) -> list[Lin
     lines = []
     for rest, line in groups.items():
         parts = [value if key == METHOD else f"{key}={value}" for key, value in rest if (key, value) not in shared]
-        spreads = {
-            value: spread for value in _ordered(line) if (spread := Spread.of([o.accuracy for o in line[value]]))
-        }
+        numbers = all(isinstance(value, int | float) for value in line)
+        values = sorted(line) if numbers else list(line)
+        spreads = {value: spread for value in values if (spread := Spread.of([one.accuracy for one in line[value]]))}
         methods = {one.run.algorithm for members in line.values() for one in members}
-        lines.append(Line(", ".join(parts), methods.pop() if len(methods) == 1 else None, spreads))
+        lines.append(AblationLine(", ".join(parts), methods.pop() if len(methods) == 1 else None, spreads))
     return lines
 
 
-def _told(runs: Sequence[RunSummary], by: Score) -> Iterator[_Told]:
-    """Each run that was measured; one that also stands for a first stage of no rounds comes twice."""
+def _trained(runs: Sequence[RunSummary], by: Criterion) -> Iterator[_Trained]:
+    """Each run with an accuracy; one that also takes the place of a run without a first stage comes twice."""
     calls = [_call(run) for run in runs]
     staged = {str(call.positional[1]): call for call in calls if _two_staged(call)}
     for run, call in zip(runs, calls, strict=True):
         if (accuracy := by.of(run)) is None:
             continue
-        settings = {key: value for key, value in _flat(run.configuration) if key.partition(".")[0] not in _APART}
-        yield _Told(settings | _parameters(call), run, accuracy)
+        settings = {
+            key: value for key, value in dotted(run.configuration).items() if key.partition(".")[0] not in _IGNORED
+        }
+        yield _Trained(settings | _parameters(call), run, accuracy)
         if (like := staged.get(str(call))) is not None:
             first = like.positional[0]
             alias = Call(like.name, (Call(first.name, first.positional, first.named, 0), call), like.named)
-            yield _Told(settings | _parameters(alias), run, accuracy, stands_in=True)
+            yield _Trained(settings | _parameters(alias), run, accuracy, without_stage=True)
 
 
 def _call(run: RunSummary) -> Call:
@@ -203,35 +206,16 @@ def _parameters(call: Call) -> dict[str, Any]:
             found[f"{STAGE}{one.name}"] = one.until
     if call.name in algorithms:
         entry = algorithms[call.name]
-        wraps = entry.make.wraps
         for name, parameter in entry.parameters.items():
-            if name not in wraps and parameter.default is not parameter.empty:
-                found[f"{name} of {call.name}"] = _plain(call.named.get(name, parameter.default))
+            if name not in entry.make.wraps and parameter.default is not parameter.empty:
+                value = call.named.get(name, parameter.default)
+                found[f"{name} of {call.name}"] = str(value) if isinstance(value, Call) else value
     return found | {METHOD: f"{call.name}({', '.join(names)})" if names else call.name}
-
-
-def _plain(value: Any) -> Any:
-    """A bare word is text."""
-    return str(value) if isinstance(value, Call) else value
-
-
-def _flat(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{key}.")
-        else:
-            yield f"{before}{key}", value
 
 
 def _key(value: Any) -> Any:
     """The value, or what stands for it where it cannot be a key."""
     return value if isinstance(value, int | float | str) or value is None else show(value)
-
-
-def _ordered(values: Mapping[Any, Any]) -> list[Any]:
-    """Numbers by size, all else as they come."""
-    numbers = all(isinstance(value, int | float) for value in values)
-    return sorted(values) if numbers else list(values)
 
 
 def _text(value: Any) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
+from fedloom.report.cells import Cell, Column, Table
 from fedloom.report.summary import RunSummary
 
 LISTED = 200
@@ -56,22 +56,54 @@ def same_data(runs: Sequence[RunSummary]) -> list[RunSummary]:
     return list({run.algorithm: run for run in reversed(alike)}.values())[::-1]
 
 
-def client_table(runs: Sequence[RunSummary]) -> str:
-    """The table as HTML, whose columns sort; empty where nothing is known of the clients."""
-    clients = worst_first(runs)
+def client_table(runs: Sequence[RunSummary]) -> Table:
+    """What each client holds and how well it is served, the worst first; no lines where nothing is known of the clients."""
+    clients, names, several = _known(runs)
+    titles = [
+        "Client",
+        *(["Mean, %"] if several and names else []),
+        *(f"{name}, %" for name in names),
+        "Samples",
+        "Classes",
+    ]
+    columns = [*(Column(title, order="ascending") for title in titles), Column("Most frequent", order="")]
+    lines = []
+    for one in clients[:LISTED]:
+        samples, held = sum(one.counts), sum(count > 0 for count in one.counts)
+        accuracies = ([one.score] if several and names else []) + [one.accuracies.get(name) for name in names]
+        lines.append(
+            (
+                Cell(str(one.number), one.number),
+                *(Cell("", None) if value is None else Cell(f"{100 * value:.1f}", value) for value in accuracies),
+                Cell(f"{samples:,}", samples),
+                Cell(str(held), held),
+                Cell(_labels(one.counts, same_data(runs)[0].class_names), None),
+            )
+        )
+    return Table(tuple(columns), tuple(lines))
+
+
+def client_caption(runs: Sequence[RunSummary]) -> str:
+    """How to read the table; empty where nothing is known of the clients."""
+    clients, names, several = _known(runs)
     if not clients:
         return ""
-    chosen = same_data(runs)
-    names = list(dict.fromkeys(name for one in clients for name in one.accuracies))
-    several = len(chosen) > 1 and bool(names)
-    heads = ["Client", *(["Mean, %"] if several else []), *(f"{name}, %" for name in names), "Samples", "Classes"]
-    line = "".join(_head(name) for name in heads) + "<th scope=col class=labels>Most frequent</th>"
-    body = "".join(_row(one, names, several, chosen[0].class_names) for one in clients[:LISTED])
-    return (
-        "<h3>Clients, the worst first</h3>"
-        f"<div class=scroll><table class=clients><thead><tr>{line}</tr></thead><tbody>{body}</tbody></table></div>"
-        f"<p class=caption>{escape(_reading(clients, chosen, names))}</p>"
-    )
+    first = same_data(runs)[0]
+    wrong = f", by the labels given, of which {first.wrong_labels:,} are wrong" if first.wrong_labels else ""
+    text = f"Training samples of each class{wrong}; seed {first.seed}."
+    if not names:
+        text += " No accuracies: they need local test data (local_test) and personal_every."
+    elif several:
+        text += " Accuracy on the client's own test data, of the model that it would use with each method."
+    else:
+        text += " Accuracy on the client's own test data, of the global model and of the model that it would use."
+    return text + (f" The first {LISTED} of {len(clients):,} clients." if len(clients) > LISTED else "")
+
+
+def _known(runs: Sequence[RunSummary]) -> tuple[list[Client], list[str], bool]:
+    """The clients, what their accuracies are of, and whether these are several methods."""
+    clients = worst_first(runs)
+    return clients, list(dict.fromkeys(name for one in clients for name in one.accuracies)), len(same_data(runs)) > 1
 
 
 def _accuracies(run: RunSummary, several: bool) -> dict[str, dict[int, float]]:
@@ -86,38 +118,8 @@ def _accuracies(run: RunSummary, several: bool) -> dict[str, dict[int, float]]:
     return {run.algorithm: own} if several else {"Global model": tables.get("client", {}), "Own model": own}
 
 
-def _head(name: str) -> str:
-    text = escape(name).replace(" %", "\u00a0%")
-    return f"<th scope=col aria-sort=none data-first=ascending><button>{text}</button></th>"
-
-
-def _row(one: Client, names: Sequence[str], several: bool, class_names: Sequence[str] | None) -> str:
-    samples, held = sum(one.counts), [k for k, count in enumerate(one.counts) if count]
-    accuracies = ([one.score] if several else []) + [one.accuracies.get(name) for name in names]
-    cells = [(str(one.number), str(one.number))]
-    cells += [("", "") if value is None else (f"{100 * value:.1f}", f"{value:.6f}") for value in accuracies]
-    cells += [(f"{samples:,}", str(samples)), (str(len(held)), str(len(held)))]
-    inside = "".join(f"<td data-value={value}>{text}</td>" if value else "<td></td>" for text, value in cells)
-    return f"<tr>{inside}<td class=labels>{_labels(one.counts, held, class_names)}</td></tr>"
-
-
-def _labels(counts: Sequence[int], held: Sequence[int], class_names: Sequence[str] | None) -> str:
+def _labels(counts: Sequence[int], class_names: Sequence[str] | None) -> str:
     """The client's classes with their samples, the most frequent first."""
-    order = sorted(held, key=lambda k: (-counts[k], k))
-    named = [f"{escape(class_names[k] if class_names else str(k))}\u00a0({counts[k]:,})" for k in order[:LABELS]]
+    order = sorted((k for k, count in enumerate(counts) if count), key=lambda k: (-counts[k], k))
+    named = [f"{class_names[k] if class_names else k}\u00a0({counts[k]:,})" for k in order[:LABELS]]
     return ", ".join(named) + (f" and {len(order) - LABELS} more" if len(order) > LABELS else "")
-
-
-def _reading(clients: Sequence[Client], chosen: Sequence[RunSummary], names: Sequence[str]) -> str:
-    """How to read the table."""
-    wrong = f", by the labels given, of which {chosen[0].wrong_labels:,} are wrong" if chosen[0].wrong_labels else ""
-    text = f"Training samples of each class{wrong}; seed {chosen[0].seed}."
-    if not names:
-        text += " No accuracies: they need test data of the clients' own (local_test) and personal_every."
-    elif len(chosen) > 1:
-        text += " Accuracy on the client's own test data, of the model that it would use with each method."
-    else:
-        text += " Accuracy on the client's own test data, of the global model and of the model that it would use."
-    if len(clients) > LISTED:
-        text += f" The first {LISTED} of {len(clients):,} clients."
-    return text

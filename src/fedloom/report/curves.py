@@ -1,25 +1,47 @@
-"""A measure over the rounds as mean and standard deviation over seeds, and few enough points of it to draw."""
+"""Learning curves: a measure over rounds, bytes or seconds as mean and standard deviation over seeds, and their figure."""
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import plotly.graph_objects as go
 
 from fedloom.config.checks import require_one_of
-from fedloom.report.summary import RunSummary
+from fedloom.report.figures import SHARES, Style, framed, pale, styles
+from fedloom.report.summary import RunSummary, by_algorithm
 
 Floats = npt.NDArray[np.float64]
 
-AXES = ("round", "bytes", "seconds")
-"""What a curve can be drawn over: the round, the bytes sent (down and up) or the seconds spent until its end."""
+AXES = {"round": "Round", "bytes": "Bytes sent, down and up", "seconds": "Seconds"}
+"""What a curve can be drawn over, with the title of the axis: the round, or what was spent until its end."""
+
+MEASURES = {
+    "accuracy": ("Test accuracy", "of the global model."),
+    "personal_accuracy": ("Personal accuracy", "of each client's own model on its own test data."),
+    "client_accuracy": ("Accuracy at the clients", "of the global model on the clients' own test data."),
+    "new_client_accuracy": (
+        "Accuracy at new clients", "of models adapted to clients that never trained, on their own test data.",
+    ),
+    "loss": ("Test loss", "of the global model."),
+    "training_loss": ("Training loss", "of the clients that took part, mean over their local steps."),
+    "pool_cosine": ("Mean cosine similarity", "between the models of the pool."),
+}  # fmt: skip
+"""Title and caption of the figures that the records are known to have."""
+
+POINTS = 400
+"""Points of a curve that are drawn: about as many as a screen can show."""
+
+FEW = 8
+"""Up to so many methods share one hover box."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A method's curve; all arrays are `[points]`. `std` is the sample deviation over `seeds` runs, 0 for one run."""
+    """A method's curve; all arrays are `[points]`. `std` is the sample standard deviation over `seeds` runs, 0 for one run."""
 
     rounds: npt.NDArray[np.int64]
     x: Floats
@@ -28,9 +50,9 @@ class Curve:
     seeds: int
 
     def thinned(self, points: int) -> Curve:
-        """About `points` of the measured points: of every stretch its lowest and its highest, and both ends.
+        """About `points` of the measured points: the lowest and the highest of each of equal stretches, and both ends.
 
-        Nothing is smoothed or invented, so no peak and no dip is lost.
+        Nothing is smoothed or interpolated, so no peak and no dip is lost.
         """
         if len(self.x) <= points:
             return self
@@ -44,27 +66,58 @@ class Curve:
 def curve(runs: Sequence[RunSummary], measure: str = "accuracy", x: str = "round") -> Curve | None:
     """The curve of one method's `runs` for a figure of its records, such as `accuracy`, `loss` or `pool_cosine`.
 
-    Runs without the measure are left out. A point stands for a round that all the others recorded with a finite value, so
-    that a run which stopped early does not bend the mean. None when there is no such round, or when x is `seconds` and a run
-    kept no times. Raises `InvalidValue` for an unknown `x`.
+    Runs without the measure are left out. A point is a round for which all the others have a finite value, so that a run
+    that stopped early does not bend the mean. None when there is no such round, or when x is `seconds` and a run kept no
+    times. Raises `InvalidValue` for an unknown `x`.
     """
-    require_one_of("x", x, AXES)
-    recorded = [series for run in runs if (series := _series(run, measure))]
+    require_one_of("x", x, tuple(AXES))
+    recorded = {k: series for k, run in enumerate(runs) if (series := _series(run, measure))}
     if not recorded:
         return None
-    rounds = sorted(set.intersection(*(set(series) for series in recorded)))
-    values = np.array([[series[number] for number in rounds] for series in recorded])
-    finite = np.isfinite(values).all(0)
-    rounds = [number for number, good in zip(rounds, finite, strict=True) if good]
-    if not rounds:
-        return None
-    positions = [_positions(run, x) for run in runs if _series(run, measure)]
-    if any(number not in position for position in positions for number in rounds):
+    rounds = sorted(set.intersection(*(set(series) for series in recorded.values())))
+    rounds = [number for number in rounds if all(np.isfinite(series[number]) for series in recorded.values())]
+    positions = [_positions(runs[k], x) for k in recorded]
+    if not rounds or any(number not in position for position in positions for number in rounds):
         return None
     along = np.array([[position[number] for number in rounds] for position in positions], dtype=np.float64)
-    values = values[:, finite]
+    values = np.array([[series[number] for number in rounds] for series in recorded.values()])
     std = values.std(0, ddof=1) if len(values) > 1 else np.zeros(values.shape[1])
     return Curve(np.array(rounds, dtype=np.int64), along.mean(0), values.mean(0), std, len(values))
+
+
+def title_of(measure: str) -> str:
+    """The title of a measure's figure."""
+    return MEASURES[measure][0] if measure in MEASURES else measure.replace("_", " ").capitalize()
+
+
+def learning_curves(
+    runs: Sequence[RunSummary], measure: str = "accuracy", x: str = "round", points: int = POINTS
+) -> go.Figure:
+    """A measure of the records over rounds, bytes or seconds: mean over seeds, with a band of ± one standard deviation.
+
+    `measure` is `accuracy`, `loss`, `training_loss`, `pool_cosine` or any other figure of the records. A curve of more than
+    `points` points is thinned. Methods that did not record the measure, or what `x` needs, are left out. Raises
+    `InvalidValue` for an unknown `x`.
+    """
+    traces: list[go.Scatter] = []
+    share = "accuracy" in measure
+    form = ".1%" if share else ".4~g"
+    looks = styles(runs)
+    for name, group in by_algorithm(runs).items():
+        if (found := curve(group, measure, x)) is not None:
+            drawn = found.thinned(points)
+            traces += [
+                *([_band(name, looks[name], drawn)] if drawn.seeds > 1 else []),
+                _line(name, looks[name], drawn, form),
+            ]
+    numbers = {"tickformat": "~s", "ticksuffix": "B", "hoverformat": ".3s"} if x == "bytes" else {}
+    return framed(
+        traces,
+        380,
+        xaxis={"title": AXES[x], "rangemode": "tozero", **numbers},
+        yaxis={"title": html.escape(title_of(measure)), "hoverformat": form, **(SHARES if share else {})},
+        hovermode="x unified" if len(looks) <= FEW and x == "round" else "closest",
+    )
 
 
 def _series(run: RunSummary, measure: str) -> dict[int, float]:
@@ -81,3 +134,33 @@ def _positions(run: RunSummary, x: str) -> dict[int, float]:
     names = ("seconds",) if x == "seconds" else ("bytes_down", "bytes_up")
     spent = np.cumsum([sum(float(line.get(name, 0)) for name in names) for line in lines])
     return dict(zip(numbers, spent.tolist(), strict=True))
+
+
+def _line(name: str, style: Style, drawn: Curve, form: str) -> go.Scatter:
+    deviation = f" ± %{{customdata:{form}}}" if drawn.seeds > 1 else ""
+    return go.Scatter(
+        x=drawn.x.astype(np.float32),
+        y=drawn.mean.astype(np.float32),
+        customdata=drawn.std.astype(np.float32) if drawn.seeds > 1 else None,
+        mode="lines+markers" if len(drawn.x) <= 2 else "lines",
+        line={"color": style.colour, "width": 2, "dash": style.dash},
+        hovertemplate=f"%{{y:{form}}}{deviation}",
+        name=html.escape(name),
+        legendgroup=name,
+    )
+
+
+def _band(name: str, style: Style, drawn: Curve) -> go.Scatter:
+    low, high = drawn.mean - drawn.std, drawn.mean + drawn.std
+    return go.Scatter(
+        x=np.concatenate([drawn.x, drawn.x[::-1]]).astype(np.float32),
+        y=np.concatenate([high, low[::-1]]).astype(np.float32),
+        mode="lines",
+        line={"width": 0},
+        fill="toself",
+        fillcolor=pale(style.colour, 0.16),
+        hoverinfo="skip",
+        showlegend=False,
+        name=html.escape(name),
+        legendgroup=name,
+    )

@@ -9,10 +9,19 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedloom.report.sheet import LIKELY, NOT_SHOWN, Sheet, difference_cells, difference_title, keys, overall, reading
+from fedloom.report.cells import Table, halves
+from fedloom.report.sheet import (
+    NOT_SIGNIFICANT,
+    T_TEST_ONLY,
+    Sheet,
+    difference_cells,
+    difference_title,
+    keys,
+    overall,
+    reading,
+)
 from fedloom.report.significance import Difference
 from fedloom.report.summary import Row
-from fedloom.report.tables import Table, halves
 
 _ESCAPED = {
     "\\": r"\textbackslash{}",
@@ -23,8 +32,8 @@ _ESCAPED = {
     "≥": r"$\geq$",
     "–": "--",
     "†": r"\dag{}",
-    NOT_SHOWN: r"\textsuperscript{n}",
-    LIKELY: r"\textsuperscript{t}",
+    NOT_SIGNIFICANT: r"\textsuperscript{n}",
+    T_TEST_ONLY: r"\textsuperscript{t}",
     **{mark: f"\\{mark}" for mark in "&%$#_{}"},
 }
 """What LaTeX would take for its own, and signs that older LaTeX does not know."""
@@ -123,7 +132,7 @@ def _csv(lines: Sequence[Mapping[str, Any]], only: str) -> str:
 
 
 def _caption(sheets: Sequence[Sheet]) -> str:
-    return f"{sheets[0].score.title}, in per cent, by {', '.join(keys(sheets))}."
+    return f"{sheets[0].criterion.title}, in per cent, by {', '.join(keys(sheets))}."
 
 
 def _explained(sheets: Sequence[Sheet]) -> str:
@@ -137,7 +146,7 @@ def _explained(sheets: Sequence[Sheet]) -> str:
 
 
 def _markdown(table: Table) -> str:
-    best = [table.best(k) for k in range(len(table.columns))]
+    best = table.best_lines
     lines = [[_flat(column.title) for column in table.columns], ["---"] + ["---:"] * (len(table.columns) - 1)]
     for number, line in enumerate(table.lines):
         lines.append([_markdown_cell(cell.text, number in best[k]) for k, cell in enumerate(line)])
@@ -167,7 +176,7 @@ def _flat(text: str) -> str:
 
 
 def _latex(table: Table, caption: str, name: str) -> str:
-    best = [table.best(k) for k in range(len(table.columns))]
+    best = table.best_lines
     heads = " & ".join(escape_latex(_flat(column.title)) for column in table.columns)
     lines = []
     for number, line in enumerate(table.lines):

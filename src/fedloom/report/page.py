@@ -1,41 +1,89 @@
-"""The report: one HTML page that holds all it needs, so that it opens from disk, on a phone and on paper."""
+"""The report: one HTML page that holds all it needs, so that it opens from disk, on a phone and on paper.
+
+What the page shows is put together here as plain values; `templates/` lays them out, `assets/` styles them and draws the figures.
+Templates escape all text.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from string import Template
 from typing import Any
 
-import plotly.graph_objects as go
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
 from fedloom.errors import InvalidValue
-from fedloom.report import figures
-from fedloom.report.clients import client_table
-from fedloom.report.comparing import comparison_table, difference_table
-from fedloom.report.curves import AXES
-from fedloom.report.sections import (
-    fault_table,
-    headline,
-    method_chips,
-    recorded_section,
-    result_tiles,
-    what_was_run,
+from fedloom.report.cells import Table
+from fedloom.report.clients import client_caption, client_table
+from fedloom.report.contents import effect_figures, report_figures
+from fedloom.report.curves import AXES, POINTS
+from fedloom.report.figures import ReportFigure, styles
+from fedloom.report.sheet import (
+    Criterion,
+    Sheet,
+    difference_cells,
+    difference_title,
+    faults_in,
+    keys,
+    overall,
+    reading,
+    spread_of,
+    words,
 )
-from fedloom.report.sheet import Score, Sheet
 from fedloom.report.sheet import sheet as sheet_of
-from fedloom.report.slots import Slot, ablation_slots, cost_slots, curve_slots, label_slot, recorded_slots, seed_slots
-from fedloom.report.summary import LAST, RunSummary
+from fedloom.report.summary import LAST, Row, RunSummary, Spread, dotted, faults
+from fedloom.report.units import byte_text, percent, time_text
 from fedloom.state.files import write_text
 
-_AXIS_NAMES = {"round": "Rounds", "bytes": "Bytes", "seconds": "Seconds"}
+NO_BREAK = "\u00a0"
+
+FAULTS = 60
+"""Kinds of faults that are listed; more are counted."""
+
+Tile = tuple[str, str, str]
+"""Name, figure, and what it belongs to."""
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """What a page was written with, so that it can be written again."""
+
+    title: str
+    targets: tuple[float, ...] = ()
+    command: str = ""
+    last: int = LAST
+    against: str = "best"
+    measure: str = "last"
+
+    @classmethod
+    def of(cls, title: str, one: Sheet, command: str) -> ReportOptions:
+        """Those of a page about the setting `one`, or of which it is the first."""
+        targets = tuple(reach.target for reach in one.rows[0].reaches)
+        return cls(title, targets, command, one.last, one.against, one.measure)
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """As values for JSON."""
+        return dataclasses.asdict(self)
+
+
+def options_of(path: Path) -> ReportOptions | None:
+    """The options of the report that lies there; None where there is none."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    found = re.search(r'<script type="application/json" id="about">(.*?)</script>', text, re.DOTALL)
+    if found is None:
+        return None
+    known = json.loads(found[1])
+    return ReportOptions(**{**known, "targets": tuple(known["targets"])})
 
 
 def write_report(
@@ -46,20 +94,19 @@ def write_report(
     command: str = "",
     sheet: Sheet | None = None,
     first: str = "",
-    by: Score | None = None,
+    by: Criterion | None = None,
 ) -> None:
-    """Write the report of `runs` (one run, or methods x seeds on the same task) to `path`, all of it or nothing.
+    """Write the report of `runs` (one run, or methods x seeds on the same task) to `path`, atomically.
 
     `targets` are the accuracies in (0, 1] whose rounds and bytes the table shows, `command` the line that repeats the runs;
-    where they are not given, those of the first run's configuration (`targets`, `command`) are taken. `sheet` is the
-    comparison of these runs where it is known (with its own targets), so that the page says what is said elsewhere. `first` is
-    the section that the page is about and begins with: `recorded`, `clients`, `curves`, `effects`, or the usual order. What
-    parameters and settings do is shown by the sheet's measure, or `by` another score. Raises `InvalidValue` without runs, or
-    for a target that is not a share.
+    by default those of the first run's configuration (`targets`, `command`). `sheet` is the comparison of these runs where it
+    is known already (with its own targets). `first` is the section that the page begins with: `recorded`, `clients`, `curves`,
+    `effects`, or the usual order. Effects of parameters and settings are shown in the sheet's measure, or `by` another
+    criterion. Raises `InvalidValue` without runs, or for a target that is not a share.
     """
-    page = render(title, runs, targets, command, sheet, first, by)
+    text = render(title, runs, targets, command, sheet, first, by)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, page)
+    write_text(path, text)
 
 
 def render(
@@ -69,7 +116,7 @@ def render(
     command: str = "",
     sheet: Sheet | None = None,
     first: str = "",
-    by: Score | None = None,
+    by: Criterion | None = None,
 ) -> str:
     """The page as text; see `write_report`."""
     if not runs:
@@ -77,131 +124,263 @@ def render(
     settings = runs[0].configuration
     if sheet is None:
         sheet = sheet_of(runs, list(settings.get("targets", ()) if targets is None else targets))
-    repeat = command or str(settings.get("command", ""))
-    curves, spent, labels = curve_slots(runs), cost_slots(runs), label_slot(runs)
-    noted = recorded_slots(runs)
-    seeds, effects = seed_slots(runs), ablation_slots(runs, by or sheet.score)
-    several = len(sheet.rows) > 1
-    sections = {
-        "result": f"<section>{head('Comparison' if several else 'Result')}{comparison_table(sheet, figures.styles(runs))}"
-        f"{difference_table(sheet)}{_all(seeds)}</section>",
-        "effects": effect_section(effects),
-        "curves": _curve_section(runs, curves),
-        "costs": f"<section>{head('Bytes and time')}<div class=pair>{_all(spent)}</div></section>",
-        "clients": _client_section(runs, labels),
-        "recorded": recorded_section(_all(noted)),
+    found = report_figures(runs, by or sheet.criterion)
+    options = ReportOptions.of(title, sheet, command or str(settings.get("command", "")))
+    thinned = (
+        f"Long curves are drawn with about {POINTS} of their points: the lowest and the highest of each of equal stretches. "
+        "Tables use every round."
+    )
+    return _page(
+        "report.html",
+        options,
+        runs,
+        [figure for figures in found.values() for figure in figures],
+        tiles=_result_tiles(runs, sheet),
+        first=first,
+        several=len(sheet.rows) > 1,
+        table=_worth_showing(sheet.table),
+        captions=[_explained(sheet), *reading([sheet])],
+        differences=sheet.tests[sheet.measure],
+        difference_title=difference_title(sheet),
+        difference_cells=difference_cells,
+        figures=found,
+        axes={x: x.capitalize() + "s" * (x == "round") for x in AXES if any(x in f.variants for f in found["curves"])},
+        thinned=thinned if max(len(run.records) for run in runs) > POINTS else "",
+        label_choices={name: name for figure in found["clients"] for name in figure.variants},
+        client_table=client_table(runs),
+        client_caption=client_caption(runs),
+    )
+
+
+def write_overview(
+    path: Path, title: str, sheets: Sequence[Sheet], runs: Sequence[RunSummary], pages: Mapping[str, str], command: str
+) -> None:
+    """Write the page over all settings to `path`, atomically.
+
+    `sheets` are the settings, at least one, `runs` those of all, `pages` the report of each setting by its label, as a path
+    relative to the folder of `path`.
+    """
+    rows = [row for one in sheets for row in one.rows]
+    counts = (("Settings", len(sheets)), ("Methods", len({row.algorithm for row in rows})))
+    drawn = effect_figures(runs, sheets[0].criterion)
+    spread = _spread({row.seeds for row in rows})
+    caption = f"{spread}{sheets[0].criterion.title}, in per cent, by {', '.join(keys(sheets))}. Rank 1 is the best."
+    text = _page(
+        "overview.html",
+        ReportOptions.of(title, sheets[0], command),
+        runs,
+        drawn,
+        tiles=[*((name, str(count), "") for name, count in counts), *_cost_tiles(len(runs), rows)],
+        table=overall(sheets),
+        captions=[caption, *reading(sheets)],
+        pages=[(one.setting, pages[one.setting], faults_in(one)) for one in sheets],
+        figures=drawn,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, text)
+
+
+@cache
+def templates() -> Environment:
+    """The templates of all pages, which escape what they are given."""
+    found = Environment(
+        loader=PackageLoader("fedloom.report"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    found.globals |= {"asset": _asset}
+    found.policies["json.dumps_kwargs"] = {"separators": (",", ":")}  # in the order that is given
+    found.filters |= {"breakable": _breakable, "nobreak": _unbroken, "lines": _lines}
+    return found
+
+
+def _page(
+    template: str, options: ReportOptions, runs: Sequence[RunSummary], drawn: Sequence[ReportFigure], **more: Any
+) -> str:
+    return templates().get_template(template).render(
+        options=options,
+        lead=_lead(_common([run.configuration for run in runs])),
+        unfinished=_unfinished(runs),
+        looks=styles(runs),
+        faults=_faults(runs),
+        configuration=_facts([run.configuration for run in runs], {"algorithm", "seed", "command", "targets"}),
+        environment=_facts([run.environment for run in runs], {"command"}),
+        drawn={figure.name: {"choice": figure.choice, "variants": _plain(figure)} for figure in drawn},
+        plotly=Markup(get_plotlyjs()),
+        **more,
+    )  # fmt: skip
+
+
+def _asset(name: str) -> Markup:
+    """A file of `assets/` as it is."""
+    return Markup((files("fedloom.report") / "assets" / name).read_text(encoding="utf-8"))
+
+
+def _breakable(text: str) -> Markup:
+    """A key or a name that may be broken after its dots, underscores, brackets and equals signs."""
+    return Markup(re.sub(r"([._(=])", r"\1<wbr>", str(escape(text))))
+
+
+def _unbroken(text: str) -> str:
+    """Text that is kept on one line."""
+    return text.replace(" ", NO_BREAK)
+
+
+def _lines(text: str) -> Markup:
+    """A title with its line breaks; a per cent sign stays with the number before it."""
+    return Markup("<br>").join(text.replace(" %", f"{NO_BREAK}%").splitlines())
+
+
+def _plain(figure: ReportFigure) -> dict[str, Any]:
+    return {value: json.loads(variant.to_json()) for value, variant in figure.variants.items()}
+
+
+def _result_tiles(runs: Sequence[RunSummary], one: Sheet) -> list[Tile]:
+    """The best accuracies and the fewest rounds to each target of one setting, and what the runs took."""
+    rows, several = one.rows, len(one.rows) > 1
+    names = {"final": "final accuracy", "best": "best accuracy"}
+    if several:
+        names.setdefault(one.measure, words(one.measure, one.last))
+    tiles = []
+    for measure, name in names.items():
+        known = [(spread, row) for row in rows if (spread := spread_of(row, measure)) is not None]
+        if known:
+            spread, row = max(known, key=lambda pair: pair[0].mean)
+            title = f"Highest {name}" if several else name.capitalize()
+            tiles.append((title, _accuracy(spread), row.algorithm if several else ""))
+    for k, reach in enumerate(rows[0].reaches):
+        whole = [(row.reaches[k].rounds, row) for row in rows if row.reaches[k].reached == row.seeds]
+        if reached := [(spread, row) for spread, row in whole if spread is not None]:
+            spread, row = min(reached, key=lambda pair: pair[0].mean)
+            rounds = f"{spread.mean:.1f}" if spread.count > 1 else f"{spread.mean:.0f}"
+            title = f"Fewest rounds to {percent(reach.target)}{NO_BREAK}%"
+            tiles.append((title, rounds, row.algorithm if several else ""))
+    return tiles + _cost_tiles(len(runs), rows)
+
+
+def _cost_tiles(runs: int, rows: Sequence[Row]) -> list[Tile]:
+    """What all runs sent and how long they took."""
+    sent = sum(spread.mean * row.seeds for row in rows for spread in (row.bytes_down, row.bytes_up) if spread)
+    tiles = [("Sent in all", byte_text(sent), "down and up")]
+    if any(row.seconds for row in rows):
+        total = sum(row.seconds.mean * row.seconds.count for row in rows if row.seconds)
+        tiles.append(("Time in all", time_text(total), f"{runs} runs" if runs > 1 else ""))
+    return tiles
+
+
+def _accuracy(spread: Spread) -> str:
+    deviation = f" ± {100 * spread.std:.1f}" if spread.count > 1 else ""
+    return f"{100 * spread.mean:.1f}{deviation} %".replace(" ", NO_BREAK)
+
+
+def _worth_showing(table: Table) -> Table:
+    """The table without uninformative columns: seeds and rounds that all methods share, faults of none."""
+    silent = {
+        k
+        for k, column in enumerate(table.columns)
+        if (column.title in ("Seeds", "Rounds") and len({line[k].text for line in table.lines}) == 1)
+        or (column.title == "Faults" and all(line[k].text == "0" for line in table.lines))
     }
-    body = [
-        headline(title, runs, result_tiles(runs, sheet)),
-        method_chips(runs) if several else "",
-        "<main>",
-        *(sections[name] for name in sorted(sections, key=lambda name: name != first)),
-        fault_table(runs),
-        what_was_run(runs, repeat),
+    return table.part([k for k in range(len(table.columns)) if k not in silent])
+
+
+def _spread(seeds: set[int]) -> str:
+    counts = " to ".join(str(count) for count in sorted({min(seeds), max(seeds)}))
+    return "" if seeds == {1} else f"Mean ± standard deviation over {counts} seeds. "
+
+
+def _explained(one: Sheet) -> str:
+    """What the figures of the comparison are."""
+    rows = one.rows
+    text = (
+        f"{_spread({row.seeds for row in rows})}Accuracy on the test set: final after the last round, best of any evaluation "
+        f"(selected on the test data), mean of the last {one.last} evaluations."
+    )
+    if any(row.personal is not None for row in rows):
+        text += (
+            " Clients' own: accuracy of each client's own model on its own test data, over all samples (where these models "
+            "were not evaluated, of the global model); std over clients: standard deviation of the clients' accuracies, "
+            "unweighted; worst tenth: mean over the tenth of the clients with the lowest."
+        )
+    if rows[0].reaches:
+        text += " Rounds, and bytes down and up, until the first evaluation at or above the target; * never reached"
+        text += f", 2×: in half as many rounds as {rows[0].algorithm}." if len(rows) > 1 else "."
+    return f"{text} {sentence[0].upper()}{sentence[1:]}." if (sentence := faults_in(one)) else text
+
+
+def _common(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The keys whose value all of these tables share."""
+    first, *others = (dotted(table) for table in tables)
+    return {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
+
+
+def _lead(shared: Mapping[str, Any]) -> list[str]:
+    """The task in a few words, from the keys of the configuration that are there."""
+    of_data = {key: shared.get(f"data.{key}", shared.get(key)) for key in ("partition", "clients")}
+    share = shared.get("participation")
+    found = [
+        shared.get("data.name", shared.get("data")),
+        of_data["partition"],
+        None if of_data["clients"] is None else f"{of_data['clients']} clients",
+        f"{percent(share)} % of them a round" if isinstance(share, int | float) else None,
+        shared.get("model"),
+        None if shared.get("rounds") is None else f"{shared['rounds']} rounds",
     ]
-    slots = [*seeds, *effects, *curves, *spent, *([] if labels is None else [labels]), *noted]
-    return page_of("".join(body), slots, Told.of(title, sheet, repeat))
+    return [str(text) for text in found if text is not None]
 
 
-@dataclass(frozen=True)
-class Told:
-    """What a page was told, so that it can be written anew."""
-
-    title: str
-    targets: tuple[float, ...] = ()
-    command: str = ""
-    last: int = LAST
-    against: str = "best"
-    measure: str = "last"
-
-    @classmethod
-    def of(cls, title: str, sheet: Sheet, command: str) -> Told:
-        targets = tuple(reach.target for reach in sheet.rows[0].reaches)
-        return cls(title, targets, command, sheet.last, sheet.against, sheet.measure)
-
-
-def page_of(body: str, slots: Sequence[Slot], told: Told) -> str:
-    """A page: what it shows (up to the end of `<main>`), the figures in it, and what it was told."""
-    assets = files("fedloom.report") / "assets"
-    return Template((assets / "page.html").read_text(encoding="utf-8")).substitute(
-        title=escape(told.title),
-        css=(assets / "page.css").read_text(encoding="utf-8"),
-        script=(assets / "page.js").read_text(encoding="utf-8"),
-        plotly=get_plotlyjs(),
-        figures=_embedded({slot.name: {"choice": slot.choice, "variants": _plain(slot.variants)} for slot in slots}),
-        about=_embedded(dataclasses.asdict(told)),
-        body=f"{body}</main><footer>Made by fedloom. The page holds all its data and needs no network.</footer>",
-    )
-
-
-def told(path: Path) -> Told | None:
-    """What the report there was told; None where there is none."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    found = re.search(r'<script type="application/json" id="about">(.*?)</script>', text, re.DOTALL)
-    if found is None:
-        return None
-    known = json.loads(found[1])
-    return Told(**{**known, "targets": tuple(known["targets"])})
-
-
-def effect_section(slots: Sequence[Slot]) -> str:
-    """What parameters and settings do; empty where none differ."""
-    return f"<section>{head('What makes the difference')}<div class=pair>{_all(slots)}</div></section>" if slots else ""
-
-
-def _curve_section(runs: Sequence[RunSummary], slots: Sequence[Slot]) -> str:
-    if not slots:
+def _unfinished(runs: Sequence[RunSummary]) -> str:
+    """A warning that names the runs with fewer rounds than they, or the others, should have; empty without any."""
+    configured = [number for run in runs if isinstance(number := run.configuration.get("rounds"), int)]
+    most = max([*configured, *(len(run.records) for run in runs)])
+    alike = len(set(configured)) < 2
+    short = [
+        f"{run.algorithm} (seed {run.seed}: {len(run.records)})"
+        for run in runs
+        if len(run.records) < (most if alike else run.configuration.get("rounds", most))
+    ]
+    if not short:
         return ""
-    axes = [x for x in AXES if any(x in slot.variants for slot in slots)]
-    long = max(len(run.records) for run in runs) > figures.POINTS
-    note = (
-        f"<p class=caption>Long curves are drawn with about {figures.POINTS} of their points: of every stretch the lowest and "
-        "the highest. Tables use every round.</p>"
-        if long
-        else ""
-    )
     return (
-        f"<section>{head('Learning curves', _choice('x', 'Over', {x: _AXIS_NAMES[x] for x in axes}))}"
-        f"{slots[0].html}<div class=pair>{_all(slots[1:])}</div>{note}</section>"
+        f"Not all runs have {f'{most} rounds' if alike else 'all their rounds'}: {_listed(short, 8, ', ')}. "
+        "The figures below are of the rounds they have; a mean curve ends where its shortest run ends."
     )
 
 
-def _client_section(runs: Sequence[RunSummary], labels: Slot | None) -> str:
-    if labels is None:
-        return ""
-    return f"<section>{head('The clients and their data', _seed_choice(labels))}{labels.html}{client_table(runs)}</section>"
+def _faults(runs: Sequence[RunSummary]) -> dict[str, Any]:
+    """Lines of method, reason, times, clients and rounds, the most frequent first, and how many `others` are left out."""
+    found: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for run in runs:
+        for number, client, reason in faults(run):
+            found.setdefault((run.algorithm, reason), []).append((number, client))
+    lines = []
+    for (method, reason), cases in sorted(found.items(), key=lambda item: -len(item[1]))[:FAULTS]:
+        clients = Counter(client for _, client in cases).most_common()
+        names = [f"{client} ({times}×)" if times > 1 else str(client) for client, times in clients]
+        first, last = min(cases)[0], max(cases)[0]
+        span = str(first) if first == last else f"{first} to {last}"
+        lines.append((method, reason, str(len(cases)), _listed(names, 6, ", "), span))
+    return {"lines": lines, "others": max(0, len(found) - FAULTS)}
 
 
-def _seed_choice(slot: Slot) -> str:
-    return _choice("labels", "Of", {name: name for name in slot.variants})
+def _facts(tables: Sequence[Mapping[str, Any]], without: set[str]) -> dict[str, str]:
+    """Every key that is set with its value, or its values where runs differ."""
+    values: dict[str, dict[str, None]] = {}
+    for table in tables:
+        for key, value in dotted(table).items():
+            if key not in without and value is not None:
+                values.setdefault(key, {})[_text(value)] = None
+    return {key: _listed(list(known), 5, "; ") for key, known in values.items()}
 
 
-def _choice(name: str, text: str, values: Mapping[str, str]) -> str:
-    """A row of buttons of which one is pressed; none when there is nothing to choose."""
-    if len(values) < 2:
-        return ""
-    buttons = "".join(
-        f'<button data-choice="{name}" data-value="{escape(value)}" aria-pressed={"true" if not k else "false"}>'
-        f"{escape(label)}</button>"
-        for k, (value, label) in enumerate(values.items())
-    )
-    return f"<div class=choice role=group aria-label={text}>{text} {buttons}</div>"
+def _listed(texts: Sequence[str], most: int, between: str) -> str:
+    more = f"{between.rstrip() if between == '; ' else ''} and {len(texts) - most} more" if len(texts) > most else ""
+    return between.join(texts[:most]) + more
 
 
-def head(title: str, beside: str = "") -> str:
-    """The heading of a section, with what there is to choose beside it."""
-    return f"<div class=head><h2>{title}</h2>{beside}</div>"
-
-
-def _all(slots: Sequence[Slot]) -> str:
-    return "".join(slot.html for slot in slots)
-
-
-def _plain(variants: Mapping[str, go.Figure]) -> dict[str, Any]:
-    return {value: json.loads(figure.to_json()) for value, figure in variants.items()}
-
-
-def _embedded(plain: Mapping[str, Any]) -> str:
-    """Plain values as JSON that no text in it can end the element it stands in."""
-    text = json.dumps(plain, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -1,76 +1,134 @@
-"""The figures of what runs recorded on request (`fedloom.recording`), as Plotly figures."""
+"""The figures of what runs recorded on request (`fedloom.recording`)."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 
-from fedloom.report.figures import Style, framed, pale, styles
-from fedloom.report.models import (
-    SHOWN,
-    common_ends,
-    cross_sections,
-    landscapes,
-    local_models,
-    memorisation_curves,
-    of_kind,
-    similarity_curves,
-)
-from fedloom.report.paths import SEQUENCE, trajectories, trajectory_path
+from fedloom.report.curves import learning_curves, title_of
+from fedloom.report.figures import SEQUENCE, SHARES, ReportFigure, Style, framed, pale, styles
+from fedloom.report.landscapes import Entry, cross_sections, landscapes, trajectories, trajectory
 from fedloom.report.summary import RunSummary, by_algorithm
+
+LOCAL_MODELS = 10
+"""Local models of a method that are drawn as lines of their own."""
 
 ROUNDS = 12
 """Rounds of ALA's learning that are drawn, evenly spaced, the first and the last among them."""
 
-DRAWN = 24
-"""Figures of one page at most."""
+LIMIT = 24
+"""Figures of recorded values on one page at most."""
 
 _EARLY, _LATE = 0.35, 0.88
-"""The part of the colours that is seen on white and on near black alike."""
+"""The part of the colour scale that is visible on white and on near black alike."""
+
+Chosen = Sequence[tuple[RunSummary, Entry]]
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """A figure with its name among those of the runs, its title and what to say below it."""
-
-    name: str
-    title: str
-    caption: str
-    figure: go.Figure
-
-
-def drawings(runs: Sequence[RunSummary]) -> list[Drawing]:
-    """All that the runs recorded, of each method the first seed that recorded anything, up to `DRAWN` figures; similarity
-    and memorisation are of all seeds."""
-    chosen = [run for group in by_algorithm(runs).values() if (run := _first_recorded(group)) is not None]
+def recorded_figures(runs: Sequence[RunSummary]) -> list[ReportFigure]:
+    """All that the runs recorded, for each method of the first seed that recorded anything, up to `LIMIT` figures; similarity
+    and memorisation are over all seeds."""
+    groups = by_algorithm(runs).values()
+    chosen = [run for group in groups if (run := next((one for one in group if one.recorded), None)) is not None]
     looks = styles(runs)
-    found: list[Drawing] = []
-    if any(of_kind(run, "objective") for run in chosen):
-        found.append(_objectives(chosen, looks))
-    if any(of_kind(run, "similarity") for run in runs):
-        found.append(_similarity(runs))
-    if any(of_kind(run, "memorisation") for run in runs):
-        found.append(_memorisation(runs))
-    found += [*_local_models(chosen, looks), *_landscapes(runs)]
+    found = [
+        *_objectives(chosen, looks),
+        *_similarity(runs),
+        *_memorisation(runs),
+        *_local_models(chosen, looks),
+        *_landscapes(runs, looks),
+    ]
     joint = [one for run in runs for one in run.recorded if one["kind"] == "trajectories"]
     found += [_trajectories(one, looks) for one in joint]
     shown = {(method, one["client"]) for one in joint for method in one["methods"]}
     for run in chosen:
+        of = f" {run.algorithm}, seed {run.seed}." if len(groups) > 1 else f" Seed {run.seed}."
         for one in run.recorded:
             if one["kind"] == "ala":
-                found.append(_blending(run, one, _whose(run, runs)))
+                found.append(_ala_losses(run.algorithm, one, of))
             elif one["kind"] == "trajectory" and (run.algorithm, one["client"]) not in shown:
-                found.append(_trajectory(run, one, _whose(run, runs)))
-    return found[:DRAWN]
+                found.append(_trajectory(run.algorithm, one, of))
+    return found[:LIMIT]
 
 
-def objective_steps(method: str, recorded: Mapping[str, Any], style: Style) -> list[go.Scatter]:
+def of_kind(runs: Sequence[RunSummary], kind: str) -> list[tuple[RunSummary, Entry]]:
+    """The runs that have a record of this kind, each with its first."""
+    found = ((run, next((one for one in run.recorded if one["kind"] == kind), None)) for run in runs)
+    return [(run, one) for run, one in found if one is not None]
+
+
+def joint_landscapes(runs: Sequence[RunSummary]) -> list[ReportFigure]:
+    """The landscapes of all methods in one figure; empty unless there are two or more."""
+    known = _with_landscape(runs)
+    caption = f"around the final models, {_landscape_caption(known)}" if known else ""
+    figure = landscapes({run.algorithm: one for run, one in known}) if len(known) > 1 else None
+    return [] if figure is None else [ReportFigure("landscapes", "Loss landscapes", caption, {"": figure})]
+
+
+def similarity_curves(runs: Sequence[RunSummary]) -> go.Figure:
+    """Mean cosine similarity over the rounds, with a band of ± one standard deviation over seeds: solid lines for the models
+    that the clients uploaded, dotted ones for the pool of methods that keep one (recorder `similarity`)."""
+    lines = {"uploaded": ("", "solid"), "pool": (", pool", "dot")}
+    yaxis = {"title": "Mean cosine similarity", "hoverformat": ".5~g"}
+    return _curves(runs, "similarity", lines, "pool_cosine", yaxis)
+
+
+def memorisation_curves(runs: Sequence[RunSummary]) -> go.Figure:
+    """Accuracy of the global model over the rounds, with a band of ± one standard deviation over seeds (recorder
+    `memorisation`): on training samples with right labels (solid), on those with wrong labels by their true label (dashed) and
+    by their wrong one (dotted)."""
+    lines = {
+        "right": (", right", "solid"),
+        "corrected": (", wrong, true label", "dash"),
+        "memorised": (", wrong, as given", "dot"),
+    }
+    return _curves(runs, "memorisation", lines, "accuracy", {"title": "Share of training samples", **SHARES})
+
+
+def local_models(
+    method: str, recorded: Entry, style: Style, measure: str = "accuracy", limits: Sequence[float] | None = None
+) -> go.Figure:
+    """Each uploaded model (thin) and the global model aggregated from them (thick), on the test set, over the rounds.
+
+    `recorded` is of the recorder `aggregate`, `measure` its `accuracy` or `loss`, `limits` those of the vertical axis.
+    """
+    share = measure == "accuracy"
+    form = ".1%" if share else ".4~g"
+    common: dict[str, Any] = {
+        "x": recorded["rounds"], "legendgroup": method, "connectgaps": True, "mode": "lines+markers",
+    }  # fmt: skip
+    thin = [
+        go.Scatter(
+            y=values,
+            name=f"model {slot + 1}",
+            line={"color": pale(style.colour, 0.35), "width": 1},
+            marker={"size": 4},
+            hovertemplate=f"model {slot + 1}, round %{{x}}: %{{y:{form}}}<extra></extra>",
+            showlegend=False,
+            **common,
+        )
+        for slot, values in zip(recorded["slots"][:LOCAL_MODELS], recorded["models"][measure], strict=False)
+    ]
+    thick = go.Scatter(
+        y=recorded["global"][measure],
+        name=f"global model of {html.escape(method)}",
+        line={"color": style.colour, "width": 3.5},
+        marker={"size": 7},
+        hovertemplate=f"global model, round %{{x}}: %{{y:{form}}}<extra></extra>",
+        **common,
+    )
+    yaxis = {"title": title_of(measure), **(SHARES if share else {}), **({"range": list(limits)} if limits else {})}
+    xaxis = {"title": "Round", "rangemode": "tozero"}
+    return framed([*thin, thick], 340, xaxis=xaxis, yaxis=yaxis, hovermode="closest")
+
+
+def objective_steps(method: str, recorded: Entry, style: Style) -> list[go.Scatter]:
     """The objective before (circles) and after (dots) local training, and the steps between them, round by round."""
     rounds, before, after = recorded["rounds"], recorded["before"], recorded["after"]
     common: dict[str, Any] = {"legendgroup": method, "name": html.escape(method), "showlegend": False}
@@ -100,14 +158,12 @@ def objective_steps(method: str, recorded: Mapping[str, Any], style: Style) -> l
     return [steps, *ends]
 
 
-def blending_losses(method: str, recorded: Mapping[str, Any]) -> go.Figure:
+def ala_losses(method: str, recorded: Entry) -> go.Figure:
     """The loss of each epoch of ALA's learning, a line a round from early to late; up to `ROUNDS` rounds."""
     rounds, losses = recorded["rounds"], recorded["losses"]
     shown = sorted({int(k) for k in np.linspace(0, len(rounds) - 1, min(len(rounds), ROUNDS)).round()})
-    span = max(1, rounds[shown[-1]] - rounds[shown[0]])
-    colours = sample_colorscale(
-        SEQUENCE, [_EARLY + (_LATE - _EARLY) * (rounds[k] - rounds[shown[0]]) / span for k in shown]
-    )
+    first, last = rounds[shown[0]], rounds[shown[-1]]
+    places = [_EARLY + (_LATE - _EARLY) * (rounds[k] - first) / max(1, last - first) for k in shown]
     lines = [
         go.Scatter(
             x=list(range(1, len(losses[k]) + 1)),
@@ -119,168 +175,15 @@ def blending_losses(method: str, recorded: Mapping[str, Any]) -> go.Figure:
             name=f"round {rounds[k]}",
             legendgroup=method,
         )
-        for k, colour in zip(shown, colours, strict=True)
+        for k, colour in zip(shown, sample_colorscale(SEQUENCE, places), strict=True)
     ]
-    scale = _scale_of_rounds(rounds[shown[0]], rounds[shown[-1]], method)
-    return framed(
-        [*lines, *scale],
-        380,
-        xaxis={"title": "Epoch of learning the weights", "dtick": 1 if max(map(len, losses)) <= 12 else None},
-        yaxis={"title": "Training loss"},
-        hovermode="closest",
-    )
+    xaxis = {"title": "Epoch of learning the weights", "dtick": 1 if max(map(len, losses)) <= 12 else None}
+    traces = [*lines, *([] if first == last else [_round_colour_bar(first, last, method)])]
+    return framed(traces, 380, xaxis=xaxis, yaxis={"title": "Training loss"}, hovermode="closest")
 
 
-def _first_recorded(runs: Sequence[RunSummary]) -> RunSummary | None:
-    return next((run for run in runs if run.recorded), None)
-
-
-def _objectives(runs: Sequence[RunSummary], looks: Mapping[str, Style]) -> Drawing:
-    traces = [
-        trace
-        for run in runs
-        for one in run.recorded
-        if one["kind"] == "objective"
-        for trace in objective_steps(run.algorithm, one, looks[run.algorithm])
-    ]
-    figure = framed(traces, 380, xaxis={"title": "Round"}, yaxis={"title": "Training objective"}, hovermode="closest")
-    caption = (
-        "over the round's clients, weighted by samples: circles, of the models received, before local training; "
-        "dots, of the models uploaded."
-    )
-    return Drawing("objective", "Training objective", f"{caption} {_seeds(runs)}", figure)
-
-
-def _similarity(runs: Sequence[RunSummary]) -> Drawing:
-    pools = any("pool" in (of_kind(run, "similarity") or {}) for run in runs)
-    dotted = "; dotted, of the pool that the server keeps" if pools else ""
-    band = " Mean over seeds, band ± one standard deviation." if len({run.seed for run in runs}) > 1 else ""
-    caption = f"over all pairs of models that the clients uploaded in a round{dotted}.{band}"
-    return Drawing("similarity", "Mean cosine similarity", caption, similarity_curves(runs))
-
-
-def _memorisation(runs: Sequence[RunSummary]) -> Drawing:
-    known = [one for run in runs if (one := of_kind(run, "memorisation")) is not None]
-    wrong = max(one["samples"][1] for one in known)
-    dashes = (
-        f" solid, those with right labels; of the up to {wrong:,} with wrong ones, dashed, the share that is classified as is "
-        "true, dotted, as given (memorised)."
-    )
-    band = " Mean over seeds, band ± one standard deviation." if len({run.seed for run in runs}) > 1 else ""
-    caption = (
-        f"of the global model on training samples{';' + dashes if wrong else ', all of which have right labels.'}{band}"
-    )
-    return Drawing("memorisation", "Right and wrong labels", caption, memorisation_curves(runs))
-
-
-def _local_models(chosen: Sequence[RunSummary], looks: Mapping[str, Style]) -> list[Drawing]:
-    """Accuracy of all methods, then loss, each at one scale."""
-    known = {run.algorithm: (run, one) for run in chosen if (one := of_kind(run, "aggregate")) is not None}
-    found = []
-    for measure in ("accuracy", "loss") if known else ():
-        ends = common_ends([one for _, one in known.values()], measure)
-        for name, (run, one) in known.items():
-            drawn = min(SHOWN, len(one["slots"]))
-            some = f"the first {drawn} of {len(one['slots'])} models" if drawn < len(one["slots"]) else "models"
-            caption = (
-                f"of the {some} that the clients of {name} upload, thin, and of the global model made of them, thick."
-            )
-            figure = local_models(name, one, looks[name], measure, ends)
-            title = f"Local models: test {measure}"
-            found.append(Drawing(f"local-{measure}-{name}", title, f"{caption} Seed {run.seed}.", figure))
-    return found
-
-
-def side_by_side(runs: Sequence[RunSummary]) -> Drawing | None:
-    """The landscapes of all methods in one figure; None unless there are two or more."""
-    known = _with_landscape(runs)
-    if len(known) < 2:
-        return None
-    caption = f"around the final models, {_of_landscape(known)}"
-    figure = landscapes({name: one for name, (_, one) in known.items()})
-    return Drawing("landscapes", "Loss landscapes", caption, figure)
-
-
-def _landscapes(runs: Sequence[RunSummary]) -> list[Drawing]:
-    """A landscape a method, all with the same contour lines, and the cuts through them."""
-    known = _with_landscape(runs)
-    entries = [one for _, one in known.values()]
-    found = [
-        Drawing(
-            f"landscape-{name}",
-            "Loss landscape",
-            f"around the final model of {name}, {_of_landscape(known)}",
-            landscapes({name: one}, entries),
-        )
-        for name, (_, one) in known.items()
-    ]
-    if found:
-        caption = "cut through the model along the first direction (solid) and the second (dotted)."
-        figure = cross_sections({name: one for name, (_, one) in known.items()}, styles(runs))
-        found.append(Drawing("landscape-cuts", "Loss landscape", caption, figure))
-    return found
-
-
-def _with_landscape(runs: Sequence[RunSummary]) -> dict[str, tuple[RunSummary, Mapping[str, Any]]]:
-    """Of each method the first run with a landscape that can be set beside the first of all: of the same points and data."""
-    found: dict[str, tuple[RunSummary, Mapping[str, Any]]] = {}
-    alike: list[list[Any]] = []
-    for run in runs:
-        if (one := of_kind(run, "landscape")) is not None:
-            alike.append([one["x"], one["data"], one["directions"]])
-            if alike[-1] == alike[0]:
-                found.setdefault(run.algorithm, (run, one))
-    return found
-
-
-def _of_landscape(known: Mapping[str, tuple[RunSummary, Mapping[str, Any]]]) -> str:
-    runs, entries = [run for run, _ in known.values()], [one for _, one in known.values()]
-    samples = f"{entries[0]['samples']:,} {'test' if entries[0]['data'] == 'test' else 'training'} samples"
-    alike = "" if len(known) < 2 else " Directions, axes and contour lines are the same for all methods."
-    return f"on {samples}, in two random directions scaled filter by filter to the model.{alike} {_seeds(runs)}"
-
-
-def _whose(run: RunSummary, runs: Sequence[RunSummary]) -> str:
-    return f" {run.algorithm}, seed {run.seed}." if len(by_algorithm(runs)) > 1 else f" Seed {run.seed}."
-
-
-def _seeds(runs: Sequence[RunSummary]) -> str:
-    seeds = sorted({run.seed for run in runs})
-    return f"Seed {', '.join(map(str, seeds))}." if seeds else ""
-
-
-def _blending(run: RunSummary, one: Mapping[str, Any], whose: str) -> Drawing:
-    caption = f"of client {one['client']} over the epochs, a line a round.{whose}"
-    name = f"ala-{one['client']}-{run.algorithm}"
-    return Drawing(name, "Loss while learning ALA's weights", caption, blending_losses(run.algorithm, one))
-
-
-def _trajectory(run: RunSummary, one: Mapping[str, Any], whose: str) -> Drawing:
-    over = (
-        "over its training loss in the plane of their two principal components"
-        if "points" in one
-        else "span no plane; their training loss"
-    )
-    first, last = one["rounds"][0], one["rounds"][-1]
-    span = f"from round {first} (circle) to {last} (star)" if "points" in one else f"rounds {first} to {last}"
-    caption = f"{over}, {span}.{whose}"
-    name = f"trajectory-{one['client']}-{run.algorithm}"
-    return Drawing(name, f"Models of client {one['client']}", caption, trajectory_path(run.algorithm, one))
-
-
-def _trajectories(one: Mapping[str, Any], looks: Mapping[str, Style]) -> Drawing:
-    caption = (
-        f"with {', '.join(one['methods'])} over its training loss in the plane of the two principal components of all, "
-        f"each from its first recorded round (circle) to its last (star). Seed {one['seed']}."
-    )
-    title = f"Models of client {one['client']}"
-    return Drawing(f"trajectories-{one['client']}", title, caption, trajectories(one, looks))
-
-
-def _scale_of_rounds(first: int, last: int, method: str) -> list[go.Scatter]:
-    """A bar that says which colour is which round; it belongs to a trace without points."""
-    if first == last:
-        return []
+def _round_colour_bar(first: int, last: int, method: str) -> go.Scatter:
+    """A trace without points whose colour bar shows which colour is which round."""
     marker = {
         "color": [first],
         "cmin": first,
@@ -289,8 +192,145 @@ def _scale_of_rounds(first: int, last: int, method: str) -> list[go.Scatter]:
         "colorbar": {"title": {"text": "Round"}, "thickness": 12, "outlinewidth": 0},
         "showscale": True,
     }
-    return [
-        go.Scatter(
-            x=[None], y=[None], mode="markers", marker=marker, hoverinfo="skip", showlegend=False, legendgroup=method
+    hidden: dict[str, Any] = {"hoverinfo": "skip", "showlegend": False, "legendgroup": method}
+    return go.Scatter(x=[None], y=[None], mode="markers", marker=marker, **hidden)
+
+
+def _curves(
+    runs: Sequence[RunSummary], kind: str, lines: Mapping[str, tuple[str, str]], measure: str, yaxis: Mapping[str, Any]
+) -> go.Figure:
+    """The values of the recorder of this `kind`, drawn as curves of the `measure`; `lines` gives for each of its keys what
+    follows the method's name, and the dash."""
+    known = {id(run): one for run, one in of_kind(runs, kind)}
+    traces: list[go.Scatter] = []
+    for key, (ending, dash) in lines.items():
+        pairs = [
+            zip(one.get("rounds", ()), one.get(key, ()), strict=False)
+            for one in (known.get(id(run), {}) for run in runs)
+        ]
+        alone = [
+            replace(run, records=[{"round": number, measure: value} for number, value in found], timings=[])
+            for run, found in zip(runs, pairs, strict=True)
+        ]  # every run, so that methods keep their colours
+        for trace in learning_curves(alone, measure).data:
+            if ending and trace.hoverinfo != "skip":
+                trace.update(name=f"{trace.name}{ending}", line={"dash": dash}, mode="lines")
+            traces.append(trace)
+    return framed(traces, 380, xaxis={"title": "Round", "rangemode": "tozero"}, yaxis=yaxis, hovermode="closest")
+
+
+def _objectives(chosen: Sequence[RunSummary], looks: Mapping[str, Style]) -> Iterator[ReportFigure]:
+    known = of_kind(chosen, "objective")
+    traces = [
+        trace for run, one in known for trace in objective_steps(run.algorithm, one, looks[run.algorithm])
+    ]  # fmt: skip
+    if traces:
+        caption = (
+            "over the round's clients, weighted by samples: circles, of the models received, before local training; "
+            f"dots, of the models uploaded. {_seeds(chosen)}"
         )
-    ]
+        axes = {"xaxis": {"title": "Round"}, "yaxis": {"title": "Training objective"}}
+        figure = framed(traces, 380, **axes, hovermode="closest")
+        yield ReportFigure("objective", "Training objective", caption, {"": figure})
+
+
+def _similarity(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
+    if known := of_kind(runs, "similarity"):
+        dotted = "; dotted, of the pool that the server keeps" if any("pool" in one for _, one in known) else ""
+        caption = f"over all pairs of models that the clients uploaded in a round{dotted}.{_band(runs)}"
+        yield ReportFigure("similarity", "Mean cosine similarity", caption, {"": similarity_curves(runs)})
+
+
+def _memorisation(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
+    if known := of_kind(runs, "memorisation"):
+        wrong = max(one["samples"][1] for _, one in known)
+        lines = (
+            f"; solid, those with right labels; of the up to {wrong:,} with wrong ones, the share that is classified by the "
+            "true label (dashed) and as given, that is, memorised (dotted)."
+        )
+        which = lines if wrong else ", all of which have right labels."
+        caption = f"of the global model on training samples{which}{_band(runs)}"
+        yield ReportFigure("memorisation", "Right and wrong labels", caption, {"": memorisation_curves(runs)})
+
+
+def _local_models(chosen: Sequence[RunSummary], looks: Mapping[str, Style]) -> Iterator[ReportFigure]:
+    """The accuracy of all methods, then the loss, each on one scale."""
+    known = of_kind(chosen, "aggregate")
+    for measure in ("accuracy", "loss"):
+        lines = [line for _, one in known for line in (*one["models"][measure], one["global"][measure])]
+        values = [value for line in lines for value in line if value is not None]
+        low, high = min(values, default=0.0), max(values, default=1.0)
+        beyond = 0.05 * ((high - low) or 1.0)
+        for run, one in known:
+            name, count = run.algorithm, len(one["slots"])
+            some = f"the first {LOCAL_MODELS} of {count} models" if count > LOCAL_MODELS else "models"
+            caption = (
+                f"of the {some} that the clients of {name} upload (thin) and of the global model aggregated from them (thick). "
+                f"Seed {run.seed}."
+            )
+            figure = local_models(name, one, looks[name], measure, (low - beyond, high + beyond))
+            yield ReportFigure(f"local-{measure}-{name}", f"Local models: test {measure}", caption, {"": figure})
+
+
+def _landscapes(runs: Sequence[RunSummary], looks: Mapping[str, Style]) -> Iterator[ReportFigure]:
+    """A landscape for each method, all with the same contour lines, and the cross-sections through them."""
+    known = _with_landscape(runs)
+    entries = {run.algorithm: one for run, one in known}
+    for name, one in entries.items():
+        caption = f"around the final model of {name}, {_landscape_caption(known)}"
+        figure = landscapes({name: one}, [*entries.values()])
+        yield ReportFigure(f"landscape-{name}", "Loss landscape", caption, {"": figure})
+    if known:
+        caption = "in cross-section through the model, along the first direction (solid) and the second (dotted)."
+        yield ReportFigure("landscape-cuts", "Loss landscape", caption, {"": cross_sections(entries, looks)})
+
+
+def _with_landscape(runs: Sequence[RunSummary]) -> Chosen:
+    """For each method the first run whose landscape is comparable with the first of all: same points, data and directions."""
+    known = of_kind(runs, "landscape")
+    first: dict[str, tuple[RunSummary, Entry]] = {}
+    for run, one in known:
+        if all(one[key] == known[0][1][key] for key in ("x", "data", "directions")):
+            first.setdefault(run.algorithm, (run, one))
+    return [*first.values()]
+
+
+def _landscape_caption(known: Chosen) -> str:
+    one = known[0][1]
+    samples = f"{one['samples']:,} {'test' if one['data'] == 'test' else 'training'} samples"
+    alike = "" if len(known) < 2 else " Directions, axes and contour lines are the same for all methods."
+    seeds = _seeds([run for run, _ in known])
+    return f"on {samples}, in two random filter-normalised directions.{alike} {seeds}"
+
+
+def _ala_losses(method: str, one: Entry, of: str) -> ReportFigure:
+    caption = f"of client {one['client']} over the epochs, a line a round.{of}"
+    title = "Loss while learning ALA's weights"
+    return ReportFigure(f"ala-{one['client']}-{method}", title, caption, {"": ala_losses(method, one)})
+
+
+def _trajectory(method: str, one: Entry, of: str) -> ReportFigure:
+    first, last = one["rounds"][0], one["rounds"][-1]
+    caption = f"span no plane; their training loss, rounds {first} to {last}.{of}"
+    if "points" in one:
+        over = "over its training loss in the plane of their two principal components"
+        caption = f"{over}, from round {first} (circle) to {last} (star).{of}"
+    name, title = f"trajectory-{one['client']}-{method}", f"Models of client {one['client']}"
+    return ReportFigure(name, title, caption, {"": trajectory(method, one)})
+
+
+def _trajectories(one: Entry, looks: Mapping[str, Style]) -> ReportFigure:
+    caption = (
+        f"with {', '.join(one['methods'])} over its training loss in the plane of the two principal components of all, "
+        f"each from its first recorded round (circle) to its last (star). Seed {one['seed']}."
+    )
+    title = f"Models of client {one['client']}"
+    return ReportFigure(f"trajectories-{one['client']}", title, caption, {"": trajectories(one, looks)})
+
+
+def _seeds(runs: Sequence[RunSummary]) -> str:
+    return f"Seed {', '.join(map(str, sorted({run.seed for run in runs})))}."
+
+
+def _band(runs: Sequence[RunSummary]) -> str:
+    return " Mean over seeds, band ± one standard deviation." if len({run.seed for run in runs}) > 1 else ""

@@ -1,4 +1,4 @@
-"""One setting of a comparison: a row for each method, and which of their differences are real."""
+"""One setting of a comparison: a row for each method, and which of their differences are significant."""
 
 from __future__ import annotations
 
@@ -6,33 +6,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from scipy.stats import rankdata
-
+from fedloom.report.cells import Cell, Column, Table, comparison, share_cell
 from fedloom.report.significance import Difference, comparisons, differences, seeds_needed, smallest_exact
 from fedloom.report.summary import LAST, MEASURES, Row, RunSummary, Spread, by_algorithm, measured, summarise
-from fedloom.report.tables import Cell, Column, Table, comparison, share_cell
 
-NOT_SHOWN, LIKELY = "ⁿ", "ᵗ"
-"""Follow an accuracy whose difference from the reference is not shown, or is shown by the t-test alone."""
-
-_WORDS = {
-    "final": "accuracy after the last round",
-    "best": "best accuracy of any evaluation",
-    "personal": "accuracy of the clients' own models",
-}
+NOT_SIGNIFICANT, T_TEST_ONLY = "ⁿ", "ᵗ"
+"""Follow an accuracy whose difference from the reference is not significant, or is so by the t-test only."""
 
 
 @dataclass(frozen=True)
-class Score:
-    """What runs are judged by: in words, and of a run, a share (None where it was not measured)."""
+class Criterion:
+    """What runs are judged by: its name, and its value for a run, a share (None where it was not measured)."""
 
-    words: str
+    name: str
     of: Callable[[RunSummary], float | None]
 
     @property
     def title(self) -> str:
-        """The words with a capital letter."""
-        return self.words[0].upper() + self.words[1:]
+        """The name with a capital letter."""
+        return self.name[0].upper() + self.name[1:]
 
 
 @dataclass(frozen=True)
@@ -49,14 +41,14 @@ class Sheet:
 
     @property
     def marks(self) -> dict[str, dict[str, str]]:
-        """What follows an accuracy, by measure and method; nothing where the difference is real or not tested."""
-        signs = {"real": "", "likely": LIKELY, "not shown": NOT_SHOWN, "equal": ""}
-        return {name: {one.method: signs[one.verdict] for one in found} for name, found in self.tests.items()}
+        """What follows an accuracy, by measure and method; nothing where the difference is significant or not tested."""
+        signs = {"t-test only": T_TEST_ONLY, "not significant": NOT_SIGNIFICANT}
+        return {name: {one.method: signs.get(one.verdict, "") for one in found} for name, found in self.tests.items()}
 
     @property
-    def score(self) -> Score:
-        """The measure as a score of single runs."""
-        return score(self.measure, self.last)
+    def criterion(self) -> Criterion:
+        """The measure as a criterion for single runs."""
+        return criterion(self.measure, self.last)
 
     @property
     def table(self) -> Table:
@@ -88,41 +80,47 @@ def sheet(
 
 def words(measure: str, last: int) -> str:
     """What a measure is: `mean accuracy of the last 10 evaluations`."""
-    return _WORDS.get(measure, f"mean accuracy of the last {last} evaluations")
+    named = {
+        "final": "accuracy after the last round",
+        "best": "best accuracy of any evaluation",
+        "personal": "accuracy of the clients' own models",
+    }
+    return named.get(measure, f"mean accuracy of the last {last} evaluations")
 
 
-def score(measure: str = "last", last: int = LAST) -> Score:
-    """One of the `MEASURES` as a score."""
-    return Score(words(measure, last), lambda run: measured(run, measure, last))
+def criterion(measure: str = "last", last: int = LAST) -> Criterion:
+    """One of the `MEASURES` as a criterion."""
+    return Criterion(words(measure, last), lambda run: measured(run, measure, last))
 
 
 def reading(sheets: Sequence[Sheet]) -> list[str]:
-    """How differences are tested, what the verdicts and their marks mean, and what the seeds cannot show: the one wording for
-    the page, the terminal and the files. Nothing where nothing is tested."""
+    """How differences are tested, what the verdicts and their marks mean, and what so few seeds cannot detect: the same text on
+    the page, on the terminal and in the files. Empty where nothing is tested."""
     tested = [one for one in sheets if any(one.tests.values())]
     if not tested:
         return []
     first = tested[0]
     family = max(comparisons(len(one.rows), one.against) for one in tested)
     seeds = min(found.seeds for one in tested for tests in one.tests.values() for found in tests)
-    pairs = "1 difference" if family == 1 else f"{family} differences"
+    pairs = "1 comparison" if family == 1 else f"{family} comparisons"
     reference = "best method" if first.against == "best" else "first method"
     text = [
-        f"Differences from the {reference} are paired seed by seed and tested at 5 %, p with Holm's correction for {pairs}. "
-        "Real: by the exact sign-flip test, which takes nothing for granted, and by the paired t-test, which takes differences "
-        f"to be normal, where that says anything. Likely ({LIKELY}): by the t-test alone, with too few seeds for the exact "
-        f"test. Not shown ({NOT_SHOWN}): any other. Equal: the same figure with every seed."
+        f"Differences from the {reference} are paired by seed and tested at the 5 % level, p-values corrected by Holm's method "
+        f"for {pairs}. Significant: by the exact sign-flip test, which assumes no distribution, and by the paired t-test, which "
+        f"assumes normal differences (and is undefined where all are equal). t-test only ({T_TEST_ONLY}): by the t-test, with "
+        f"too few seeds for the exact test to reach 5 %. Not significant ({NOT_SIGNIFICANT}): all others. Equal: the same "
+        "figure with every seed."
     ]
     if family * smallest_exact(seeds) >= 0.05:
         text.append(
-            f"{seeds} seeds cannot show a difference by the exact test, whose p is {smallest_exact(seeds):.2g} at the least: "
-            f"that takes {seeds_needed(family)} seeds here."
+            f"With {seeds} seeds the exact test cannot reach significance: its p is at least {smallest_exact(seeds):.2g}. "
+            f"It takes {seeds_needed(family)} seeds here."
         )
     return text
 
 
 def faults_in(one: Sheet) -> str:
-    """How often a client did not answer or was refused in this setting; empty where none ever was."""
+    """How often a client was absent, failed or was refused in this setting; empty where none ever was."""
     count = sum(row.faults for row in one.rows)
     return f"{'once' if count == 1 else f'{count:,} times'} a client was absent, failed or was refused" if count else ""
 
@@ -130,17 +128,19 @@ def faults_in(one: Sheet) -> str:
 def overall(sheets: Sequence[Sheet], digits: int = 2) -> Table:
     """One measure of every method (a line) in every setting (a column), and the mean of a method's ranks over the settings.
 
-    A rank is 1 for the largest mean; equal ones share the mean of theirs. Settings in which a method has no value count for
-    no rank.
+    Rank 1 is the largest mean; equal means share the mean of their ranks. Settings in which some method has no value are
+    left out of the ranks.
     """
+    from scipy.stats import rankdata  # takes a second to import, which a single run does not need
+
     methods = list(dict.fromkeys(row.algorithm for one in sheets for row in one.rows))
     found = [{row.algorithm: spread_of(row, one.measure) for row in one.rows} for one in sheets]
     whole = [means for one in found if len(means := [s.mean for m in methods if (s := one.get(m))]) == len(methods)]
     ranks = [rankdata([-mean for mean in means]) for means in whole]
     columns = (
-        Column("Method"),
+        Column("Method", order="ascending"),
         *(Column(_heading(one.changes), "largest") for one in sheets),
-        Column("Mean rank", "smallest"),
+        Column("Mean rank", "smallest", "ascending"),
     )
     lines = []
     for k, method in enumerate(methods):
@@ -155,7 +155,7 @@ def overall(sheets: Sequence[Sheet], digits: int = 2) -> Table:
 
 def difference_title(one: Sheet) -> str:
     """What the table of a sheet's differences shows."""
-    return f"Differences in the {one.score.words}, in points"
+    return f"Differences in the {one.criterion.name}, in points"
 
 
 def difference_cells(found: Difference) -> list[str]:
@@ -178,7 +178,7 @@ def keys(sheets: Sequence[Sheet]) -> list[str]:
 
 
 def _heading(changes: Mapping[str, Any]) -> str:
-    """A setting by its values alone, a line each."""
+    """A setting's values, a line each."""
     return "\n".join(str(value).lower() if isinstance(value, bool) else str(value) for value in changes.values())
 
 

@@ -1,17 +1,19 @@
-"""Which differences between methods are real: paired tests over seeds.
+"""Which differences between methods are statistically significant: paired tests over seeds.
 
 A seed fixes the clients' data, the initial model and who takes part, so methods are compared seed by seed: the differences
 d_1, ..., d_n over the n seeds that both methods have. Two tests of "no difference", both two-sided:
 
-* The paired t-test, t = mean(d) / (s / sqrt(n)) with n - 1 degrees of freedom. It takes the d to be normal, and so can speak
-  with few seeds. It says nothing where all d are equal (s = 0): then no spread is known.
+* The paired t-test. It assumes that the d are normal, and so can reach significance with few seeds. It is undefined where all d
+  are equal, since their standard deviation is then 0.
 * The exact sign-flip test (Fisher, The Design of Experiments, 1935, section 21): the share of all 2^n ways to change signs
-  for which |sum(d)| is at least what was found. It takes nothing for granted but that without a difference d and -d are as
+  for which |sum(d)| is at least what was measured. It assumes only that, without a difference, d and -d are equally
   likely. Its p is never below 2^(1 - n): 0.25 with 3 seeds, 0.031 with 6.
 
 Both are corrected for the number of comparisons (Holm, Scandinavian Journal of Statistics 6, 1979), each measure by itself.
-Against the best method, which the same figures chose, that number is all pairs of methods, since any of them might have been
+Against the best method, which the same figures selected, that number is all pairs of methods, since any of them might have been
 the best; against the first it is the other methods.
+
+SciPy's statistics are imported on first use: they take a second, which a run of one method does not need.
 """
 
 from __future__ import annotations
@@ -20,34 +22,29 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
-from scipy import stats
 
 from fedloom.randomness import numpy_stream
 
 LEVEL = 0.05
-"""Differences with a p below this are called real."""
+"""Differences with a corrected p below this are significant."""
 
-EXACT = 16
-"""Seeds up to which all sign flips are counted; beyond, `FLIPS` random ones stand for them."""
+FLIPS = 2**14
+"""Sign flips that are counted: all of them up to 14 seeds, that many random ones beyond."""
 
-FLIPS = 100_000
-
-Verdict = Literal["real", "likely", "not shown", "equal"]
-"""`real`: both tests (the exact one alone where the t-test says nothing); `likely`: the t-test alone, where there are too few
-seeds for the exact test to say anything; `equal`: the same figure with every seed."""
+Verdict = Literal["significant", "t-test only", "not significant", "equal"]
+"""`significant`: by both tests, or by the exact one where the t-test is undefined; `t-test only`: by the t-test, with too few
+seeds for the exact test to reach the level; `equal`: the same figure with every seed."""
 
 
 @dataclass(frozen=True)
 class Difference:
     """One method minus another in one measure, over the seeds that both have.
 
-    `mean` with its 95 % interval `low` to `high` by the t distribution (None with one seed or without any spread); the p of
-    both tests, plain and corrected (None where a test says nothing). Shares, not per cent.
+    `mean` with its 95 % confidence interval `low` to `high` by the t distribution, and the p of both tests, plain and corrected;
+    None where they are undefined (one seed; for the t distribution also differences without any spread). Shares, not per cent.
     """
 
     method: str
@@ -72,21 +69,26 @@ def differences(values: Values, against: str) -> list[Difference]:
 
     `against` is `best` (the largest mean) or `first`. Methods without a seed in common with the reference are left out.
     """
-    methods = [method for method in values if values[method]]
-    if len(methods) < 2:
+    means = {method: float(np.mean([*known.values()])) for method, known in values.items() if known}
+    if len(means) < 2:
         return []
-    reference = (
-        methods[0] if against == "first" else max(methods, key=lambda one: float(np.mean([*values[one].values()])))
+    reference = next(iter(means)) if against == "first" else max(means, key=lambda method: means[method])
+    wanted = [(method, reference) for method in means if method != reference]
+    pairs = (
+        wanted if against == "first" else [*wanted, *itertools.combinations([m for m in means if m != reference], 2)]
     )
-    wanted = [(method, reference) for method in methods if method != reference]
-    family = wanted if against == "first" else _pairs_with(methods, wanted)
-    found = {pair: paired(values, *pair) for pair in family}
-    tested = [pair for pair in family if len(found[pair]) > 0]
-    ts = dict(zip(tested, holm([t_test(found[pair]) for pair in tested]), strict=True))
-    exacts = dict(zip(tested, holm([sign_flip_test(found[pair]) for pair in tested]), strict=True))
-    return [
-        _difference(pair, found[pair], ts[pair], exacts[pair], len(tested)) for pair in wanted if pair in ts
-    ]  # fmt: skip
+    tested = {pair: found for pair in pairs if (found := paired(values, *pair))}
+    t_tests, exacts = [t_test(found) for found in tested.values()], [sign_flip_test(found) for found in tested.values()]
+    corrected = zip(t_tests, exacts, holm(t_tests), holm(exacts), strict=True)
+    results = []
+    for (pair, found), (t, exact, t_corrected, exact_corrected) in zip(tested.items(), corrected, strict=True):
+        if pair in wanted:
+            verdict = _verdict(found, t_corrected, exact_corrected, len(tested))
+            interval, mean = confidence_interval(found), float(np.mean(found))
+            results.append(
+                Difference(*pair, len(found), mean, *interval, t, exact, t_corrected, exact_corrected, verdict)
+            )
+    return results
 
 
 def paired(values: Values, method: str, other: str) -> list[float]:
@@ -96,25 +98,35 @@ def paired(values: Values, method: str, other: str) -> list[float]:
 
 def t_test(found: Sequence[float]) -> float | None:
     """The two-sided p of the paired t-test; None with fewer than two seeds or differences without any spread."""
+    from scipy import stats
+
+    return None if _spreadless(found) else float(stats.ttest_1samp(found, 0.0).pvalue)
+
+
+def confidence_interval(found: Sequence[float]) -> tuple[float | None, float | None]:
+    """The 95 % confidence interval of the mean; None and None where the t-test is undefined."""
+    from scipy import stats
+
     if _spreadless(found):
-        return None
-    t = float(np.mean(found)) / _error(found)
-    return float(2 * stats.t.sf(abs(t), len(found) - 1))
+        return None, None
+    low, high = stats.ttest_1samp(found, 0.0).confidence_interval(0.95)
+    return float(low), float(high)
 
 
 def sign_flip_test(found: Sequence[float]) -> float | None:
     """The two-sided p of the exact sign-flip test; None with fewer than two seeds."""
-    n = len(found)
-    if n < 2:
+    from scipy import stats
+
+    if len(found) < 2:
         return None
-    sizes = np.abs(np.asarray(found))
-    if n <= EXACT:
-        signs = _all_signs(n)
-    else:
-        drawn = numpy_stream(0, "sign flips").integers(0, 2, (FLIPS, n)) * 2.0 - 1.0
-        signs = np.concatenate([np.sign(np.asarray(found))[None, :], drawn])  # what was found is one of the ways
-    # The tolerance keeps equal sums equal, in whichever order their digits were lost.
-    return float(np.mean(np.abs(signs @ sizes) >= abs(sum(found)) - 1e-12))
+    tested = stats.permutation_test(
+        (np.asarray(found),),
+        lambda d, axis: np.mean(d, axis).round(12),  # equal means stay equal, in whichever order they were summed
+        permutation_type="samples",
+        n_resamples=FLIPS,
+        rng=numpy_stream(0, "sign flips"),
+    )
+    return float(tested.pvalue)
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
@@ -137,7 +149,7 @@ def smallest_exact(seeds: int) -> float:
 
 
 def seeds_needed(comparisons: int) -> int:
-    """The fewest seeds with which the exact test can call one of so many differences real after the correction."""
+    """The fewest seeds with which the exact test can find one of so many differences significant after the correction."""
     return math.floor(1 + math.log2(comparisons / LEVEL)) + 1
 
 
@@ -146,49 +158,15 @@ def comparisons(methods: int, against: str) -> int:
     return methods - 1 if against == "first" else methods * (methods - 1) // 2
 
 
-@lru_cache(maxsize=4)
-def _all_signs(n: int) -> npt.NDArray[np.float64]:
-    """All ways to choose n signs, `[2^n, n]`."""
-    return np.array(list(itertools.product((1.0, -1.0), repeat=n)))
-
-
-def _pairs_with(methods: Sequence[str], wanted: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """All pairs of methods, with the wanted ones the way round that is wanted."""
-    chosen = {frozenset(pair): pair for pair in wanted}
-    return [chosen.get(frozenset(pair), pair) for pair in itertools.combinations(methods, 2)]
-
-
-def _error(found: Sequence[float]) -> float:
-    return float(np.std(found, ddof=1)) / math.sqrt(len(found))
-
-
 def _spreadless(found: Sequence[float]) -> bool:
     return len(found) < 2 or float(np.ptp(found)) < 1e-12
 
 
-def _difference(
-    pair: tuple[str, str], found: Sequence[float], t: float | None, exact: float | None, family: int
-) -> Difference:
-    mean = float(np.mean(found))
-    half = None if _spreadless(found) else float(stats.t.ppf(0.975, len(found) - 1)) * _error(found)
-    return Difference(
-        *pair,
-        len(found),
-        mean,
-        None if half is None else mean - half,
-        None if half is None else mean + half,
-        t_test(found),
-        sign_flip_test(found),
-        t,
-        exact,
-        _verdict(found, t, exact, family),
-    )
-
-
 def _verdict(found: Sequence[float], t: float | None, exact: float | None, family: int) -> Verdict:
+    """The verdict on `found`, one of a `family` of differences tested together, by the corrected p of both tests."""
     if not any(abs(value) > 1e-12 for value in found):
         return "equal"
     if exact is not None and exact < LEVEL and (t is None or t < LEVEL):
-        return "real"
+        return "significant"
     powerless = family * smallest_exact(len(found)) >= LEVEL
-    return "likely" if powerless and t is not None and t < LEVEL else "not shown"
+    return "t-test only" if powerless and t is not None and t < LEVEL else "not significant"

@@ -1,14 +1,14 @@
-"""The numbers of finished runs: accuracies, rounds and bytes to a target, means and standard deviations over seeds.
+"""The figures of runs: accuracies, rounds and bytes to a target, means and standard deviations over seeds.
 
-Pure functions on what a run wrote down; the terminal's table, the report and the files (CSV, Markdown) all come from here,
-so they cannot disagree. Accuracies are shares in [0, 1] everywhere; only text for people turns them into per cent.
+Pure functions on the records of a run. The terminal's tables, the report and the files (CSV, Markdown) all call them, so
+they cannot disagree. Accuracies are shares in [0, 1] everywhere; only displayed text has per cent.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +24,12 @@ clients' own models on their own test data."""
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What one run (a method with one seed) leaves for tables and figures.
+    """What one run (a method with one seed) has recorded, for tables and figures.
 
     `records` and `timings` are the lines of `metrics.jsonl` and `timings.jsonl`, in the order of the rounds.
-    `label_counts` holds the training samples of each client and class, `[clients][classes]` (may be empty when unknown);
-    `configuration` is what was run and `environment` the versions and the machine it ran on. Two keys of the configuration
-    mean something to the report: `command`, the line that repeats the run, and nothing else is required. `recorded` holds
+    `label_counts` holds the training samples of each client and class, `[clients][classes]` (empty when unknown);
+    `configuration` is what was run and `environment` the versions and the machine. Of the configuration no key is required;
+    the report shows `command`, the line that repeats the run, and uses `targets` and `rounds`. `recorded` holds
     what was recorded on request (`Recording.results`), one entry a recorder, and `clients` the lines of `clients.jsonl`: the
     accuracy of each client in the rounds in which the clients' own models were evaluated. Label counts are of the labels as the
     clients have them, of which `wrong_labels` are wrong (label noise).
@@ -66,10 +66,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Reach:
-    """How fast a target accuracy was reached: spreads over the seeds that reached it, None when no seed did.
-
-    `reached` of `seeds` runs got there; the others are in no mean, so always show the two numbers when they differ.
-    """
+    """How fast a target accuracy was reached: spreads over the `reached` of `seeds` runs that reached it, None when none did."""
 
     target: float
     rounds: Spread | None
@@ -123,6 +120,14 @@ def by_algorithm(runs: Sequence[RunSummary]) -> dict[str, list[RunSummary]]:
     return groups
 
 
+def dotted(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one with dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found
+
+
 def accuracies(run: RunSummary) -> list[float]:
     """Test accuracy of every round that was evaluated, in order."""
     return [float(record["accuracy"]) for record in run.records if record.get("accuracy") is not None]
@@ -168,11 +173,8 @@ def measured(run: RunSummary, measure: str, last: int = LAST) -> float | None:
 
 def rounds_to(run: RunSummary, target: float) -> int | None:
     """First round, counted from 1, whose test accuracy is at least `target`, without smoothing; None if never."""
-    for record in run.records:
-        accuracy = record.get("accuracy")
-        if accuracy is not None and accuracy >= target:
-            return int(record["round"])
-    return None
+    reached = (int(r["round"]) for r in run.records if r.get("accuracy") is not None and r["accuracy"] >= target)
+    return next(reached, None)
 
 
 def bytes_to(run: RunSummary, target: float) -> int | None:
@@ -203,11 +205,9 @@ def seconds(run: RunSummary) -> float | None:
 
 
 def faults(run: RunSummary) -> list[tuple[int, int, str]]:
-    """Everybody who did not answer or was refused: (round, client, reason)."""
+    """Every client that dropped out, failed or was refused: (round, client, reason)."""
     return [
-        (int(record["round"]), int(fault["client"]), str(fault["reason"]))
-        for record in run.records
-        for fault in record.get("faults", ())
+        (int(r["round"]), int(one["client"]), str(one["reason"])) for r in run.records for one in r.get("faults", ())
     ]
 
 

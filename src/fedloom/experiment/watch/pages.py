@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedloom.experiment.directory import folder_name
 from fedloom.report import write_report
-from fedloom.report.overview import write_overview
+from fedloom.report.page import write_overview
 from fedloom.report.sheet import Sheet
 from fedloom.report.summary import RunSummary
 

@@ -10,14 +10,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from fedloom.errors import CheckpointError
 from fedloom.experiment.directory import RunDirectory
-from fedloom.report.page import render
+from fedloom.report.page import render, templates
 from fedloom.report.summary import RunSummary
 
 DEEPEST = 5
@@ -191,12 +190,4 @@ def _dressed(page: str, about: dict[str, Any]) -> str:
 
 def _empty(folder: Path, any_runs: bool) -> str:
     """The page without a report: all groups, or nothing yet."""
-    assets = files("fedloom.report") / "assets"
-    say = "" if any_runs else "No run has begun here yet. This page shows it as soon as one does."
-    return (
-        '<!doctype html><html lang="en" data-drawn="all"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
-        f"<title>{escape(folder.resolve().name)}</title><style>{(assets / 'page.css').read_text(encoding='utf-8')}</style></head>"
-        f'<body><header><h1>{escape(str(folder))}</h1><p class="lead">{say}</p></header><main></main></body></html>'
-    )
+    return templates().get_template("empty.html").render(folder=folder, name=folder.resolve().name, any_runs=any_runs)

@@ -1,4 +1,4 @@
-"""Figures as image files, drawn by a Chromium on this machine without any network (the extra `images`: Kaleido)."""
+"""Figures as image files, drawn offline by a Chromium on this machine (the extra `images`: Kaleido)."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ import plotly.graph_objects as go
 
 from fedloom.config.checks import require_one_of
 from fedloom.errors import InvalidValue, MissingExtra
-from fedloom.report.models import COLUMNS
-from fedloom.report.sheet import Score
-from fedloom.report.slots import Slot, image_slots
+from fedloom.report.contents import image_figures
+from fedloom.report.figures import ReportFigure
+from fedloom.report.landscapes import COLUMNS
+from fedloom.report.sheet import Criterion
 from fedloom.report.summary import RunSummary
 
 FORMATS = ("png", "svg", "pdf")
-"""What figures can be written as."""
+"""Formats that figures can be written in."""
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
-"""Programs that can draw, in the order in which they are looked for; BROWSER_PATH goes first."""
+"""Browsers that can draw, in the order in which they are looked for; BROWSER_PATH goes first."""
 
 WIDTH = 1000
-"""Of an image, in pixels of a screen; PNG files have twice as many."""
+"""Of an image, in CSS pixels; PNG files have twice as many pixels."""
 
 INK, SOFT = "#1b2026", "#5b6570"
 
 
 def write_images(
-    folder: Path, runs: Sequence[RunSummary], formats: Sequence[str] = ("png",), by: Score | None = None
+    folder: Path, runs: Sequence[RunSummary], formats: Sequence[str] = ("png",), by: Criterion | None = None
 ) -> list[Path]:
-    """Write every figure that the runs, judged `by` a score (None: the usual one), have something for into `folder`, once in
+    """Write every figure that the runs, judged `by` a criterion (None: the usual one), have data for into `folder`, once in
     each format; the files, in order.
 
-    A figure is called as its place in the report, such as `curve-accuracy.png` or `landscapes.svg`. Raises `InvalidValue` in
+    A file is named after the figure, such as `curve-accuracy.png` or `landscapes.svg`. Raises `InvalidValue` in
     one line for an unknown format, or when Kaleido or a Chromium is missing or fails.
     """
     require_images(formats)
-    portraits = {slot.name: portrait(slot) for slot in image_slots(runs, by)}
-    return save_figures(folder, portraits, formats)
+    return save_figures(folder, {one.name: standalone(one) for one in image_figures(runs, by)}, formats)
 
 
 def require_images(formats: Sequence[str]) -> None:
@@ -70,7 +70,7 @@ def save_figures(folder: Path, figures: Mapping[str, go.Figure], formats: Sequen
     ]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of libraries underneath, which say nothing that a user could act on
+            warnings.simplefilter("ignore")  # from libraries below, about nothing that a user could change
             kaleido.write_fig_from_object_sync(
                 wanted, kopts={"path": browser(), "mathjax": False}, cancel_on_error=True
             )
@@ -98,11 +98,11 @@ def browser() -> str:
     return found
 
 
-def portrait(slot: Slot) -> go.Figure:
-    """The first figure of a slot as it stands alone: with its title and caption, a legend, and a white ground."""
-    figure = go.Figure(next(iter(slot.variants.values())))
+def standalone(one: ReportFigure) -> go.Figure:
+    """The first variant of a figure on a white background, with its title and caption and a legend."""
+    figure = go.Figure(next(iter(one.variants.values())))
     width, height = _size(figure)
-    heading, lines = _heading(slot, width)
+    heading, lines = _heading(one, width)
     top = 36 + 19 * lines + (26 if figure.layout.annotations else 0)
     _show_methods(figure)
     figure.update_layout(
@@ -131,16 +131,13 @@ def _size(figure: go.Figure) -> tuple[int, int]:
     return max(560, 130 + 360 * min(panels, COLUMNS)), 60 + (400 if panels > 1 else 460) * math.ceil(panels / COLUMNS)
 
 
-def _heading(slot: Slot, width: int) -> tuple[str, int]:
+def _heading(one: ReportFigure, width: int) -> tuple[str, int]:
     """Title and caption as they stand in the report, one running into the other, and how many lines they take."""
-    title = slot.title
-    lines = textwrap.wrap(f"{title} {slot.caption}", width // 8)
-    soft = [html.escape(line) for line in lines]
-    if lines[0].startswith(title):
-        soft[0] = html.escape(lines[0][len(title) :])
-        soft[0] = f"<b>{html.escape(title)}</b><span style='color:{SOFT}'>{soft[0]}</span>"
-    rest = "".join(f"<br><span style='color:{SOFT}'>{line}</span>" for line in soft[1:])
-    return soft[0] + rest, len(lines)
+    first, *rest = textwrap.wrap(f"{one.title} {one.caption}", width // 8)
+    bold = one.title if first.startswith(one.title) else ""
+    soft = [html.escape(line) for line in (first.removeprefix(bold), *rest)]
+    lines = [f"<span style='color:{SOFT}'>{line}</span>" for line in soft]
+    return (f"<b>{html.escape(bold)}</b>" if bold else "") + "<br>".join(lines), len(lines)
 
 
 def _show_methods(figure: go.Figure) -> None:

@@ -1,4 +1,4 @@
-"""The comparison as a table: cells with the text people read and the number to sort by (files of it: `export`)."""
+"""The comparison as a table of cells: the text to show and the number to sort by. Terminal, page and files show these tables."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fedloom.report.summary import Reach, Row, Spread
+from fedloom.report.units import byte_text, percent, time_text
 
 NEVER = "*"
 """Stands where a target was never reached."""
@@ -22,15 +23,17 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """A column's title and whether the `largest`, the `smallest` or no (`""`) value is the best."""
+    """A column's title, whether the `largest`, the `smallest` or no (`""`) value is the best, and how a page sorts by it at
+    first, `ascending`, `descending` or never (`""`)."""
 
     title: str
     best: str = ""
+    order: str = "descending"
 
 
 _CLIENTS = (
     Column("Clients' own, %", "largest"),
-    Column("Spread over clients, %", "smallest"),
+    Column("Std over clients, %", "smallest", "ascending"),
     Column("Worst tenth, %", "largest"),
 )
 
@@ -47,6 +50,11 @@ class Table:
         return Table(
             tuple(self.columns[k] for k in kept), tuple(tuple(line[k] for k in kept) for line in self.lines)
         )  # fmt: skip
+
+    @property
+    def best_lines(self) -> list[set[int]]:
+        """For each column the lines with the best value."""
+        return [self.best(k) for k in range(len(self.columns))]
 
     def best(self, column: int) -> set[int]:
         """The lines with the best value of a column: none unless there are two different values to compare. A value that
@@ -70,15 +78,15 @@ def comparison(rows: Sequence[Row], marks: Mapping[str, Mapping[str, str]] | Non
     targets = rows[0].reaches if rows else ()
     clients = any(row.personal is not None for row in rows)
     columns = (
-        Column("Method"),
+        Column("Method", order="ascending"),
         Column("Seeds"),
         Column("Rounds"),
         Column("Final accuracy, %", "largest"),
         Column("Best accuracy, %", "largest"),
         Column("Mean of last, %", "largest"),
         *(_CLIENTS if clients else ()),
-        *(Column(f"Rounds to {percent(reach.target)} %", "smallest") for reach in targets),
-        *(Column(f"Bytes to {percent(reach.target)} %", "smallest") for reach in targets),
+        *(Column(f"Rounds to {percent(reach.target)} %", "smallest", "ascending") for reach in targets),
+        *(Column(f"Bytes to {percent(reach.target)} %", "smallest", "ascending") for reach in targets),
         Column("Bytes down"),
         Column("Bytes up"),
         Column("Time"),
@@ -104,30 +112,6 @@ def share_cell(spread: Spread | None, mark: str = "", digits: int = 2) -> Cell:
         return Cell("–", None)
     deviation = f" ± {100 * spread.std:.{digits}f}" if spread.count > 1 else ""
     return Cell(f"{100 * spread.mean:.{digits}f}{deviation}{mark}", spread.mean)
-
-
-def percent(share: float) -> str:
-    """A share as per cent without superfluous zeros: 0.875 is `87.5`."""
-    return f"{round(100 * share, 6):g}"
-
-
-def byte_text(count: float) -> str:
-    """Bytes with a decimal unit (1 kB = 1,000 bytes) and three digits: `1.23 GB`."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if count < 999.5:
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 99.95 else f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.0f} PB"
-
-
-def time_text(seconds: float) -> str:
-    """Seconds as people say them: `0.42 s`, `38 s`, `4 min 05 s`, `2 h 07 min`."""
-    if seconds < 59.5:
-        return f"{seconds:.2g} s" if seconds < 9.5 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60:,} h {minutes % 60:02d} min"
 
 
 def _line(row: Row, first: Row, clients: bool, marks: Mapping[str, Mapping[str, str]]) -> tuple[Cell, ...]:

@@ -1,0 +1,208 @@
+"""Loss surfaces as Plotly figures: around final models (FedMR, figure 6), and under the trajectory of a client's models
+(FedALA, figure 4)."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from fedloom.report.figures import SEQUENCE, Style, framed
+
+LEVELS = 24
+"""Contour lines from the lowest to the highest loss."""
+
+COLUMNS = 3
+"""Panels side by side; more go below."""
+
+Entry = Mapping[str, Any]
+"""What one recorder found (`Recorder.result`)."""
+
+_ORANGE = "#d55e00"
+_BAR = {"title": {"text": "Loss"}, "thickness": 12, "outlinewidth": 0}
+_CONTOUR = {"width": 0.5, "color": "rgba(255,255,255,0.5)"}
+
+
+def landscapes(found: Mapping[str, Entry], of: Sequence[Entry] | None = None) -> go.Figure:
+    """Loss landscapes side by side, a panel for each name, with the same axes, contour lines and colours.
+
+    `found` are results of the recorder `landscape` by the title of their panel; colours and contour lines follow the logarithm
+    of the loss, from the lowest to the highest loss of all entries in `of`, by default those that are drawn.
+    """
+    losses = [loss for one in (of or found.values()) for loss in _losses(one)] or [1.0]
+    low, high = _log(min(losses)), _log(max(losses))
+    high = max(high, low + 1e-3)
+    traces: list[go.Contour | go.Scatter] = []
+    layout: dict[str, Any] = {"annotations": []}
+    columns, rows = min(COLUMNS, len(found)), math.ceil(len(found) / COLUMNS)
+    for k, (name, one) in enumerate(found.items()):
+        axis = str(k + 1) if k else ""
+        traces += _panel(name, one, axis, low, high)
+        across, up = _interval(k % columns, columns, 0.07), _interval(rows - 1 - k // columns, rows, 0.16)
+        edge = {"showgrid": False, "constrain": "domain", "range": [one["x"][0], one["x"][-1]]}
+        layout[f"xaxis{axis}"] = {**edge, "title": "First direction", "domain": across, "anchor": f"y{axis}"}
+        beside = {"title": "" if k % columns else "Second direction", "domain": up, "anchor": f"x{axis}"}
+        layout[f"yaxis{axis}"] = {**edge, **beside, "scaleanchor": f"x{axis}", "scaleratio": 1}
+        if len(found) > 1:
+            place = {"x": sum(across) / 2, "y": up[1], "xref": "paper", "yref": "paper", "yanchor": "bottom"}
+            layout["annotations"].append({"text": html.escape(name), **place, "showarrow": False, "font": {"size": 14}})
+    ticks = _log_ticks(low, high)
+    bar = {**_BAR, "tickvals": [math.log10(tick) for tick in ticks], "ticktext": [f"{tick:g}" for tick in ticks]}
+    colours = {"colorscale": SEQUENCE, "reversescale": True, "cmin": low, "cmax": high, "colorbar": bar}
+    return framed(traces, 440, hovermode="closest", showlegend=False, coloraxis=colours, **layout)
+
+
+def cross_sections(found: Mapping[str, Entry], looks: Mapping[str, Style]) -> go.Figure:
+    """Landscapes by method, cut through the model: the loss along the first direction (solid) and the second (dotted)."""
+    traces = []
+    for name, one in found.items():
+        middle = len(one["x"]) // 2
+        first, second = one["surface"][middle], [line[middle] for line in one["surface"]]
+        for direction, dash, values in (("first", "solid", first), ("second", "dot", second)):
+            traces.append(
+                go.Scatter(
+                    x=one["x"],
+                    y=values,
+                    mode="lines",
+                    line={"color": looks[name].colour, "width": 2.5, "dash": dash},
+                    name=f"{html.escape(name)}, {direction}",
+                    legendgroup=name,
+                    hovertemplate="%{y:.4~g} at %{x:.3~g}<extra>%{fullData.name}</extra>",
+                )
+            )
+    xaxis, yaxis = {"title": "Distance from the model, in filter norms"}, {"title": "Loss", "rangemode": "tozero"}
+    return framed(traces, 380, xaxis=xaxis, yaxis=yaxis, hovermode="closest")
+
+
+def trajectory(method: str, recorded: Entry) -> go.Figure:
+    """The trajectory of a client's models over its local loss in the plane of their two principal components; where they span
+    no plane, the loss of the models over the rounds."""
+    if "points" in recorded:
+        return _over([_surface(recorded, method), *_path(method, recorded, "#101010", _ORANGE)], recorded)
+    line = go.Scatter(
+        x=recorded["rounds"],
+        y=recorded["losses"],
+        mode="lines+markers",
+        line={"color": _ORANGE},
+        legendgroup=method,
+        showlegend=False,
+    )
+    return framed([line], 380, xaxis={"title": "Round"}, yaxis={"title": "Training loss"})
+
+
+def trajectories(recorded: Entry, looks: Mapping[str, Style]) -> go.Figure:
+    """The trajectories of one client's models with several methods, in the methods' colours, over one surface of its loss."""
+    paths = [
+        trace
+        for method, one in recorded["methods"].items()
+        for trace in _path(method, one, looks[method].colour, looks[method].colour)
+    ]
+    return _over([_surface(recorded), *paths], recorded)
+
+
+def _losses(one: Entry) -> Iterator[float]:
+    return (value for line in one["surface"] for value in line if value is not None)
+
+
+def _log(loss: float) -> float:
+    return math.log10(max(loss, 1e-12))
+
+
+def _panel(name: str, one: Entry, axis: str, low: float, high: float) -> list[go.Contour | go.Scatter]:
+    common: dict[str, Any] = {"xaxis": f"x{axis}", "yaxis": f"y{axis}", "legendgroup": name, "name": html.escape(name)}
+    surface = go.Contour(
+        x=one["x"],
+        y=one["y"],
+        z=[[None if value is None else _log(value) for value in line] for line in one["surface"]],
+        customdata=one["surface"],
+        coloraxis="coloraxis",
+        contours={"start": low, "end": high, "size": (high - low) / LEVELS},
+        line=_CONTOUR,
+        hovertemplate="loss %{customdata:.4~g}<extra>%{fullData.name}</extra>",
+        **common,
+    )
+    model = go.Scatter(
+        x=[0],
+        y=[0],
+        mode="markers",
+        marker={"size": 10, "color": _ORANGE, "line": {"width": 1.5, "color": "#ffffff"}},
+        hovertemplate=f"the model: loss {one['loss']:.4g}, accuracy {100 * one['accuracy']:.1f} %<extra></extra>",
+        **common,
+    )
+    return [surface, model]
+
+
+def _interval(k: int, count: int, gap: float) -> list[float]:
+    """The k-th of `count` equal intervals of [0, 1], with gaps between them."""
+    width = (1 - gap * (count - 1)) / count
+    return [k * (width + gap), min(1.0, k * (width + gap) + width)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Losses for a logarithmic colour bar: at least four with few digits or, where there are none, five evenly spaced ones."""
+    powers = range(math.floor(low), math.ceil(high) + 1)
+    for digits in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
+        ticks = [float(f"{digit}e{power}") for power in powers for digit in digits]
+        ticks = [tick for tick in ticks if low <= math.log10(tick) <= high]
+        if len(ticks) >= 4:
+            return ticks
+    return [float(f"{10**place:.3g}") for place in np.linspace(low, high, 5)]
+
+
+def _surface(recorded: Entry, method: str | None = None) -> go.Contour:
+    return go.Contour(
+        x=recorded["x"],
+        y=recorded["y"],
+        z=recorded["surface"],
+        colorscale=SEQUENCE,
+        reversescale=True,
+        ncontours=LEVELS,
+        line=_CONTOUR,
+        colorbar=_BAR,
+        hovertemplate="loss %{z:.4~g}<extra></extra>",
+        legendgroup=method,
+    )
+
+
+def _path(method: str, recorded: Entry, line: str, marker: str) -> list[go.Scatter]:
+    """A path with its points, from a circle to a star, on a white outline so that it is visible on any background."""
+    x, y = zip(*recorded["points"], strict=True)
+    common: dict[str, Any] = {"legendgroup": method, "showlegend": False}
+    outline = go.Scatter(x=x, y=y, mode="lines", line={"color": "#ffffff", "width": 5}, hoverinfo="skip", **common)
+    path = go.Scatter(
+        x=x,
+        y=y,
+        customdata=list(zip(recorded["rounds"], recorded["losses"], strict=True)),
+        mode="lines+markers",
+        name=html.escape(method),
+        line={"color": line, "width": 1.5},
+        marker={"size": 7, "color": marker, "line": {"width": 1, "color": "#ffffff"}},
+        hovertemplate="round %{customdata[0]}, loss %{customdata[1]:.4~g}<extra>%{fullData.name}</extra>",
+        **common,
+    )
+    ends = go.Scatter(
+        x=[x[0], x[-1]],
+        y=[y[0], y[-1]],
+        mode="markers",
+        marker={"size": 13, "symbol": ["circle", "star"], "color": marker, "line": {"width": 1.5, "color": "#ffffff"}},
+        hoverinfo="skip",
+        **common,
+    )
+    return [outline, path, ends]
+
+
+def _over(traces: Sequence[go.Contour | go.Scatter], recorded: Entry) -> go.Figure:
+    """The traces on the axes of the plane that was recorded."""
+    axes = {
+        axis: {
+            "title": f"{name} component ({share:.0%} of the variance)",
+            "showgrid": False,
+            "range": [recorded[axis[0]][0], recorded[axis[0]][-1]],
+        }
+        for axis, name, share in zip(("xaxis", "yaxis"), ("First", "Second"), recorded["explained"], strict=True)
+    }
+    return framed(list(traces), 460, **axes, hovermode="closest")

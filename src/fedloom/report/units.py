@@ -1,0 +1,27 @@
+"""Shares, bytes and seconds as text."""
+
+from __future__ import annotations
+
+
+def percent(share: float) -> str:
+    """A share as per cent without superfluous zeros: 0.875 is `87.5`."""
+    return f"{round(100 * share, 6):g}"
+
+
+def byte_text(count: float) -> str:
+    """Bytes with a decimal unit (1 kB = 1,000 bytes) and three digits: `1.23 GB`."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 99.95 else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.0f} PB"
+
+
+def time_text(seconds: float) -> str:
+    """Seconds as people say them: `0.42 s`, `38 s`, `4 min 05 s`, `2 h 07 min`."""
+    if seconds < 59.5:
+        return f"{seconds:.2g} s" if seconds < 9.5 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60:,} h {minutes % 60:02d} min"
