@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fedloom.cli.shared import Failed, File, Fresh, Overrides, Quiet, again, patient, shown, use_threads
-from fedloom.errors import InvalidValue
 
 if TYPE_CHECKING:
     from fedloom.report.sheet import Sheet
@@ -27,11 +26,7 @@ def run(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Qu
     from fedloom.report.units import byte_text, time_text
 
     configuration = load(file, overrides or [])
-    listed = configuration.algorithms
-    algorithm = configuration.algorithm or (listed[0] if len(listed) == 1 else None)
-    if algorithm is None:
-        choice = f"the file compares {', '.join(map(repr, listed))}" if listed else "such as algorithm=fedmr"
-        raise InvalidValue(f"no method to run: give algorithm=..., {choice}")
+    algorithm = configuration.only_method("run")
     name = RunName(str(parse(algorithm)), configuration.seed)
     place = run_directory(configuration, algorithm, configuration.seed)
     use_threads(configuration)

@@ -1,6 +1,6 @@
 """What a configuration names: `dirichlet(0.1)`, `stages(fedavg:100, fedmr(unit=segment, fraction=0.5))`.
 
-    value = number | 'text' | true | false | none | [value, ...] | call
+    value = number | 'text' | true | false | none | [value, ...] | call    (text with Python's escapes, such as \\' and \\n)
     call  = name [ "(" argument, ... ")" ] [ ":" (number | name) ]
     argument = [ name "=" ] value
 
@@ -9,17 +9,21 @@ A bare word is a call without arguments; whoever builds the thing decides whethe
 
 from __future__ import annotations
 
+import ast
 import re
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
 from fedloom.errors import InvalidValue
 
 _TOKEN = re.compile(
-    r"\s*(?:(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)|(?P<text>'[^']*'|\"[^\"]*\")"
+    r"\s*(?:(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:inf|nan)(?![\w.\-(]))"
+    r"|(?P<text>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")"
     r"|(?P<name>[A-Za-z_][\w.\-]*)|(?P<mark>[()\[\],=:]))"
 )
 _WORDS = {"true": True, "false": False, "none": None}
+_DEEPEST = 50
 
 
 @dataclass(frozen=True)
@@ -43,17 +47,23 @@ def show(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return str(value).lower()
     if isinstance(value, str):
-        return repr(value) if "'" not in value else f'"{value}"'
+        return repr(value)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(show(item) for item in value)}]"
     return str(value)
 
 
-def parse(text: str) -> Call:
-    """Read one call. Raises `InvalidValue` that shows where the text stops making sense."""
+def parse_value(text: str) -> Any:
+    """Read one value. Raises `InvalidValue` that shows where the text stops making sense."""
     parser = _Parser(text)
     value = parser.value()
     parser.expect_end()
+    return value
+
+
+def parse(text: str) -> Call:
+    """Read one call. Raises as `parse_value`, and where the value is none."""
+    value = parse_value(text)
     if not isinstance(value, Call):
         raise InvalidValue(f"{text!r} is not a name with arguments, such as fedmr or dirichlet(0.1)")
     return value
@@ -63,12 +73,15 @@ class _Parser:
     def __init__(self, text: str) -> None:
         self.text = text
         self.tokens: list[tuple[str, str, int]] = []
-        position, end = 0, len(text.rstrip())
+        position, end, depth = 0, len(text.rstrip()), 0
         while position < end:
             match = _TOKEN.match(text, position)
             if match is None or match.lastgroup is None:
                 raise self._error(position)
             self.tokens.append((match.lastgroup, match[match.lastgroup], match.start(match.lastgroup)))
+            depth += (self.tokens[-1][1] in "([") - (self.tokens[-1][1] in ")]")
+            if depth > _DEEPEST:
+                raise InvalidValue(f"{text[:40]!r}... nests more than {_DEEPEST} levels deep")
             position = match.end()
         self.next = 0
 
@@ -99,13 +112,21 @@ class _Parser:
             raise self._fail()
         kind, token, _ = self.tokens[self.next]
         self.next += 1
-        if kind == "number":
-            return int(token) if re.fullmatch(r"[-+]?\d+", token) else float(token)
-        if kind == "text":
-            return token[1:-1]
+        if kind in ("number", "text"):
+            return self._literal(kind, token)
         if token.lower() in _WORDS:
             return _WORDS[token.lower()]
         return self._call(token)
+
+    def _literal(self, kind: str, token: str) -> Any:
+        try:
+            if kind == "number":
+                return int(token) if re.fullmatch(r"[-+]?\d+", token) else float(token)
+            with warnings.catch_warnings(action="ignore"):  # a backslash before any other character stands for itself
+                return ast.literal_eval(token)
+        except (SyntaxError, ValueError):  # a broken escape, thousands of digits
+            self.next -= 1
+            raise self._fail() from None
 
     def _call(self, name: str) -> Call:
         positional: list[Any] = []
@@ -117,8 +138,7 @@ class _Parser:
                     raise self._fail()
         until = None
         if self._take(":"):
-            until = self.value()
-            until = plain(until)
+            until = plain(self.value())
         return Call(name, tuple(positional), named, until)
 
     def _argument(self, positional: list[Any], named: dict[str, Any]) -> None:

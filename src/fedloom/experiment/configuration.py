@@ -7,6 +7,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -14,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import Field
 
 from fedloom.algorithm import build, describe
-from fedloom.config.expression import Call, parse
+from fedloom.config.expression import Call, parse, parse_value, show
 from fedloom.config.fields import Count, NonNegativeInt, Share, require_fields, type_hints
 from fedloom.config.plugins import import_plugins
 from fedloom.data.dataset import Dataset, datasets
@@ -123,6 +124,14 @@ class Configuration:
         """The methods to compare: those listed, or else the one of `fedloom run`."""
         return self.algorithms or ([] if self.algorithm is None else [self.algorithm])
 
+    def only_method(self, purpose: str) -> str:
+        """The one method to run, tune or train. Raises `InvalidValue` where none is named, or several are."""
+        if self.algorithm is None and len(self.algorithms) != 1:
+            listed = f"the file compares {', '.join(map(repr, self.algorithms))}"
+            choice = listed if self.algorithms else "such as algorithm=fedmr"
+            raise InvalidValue(f"no method to {purpose}: give algorithm=..., {choice}")
+        return self.algorithm or self.algorithms[0]
+
     @property
     def settings(self) -> dict[str, Configuration]:
         """The configuration of each setting by its label; this one alone, labelled "", where no key varies."""
@@ -187,7 +196,7 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         raise InvalidValue(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
     except UnicodeDecodeError:
         raise InvalidValue(f"{path} is not a TOML file: it is not text in UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidValue(f"{path} is not a TOML file: {' '.join(str(error).split())}") from None
     table.setdefault("name", path.stem)
     for override in overrides:
@@ -287,23 +296,23 @@ def put(table: dict[str, Any], text: str, example: str = "rounds=50 or training.
 
 def _value(text: str) -> Any:
     """A value as TOML writes it; what TOML does not know is text, and lists and inline tables may hold such text too."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        pass
-    try:
+    with suppress(ValueError, RecursionError):
+        table = tomllib.loads(f"value = {text}")
+        if len(table) == 1:
+            return table["value"]
+    with suppress(InvalidValue):
         if text.startswith("[") and text.endswith("]"):
-            return [_spoken(item) for item in parse(f"list({text})").positional[0]]
+            return _as_written(parse_value(text))
         if text.startswith("{") and text.endswith("}"):
-            return {name: _spoken(item) for name, item in parse(f"table({text[1:-1]})").named.items()}
-    except InvalidValue:
-        pass
+            return {name: _as_written(item) for name, item in parse(f"table({text[1:-1]})").named.items()}
     return text
 
 
-def _spoken(item: Any) -> Any:
-    """A bare word or a call as the text that it was."""
-    return str(item) if isinstance(item, Call) else item
+def _as_written(value: Any) -> Any:
+    """Calls and none as the text that they were, inside lists too: TOML has neither."""
+    if isinstance(value, list):
+        return [_as_written(item) for item in value]
+    return show(value) if value is None or isinstance(value, Call) else value
 
 
 def _check(found: Configuration) -> None:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from fedloom.algorithm import build, describe
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.experiment.configuration import VARYING, Configuration, configuration
@@ -24,7 +26,6 @@ from fedloom.experiment.jobs import Job, Pool, Tasks, job_of, require_possible
 from fedloom.experiment.parameters import PREFIX, parameter_keys, with_parameters
 from fedloom.experiment.settings import Changes, Range, label, plain_text, read_axes, values_of
 from fedloom.experiment.settings import changed as with_changes
-from fedloom.experiment.toml import to_toml
 from fedloom.randomness import numpy_stream
 from fedloom.report.summary import Spread, measured
 from fedloom.state.files import write_text
@@ -82,11 +83,7 @@ class Search:
             raise InvalidValue("fedloom tune searches in one setting: leave out settings, or search their keys")
         self.table = {key: value for key, value in table.items() if key != "algorithms"}
         told = configuration(table)
-        listed = told.algorithms
-        expression = told.algorithm or (listed[0] if len(listed) == 1 else None)
-        if expression is None:
-            raise InvalidValue("no method to tune: give algorithm=..., such as algorithm=fedprox")
-        self.algorithm = describe(build(expression))
+        self.algorithm = describe(build(told.only_method("tune")))
         self.told = told
         known = [*parameter_keys(self.algorithm), *(key for key in VARYING if key != "data.validation")]
         self.axes = read_axes(searched, known, "", steps_needed=steps_needed)
@@ -216,7 +213,7 @@ def write_trials(search: Search, trials: Sequence[Trial]) -> Path:
     write_text(search.folder / "trials.csv", text.getvalue())
     best = search.folder / "best.toml"
     table = search.chosen(best_of(trials).changes)
-    write_text(best, to_toml({**table, "name": f"{search.told.name}-best"}))
+    write_text(best, tomli_w.dumps({**table, "name": f"{search.told.name}-best"}))
     return best
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 from typing import Any
 
+import tomli_w
+
 from fedloom import __version__
 from fedloom.algorithm import build
 from fedloom.algorithms.secure import Secure
-from fedloom.errors import InvalidValue, MissingExtra
+from fedloom.errors import InvalidValue
 from fedloom.experiment.configuration import Configuration, configuration, put, read_table
 
 EXAMPLE = """\
@@ -98,15 +100,11 @@ def _configuration_text(file: Path | None, overrides: Sequence[str]) -> str:
     """A TOML text that names one method: the file's own where that is enough."""
     table = read_table(file, overrides) if file is not None else _changed(tomllib.loads(EXAMPLE), overrides)
     checked = configuration(table)
-    listed = checked.algorithms
     if checked.algorithm is None:
-        if len(listed) != 1:
-            choice = f"the file compares {', '.join(map(repr, listed))}" if listed else "such as algorithm=fedmr"
-            raise InvalidValue(f"no method to train: give algorithm=..., {choice}")
-        table["algorithm"] = listed[0]
+        table["algorithm"] = checked.only_method("train")
     elif not overrides:
         return EXAMPLE if file is None else file.read_text(encoding="utf-8")
-    return _toml({key: value for key, value in table.items() if key not in _ELSEWHERE})
+    return tomli_w.dumps({key: value for key, value in table.items() if key not in _ELSEWHERE})
 
 
 def _changed(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -149,12 +147,4 @@ def _literal(text: str) -> str:
     """A text as a value in TOML; as it stands, where nothing in it would end it."""
     if "'''" not in text and all(letter.isprintable() or letter in "\n\t" for letter in text):
         return f"'''\n{text}\n'''"
-    return _toml({"text": text}).removeprefix("text = ").strip()
-
-
-def _toml(table: Mapping[str, Any]) -> str:
-    try:
-        import tomli_w
-    except ImportError:
-        raise MissingExtra("tomli-w", "flower", "writing a Flower app") from None
-    return tomli_w.dumps(table)
+    return tomli_w.dumps({"text": text}).removeprefix("text = ").strip()
