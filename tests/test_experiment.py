@@ -133,6 +133,8 @@ def test_a_run_directory_holds_what_it_takes(tmp_path: Path) -> None:
         "partition": "dirichlet(0.5)",
         "local_test": 0.25,
         "merge": False,
+        "validation": None,
+        "label_noise": "none",
     }
     assert settings["training"]["learning_rate"] == 0.1
     made = job.task(3)

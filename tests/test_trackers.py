@@ -39,15 +39,15 @@ JOB = {
 }
 
 
-class KeepsClientMemory:
+class RecordingTracker:
     """A tracker of the user's own that knows nothing of earlier starts; `all` outlives the single trackers."""
 
-    all: ClassVar[list[KeepsClientMemory]] = []
+    all: ClassVar[list[RecordingTracker]] = []
 
     def __init__(self, word: str = "") -> None:
         self.word, self.rounds = word, dict[int, Mapping[str, float]]()
         self.result: Mapping[str, float] | None = None
-        KeepsClientMemory.all.append(self)
+        RecordingTracker.all.append(self)
 
     def begin(self, run: TrackedRun) -> None:
         self.run = run
@@ -90,7 +90,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(sys.modules, "test_trackers_here", sys.modules[__name__])
-    KeepsClientMemory.all = []
+    RecordingTracker.all = []
     with warnings.catch_warnings():  # TensorBoard's reader and MLflow warn of their own affairs
         warnings.simplefilter("ignore")
         yield
@@ -132,8 +132,8 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_a_tracker_of_ones_own_hears_every_round_with_all_figures() -> None:
-    go(job("test_trackers_here:KeepsClientMemory(word='hello')"))
-    told = KeepsClientMemory.all[-1]
+    go(job("test_trackers_here:RecordingTracker(word='hello')"))
+    told = RecordingTracker.all[-1]
     assert told.word == "hello"
     assert (told.run.experiment, told.run.label, told.run.algorithm, told.run.seed) == (
         "job",
@@ -157,13 +157,13 @@ def test_a_tracker_of_ones_own_hears_every_round_with_all_figures() -> None:
 
 
 def test_a_run_in_python_takes_trackers_as_objects_too(tmp_path: Path) -> None:
-    first, second = KeepsClientMemory(), KeepsClientMemory()
+    first, second = RecordingTracker(), RecordingTracker()
     result = fl.run("fedavg", small_task(), rounds=3, participation=0.5, trackers=[first, second])
     assert list(first.rounds) == list(second.rounds) == [1, 2, 3]
     assert first.run.directory is None
     assert first.result is not None
     assert first.result["accuracy"] == result.accuracy
-    kept = KeepsClientMemory()
+    kept = RecordingTracker()
     for _ in range(2):  # the second time the run is only read
         fl.run("fedavg", small_task(), rounds=3, participation=0.5, directory=tmp_path / "kept", trackers=[kept])
     assert list(kept.rounds) == [1, 2, 3]
@@ -172,12 +172,12 @@ def test_a_run_in_python_takes_trackers_as_objects_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kill", [False, True])
 def test_no_round_is_told_of_twice_when_a_run_goes_on(kill: bool) -> None:
     folder = Path("runs/job/fedavg/seed-0")
-    context = job("test_trackers_here:KeepsClientMemory", "tensorboard")
+    context = job("test_trackers_here:RecordingTracker", "tensorboard")
     go(context, stop_after=5)
     if kill:
         forget(4, folder)
     go(context)
-    earlier, later = KeepsClientMemory.all[1:]  # the first was made for the check of the configuration
+    earlier, later = RecordingTracker.all[1:]  # the first was made for the check of the configuration
     assert list(earlier.rounds) == [1, 2, 3, 4, 5]
     assert earlier.result is None
     assert list(later.rounds) == [6]
@@ -186,8 +186,8 @@ def test_no_round_is_told_of_twice_when_a_run_goes_on(kill: bool) -> None:
 
 
 def test_a_tracker_added_later_hears_of_the_rounds_before() -> None:
-    go(job("test_trackers_here:KeepsClientMemory"), stop_after=4)
-    go(job("test_trackers_here:KeepsClientMemory", "tensorboard"))
+    go(job("test_trackers_here:RecordingTracker"), stop_after=4)
+    go(job("test_trackers_here:RecordingTracker", "tensorboard"))
     assert [step for step, _ in scalars(Path("runs/job/fedavg/seed-0"))["seconds"]] == [1, 2, 3, 4, 5, 6]
 
 
@@ -288,14 +288,14 @@ def test_weights_and_biases_is_told_as_its_documentation_asks(monkeypatch: pytes
 
 @pytest.mark.parametrize("round", [0, 3, 99])
 def test_a_tracker_that_fails_costs_one_line_and_nothing_else(round: int) -> None:
-    said = go(job(f"test_trackers_here:Broken(round={round})", "test_trackers_here:KeepsClientMemory"))
+    said = go(job(f"test_trackers_here:Broken(round={round})", "test_trackers_here:RecordingTracker"))
     notices = [event.text for event in said if event.kind == "notice"]
     assert notices == [
         f"tracker test_trackers_here:Broken(round={round}) failed and hears no more of this run: "
         "ConnectionError: the server is gone"
     ]
     assert said[-1].kind == "ended"
-    assert list(KeepsClientMemory.all[-1].rounds) == [1, 2, 3, 4, 5, 6]
+    assert list(RecordingTracker.all[-1].rounds) == [1, 2, 3, 4, 5, 6]
     plain = go(job(directory="plain"))
     assert plain[-1].record == said[-1].record
 
@@ -316,7 +316,7 @@ def test_a_failing_tracker_is_warned_of_in_python(caplog: pytest.LogCaptureFixtu
         ("mlflow(every=often)", "mlflow: every must be a number, not 'often'"),
         ("nowhere:Tracker", "tracker 'nowhere:Tracker': cannot import 'nowhere'"),
         ("test_trackers_here:JOB", "'JOB' must be a function or class, not dict"),
-        ("test_trackers_here:Remembring", "did you mean 'KeepsClientMemory'?"),
+        ("test_trackers_here:Recording", "did you mean 'RecordingTracker'?"),
         ("test_trackers_here:Broken", "cannot be made: TypeError"),
         ("test_trackers_here:Killed", "lacks begin, record, end"),
     ],
@@ -330,7 +330,7 @@ def test_what_is_wrong_with_a_tracker_is_said_before_the_first_round(expression:
 
 
 def test_an_interrupt_inside_a_tracker_stops_the_run() -> None:
-    class Stopping(KeepsClientMemory):
+    class Stopping(RecordingTracker):
         def record(self, round: int, figures: Mapping[str, float]) -> None:
             raise KeyboardInterrupt
 

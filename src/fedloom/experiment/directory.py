@@ -35,7 +35,7 @@ from fedloom.experiment.environment import environment, version_changes
 from fedloom.recording.recording import RESULT as RECORDED
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.checkpoint import RoundLog
-from fedloom.state.files import remove_unfinished, write_text
+from fedloom.state.files import remove_unfinished, slug, write_text
 
 _LONGEST = 80  # of a folder's name that is made from an expression
 
@@ -227,7 +227,7 @@ def folder_name(expression: str) -> str:
     Expressions that are long or nest get a digest at the end, so that different ones stay different.
     """
     plain = re.sub(r"(?<=\d)e\+(?=\d)", "e", expression.replace("'", "").replace('"', ""))  # 1e+38 is not 1e-38
-    name = re.sub(r"[^\w.=]+", "-", plain.replace(":", "_")).strip("-")
+    name = slug(plain.replace(":", "_"))
     if plain.count("(") < 2 and len(name) <= _LONGEST:
         return name
     return f"{name[:_LONGEST]}-{hashlib.sha256(expression.encode()).hexdigest()[:8]}"

@@ -22,8 +22,8 @@ class RunName(NamedTuple):
 class Event:
     """Something that happened to a run.
 
-    `started` (also when it goes on; `finished` rounds are done), `round` (with its figures in `record`), `ended`, `skipped`
-    (it was finished before), `failed` and `notice` (with a line of `text`).
+    `started` (also when it goes on; `finished` rounds are done), `round` (with its figures in `record` and its times in
+    `timing`), `ended`, `skipped` (it was finished before), `failed` and `notice` (with a line of `text`).
     """
 
     kind: Literal["started", "round", "ended", "skipped", "failed", "notice"]
@@ -32,6 +32,7 @@ class Event:
     record: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     text: str = ""
+    timing: dict[str, Any] = field(default_factory=dict)
 
 
 Watch = Callable[[Event], None]

@@ -6,8 +6,8 @@ import copy
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -118,6 +118,18 @@ class Result:
         """What was recorded on request, one entry a recorder."""
         return [] if self.recording is None else self.recording.results()
 
+    @cached_property
+    def ends(self) -> dict[str, Any]:
+        """The figures at the end."""
+        return {
+            "rounds": len(self.history),
+            "accuracy": figures.final(self.summary),
+            "best_accuracy": figures.best(self.summary),
+            "bytes_down": figures.bytes_down(self.summary),
+            "bytes_up": figures.bytes_up(self.summary),
+            "seconds": figures.seconds(self.summary),
+        }
+
     def report(self, path: str | Path) -> None:
         """Write a page of figures and tables that needs no other file."""
         write_report(Path(path), f"{self.summary.algorithm}, seed {self.summary.seed}", [self.summary])
@@ -157,41 +169,43 @@ def run(
     schedule = Schedule(
         rounds, participation, seed, evaluate_every, checkpoint_every, dropout, personal_every, personal_clients, new_clients
     )  # fmt: skip
-    recorders = _fitting(build_recorders(record), method)
-    described = _described(method, task, schedule, recorders, engine)
-    if directory is None:
-        recording = Recording(recorders) if recorders else None
-        made = make_engine(engine, task, schedule, in_process=_listens(recorders, method))
-        with closing(made):
-            federation = Federation(method, task, made, schedule, observers=_present(recording))
-            return _trained(Result(federation, task, described, recording), trackers, on_round)
-    place = RunDirectory(Path(directory))
-    with place.locked():
-        for notice in place.begin(described, method):
-            _logger.warning(notice)
-        before, wanted = place.rounds, () if place.ended(described) else trackers
-        recording = Recording(recorders, place.path) if recorders else None
-        made = make_engine(engine, task, schedule, in_process=_listens(recorders, method))
-        with closing(made):
-            federation = _open(method, task, schedule, place, described, recording, made)
-            if before not in (None, rounds):
-                _logger.warning("%s: going on from round %d of %d", place.path, federation.finished, rounds)
-            return _trained(Result(federation, task, described, recording), wanted, on_round, place)
+    recorders = build_recorders(record)
+    for recorder in recorders:
+        if reason := recorder.unfit(method):
+            raise InvalidValue(f"record: {recorder.name}: nothing to record for {describe(method)}: {reason}")
+    described = {
+        "algorithm": describe(method),
+        **schedule_values(schedule),
+        "model": type(task.model).__name__,
+        "data": {"name": task.dataset.name, "clients": task.clients},
+        "training": dataclasses.asdict(task.training),
+        "record": [expression(recorder) for recorder in recorders],
+        "engine": settled_by(engine),
+        "device": str(task.initial.device),
+    }
+    place = None if directory is None else RunDirectory(Path(directory))
+    with nullcontext() if place is None else place.locked():
+        before = None if place is None else place.rounds
 
+        def watch(event: Event) -> None:
+            if event.kind == "notice":
+                _logger.warning(event.text)
+            elif event.kind == "started" and before not in (None, rounds):
+                _logger.warning("%s: going on from round %d of %d", directory, event.finished, rounds)
+            elif event.kind == "round" and on_round is not None:
+                on_round(event.record, event.timing)
 
-def _trained(
-    result: Result, trackers: Sequence[str | Tracker], on_round: OnRound | None, place: RunDirectory | None = None
-) -> Result:
-    """The result after its remaining rounds, of which `trackers` and `on_round` hear; kept in `place`, where there is one."""
-    for notice in _notices(result.federation, result.recording):
-        _logger.warning(notice)
-    with Tracking(trackers, None if place is None else place.path, _logger.warning) as tracking:
-        _tracked(result.federation, tracking, "fedloom", _label(result), result.configuration, on_round)
-        if place is not None:
-            tracking.finish(_finish(result, place, type(result.task.model).__name__))
-        elif trackers:
-            tracking.finish(_ends(result))
-    return result
+        return _RunPlan(
+            method,
+            task,
+            schedule,
+            described,
+            recorders,
+            RunName(described["algorithm"], seed),
+            watch,
+            trackers,
+            engine=lambda in_process: make_engine(engine, task, schedule, in_process=in_process),
+        ).carry_out(place)
 
 
 def run_directory(configuration: Configuration, algorithm: str, seed: int, setting: str = "") -> RunDirectory:
@@ -228,153 +242,112 @@ def run_configured(
             watch(Event("skipped", name, configuration.schedule.rounds))
             return place.summary(name.algorithm)
         task = (make_task or configuration.task)(name.seed)
-        notices = place.begin(resolved, method, fresh)
         schedule = dataclasses.replace(configuration.schedule, seed=name.seed)
-        recording = Recording(build_recorders(configuration.record), place.path) if configuration.record else None
-        in_process = recording is not None and _listens(recording.recorders, method)
-        made = engine(task) if engine else make_engine(configuration.engine, task, schedule, in_process=in_process)
-        with closing(made):
-            federation = _open(method, task, schedule, place, resolved, recording, made)
-            for notice in [*notices, *_notices(federation, recording)]:
-                watch(Event("notice", name, text=notice))
-            watch(Event("started", name, federation.finished))
-            result = Result(federation, task, resolved, recording)
-            _watched(result, configuration, name, place, watch)
+        result = _RunPlan(
+            method,
+            task,
+            schedule,
+            resolved,
+            build_recorders(configuration.record),
+            name,
+            watch,
+            configuration.trackers,
+            engine=lambda in_process: (
+                engine(task) if engine else make_engine(configuration.engine, task, schedule, in_process=in_process)
+            ),
+            experiment=configuration.name,
+            model=configuration.model,
+        ).carry_out(place, fresh)
         found = place.summary(name.algorithm)
-    watch(Event("ended", name, configuration.schedule.rounds, federation.history[-1], figures.seconds(found) or 0.0))
+    watch(Event("ended", name, configuration.schedule.rounds, result.history[-1], figures.seconds(found) or 0.0))
     return found
 
 
-def _watched(result: Result, configuration: Configuration, name: RunName, place: RunDirectory, watch: Watch) -> None:
-    """Run the remaining rounds of a configured run, tell of each, and write what there is at the end."""
-    federation = result.federation
+@dataclass(frozen=True)
+class _RunPlan:
+    """A run that is about to begin: what trains on what, who hears of it, and how it is called."""
 
-    def told(record: Record, timing: Record) -> None:
-        watch(Event("round", name, federation.finished, record, timing["seconds"]))
+    method: Algorithm
+    task: Task
+    schedule: Schedule
+    described: dict[str, Any]  # everything that the figures depend on, as plain values
+    recorders: list[Recorder]
+    name: RunName
+    watch: Watch
+    trackers: Sequence[str | Tracker]
+    engine: Callable[
+        [bool], Engine
+    ]  # makes it; given whether clients must train in this process, for a recorder to hear
+    experiment: str = "fedloom"
+    model: str = ""  # the expression that builds it again; by default the name of its class
 
-    def noticed(text: str) -> None:
-        watch(Event("notice", name, text=text))
+    def carry_out(self, place: RunDirectory | None, fresh: bool = False) -> Result:
+        """The result after the remaining rounds, kept in `place` where there is one."""
+        notices = [] if place is None else place.begin(self.described, self.method, fresh)
+        over = place is not None and place.ended(self.described)
+        path = None if place is None else place.path
+        recording = Recording(self.recorders, path) if self.recorders else None
+        hears = any(type(one).attach is not Recorder.attach and not one.unfit(self.method) for one in self.recorders)
+        with closing(self.engine(hears)) as engine:
+            federation = self._federation(engine, recording, place)
+            chosen = engine.chosen if isinstance(engine, LocalEngine) else None
+            if chosen is not None and chosen.seconds:
+                notices.append(f"engine: {chosen}")
+                if path is not None:
+                    write_text(path / "engine.json", json.dumps(dataclasses.asdict(chosen)) + "\n")
+            for notice in [*notices, *federation.notices, *(recording.notices if recording else [])]:
+                self._say(notice)
+            self.watch(Event("started", self.name, federation.finished))
+            result = Result(federation, self.task, self.described, recording)
+            with Tracking(() if over else self.trackers, path, self._say) as tracking:
+                self._track(result, tracking)
+                if place is not None and not over:
+                    _write(result, place, self.model or type(self.task.model).__name__)
+                if self.trackers and not over:
+                    tracking.finish(result.ends)
+        return result
 
-    label = f"{folder_name(name.setting)}/{_label(result)}" if name.setting else _label(result)
-    with Tracking(configuration.trackers, place.path, noticed) as tracking:
-        _tracked(federation, tracking, configuration.name, label, result.configuration, told)
-        tracking.finish(_finish(result, place, configuration.model))
+    def _federation(self, engine: Engine, recording: Recording | None, place: RunDirectory | None) -> Federation:
+        """The federation, after its last checkpoint where it has a directory; what is needed to read that is written first."""
+        task, observers = self.task, [] if recording is None else [recording]
+        if place is None:
+            return Federation(self.method, task, engine, self.schedule, observers=observers)
+        run = identity(task, self.described, self.method)
+        federation = Federation(self.method, task, engine, self.schedule, place.path, run, observers)
+        place.settle(self.described)
+        if not task.elsewhere:
+            task.partition.save(place.path / "split.npz")
+            if task.local_test is not None:
+                task.local_test.save(place.path / "test-split.npz")
+        if task.true_labels is not None:
+            write_tensors(place.path / "labels.safetensors", {"given": task.train.labels, "true": task.true_labels}, {})
+        write_text(place.path / "task.json", json.dumps(_described_data(task)) + "\n")
+        return federation
 
+    def _track(self, result: Result, tracking: Tracking) -> None:
+        """Run the remaining rounds; trackers hear of each before anybody else does."""
 
-def _open(
-    method: Algorithm,
-    task: Task,
-    schedule: Schedule,
-    place: RunDirectory,
-    described: Mapping[str, Any],
-    recording: Recording | None,
-    engine: Engine,
-) -> Federation:
-    """The federation in its directory, after its last checkpoint; what it will need to be read is written first."""
-    run = identity(task, described, method)
-    federation = Federation(method, task, engine, schedule, place.path, run, _present(recording))
-    place.settle(described)
-    chosen = engine.chosen if isinstance(engine, LocalEngine) else None
-    if chosen is not None and chosen.seconds:
-        write_text(place.path / "engine.json", json.dumps(dataclasses.asdict(chosen)) + "\n")
-    if not task.elsewhere:
-        task.partition.save(place.path / "split.npz")
-    if task.local_test is not None and not task.elsewhere:
-        task.local_test.save(place.path / "test-split.npz")
-    if task.true_labels is not None:
-        write_tensors(place.path / "labels.safetensors", {"given": task.train.labels, "true": task.true_labels}, {})
-    write_text(place.path / "task.json", json.dumps(_described_data(task)) + "\n")
-    return federation
+        def told(record: Record, timing: Record) -> None:
+            tracking.record(record, timing)
+            self.watch(Event("round", self.name, record["round"], record, timing["seconds"], timing=timing))
 
+        label = f"{folder_name(str(self.described['algorithm']))}/seed-{self.schedule.seed}"
+        label = f"{folder_name(self.name.setting)}/{label}" if self.name.setting else label
+        tracking.begin(self.experiment, label, self.described, result.history, result.timings)
+        result.federation.run(told)
 
-def _listens(recorders: Sequence[Recorder], method: Algorithm) -> bool:
-    """Whether one of the recorders has to hear the clients learn, so that they must do so in this process."""
-    return any(type(one).attach is not Recorder.attach and not one.unfit(method) for one in recorders)
-
-
-def _present(recording: Recording | None) -> list[Recording]:
-    return [] if recording is None else [recording]
-
-
-def _notices(federation: Federation, recording: Recording | None) -> list[str]:
-    """What there is to say at the start, a line each."""
-    engine = federation.engine
-    chosen = engine.chosen if isinstance(engine, LocalEngine) else None
-    measured = [f"engine: {chosen}"] if chosen is not None and chosen.seconds else []
-    return measured + federation.notices + ([] if recording is None else recording.notices)
-
-
-def _fitting(recorders: list[Recorder], method: Algorithm) -> list[Recorder]:
-    """The recorders, each of which must have something to record."""
-    for recorder in recorders:
-        if reason := recorder.unfit(method):
-            raise InvalidValue(f"record: {recorder.name}: nothing to record for {describe(method)}: {reason}")
-    return recorders
-
-
-def _tracked(
-    federation: Federation,
-    tracking: Tracking,
-    experiment: str,
-    label: str,
-    described: Mapping[str, Any],
-    on_round: OnRound | None,
-) -> None:
-    """Run the remaining rounds; trackers hear of each before anybody else does."""
-
-    def told(record: Record, timing: Record) -> None:
-        tracking.record(record, timing)
-        if on_round is not None:
-            on_round(record, timing)
-
-    tracking.begin(experiment, label, described, federation.history, federation.timings)
-    federation.run(told)
+    def _say(self, notice: str) -> None:
+        self.watch(Event("notice", self.name, text=notice))
 
 
-def _label(result: Result) -> str:
-    """How a run is called among those of its experiment."""
-    return f"{folder_name(str(result.configuration['algorithm']))}/seed-{result.federation.schedule.seed}"
-
-
-def _finish(result: Result, place: RunDirectory, expression: str) -> dict[str, Any]:
-    """Write the model, then the figures at the end, whose file says that the run is finished; the answer is these figures."""
+def _write(result: Result, place: RunDirectory, model: str) -> None:
+    """Write what was recorded, the model, and at last the figures, whose file says that the run is finished."""
     task, summary = result.task, result.summary
     if result.recording is not None:
         result.recording.write(result.recorded)
     about = {"algorithm": summary.algorithm, "seed": str(summary.seed), "data": task.dataset.name}
-    save_model(place.path / "model.safetensors", result.model, expression, task.dataset.spec, about)
-    ends = _ends(result)
-    write_text(place.path / "result.json", to_json(ends))
-    return ends
-
-
-def _ends(result: Result) -> dict[str, Any]:
-    """The figures at the end."""
-    summary = result.summary
-    return {
-        "rounds": len(summary.records),
-        "accuracy": figures.final(summary),
-        "best_accuracy": figures.best(summary),
-        "bytes_down": figures.bytes_down(summary),
-        "bytes_up": figures.bytes_up(summary),
-        "seconds": figures.seconds(summary),
-    }
-
-
-def _described(
-    method: Algorithm, task: Task, schedule: Schedule, recorders: Sequence[Recorder], engine: str
-) -> dict[str, Any]:
-    """What a run in Python depends on, in the words of a configuration, as far as plain values can say it."""
-    return {
-        "algorithm": describe(method),
-        **schedule_values(schedule),
-        "model": type(task.model).__name__,
-        "data": {"name": task.dataset.name, "clients": task.clients},
-        "training": dataclasses.asdict(task.training),
-        "record": [expression(recorder) for recorder in recorders],
-        "engine": settled_by(engine),
-        "device": str(task.initial.device),
-    }
+    save_model(place.path / "model.safetensors", result.model, model, task.dataset.spec, about)
+    write_text(place.path / "result.json", to_json(result.ends))
 
 
 def _described_data(task: Task) -> dict[str, Any]:

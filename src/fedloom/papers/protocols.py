@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+
+from fedloom.state.files import slug
 
 Recorders = Callable[[int], tuple[str, ...]]
 """What is recorded in a run of so many rounds."""
@@ -71,8 +72,7 @@ class Setting:
 def folder_of(name: str, table: dict[str, Any]) -> str:
     """The folder of a setting's runs: its name and a digest of everything in its configuration, so that runs with fewer
     rounds, say, lie beside those of the whole protocol and are never taken for them."""
-    slug = re.sub(r"[^\w.=]+", "-", name.lower().replace("%", "")).strip("-")
-    return f"{slug}-{hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:8]}"
+    return f"{slug(name.lower().replace('%', ''))}-{hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,6 +14,7 @@ from fedloom.report.figures import ReportFigure
 from fedloom.report.recorded import joint_landscapes, recorded_figures
 from fedloom.report.sheet import Criterion, criterion
 from fedloom.report.summary import RunSummary, by_algorithm
+from fedloom.state.files import slug
 
 LIMIT = {"curves": 8, "effects": 6, "labels": 6}
 """How many of a kind are drawn: of further figures in the records, of parameters that differ between runs, of label
@@ -53,7 +53,7 @@ def effect_figures(runs: Sequence[RunSummary], by: Criterion) -> list[ReportFigu
 
 
 def _figure(name: str, title: str, caption: str, figure: go.Figure) -> ReportFigure:
-    return ReportFigure(_file_name(name), title, caption, {"": figure})
+    return ReportFigure(slug(name), title, caption, {"": figure})
 
 
 def _seeds(runs: Sequence[RunSummary]) -> list[ReportFigure]:
@@ -77,7 +77,7 @@ def _curves(runs: Sequence[RunSummary]) -> list[ReportFigure]:
             x: learning_curves(runs, measure, x) for x in AXES if any(measure in r for run in runs for r in run.records)
         }
         if variants := {x: figure for x, figure in drawn.items() if figure.data}:
-            found.append(ReportFigure(_file_name(name), title, caption, variants, "x"))
+            found.append(ReportFigure(slug(name), title, caption, variants, "x"))
     if found and _seed_count(runs) > 1:
         found[0] = replace(found[0], caption=f"{found[0].caption} Mean over seeds, band ± one standard deviation.")
     return found
@@ -134,15 +134,10 @@ def _recorded(runs: Sequence[RunSummary]) -> list[ReportFigure]:
     found: dict[str, ReportFigure] = {}
     for figure in recorded_figures(runs):
         if figure.variants[""].data:
-            name = _file_name(figure.name)
+            name = slug(figure.name)
             name = name if name not in found else f"{name}-{len(found)}"
             found[name] = replace(figure, name=name)
     return list(found.values())
-
-
-def _file_name(text: str) -> str:
-    """A name for an element and for a file: letters, digits, dots, underscores, equals signs and dashes."""
-    return re.sub(r"[^\w.=]+", "-", text).strip("-")
 
 
 def _seed_count(runs: Sequence[RunSummary]) -> int:

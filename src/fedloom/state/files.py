@@ -43,6 +43,11 @@ def replacing(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterato
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def slug(text: str) -> str:
+    """A text as part of a file's name: `a (b, c)` is `a-b-c`."""
+    return re.sub(r"[^\w.=]+", "-", text).strip("-")
+
+
 def remove_unfinished(directory: Path) -> None:
     """Remove what writers left in this directory that were killed, but nothing that is being written, and no other file."""
     for folder in directory.glob(".*.writing"):
