@@ -38,6 +38,7 @@ def test_a_file_is_read_with_its_tables(tmp_path: Path) -> None:
         [training]
         learning_rate = 0.5
         batch_size = "none"
+        momentum = 0.9
         optimizer_options = { nesterov = true }
         """,
     )
@@ -46,7 +47,9 @@ def test_a_file_is_read_with_its_tables(tmp_path: Path) -> None:
     assert found.folder == Path("runs/job")
     assert found.schedule == Schedule(rounds=7, participation=1.0)
     assert found.data == Data(clients=5, local_test=0.25)
-    assert found.training == Training(learning_rate=0.5, batch_size=None, optimizer_options={"nesterov": True})
+    assert found.training == Training(
+        learning_rate=0.5, momentum=0.9, batch_size=None, optimizer_options={"nesterov": True}
+    )
     assert found.resolved("fedmr(unit=layer)", 3)["algorithm"] == "fedmr"
     assert found.resolved("fedmr", 3)["seed"] == 3
 
@@ -65,7 +68,7 @@ def test_a_file_is_read_with_its_tables(tmp_path: Path) -> None:
         ("seeds=[0,1]", "seeds", [0, 1]),
         ("training.learning_rate=1e-3", "training.learning_rate", 1e-3),
         ("training.steps=3", "training.steps", 3),
-        ("training.optimizer_options.nesterov=true", "training.optimizer_options", {"nesterov": True}),
+        ("training.optimizer_options.nesterov=false", "training.optimizer_options", {"nesterov": False}),
         ("data.partition=dirichlet(0.1)", "data.partition", "dirichlet(0.1)"),
         ("data.merge=true", "data.merge", True),
         ("data.local_test=none", "data.local_test", None),

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fedloom.config.expression import show
 from fedloom.config.fields import BelowOne, Count, NonNegative, Positive, Share, require_fields
-from fedloom.errors import InvalidValue
+from fedloom.errors import InvalidValue, suggestion
 
 Optimizer = Literal[
     "sgd", "adam", "adamw", "adamax", "nadam", "radam", "adagrad", "adadelta", "rmsprop", "rprop", "asgd"
 ]  # fmt: skip
 """Optimizers that treat every number alike, so that one flat tensor gives what separate tensors would."""
+
+_TORCH_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    name.lower(): getattr(torch.optim, name)
+    for name in (
+        "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD",
+    )
+}  # fmt: skip
+
+_NOT_OPTIONS = (
+    "params", "lr", "momentum", "weight_decay", "maximize", "foreach", "fused", "capturable", "differentiable",
+)  # fmt: skip
+"""Arguments of torch's optimizers that are settings of their own here, or say how to compute and not what."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +58,57 @@ class Training:
 
     def __post_init__(self) -> None:
         require_fields(self)
-        if self.optimizer == "sgd" and self.optimizer_options.keys() - {"nesterov", "dampening"}:
+        if self.optimizer != "sgd" or self.optimizer_options:
+            self._require_optimizer()
+
+    def _require_optimizer(self) -> None:
+        """Raise `InvalidValue` unless torch's optimizer takes these settings, and each of them has an effect."""
+        known = inspect.signature(_TORCH_OPTIMIZERS[self.optimizer]).parameters
+        for name in ("momentum", "weight_decay"):
+            if getattr(self, name) and name not in known:
+                others = [
+                    kind for kind, make in _TORCH_OPTIMIZERS.items() if name in inspect.signature(make).parameters
+                ]
+                raise InvalidValue(f"{name} is not for {self.optimizer} but for {', '.join(others)}")
+        allowed = [name for name in known if name not in _NOT_OPTIONS]
+        for name, value in self.optimizer_options.items():
+            if name not in allowed:
+                raise InvalidValue(
+                    f"optimizer_options: {self.optimizer} has no option {name!r}:{suggestion(name, allowed)} "
+                    f"(it has: {', '.join(allowed)})"
+                )
+            wanted = known[name].default
+            plain = value if isinstance(value, (list, tuple)) else [value]
+            if any(isinstance(one, bool) != isinstance(wanted, bool) or not _is_finite(one) for one in plain):
+                raise InvalidValue(f"optimizer_options: {name} must be like {show(wanted)}, not {show(value)}")
+        if self.optimizer == "sgd" and not self.momentum and any(self.optimizer_options.values()):
             raise InvalidValue(
-                f"optimizer_options of sgd are nesterov and dampening, not {sorted(self.optimizer_options)}"
+                f"optimizer_options: {' and '.join(self.optimizer_options)} of sgd do nothing without momentum"
             )
+        try:
+            weight = nn.Parameter(torch.ones(1))
+            optimizer = self.torch_optimizer([weight], self.learning_rate)
+            weight.grad = torch.ones(1)
+            optimizer.step()
+        except Exception as error:
+            raise InvalidValue(
+                f"optimizer_options: {self.optimizer} refuses {show(self.optimizer_options)}: {error}"
+            ) from None
+
+    def torch_optimizer(self, parameters: Sequence[nn.Parameter], rate: float) -> torch.optim.Optimizer:
+        """torch's optimizer of these settings, at a learning rate of its own."""
+        kind = _TORCH_OPTIMIZERS[self.optimizer]
+        known = inspect.signature(kind).parameters
+        settings = {name: getattr(self, name) for name in ("momentum", "weight_decay") if name in known}
+        return kind(parameters, lr=rate, **settings, **self.optimizer_options)
 
     def rate(self, round: int) -> float:
         """Learning rate of a round (from 1)."""
         return self.learning_rate * self.decay ** (round - 1)
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def epoch_orders(
