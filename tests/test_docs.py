@@ -41,6 +41,14 @@ def test_the_code_on_the_page_about_own_methods_prints_what_the_page_says(tmp_pa
     assert printed == pytest.approx(said, abs=0.04)
 
 
+@pytest.mark.parametrize("page", ["index.md", "secure.md", "methods/composing.md"])
+def test_the_code_on_a_page_runs(page: str, tmp_path: Path) -> None:
+    program = tmp_path / "page.py"
+    program.write_text("import torch\ntorch.set_num_threads(1)\n" + "\n".join(blocks(page, "python")))
+    done = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_tables_of_the_first_page_are_configurations(tmp_path: Path) -> None:
     from fedloom.experiment.configuration import load
 

@@ -1,6 +1,6 @@
 """Secure model recombination: clients exchange layers before they train or upload, so that nobody knows whose a layer is.
 
-`conduct` is the server's side and `Peer` a client's; a `Transport` carries bytes between them. `rehearse` says what an
+`run_exchange` is the server's side and `Peer` a client's; a `Transport` carries bytes between them. `rehearse` says what an
 exchange with given choices does to rows in a simulation. What is protected, and what is not: docs/secure.md.
 """
 
