@@ -69,9 +69,6 @@ def serving() -> Iterator[subprocess.Popen[str]]:
 def _serve() -> None:
     import torch
 
-    import fedloom.experiment.comparison
-    import fedloom.experiment.progress
-    import fedloom.experiment.tables  # noqa: F401
     from fedloom.algorithm import algorithms
     from fedloom.data.dataset import datasets
     from fedloom.data.partition import partitions

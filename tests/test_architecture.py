@@ -27,18 +27,18 @@ IMPORTS_TO_TURN = {
 }
 METHODS_IN_ENGINES = {"fedloom.engines.flower.flower_engine", "fedloom.engines.flower.secure_round"}
 CLASSES_TO_RENAME = {
-    "Answer", "Briefing", "Cell", "Entry", "Failed", "Found", "Note", "Plan", "Pool", "Request", "Share",
+    "Answer", "Briefing", "Cell", "Entry", "Note", "Plan", "Pool", "Request", "Share",
     "Site", "Trained", "Trial", "_Pickler", "_Step", "_Unpickler", "_Worker",
 }  # fmt: skip
 MODULES_TO_RENAME = {
-    "catalogue", "checks", "cifar", "engine", "exchange", "fedmr", "flower", "identity", "messages", "models",
-    "peer", "recording", "report", "secure", "server", "shared", "tiny_imagenet", "tune", "watch",
+    "checks", "cifar", "engine", "exchange", "fedmr", "flower", "identity", "messages", "models", "peer", "recording",
+    "secure", "server", "tiny_imagenet",
 }  # fmt: skip
 
 # Functions whose parameters are what a user sets.
 MOST_PARAMETERS = 8
 LONGER = {
-    "fedloom.cli.reproduce.reproduce",
+    "fedloom.cli.reproducing.reproduce",
     "fedloom.data.sets.femnist.femnist",
     "fedloom.data.sets.synthetic.synthetic_feddc",
     "fedloom.experiment.run.run",

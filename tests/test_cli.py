@@ -14,6 +14,8 @@ from rich.console import Console
 
 import fedloom
 from fedloom.algorithm import algorithms
+from fedloom.algorithms.families import FAMILIES
+from fedloom.cli import commands
 from fedloom.data.dataset import datasets
 from fedloom.data.partition import partitions
 from fedloom.experiment.events import Event, RunName
@@ -118,7 +120,7 @@ def test_compare_prints_a_table_and_says_where_the_report_is(fed: Say, tmp_path:
     assert " * " in out  # nobody reaches 100 %
     assert max(map(len, out.splitlines())) <= 80
     assert out.splitlines()[-1] == f"report:  {Path('runs/job/report.html')}"
-    assert "2 seeds cannot show a difference by the exact test" in " ".join(out.split())
+    assert "With 2 seeds the exact test cannot reach significance" in " ".join(out.split())
     assert (tmp_path / "runs/job/report.html").exists()
     again = fed("compare", "job.toml")
     assert again[1] == out
@@ -249,6 +251,47 @@ def test_version_and_help(fed: Say) -> None:
     code, _, err = fed()
     assert code == 2
     assert "Commands:" in err
+
+
+def test_methods_are_listed_by_family(fed: Say) -> None:
+    _, out, _ = fed("algorithms")
+    lines = out.splitlines()
+    heads = [lines.index(title.ljust(80)) for title in FAMILIES.values()]
+    assert heads == sorted(heads)
+    assert len(lines) < 2 * len(list(algorithms)) + 20
+    listed = {
+        family: re.findall(r"^  (\w+) ", "\n".join(lines[first:last]), re.MULTILINE)
+        for family, first, last in zip(FAMILIES, heads, [*heads[1:], len(lines)], strict=True)
+    }
+    assert listed["recombination"] == ["fedmr", "fedmut", "indep"]
+    assert listed["composing"] == ["ala", "clustered", "secure", "stages", "umf"]
+    assert {"fedala", "fedrep", "ditto"} <= set(listed["personal"])
+    assert {"fedavg", "scaffold", "clusamp"} <= set(listed["global"])
+
+
+COMMANDS = [(), *((command.__name__,) for command in commands), ("flower",), ("flower", "keys"), ("flower", "init")]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_is_whole_and_plain(fed: Say, command: tuple[str, ...]) -> None:
+    code, out, _ = fed(*command, "--help")
+    assert code == 0
+    assert "\\" not in out
+    assert "[default" not in out
+    assert max(map(len, out.splitlines())) <= 80
+    told = out.partition("Commands:")[2]
+    assert not re.search(
+        r"(?<!\])\.\.\.$", told, re.MULTILINE
+    )  # click cuts what is too long; ours only repeat arguments so
+    for each in commands if not command else ():
+        assert (each.__doc__ or "").split("\n")[0] in " ".join(told.split())
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_an_unknown_option_points_to_the_help_of_its_command(fed: Say, command: tuple[str, ...]) -> None:
+    code, out, err = fed(*command, "--frobnicate")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"(see {' '.join(('fedloom', *command))} --help)" in err
 
 
 def test_it_is_a_module_too() -> None:

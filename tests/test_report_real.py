@@ -19,7 +19,7 @@ from fedloom.data.partition import Partition
 from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import Configuration, configuration
 from fedloom.experiment.directory import folder_name
-from fedloom.experiment.finished import Found, read_runs
+from fedloom.experiment.finished import StoredRun, read_runs
 from fedloom.report.clients import worst_first
 from fedloom.report.contents import image_figures
 from fedloom.report.page import ReportOptions, options_of
@@ -50,12 +50,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path) -> list[Found]:
+def runs(folder: Path) -> list[StoredRun]:
     return read_runs(folder)
 
 
 @pytest.fixture(scope="module")
-def figures(runs: list[Found]) -> dict[str, Any]:
+def figures(runs: list[StoredRun]) -> dict[str, Any]:
     return {slot.name: next(iter(slot.variants.values())) for slot in image_figures([run.summary for run in runs])}
 
 
@@ -175,7 +175,7 @@ def test_the_objective_is_drawn_as_it_was_noted(folder: Path, figures: dict[str,
     assert [list(trace.y) for trace in drawn] == [one["before"], one["after"]]
 
 
-def test_the_clients_come_worst_first(folder: Path, runs: list[Found]) -> None:
+def test_the_clients_come_worst_first(folder: Path, runs: list[StoredRun]) -> None:
     last = [lines(place(folder, method) / "clients.jsonl")[-1]["personal"] for method in METHODS]
     means = {
         client: statistics.mean(dict(zip(one["clients"], one["accuracy"], strict=True))[client] for one in last)

@@ -23,8 +23,8 @@ from fedloom.experiment.configuration import configuration
 from fedloom.experiment.directory import RunDirectory
 from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.run import run_configured
+from fedloom.experiment.watch.live import Watched
 from fedloom.experiment.watch.serve import Server
-from fedloom.experiment.watch.watch import Watched
 from report_support import CHROMIUM, SECONDS, Browser
 
 Ask = Callable[..., tuple[int, str]]

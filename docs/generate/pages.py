@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from fedloom.algorithm import Algorithm, algorithms
-from fedloom.algorithms.ala import Ala
-from fedloom.algorithms.sharing import PartlyShared
+from fedloom.algorithms.families import FAMILIES, family_of
+from fedloom.cli.terminal import signature
 from fedloom.config.expression import show
 from fedloom.config.registry import Entry, Registry
 from fedloom.data.dataset import datasets
 from fedloom.data.noise import label_noises
 from fedloom.data.partition import partitions
-from fedloom.experiment.tables import signature
 from fedloom.experiment.trackers import trackers
 from fedloom.models import models
 from fedloom.recording.recorder import recorders
@@ -34,15 +33,6 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "datasets": datasets, "partitions": partitions, "label_noises": label_noises, "models": models, "recorders": recorders,
     "trackers": trackers,
 }  # fmt: skip
-
-FAMILIES = {
-    "global": "One global model",
-    "recombination": "Recombination",
-    "personal": "A model for each client",
-    "composing": "Composing methods",
-}
-
-_RECOMBINING = ("fedloom.algorithms.fedmr", "fedloom.algorithms.fedmut")
 
 _GREEK = {
     "alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "epsilon": "ε", "eta": "η", "theta": "θ", "lambda": "λ",
@@ -77,17 +67,6 @@ def _filled(what: str, which: str | None) -> str:
         inside = text.partition("\n")[2].strip()  # the page has a title of its own
         return inside.replace("](../docs/", "](")  # what lies in docs/ is beside the page
     return "\n\n".join(f"#{described(entry)}" for entry in REGISTRIES[what])  # one level below the page's sections
-
-
-def family_of(entry: Entry[type[Algorithm]]) -> str:
-    """Which page a method is on."""
-    make = entry.make
-    wrapped = make.wraps[0] if make.wraps else ""
-    if wrapped in entry.parameters and entry.parameters[wrapped].default is inspect.Parameter.empty:
-        return "composing"
-    if issubclass(make, PartlyShared | Ala):
-        return "personal"
-    return "recombination" if make.__module__ in _RECOMBINING else "global"
 
 
 def family(name: str) -> list[Entry[type[Algorithm]]]:

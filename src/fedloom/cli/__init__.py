@@ -13,22 +13,22 @@ import click
 import typer
 
 import fedloom
-from fedloom.cli import catalogue, flower, report, reproduce, running, tune, watch
-from fedloom.cli.shared import Failed, again
+from fedloom.cli import federation_files, listing, reproducing, running, showing, tuning
+from fedloom.cli.options import RunsFailed, again, first_line
 from fedloom.errors import Diverged, FedloomError
 
 # In the order in which --help lists them. A command's heavy imports stand inside its function.
 commands: tuple[Callable[..., Any], ...] = (
     running.run,
     running.compare,
-    tune.tune,
-    reproduce.reproduce,
-    watch.watch,
-    report.report,
-    catalogue.algorithms,
-    catalogue.models,
-    catalogue.datasets,
-    catalogue.partitions,
+    tuning.tune,
+    reproducing.reproduce,
+    showing.watch,
+    showing.report,
+    listing.algorithms,
+    listing.models,
+    listing.datasets,
+    listing.partitions,
 )
 
 app = typer.Typer(
@@ -38,8 +38,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in commands:
-    app.command()(command)
-app.add_typer(flower.app)
+    app.command(short_help=first_line(command))(command)
+app.add_typer(federation_files.app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,9 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             # typer and click each add the same suggestion
             text = re.sub(r"( Did you mean [^?]*\?)\1", r"\1", error.format_message())
-            _say(f"{text.rstrip('.')} (see fedloom --help)")
+            where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "fedloom"
+            _say(f"{text.rstrip('.')} (see {where} --help)")
         return 2
-    except (Diverged, Failed) as error:
+    except (Diverged, RunsFailed) as error:
         _say(str(error))
         return 1
     except FedloomError as error:

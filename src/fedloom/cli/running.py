@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fedloom.cli.shared import Failed, File, Fresh, Overrides, Quiet, again, patient, shown, use_threads
+from fedloom.cli.options import File, Fresh, Overrides, Quiet, again, patient, require_finished, shown, use_threads
 
 if TYPE_CHECKING:
     from fedloom.report.sheet import Sheet
@@ -72,9 +72,7 @@ def compare(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet
     folder = configuration.folder
     print(f"figures: {folder / 'comparison.csv'}, .json, .md, .tex, {folder / 'differences.csv'}")
     print(f"report:  {folder / 'report.html'}")
-    if failed:
-        name, reason = next(iter(failed.items()))
-        raise Failed(f"{len(failed)} of {len(comparison.names)} runs failed, the first ({name}): {reason}")
+    require_finished(failed, len(comparison.names))
 
 
 def print_tables(sheets: Sequence[Sheet]) -> None:
@@ -82,7 +80,7 @@ def print_tables(sheets: Sequence[Sheet]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from fedloom.experiment.tables import comparison_tables, difference_table, overall_tables
+    from fedloom.cli.terminal import comparison_tables, difference_table, overall_tables
     from fedloom.report.sheet import reading
 
     console = Console(highlight=False)

@@ -12,8 +12,8 @@ from fedloom.experiment.configuration import Configuration
 from fedloom.experiment.directory import to_json
 from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.jobs import Here, Job, Pool, Tasks, placed, require_possible
+from fedloom.experiment.pages import setting_folder, write_pages
 from fedloom.experiment.trajectories import draw_together, scene_of
-from fedloom.experiment.watch.pages import setting_folder, write_pages
 from fedloom.experiment.workers import Crew
 from fedloom.report import summary as figures
 from fedloom.report.export import differences_to_csv, to_csv, to_data, to_latex, to_markdown

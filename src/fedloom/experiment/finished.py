@@ -21,9 +21,9 @@ from fedloom.errors import CheckpointError, FedloomError, InvalidValue, suggesti
 from fedloom.experiment.artifact import load_model
 from fedloom.experiment.configuration import configuration
 from fedloom.experiment.directory import RunDirectory, to_json
+from fedloom.experiment.pages import PAGE, Part, setting_folder, write_pages
 from fedloom.experiment.settings import label
 from fedloom.experiment.trajectories import together
-from fedloom.experiment.watch.pages import PAGE, Part, setting_folder, write_pages
 from fedloom.recording.landscape import Landscape
 from fedloom.report.page import ReportOptions, options_of
 from fedloom.report.sheet import sheet
@@ -41,7 +41,7 @@ _OF_TASK = ("data", "model", "training", "plugins")
 
 
 @dataclass(frozen=True)
-class Found:
+class StoredRun:
     """A run: the label of its setting, where it lies, what it has left so far, and what its setting changes."""
 
     setting: str
@@ -65,7 +65,7 @@ class Found:
         )
 
 
-def read_runs(folder: Path) -> list[Found]:
+def read_runs(folder: Path) -> list[StoredRun]:
     """The runs of a run's folder or of a comparison's, in the comparison's order; unfinished ones too where it is not over.
 
     Raises `InvalidValue` when there are none, and `CheckpointError` when a file is missing or damaged.
@@ -75,10 +75,10 @@ def read_runs(folder: Path) -> list[Found]:
     places = list(_places(folder))
     if not places:
         raise InvalidValue(f"{folder} holds no run: give the folder of a run or of a comparison, such as runs/digits")
-    return [Found(setting, place, _summary(place, name), changes) for setting, place, name, changes in places]
+    return [StoredRun(setting, place, _summary(place, name), changes) for setting, place, name, changes in places]
 
 
-def gathered(folder: Path, runs: Sequence[Found]) -> list[Found]:
+def gathered(folder: Path, runs: Sequence[StoredRun]) -> list[StoredRun]:
     """The runs with what the folder keeps of several of them: their clients' ways in one plane."""
     summaries: dict[tuple[str, Path], RunSummary] = {}
     for setting in dict.fromkeys(run.setting for run in runs):
@@ -88,7 +88,7 @@ def gathered(folder: Path, runs: Sequence[Found]) -> list[Found]:
     return [dataclasses.replace(run, summary=summaries[run.setting, run.place]) for run in runs]
 
 
-def rewrite_reports(folder: Path, runs: Sequence[Found]) -> list[Path]:
+def rewrite_reports(folder: Path, runs: Sequence[StoredRun]) -> list[Path]:
     """Write `report.html` anew, and where there are several settings one for each in its folder; the files.
 
     Title, targets, what the methods are judged by and the command are those of the report that is there, as far as there is one.
@@ -115,8 +115,11 @@ def rewrite_reports(folder: Path, runs: Sequence[Found]) -> list[Path]:
 
 
 def add_landscapes(
-    runs: Sequence[Found], wanted: Sequence[str], recorder: Landscape, say: Callable[[str], None] = lambda text: None
-) -> list[Found]:
+    runs: Sequence[StoredRun],
+    wanted: Sequence[str],
+    recorder: Landscape,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[StoredRun]:
     """The runs with the loss around the final models of those that are wanted: methods by name, `all`, or folders of runs.
 
     Of a method it is the first run in each setting. What is found is kept in the run's folder; the landscapes of all other runs
@@ -196,18 +199,18 @@ def _options_by_setting(folder: Path, settings: Sequence[str]) -> ReportOptions 
     )
 
 
-def _usual_title(folder: Path, runs: Sequence[Found]) -> str:
+def _usual_title(folder: Path, runs: Sequence[StoredRun]) -> str:
     one = runs[0].summary
     single = (folder / "configuration.json").exists()
     return f"{one.algorithm}, seed {one.seed}" if single else folder.resolve().name
 
 
-def _chosen(runs: Sequence[Found], wanted: Sequence[str]) -> list[Found]:
+def _chosen(runs: Sequence[StoredRun], wanted: Sequence[str]) -> list[StoredRun]:
     methods = list(dict.fromkeys(run.summary.algorithm for run in runs))
-    first: dict[tuple[str, str], Found] = {}
+    first: dict[tuple[str, str], StoredRun] = {}
     for run in runs:
         first.setdefault((run.setting, run.summary.algorithm), run)
-    chosen: list[Found] = []
+    chosen: list[StoredRun] = []
     for name in wanted:
         lying = [run for run in runs if run.place.resolve() == Path(name).resolve()]
         named = [run for (_, method), run in first.items() if name in (method, ALL)]

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from fedloom.errors import InvalidValue
-from fedloom.experiment.watch.watch import Watched
+from fedloom.experiment.watch.live import Watched
 
 ADDRESS = "127.0.0.1"
 

@@ -1,11 +1,11 @@
-"""What several commands share: their arguments, progress on stderr, and a patient Ctrl-C."""
+"""What several commands share: arguments, progress on stderr, and a Ctrl-C that lets the round finish."""
 
 from __future__ import annotations
 
 import shlex
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fedloom.experiment.configuration import Configuration
+    from fedloom.experiment.events import RunName
     from fedloom.experiment.progress import Display, Rounds
 
 # The help of each command says what its arguments are: not every version of click shows theirs.
@@ -28,10 +29,17 @@ Fresh = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress: only the result.")]
 Name = Annotated[str | None, typer.Argument(metavar="[NAME]", hidden=True)]
+Folder = Annotated[Path, typer.Argument(metavar="DIR", hidden=True)]
 
 
-class Failed(FedloomError):
-    """Some runs of a comparison failed; the others are told of in the usual way."""
+class RunsFailed(FedloomError):
+    """Some runs failed; the results of the others are shown and written as usual."""
+
+
+def require_finished(failed: Mapping[RunName, str], runs: int) -> None:
+    """Raise `RunsFailed`, with the first reason, where any of the runs failed."""
+    for name, reason in failed.items():
+        raise RunsFailed(f"{len(failed)} of {runs} runs failed, the first ({name}): {reason}")
 
 
 def again(arguments: Sequence[str]) -> str:
@@ -77,3 +85,8 @@ def patient(watch: Display) -> Iterator[Any]:
     finally:
         if here:
             signal.signal(signal.SIGINT, before)
+
+
+def first_line(command: Callable[..., Any]) -> str:
+    """What a list of commands says of one: the first line of its help, whole."""
+    return (command.__doc__ or "").split("\n")[0]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedloom.cli.options import Folder, first_line
 from fedloom.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -19,10 +20,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Folder = Annotated[Path, typer.Argument(metavar="DIR", hidden=True)]
 
-
-@app.command()
 def keys(
     folder: Folder,
     sites: Annotated[int | None, typer.Option(help="How many sites there are.")] = None,
@@ -59,7 +57,6 @@ def _say_keys(found: Keys, hosts: list[str]) -> None:
     print(f"The certificate is good for {', '.join(('localhost', '127.0.0.1', *hosts))}. Files *.key are secrets.")
 
 
-@app.command()
 def init(
     folder: Folder,
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[FILE.toml] [KEY=VALUE]...", hidden=True)] = None,
@@ -80,3 +77,7 @@ def init(
         f"{folder}: {chosen.algorithm} on {chosen.data.name} over {made.sites} sites, {chosen.schedule.rounds} rounds"
     )
     print(f"how to go on: {folder / 'README.md'}")
+
+
+for command in (keys, init):
+    app.command(short_help=first_line(command))(command)

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fedloom.cli.shared import Name
+from fedloom.cli.options import Name
 
 if TYPE_CHECKING:
     from fedloom.config.registry import Registry
 
 
 def algorithms(name: Name = None) -> None:
-    """List the methods, or describe the one called NAME."""
-    from fedloom.algorithm import algorithms as registry
+    """List the methods by family, or describe the one called NAME.
 
-    _list(registry, name)
+    A method's parameters stand in its description.
+    """
+    from fedloom.algorithm import algorithms as registry
+    from fedloom.algorithms.families import FAMILIES, family_of
+
+    if name is not None:
+        _list(registry, name)
+        return
+    from rich.console import Console
+
+    from fedloom.cli.terminal import family_table
+
+    console = Console()
+    for family, title in FAMILIES.items():
+        console.print(family_table(title, [entry for entry in registry if family_of(entry) == family]))
+    console.print("\nfedloom algorithms NAME shows a method's parameters.")
 
 
 def models(name: Name = None) -> None:
@@ -41,7 +55,7 @@ def partitions(name: Name = None) -> None:
 def _list(registry: Registry[Any], name: str | None) -> None:
     from rich.console import Console
 
-    from fedloom.experiment.tables import description, overview
+    from fedloom.cli.terminal import description, overview
 
     if name is None:
         Console().print(overview(registry))

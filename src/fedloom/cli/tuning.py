@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedloom.cli.shared import File, Overrides, Quiet, patient, shown, use_threads
+from fedloom.cli.options import File, Overrides, Quiet, patient, shown, use_threads
 from fedloom.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ def _print(search: Search, found: Sequence[Trial], best: Trial) -> None:
     """The best trials first, then those without a figure."""
     from rich.console import Console
 
+    from fedloom.cli.terminal import trial_table
     from fedloom.experiment.settings import plain_text
-    from fedloom.experiment.tables import trial_table
     from fedloom.report.sheet import words
 
     ranked = sorted(found, key=lambda trial: (trial.score is None, -(trial.score or 0.0), trial.number))[:_SHOWN]

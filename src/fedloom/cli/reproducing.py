@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.cli.shared import Failed, Fresh, Quiet, again, patient, shown
+from fedloom.cli.options import Fresh, Quiet, again, patient, require_finished, shown, use_threads
 from fedloom.errors import InvalidValue, suggestion
 
 if TYPE_CHECKING:
@@ -35,8 +35,11 @@ def reproduce(
     data: Annotated[
         Texts, typer.Option("--data", metavar="NAME=FOLDER", help="Where a data set lies, such as mnist=data/MNIST.")
     ] = None,
-    workers: Annotated[int, typer.Option("--workers", help="Runs at a time.")] = 1,
-    directory: Annotated[Path, typer.Option("--directory", help="Where runs and results go.")] = Path("runs/reproduce"),
+    workers: Annotated[int, typer.Option("--workers", help="Runs at a time, 1 by default.", show_default=False)] = 1,
+    directory: Annotated[
+        Path,
+        typer.Option("--directory", help="Where runs and results go: runs/reproduce by default.", show_default=False),
+    ] = Path("runs/reproduce"),
     estimate: Annotated[bool, typer.Option("--estimate", help="Say how long it would take, and stop.")] = False,
     fresh: Fresh = False,
     quiet: Quiet = False,
@@ -76,7 +79,6 @@ def reproduce(
 def _run(wanted: Plan, workers: int, fresh: bool, quiet: bool, command: str) -> None:
     from rich.console import Console
 
-    from fedloom.cli.shared import use_threads
     from fedloom.papers import execute
     from fedloom.papers.side_by_side import to_table
 
@@ -90,9 +92,7 @@ def _run(wanted: Plan, workers: int, fresh: bool, quiet: bool, command: str) -> 
     Console().print(to_table(execute.title(wanted), table, execute.notes(wanted)))
     for place in execute.write(wanted, table, command):
         print(place)
-    if failed:
-        name, reason = next(iter(failed.items()))
-        raise Failed(f"{len(failed)} of {len(wanted.jobs)} runs failed, the first ({name}): {reason}")
+    require_finished(failed, len(wanted.jobs))
 
 
 def _say_how_long(wanted: Plan, workers: int) -> None:

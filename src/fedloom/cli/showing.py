@@ -1,16 +1,21 @@
-"""`fedloom report`."""
+"""`fedloom report` and `fedloom watch`."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fedloom.cli.shared import Quiet
+from fedloom.cli.options import Folder, Quiet
+from fedloom.errors import InvalidValue
 
-Folder = Annotated[Path, typer.Argument(metavar="DIR", hidden=True)]
+Port = Annotated[
+    int,
+    typer.Option(
+        "--port", help="Where to listen, 8600 by default; 0 takes any free port.", min=0, max=65535, show_default=False
+    ),
+]
 Images = Annotated[
     str,
     typer.Option("--images", metavar="FORMATS", help="Also write every figure as png, svg or pdf: --images png,svg"),
@@ -37,7 +42,6 @@ def report(
 
     DIR holds a run or a comparison, such as runs/digits. Nothing is trained: all comes from what is recorded there.
     """
-    from fedloom.errors import InvalidValue
     from fedloom.experiment.finished import add_landscapes, gathered, read_runs, rewrite_reports
     from fedloom.recording.landscape import Landscape
     from fedloom.recording.recorder import build_recorders
@@ -63,3 +67,19 @@ def report(
         by = criterion(about.measure, about.last) if about else None
         files = write_images(folder / "images", [run.labelled for run in gathered(folder, runs)], formats, by)
         print(f"images: {folder / 'images'} ({len(files)} files)")
+
+
+def watch(folder: Folder, port: Port = 8600) -> None:
+    """Show runs in the browser while they go on.
+
+    DIR holds runs, such as runs/digits, or all of runs. The page follows them by itself; only this machine can see it.
+    Ctrl-C ends it.
+    """
+    from fedloom.experiment.watch.serve import Server
+
+    if not folder.is_dir():
+        raise InvalidValue(f"{folder} is {'no folder' if folder.exists() else 'not there'}: give a folder of runs")
+    server = Server(folder, port)
+    print(f"{folder}: {server.url}", flush=True)
+    with server:
+        server.serve_forever()

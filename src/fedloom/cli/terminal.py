@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from fedloom.algorithm import Algorithm
 from fedloom.config.expression import show
-from fedloom.config.registry import Entry, Registry
+from fedloom.config.registry import Entry
 from fedloom.report.cells import NEVER, halves
 from fedloom.report.cells import Table as Plain
 from fedloom.report.sheet import Sheet, difference_cells, difference_title, faults_in, keys, overall, words
@@ -187,14 +187,26 @@ def _share(spread: Spread | None) -> str:
     return f"{100 * spread.mean:.1f}" + (f"±{100 * spread.std:.1f}" if spread.count > 1 else "")
 
 
-def overview(registry: Registry[Any]) -> Table:
+def overview(entries: Iterable[Entry[Any]]) -> Table:
     """Name, one line, parameters with their defaults."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     table.add_column("Name", style="bold", no_wrap=True)
     table.add_column("What it is", ratio=3)
     table.add_column("Parameters", ratio=2)
-    for entry in registry:
+    for entry in entries:
         table.add_row(entry.name, Text(entry.summary), Text(", ".join(signature(entry))))
+    return table
+
+
+def family_table(title: str, entries: Iterable[Entry[Any]]) -> Table:
+    """A family of methods: name and one line of each."""
+    table = Table(
+        box=None, show_header=False, padding=(0, 0, 0, 2), title=Text(f"\n{title}", "bold"), title_justify="left"
+    )
+    table.add_column(style="bold", no_wrap=True, width=10)
+    table.add_column()
+    for entry in entries:
+        table.add_row(entry.name, Text(entry.summary))
     return table
 
 

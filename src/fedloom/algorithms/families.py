@@ -1,0 +1,30 @@
+"""Which family a method belongs to, for the lists of the command line and the pages of the documentation."""
+
+from __future__ import annotations
+
+import inspect
+
+from fedloom.algorithm import Algorithm
+from fedloom.algorithms.ala import Ala
+from fedloom.algorithms.fedmr import Indep
+from fedloom.algorithms.fedmut import FedMut
+from fedloom.algorithms.sharing import PartlyShared
+from fedloom.config.registry import Entry
+
+FAMILIES = {
+    "recombination": "Recombination",
+    "global": "One global model",
+    "personal": "A model for each client",
+    "composing": "Around other methods",
+}
+"""Title of each family, by name."""
+
+
+def family_of(entry: Entry[type[Algorithm]]) -> str:
+    """The name of a method's family: `composing` is what must be given another method."""
+    make, given = entry.make, entry.parameters
+    if any(name in given and given[name].default is inspect.Parameter.empty for name in make.wraps):
+        return "composing"
+    if issubclass(make, PartlyShared | Ala):
+        return "personal"
+    return "recombination" if issubclass(make, Indep | FedMut) else "global"
