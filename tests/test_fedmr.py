@@ -282,7 +282,7 @@ def test_a_scheduled_blend_is_linear_between_its_rounds(number: int, share: floa
         ("-0.1", "between 0 and 1"),
         ("[]", "rounds must grow"),
         ("[[5, 0.1], [5, 0.2]]", "rounds must grow"),
-        ("[[0, 0.1]]", "first round must be at least 1"),
+        ("[[0, 0.1]]", "rounds must grow from 1 on"),
         ("[[1, 2.0]]", "share must be between 0 and 1"),
         ("[[1]]", "blend must be"),
         ("aut", "blend must be"),

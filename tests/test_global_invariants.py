@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from every_method import EVERY_METHOD
-from fedloom.algorithm import build
+from fedloom.algorithm import Algorithm, algorithms, build
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.fedmr import FedMR
+from fedloom.config.fields import type_hints
+from fedloom.config.registry import Entry
 from fedloom.engines.base import ClientTask
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
@@ -262,6 +268,18 @@ def test_values_that_are_not_allowed_are_named(name: str, text: str) -> None:
     with pytest.raises(InvalidValue, match=text) as caught:
         build(name)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("entry", list(algorithms), ids=lambda entry: entry.name)
+def test_no_method_takes_a_number_that_single_precision_cannot_hold(entry: Entry[type[Algorithm]]) -> None:
+    needed: dict[str, Any] = {"stages": {"stages": [(FedAvg(), None)]}}.get(entry.name, {"method": FedMR()})
+    needed = {name: value for name, value in needed.items() if name in entry.parameters}
+    entry.make(**needed)
+    for name, hint in type_hints(entry.make).items():
+        if "float" in str(hint):
+            for value in (1e300, math.inf, -math.inf, math.nan):
+                with pytest.raises(InvalidValue, match=name):
+                    entry.make(**{**needed, name: value})
 
 
 @pytest.mark.parametrize("name", ["scaffold", "feddc", "fednova"])

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, Wrapper, algorithms, describe, server_model
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.sharing import put, take
 from fedloom.algorithms.silobn import SiloBN
-from fedloom.config.checks import require_at_least, require_between, require_one_of, require_positive
+from fedloom.config.fields import Count, NonNegative, Probability
 from fedloom.data.dataset import Samples
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Unit
@@ -54,18 +55,18 @@ class Ala(Wrapper):
     method that sends one model.
     """
 
-    p: int = 1
-    percent: float = 80.0
-    rate: float = 1.0
-    threshold: float = 0.01
-    window: int = 10
-    max_epochs: int = 200
-    epochs: int = 1
+    p: Count = 1
+    percent: Annotated[float, Field(gt=0, le=100)] = 80.0
+    rate: NonNegative = 1.0
+    threshold: NonNegative = 0.01
+    window: Annotated[int, Field(ge=2)] = 10
+    max_epochs: Count = 200
+    epochs: Count = 1
     frozen: bool = False
-    initial_weight: float = 1.0
+    initial_weight: Probability = 1.0
     sampling: Literal["random", "window"] = "random"
     epoch_loss: Literal["mean", "last"] = "mean"
-    start_round: int = 1
+    start_round: Count = 1
     eval_point: Literal["after_init", "after_train"] = "after_init"
     evaluation: Literal["learn", "reuse"] = "learn"
     observe: Callable[[int, tuple[int, ...], list[Tensor]], None] | None = field(
@@ -73,20 +74,7 @@ class Ala(Wrapper):
     )
 
     def __post_init__(self) -> None:
-        require_at_least("p", self.p, 1)
-        require_positive("percent", self.percent)
-        require_between("percent", self.percent, 0, 100)
-        require_at_least("rate", self.rate, 0)
-        require_at_least("threshold", self.threshold, 0)
-        require_at_least("window", self.window, 2)
-        require_at_least("max_epochs", self.max_epochs, 1)
-        require_at_least("epochs", self.epochs, 1)
-        require_between("initial_weight", self.initial_weight, 0, 1)
-        require_one_of("sampling", self.sampling, ("random", "window"))
-        require_one_of("epoch_loss", self.epoch_loss, ("mean", "last"))
-        require_at_least("start_round", self.start_round, 1)
-        require_one_of("eval_point", self.eval_point, ("after_init", "after_train"))
-        require_one_of("evaluation", self.evaluation, ("learn", "reuse"))
+        super().__post_init__()
         for method in self.method.nested():
             if isinstance(method, Ala):
                 raise InvalidValue(f"ala({describe(self.method)}): the start is blended once, not twice")
@@ -262,6 +250,5 @@ class FedALA(Ala):
     buffers: Literal["local", "average"] = "local"
 
     def __post_init__(self) -> None:
-        require_one_of("buffers", self.buffers, ("local", "average"))
         self.method = SiloBN() if self.buffers == "local" else FedAvg()
         super().__post_init__()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Message, Plan, Replies, algorithms
 from fedloom.algorithms.sharing import PartlyShared, length, put, require_everybody, take
-from fedloom.config.checks import require_at_least, require_between, require_one_of
+from fedloom.config.fields import NonNegative, Probability
 from fedloom.flat.module import Batch
 from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort
@@ -34,21 +34,13 @@ class Apple(PartlyShared):
     Use it with few clients that are always there and fall into groups; every client downloads all core models.
     """
 
-    relation_rate: float = 0.01
-    mu: float = 0.1
-    decline: float = 0.2
+    relation_rate: NonNegative = 0.01
+    mu: NonNegative = 0.1
+    decline: Probability = 0.2
     initial: Literal["shares", "uniform", "own"] = "shares"
     variant: Literal["paper", "pfllib"] = "paper"
 
     single_download: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least("relation_rate", self.relation_rate, 0)
-        require_at_least("mu", self.mu, 0)
-        require_between("decline", self.decline, 0, 1)
-        require_one_of("initial", self.initial, ("shares", "uniform", "own"))
-        require_one_of("variant", self.variant, ("paper", "pfllib"))
 
     # --- the server half ---
 

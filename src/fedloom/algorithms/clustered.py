@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Plan, Replies, Selection, Wrapper, algorithms, describe, uniform
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.config.checks import require_one_of
 from fedloom.errors import InvalidValue
 from fedloom.round import Round
 
@@ -47,11 +46,6 @@ class Clustered(Wrapper):
     by: Literal["similarity", "size"] = "similarity"
     distance: Literal["cosine", "l1", "l2"] = "cosine"
     weight: Literal["uniform", "size"] = "uniform"
-
-    def __post_init__(self) -> None:
-        require_one_of("by", self.by, ("similarity", "size"))
-        require_one_of("distance", self.distance, ("cosine", "l1", "l2"))
-        require_one_of("weight", self.weight, ("uniform", "size"))
 
     @property
     def foreseeable(self) -> bool:

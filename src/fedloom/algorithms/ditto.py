@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Message, algorithms
 from fedloom.algorithms.sharing import PartlyShared, pull
-from fedloom.config.checks import require_at_least
+from fedloom.config.fields import Count, NonNegative
 from fedloom.local.cohort import Cohort
 
 
@@ -26,15 +26,10 @@ class Ditto(PartlyShared):
     training.
     """
 
-    regularisation: float = 0.1
-    personal_epochs: int = 2
+    regularisation: NonNegative = 0.1
+    personal_epochs: Count = 2
 
     scores_start: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least("regularisation", self.regularisation, 0)
-        require_at_least("personal_epochs", self.personal_epochs, 1)
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         cohort.memory["ditto_personal"] = cohort.fit(

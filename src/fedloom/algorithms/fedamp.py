@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Message, Plan, Replies, algorithms, server_model
 from fedloom.algorithms.sharing import PartlyShared, length, pull, put, require_everybody, take
-from fedloom.config.checks import require_at_least, require_one_of, require_positive
+from fedloom.config.fields import NonNegative, Positive
 from fedloom.flat.population import squared_distances
 from fedloom.local.cohort import Cohort, Context, Correction
 from fedloom.round import Round
@@ -30,19 +30,12 @@ class FedAMP(PartlyShared):
     beforehand.
     """
 
-    alpha: float = 1000.0
-    regularisation: float = 1.0
-    sigma: float = 0.1
+    alpha: Positive = 1000.0
+    regularisation: NonNegative = 1.0
+    sigma: Positive = 0.1
     norm: Literal["squared", "plain"] = "squared"
 
     scores_start: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_positive("alpha", self.alpha)
-        require_at_least("regularisation", self.regularisation, 0)
-        require_positive("sigma", self.sigma)
-        require_one_of("norm", self.norm, ("squared", "plain"))
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)

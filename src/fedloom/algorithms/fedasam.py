@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms
-from fedloom.config.checks import require_at_least, require_positive, require_share
+from fedloom.config.fields import Count, NonNegative, Positive, Share
 from fedloom.flat.layout import Layout
 from fedloom.flat.module import Batch
 from fedloom.local.cohort import Cohort
@@ -30,19 +30,12 @@ class SharpnessAware(Algorithm, ABC):
     falls (or rises) over each cycle in equal steps from the round's to that rate.
     """
 
-    rho: float = 0.1
+    rho: NonNegative = 0.1
     statistics_once: bool = False
     swa: bool = False
-    swa_start: float = 0.75
-    swa_cycle: int = 1
-    swa_learning_rate: float | None = None
-
-    def __post_init__(self) -> None:
-        require_at_least("rho", self.rho, 0)
-        require_share("swa_start", self.swa_start)
-        require_at_least("swa_cycle", self.swa_cycle, 1)
-        if self.swa_learning_rate is not None:
-            require_positive("swa_learning_rate", self.swa_learning_rate)
+    swa_start: Share = 0.75
+    swa_cycle: Count = 1
+    swa_learning_rate: Positive | None = None
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
@@ -127,11 +120,7 @@ class FedASAM(SharpnessAware):
     Use it as FedSAM where layers have weights of very different size; `swa` steadies the curve late in a run.
     """
 
-    eta: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least("eta", self.eta, 0)
+    eta: NonNegative = 0.0
 
     def ascent(self, layout: Layout, weights: Tensor, gradient: Tensor) -> Tensor:
         scale = torch.ones_like(weights)

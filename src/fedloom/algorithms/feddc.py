@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fedloom.algorithm import Message, Plan, Replies, algorithms, server_model
 from fedloom.algorithms.feddyn import Drifting
-from fedloom.config.checks import require_one_of
 from fedloom.local.cohort import Cohort, Context
 from fedloom.local.statistics import mean_gradient, mean_steps, relative_sizes, require_sgd
 from fedloom.round import Round
@@ -33,10 +32,6 @@ class FedDC(Drifting):
 
     divisor: Literal["current", "base"] = "current"
     nominal_steps: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_one_of("divisor", self.divisor, ("current", "base"))
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)

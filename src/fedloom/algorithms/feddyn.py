@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms, server_model
-from fedloom.config.checks import require_at_least, require_one_of
+from fedloom.config.fields import NonNegative
 from fedloom.local.cohort import Cohort, Context
 from fedloom.local.statistics import mean_size, relative_sizes
 from fedloom.round import Round
@@ -26,12 +26,8 @@ class Drifting(Algorithm):
     last upload (the server then holds N models).
     """
 
-    alpha: float = 0.01
+    alpha: NonNegative = 0.01
     evaluate: Evaluated = "cloud"
-
-    def __post_init__(self) -> None:
-        require_at_least("alpha", self.alpha, 0)
-        require_one_of("evaluate", self.evaluate, ("cloud", "selected", "all"))
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Plan, Replies, algorithms
-from fedloom.config.checks import require_positive
+from fedloom.config.fields import Positive
 from fedloom.flat.population import weighted_mean
 from fedloom.round import Round
 
@@ -25,11 +25,8 @@ class FedExP(Algorithm):
     Use it when FedAvg is stable but slow, and nothing is to be tuned on the server.
     """
 
-    epsilon: float = 1e-3
+    epsilon: Positive = 1e-3
     epsilon_by_clients: bool = False
-
-    def __post_init__(self) -> None:
-        require_positive("epsilon", self.epsilon)
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)

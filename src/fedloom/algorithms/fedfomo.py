@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Message, Plan, Replies, algorithms
 from fedloom.algorithms.sharing import PartlyShared, length, put, take
-from fedloom.config.checks import require_at_least, require_between, require_share
+from fedloom.config.fields import Count, Probability, Share
 from fedloom.data.dataset import Samples
 from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort
@@ -34,18 +34,11 @@ class FedFomo(PartlyShared):
     Use it when a client gains from some others and loses by the rest, and can download several models a round.
     """
 
-    models: int | None = None
-    train_share: float = 0.8
-    exploration: float = 0.0
+    models: Count | None = None
+    train_share: Share = 0.8
+    exploration: Probability = 0.0
 
     single_download: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.models is not None:
-            require_at_least("models", self.models, 1)
-        require_share("train_share", self.train_share)
-        require_between("exploration", self.exploration, 0, 1)
 
     # --- the server half: S clients have uploaded, and only these have rows ---
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms
-from fedloom.config.checks import require_at_least, require_positive, require_share
+from fedloom.config.fields import Count, NonNegative, Positive, Share
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout, TensorSlice
 from fedloom.flat.module import Batch, Net
@@ -60,27 +62,18 @@ class FedGen(Algorithm):
     data.
     """
 
-    alpha: float = 0.2
-    beta: float = 0.2
-    teacher: float = 1.0
-    diversity: float = 1.0
-    generator_learning_rate: float = 3e-4
-    generator_weight_decay: float = 1e-2
-    generator_steps: int = 50
-    generator_batch: int = 128
-    noise: int = 100
-    hidden: int = 512
-    coefficient_decay: float = 1.0
+    alpha: NonNegative = 0.2
+    beta: NonNegative = 0.2
+    teacher: NonNegative = 1.0
+    diversity: NonNegative = 1.0
+    generator_learning_rate: Positive = 3e-4
+    generator_weight_decay: NonNegative = 1e-2
+    generator_steps: Count = 50
+    generator_batch: Annotated[int, Field(ge=2)] = 128  # batch norm needs two
+    noise: Count = 100
+    hidden: Count = 512
+    coefficient_decay: Share = 1.0
     batch_ratio: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("alpha", "beta", "teacher", "diversity", "generator_weight_decay"):
-            require_at_least(name, getattr(self, name), 0)
-        for name in ("generator_steps", "noise", "hidden"):
-            require_at_least(name, getattr(self, name), 1)
-        require_at_least("generator_batch", self.generator_batch, 2)  # batch norm needs two
-        require_positive("generator_learning_rate", self.generator_learning_rate)
-        require_share("coefficient_decay", self.coefficient_decay)
 
     # --- the server half ---
 

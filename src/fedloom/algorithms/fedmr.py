@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms, describe
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.config.checks import require_at_least, require_between, require_one_of, require_share
+from fedloom.config.fields import NonNegative, Share
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import UnitKind
 from fedloom.flat.population import mean_cosine_similarity, recombine_, total_variance, weighted_mean
@@ -101,15 +101,21 @@ class FedMR(Indep):
     """
 
     unit: UnitKind = "layer"
-    fraction: float = 1.0
+    fraction: Share = 1.0
     blend: Blend = 0.0
-    tolerance: float = 0.05
+    tolerance: NonNegative = 0.05
 
     def __post_init__(self) -> None:
-        require_one_of("unit", self.unit, ("layer", "tensor", "segment"))
-        require_share("fraction", self.fraction)
-        _require_blend(self.blend)
-        require_at_least("tolerance", self.tolerance, 0)
+        super().__post_init__()
+        if self.blend == "auto":
+            return
+        pairs = self.blend if isinstance(self.blend, list) else [(1, self.blend)]
+        rounds = [number for number, _ in pairs]
+        if not rounds or [0, *rounds] != sorted({0, *rounds}):
+            raise InvalidValue(f"blend: rounds must grow from 1 on, as in [[1, 1.0], [100, 0.0]], not {rounds}")
+        for _, share in pairs:
+            if not 0 <= share <= 1:
+                raise InvalidValue(f"blend: a share must be between 0 and 1, not {share}")
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
@@ -148,19 +154,6 @@ def blend_at(blend: Blend, number: int) -> float:
         return float(blend)
     rounds, shares = zip(*blend, strict=True)
     return float(np.interp(number, rounds, shares))
-
-
-def _require_blend(blend: Blend) -> None:
-    if not isinstance(blend, list):
-        if blend != "auto":
-            require_between("blend", blend, 0, 1)
-        return
-    rounds = [number for number, _ in blend]
-    if not rounds or rounds != sorted(set(rounds)):
-        raise InvalidValue(f"blend: rounds must grow, as in blend=[[1, 1.0], [100, 0.0]], not {rounds}")
-    require_at_least("blend: the first round", rounds[0], 1)
-    for _, share in blend:
-        require_between("blend: a share", share, 0, 1)
 
 
 def _require_local(local: Algorithm, plan: Plan) -> None:

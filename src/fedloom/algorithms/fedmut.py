@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms
-from fedloom.config.checks import require_at_least, require_between
+from fedloom.config.fields import Count, NonNegative, Probability
 from fedloom.flat.population import mutate
 from fedloom.round import Round
 
@@ -22,14 +22,9 @@ class FedMut(Algorithm):
     Use it as `fedmr`, for flat minima, where everybody should start close to one global model.
     """
 
-    radius: float = 4.0
-    beta: float = 0.3
-    mutation_rounds: int = 50
-
-    def __post_init__(self) -> None:
-        require_at_least("radius", self.radius, 0)
-        require_between("beta", self.beta, 0, 1)
-        require_at_least("mutation_rounds", self.mutation_rounds, 1)
+    radius: NonNegative = 4.0
+    beta: Probability = 0.3
+    mutation_rounds: Count = 50
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)

@@ -8,7 +8,7 @@ from torch import nn
 
 from fedloom.algorithm import algorithms
 from fedloom.algorithms.sharing import PartlyShared, block_layers
-from fedloom.config.checks import require_at_least
+from fedloom.config.fields import Count
 
 
 @algorithms.register("fedper")
@@ -21,11 +21,7 @@ class FedPer(PartlyShared):
     Use it when clients agree on features and differ in labels or in what labels mean; it sends less than FedAvg.
     """
 
-    personal_blocks: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least("personal_blocks", self.personal_blocks, 1)
+    personal_blocks: Count = 1
 
     def private(self, module: nn.Module) -> frozenset[str]:
         return block_layers(module, slice(-self.personal_blocks, None))

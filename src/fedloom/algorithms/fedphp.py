@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fedloom.algorithm import Message, algorithms
 from fedloom.algorithms.sharing import PartlyShared
-from fedloom.config.checks import require_between, require_one_of
+from fedloom.config.fields import Probability
 from fedloom.flat.module import Batch, Net
 from fedloom.local.cohort import Cohort
 
@@ -33,19 +33,12 @@ class FedPHP(PartlyShared):
     Use it when clients come back often enough for a slowly moving model of their own to be worth keeping.
     """
 
-    mu: float = 0.9
-    transfer: float = 0.01
+    mu: Probability = 0.9
+    transfer: Probability = 0.01
     clock: Literal["own", "round"] = "own"
     deployed: Literal["history", "local"] = "history"
 
     scores_start: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_between("mu", self.mu, 0, 1)
-        require_between("transfer", self.transfer, 0, 1)
-        require_one_of("clock", self.clock, ("own", "round"))
-        require_one_of("deployed", self.deployed, ("history", "local"))
 
     @property
     def needs_total_rounds(self) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, algorithms, server_model
-from fedloom.config.checks import require_at_least, require_positive
+from fedloom.config.fields import NonNegative, Positive
 from fedloom.local.cohort import Cohort, Context
 
 
@@ -23,12 +23,8 @@ class FedProx(Algorithm):
     Use it when local training runs long or uneven and FedAvg jumps; `mu` costs nothing and needs tuning.
     """
 
-    mu: float = 0.01
-    prox_factor: float = 0.5
-
-    def __post_init__(self) -> None:
-        require_at_least("mu", self.mu, 0)
-        require_positive("prox_factor", self.prox_factor)
+    mu: NonNegative = 0.01
+    prox_factor: Positive = 0.5
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         pull = 2 * self.prox_factor * self.mu

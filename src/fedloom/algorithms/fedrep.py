@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fedloom.algorithm import Message, algorithms
 from fedloom.algorithms.sharing import PartlyShared
-from fedloom.config.checks import require_at_least
+from fedloom.config.fields import NonNegativeInt
 from fedloom.errors import InvalidValue
 from fedloom.local.cohort import Cohort
 from fedloom.models.structure import head_name
@@ -25,11 +25,7 @@ class FedRep(PartlyShared):
     Use it when a common representation serves all and each client's labels need a head of their own.
     """
 
-    head_epochs: int = 5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least("head_epochs", self.head_epochs, 0)
+    head_epochs: NonNegativeInt = 5
 
     def private(self, module: nn.Module) -> frozenset[str]:
         head = head_name(module)

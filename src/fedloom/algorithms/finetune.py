@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Message, algorithms, server_model
 from fedloom.algorithms.sharing import PartlyShared, pull
-from fedloom.config.checks import require_at_least, require_one_of
+from fedloom.config.fields import NonNegative, NonNegativeInt
 from fedloom.local.cohort import Cohort
 
 
@@ -25,13 +25,8 @@ class FedAvgC(PartlyShared):
     Use it as the simplest personal model, and as the yardstick for the personalised methods.
     """
 
-    finetune_epochs: int = 10
+    finetune_epochs: NonNegativeInt = 10
     finetune_scope: Literal["init", "eval_only"] = "init"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least("finetune_epochs", self.finetune_epochs, 0)
-        require_one_of("finetune_scope", self.finetune_scope, ("init", "eval_only"))
 
     def initialise(self, cohort: Cohort, model: Tensor, inbox: Message) -> Tensor:
         if self.finetune_epochs == 0:
@@ -58,11 +53,7 @@ class FedProxC(FedAvgC):
     Use it as `fedavg_c` where clients have so little data that fine-tuning runs away from the download.
     """
 
-    mu: float = 0.001
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least("mu", self.mu, 0)
+    mu: NonNegative = 0.001
 
     def descend(self, cohort: Cohort, start: Tensor, inbox: Message, *, purpose: str, epochs: int | None) -> Tensor:
         centre = self.complete(cohort, server_model(inbox))[:, : cohort.layout.trainable]

@@ -8,7 +8,7 @@ from torch import nn
 
 from fedloom.algorithm import algorithms
 from fedloom.algorithms.sharing import PartlyShared, block_layers
-from fedloom.config.checks import require_at_least
+from fedloom.config.fields import Count
 
 
 @algorithms.register("lg_fedavg")
@@ -21,11 +21,7 @@ class LgFedAvg(PartlyShared):
     Use it when clients' inputs differ and labels mean the same everywhere: each client has features of its own.
     """
 
-    global_blocks: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least("global_blocks", self.global_blocks, 1)
+    global_blocks: Count = 1
 
     def private(self, module: nn.Module) -> frozenset[str]:
         return block_layers(module, slice(None, -self.global_blocks))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedloom.algorithm import Algorithm, Message, algorithms, server_model
-from fedloom.config.checks import require_at_least, require_positive
+from fedloom.config.fields import NonNegative, Positive
 from fedloom.flat.module import Batch, Net
 from fedloom.local.cohort import Cohort
 
@@ -30,12 +30,8 @@ class Moon(Algorithm):
     forward.
     """
 
-    mu: float = 1.0
-    temperature: float = 0.5
-
-    def __post_init__(self) -> None:
-        require_at_least("mu", self.mu, 0)
-        require_positive("temperature", self.temperature)
+    mu: NonNegative = 1.0
+    temperature: Positive = 0.5
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         start, sent = inbox["model"], server_model(inbox)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Message, algorithms
 from fedloom.algorithms.sharing import PartlyShared
-from fedloom.config.checks import require_at_least, require_positive, require_share
-from fedloom.errors import InvalidValue
+from fedloom.config.fields import Count, Finite, NonNegativeInt, Positive, Share
 from fedloom.flat.layout import Layout
 from fedloom.flat.module import Batch
 from fedloom.local.cohort import Cohort
@@ -35,22 +34,12 @@ class PartialFed(PartlyShared):
     Use it in cross-silo federations where nobody knows which layers are better shared and which kept.
     """
 
-    model_batches: int = 8
-    strategy_batches: int = 2
-    temperature: float = 5.0
-    cooling: float = 0.965
-    coldest: float = 0.05
-    bias: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least("model_batches", self.model_batches, 1)
-        require_at_least("strategy_batches", self.strategy_batches, 0)
-        require_positive("temperature", self.temperature)
-        require_share("cooling", self.cooling)
-        require_positive("coldest", self.coldest)
-        if not math.isfinite(self.bias):
-            raise InvalidValue(f"bias must be a finite number, not {self.bias}")
+    model_batches: Count = 8
+    strategy_batches: NonNegativeInt = 2
+    temperature: Positive = 5.0
+    cooling: Share = 0.965
+    coldest: Positive = 0.05
+    bias: Finite = 0.0
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         step = _Step(self, cohort)

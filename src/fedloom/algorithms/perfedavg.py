@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Message, algorithms
 from fedloom.algorithms.sharing import PartlyShared
-from fedloom.config.checks import require_at_least, require_one_of, require_positive
+from fedloom.config.fields import Count, NonNegative, Positive
 from fedloom.flat.module import Batch
 from fedloom.local.cohort import Cohort, Context
 
@@ -28,21 +28,11 @@ class PerFedAvg(PartlyShared):
     Use it when clients arrive that never trained and a single step on their data must do.
     """
 
-    alpha: float | None = None
-    beta: float | None = None
+    alpha: NonNegative | None = None
+    beta: Positive | None = None
     variant: Literal["first_order", "hessian_free"] = "first_order"
-    delta: float = 1e-3
-    passes: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.alpha is not None:
-            require_at_least("alpha", self.alpha, 0)
-        if self.beta is not None:
-            require_positive("beta", self.beta)
-        require_one_of("variant", self.variant, ("first_order", "hessian_free"))
-        require_positive("delta", self.delta)
-        require_at_least("passes", self.passes, 1)
+    delta: Positive = 1e-3
+    passes: Count = 1
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         alpha = self._alpha(cohort)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Message, Replies, algorithms
 from fedloom.algorithms.sharing import PartlyShared
-from fedloom.config.checks import require_at_least, require_positive
+from fedloom.config.fields import Count, NonNegative, Positive
 from fedloom.errors import InvalidValue
 from fedloom.flat.module import Batch
 from fedloom.local.cohort import Cohort
@@ -31,21 +31,13 @@ class PFedMe(PartlyShared):
     Use it when personal models should stay near a global one and clients can afford several gradients a batch.
     """
 
-    regularisation: float = 15.0
-    personal_rate: float = 0.01
-    inner_steps: int = 5
-    beta: float = 1.0
-    inner_weight_decay: float = 0.0
+    regularisation: NonNegative = 15.0
+    personal_rate: Positive = 0.01
+    inner_steps: Count = 5
+    beta: Positive = 1.0
+    inner_weight_decay: NonNegative = 0.0
 
     scores_start: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least("regularisation", self.regularisation, 0)
-        require_positive("personal_rate", self.personal_rate)
-        require_at_least("inner_steps", self.inner_steps, 1)
-        require_positive("beta", self.beta)
-        require_at_least("inner_weight_decay", self.inner_weight_decay, 0)
 
     def receive(self, round: Round, replies: Replies) -> None:
         before = self.state["model"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms, server_model
-from fedloom.config.checks import require_one_of, require_positive
+from fedloom.config.fields import Positive
 from fedloom.flat.module import Batch
 from fedloom.local.cohort import Cohort, Context, Trained
 from fedloom.local.statistics import (
@@ -40,15 +40,10 @@ class Scaffold(Algorithm):
     """
 
     option: Literal[1, 2] = 2
-    server_learning_rate: float = 1.0
+    server_learning_rate: Positive = 1.0
     momentum_aware: bool = True
     size_scaled: bool = False
     divisor: Literal["current", "base"] = "current"
-
-    def __post_init__(self) -> None:
-        require_one_of("option", str(self.option), ("1", "2"))
-        require_positive("server_learning_rate", self.server_learning_rate)
-        require_one_of("divisor", self.divisor, ("current", "base"))
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Plan, Replies, algorithms
-from fedloom.config.checks import require_between, require_positive
+from fedloom.config.fields import BelowOne, Positive, Probability
 from fedloom.errors import InvalidValue
 from fedloom.flat.population import weighted_mean
 from fedloom.round import Round
@@ -50,12 +50,8 @@ class FedAvgM(ServerOptimizer):
     Use it when skewed clients make the server's model swing from round to round.
     """
 
-    learning_rate: float = 1.0
-    momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        require_positive("learning_rate", self.learning_rate)
-        _require_fraction("momentum", self.momentum)
+    learning_rate: Positive = 1.0
+    momentum: BelowOne = 0.9
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
@@ -76,16 +72,10 @@ class FedAdam(ServerOptimizer):
     Use it when coordinates need steps of different size, as with embeddings and language models.
     """
 
-    learning_rate: float = 0.01
-    beta1: float = 0.9
-    beta2: float = 0.99
-    adaptivity: float = 1e-3
-
-    def __post_init__(self) -> None:
-        require_positive("learning_rate", self.learning_rate)
-        _require_fraction("beta1", self.beta1)
-        require_between("beta2", self.beta2, 0, 1)
-        require_positive("adaptivity", self.adaptivity)
+    learning_rate: Positive = 0.01
+    beta1: BelowOne = 0.9
+    beta2: Probability = 0.99
+    adaptivity: Positive = 1e-3
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies
-from fedloom.config.checks import require_one_of
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.population import weighted_mean
@@ -79,10 +78,6 @@ class PartlyShared(Algorithm):
 
     buffers: Literal["local", "average"] = field(default="local", kw_only=True)
     eval_point: Literal["after_init", "after_train"] = field(default="after_init", kw_only=True)
-
-    def __post_init__(self) -> None:
-        require_one_of("buffers", self.buffers, ("local", "average"))
-        require_one_of("eval_point", self.eval_point, ("after_init", "after_train"))
 
     # --- what travels ---
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, Selection, algorithms, server_model
-from fedloom.config.checks import require_at_least, require_between, require_one_of
+from fedloom.config.fields import Count, Probability
 from fedloom.data.dataset import Samples
-from fedloom.errors import InvalidValue
+from fedloom.errors import InvalidValue, suggestion
 from fedloom.flat.layout import Unit
 from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort
@@ -41,15 +41,14 @@ class Stages(Algorithm):
     """
 
     stages: list[tuple[Algorithm, int | str | None]]
-    patience: int = 5
-    improvement: float = 0.01
+    patience: Count = 5
+    improvement: Probability = 0.01
 
     wraps: ClassVar[tuple[str, ...]] = ("stages",)
     variadic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        require_at_least("patience", self.patience, 1)
-        require_between("improvement", self.improvement, 0, 1)
+        super().__post_init__()
         lasts = [last for _, last in self.stages]
         if not lasts:
             raise InvalidValue("stages needs at least one method, such as stages(fedavg:100, fedmr)")
@@ -58,8 +57,10 @@ class Stages(Algorithm):
                 "stages: every method but the last needs its last round, such as stages(fedavg:100, fedmr)"
             )
         for last in lasts:
-            if isinstance(last, str):
-                require_one_of("stages: last round", last, ("auto",))
+            if isinstance(last, str) and last != "auto":
+                raise InvalidValue(
+                    f"stages: a last round is a number or auto, not {last!r}:{suggestion(last, ['auto'])}"
+                )
         if lasts[-1] == "auto":
             raise InvalidValue("stages: the last method leads to the end of the run, so it takes no :auto")
         known = [0, *(last for last in lasts if isinstance(last, int))]

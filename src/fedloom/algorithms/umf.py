@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, Plan, Selection, Wrapper, algorithms, describe, server_model
-from fedloom.config.checks import require_share
+from fedloom.config.fields import Probability
 from fedloom.errors import InvalidValue
 from fedloom.local.cohort import Cohort
 from fedloom.round import Round
@@ -39,12 +39,11 @@ class Umf(Wrapper):
     Use it when few clients take part in a round, all can listen, and local computing is cheaper than traffic.
     """
 
-    alpha: float = 1.0
+    alpha: Probability = 1.0
     simulate_all: bool = False
 
     def __post_init__(self) -> None:
-        if self.alpha != 0:
-            require_share("alpha", self.alpha)
+        super().__post_init__()
         if any(isinstance(method, Umf) for method in self.method.nested()):
             raise InvalidValue(f"umf({describe(self.method)}): idle clients cannot fuse their updates twice")
 

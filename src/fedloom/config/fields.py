@@ -28,6 +28,7 @@ from fedloom.errors import InvalidValue, suggestion
 LARGEST = 3.4e38
 """About the largest 32-bit float: a larger setting becomes infinite in the computation."""
 
+Finite = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
 Positive = Annotated[float, Field(gt=0, le=LARGEST)]
 NonNegative = Annotated[float, Field(ge=0, le=LARGEST)]
 Share = Annotated[float, Field(gt=0, le=1)]
