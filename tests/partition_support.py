@@ -6,13 +6,15 @@ from typing import Any
 
 import numpy as np
 
+from fedloom.config.expression import Call
 from fedloom.data.partition import Indices, Partition, partitions
 
 
 def make(
     name: str, labels: Indices, clients: int, seed: int = 0, groups: Indices | None = None, **options: Any
 ) -> Partition:
-    return partitions[name].make(labels, clients, seed, groups, **options)
+    made: Partition = partitions.build(Call(name, named=options), labels, clients, seed, groups)
+    return made
 
 
 def some_labels(samples: int, classes: int, seed: int = 0) -> Indices:

@@ -16,7 +16,6 @@ from fedloom.algorithm import build
 from fedloom.data import DataSpec
 from fedloom.engines.base import ClientTask
 from fedloom.engines.rows import RowsEngine
-from fedloom.models.build import make_model
 from fedloom.models.structure import head_name
 from fedloom.randomness import stream
 from fedloom.round import Round
@@ -24,6 +23,7 @@ from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import make_task
 from fedloom.training import Training
+from model_support import make_model
 from naive import Net, State, World, assert_same, average, flat, shares, uniform, zeros
 
 Rounds = list[list[int]]

@@ -13,8 +13,8 @@ from torch import nn
 
 from fedloom.data import DataSpec
 from fedloom.errors import FedloomError, InvalidValue, UnknownName
-from fedloom.models.build import make_model
 from fedloom.models.structure import block_parameters, blocks, head_name
+from model_support import make_model
 
 MNIST = DataSpec((1, 28, 28), 10)
 CIFAR = DataSpec((3, 32, 32), 10)
@@ -31,14 +31,14 @@ def one_line(error: BaseException) -> str:
     ("name", "spec", "options", "said"),
     [
         ("logistic", MNIST, {"zero_init": "yes"}, "zero_init must be true or false, not 'yes'"),
-        ("mlp", MNIST, {"hidden": 200}, "hidden must be a list of layer widths such as [200, 100], not 200"),
-        ("mlp", MNIST, {"hidden": [200, 0]}, "each width in hidden must be a whole number of at least 1, not 0"),
+        ("mlp", MNIST, {"hidden": 200}, "hidden must be a list, not 200"),
+        ("mlp", MNIST, {"hidden": [200, 0]}, "hidden[1] must be at least 1, not 0"),
         ("mlp", MNIST, {"hiden": [200]}, "mlp has no parameter 'hiden': did you mean 'hidden'?"),
-        ("feddc_fcn", MNIST, {"hidden": 1.5}, "hidden must be a whole number of at least 1, not 1.5"),
-        ("fasttext", NEWS, {"width": True}, "width must be a whole number of at least 1, not True"),
-        ("resnet18", CIFAR, {"stem": "cifa"}, "must be one of imagenet, cifar, not 'cifa': did you mean 'cifar'?"),
-        ("fedmr_cnn", CIFAR, {"variant": 3}, "variant must be one of auto, cifar, femnist, not 3"),
-        ("fedmr_vgg16", CIFAR, {"dropout": 1.0}, "dropout must lie in [0, 1), not 1.0"),
+        ("feddc_fcn", MNIST, {"hidden": 1.5}, "hidden must be a whole number, not 1.5"),
+        ("fasttext", NEWS, {"width": True}, "width must be a whole number, not true"),
+        ("resnet18", CIFAR, {"stem": "cifa"}, "stem must be 'imagenet' or 'cifar', not 'cifa': did you mean 'cifar'?"),
+        ("fedmr_cnn", CIFAR, {"variant": 3}, "variant must be 'auto', 'cifar' or 'femnist', not 3"),
+        ("fedmr_vgg16", CIFAR, {"dropout": 1.0}, "dropout must be in [0, 1), not 1.0"),
     ],
 )
 def test_wrong_options_are_named(name: str, spec: DataSpec, options: dict[str, Any], said: str) -> None:

@@ -19,10 +19,10 @@ from torch.nn import functional as F
 from fedloom.data import DataSpec
 from fedloom.errors import InvalidValue
 from fedloom.models import models
-from fedloom.models.build import make_model
-from fedloom.models.checks import Window, image_shape
 from fedloom.models.resnet import BasicBlock
+from fedloom.models.shapes import Window, image_shape
 from fedloom.models.structure import block_parameters, blocks, head_name
+from model_support import make_model
 
 DIGITS = DataSpec((1, 8, 8), 10)
 MNIST = DataSpec((1, 28, 28), 10)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedloom.data import DataSpec
 from fedloom.models import models
-from fedloom.models.checks import Window, image_shape, one_of
+from fedloom.models.shapes import Window, image_shape
+
+Variant = Literal["auto", "cifar", "femnist"]
 
 
 class Convolutional(nn.Module):
@@ -72,12 +75,12 @@ def cnn4(spec: DataSpec) -> nn.Module:
 
 
 @models.register("fedmr_cnn")
-def fedmr_cnn(spec: DataSpec, *, variant: str = "auto") -> nn.Module:
+def fedmr_cnn(spec: DataSpec, *, variant: Variant = "auto") -> nn.Module:
     """FedMR's CNN: LeNet-5 for colour (62,006 parameters on CIFAR-10), a wider one for grey (160,510 on FEMNIST).
 
     `variant`: `cifar` has convolutions of 6 and 16 and layers of 120 and 84, `femnist` convolutions of 16 and 32 and a
     layer of 256; `auto` takes `femnist` for images of one channel. Source: the code of FedMR; its text describes
-    `mcmahan_cnn`. Raises `InvalidValue` where the data are no images of at least 16x16, or for another variant.
+    `mcmahan_cnn`. Raises `InvalidValue` where the data are no images of at least 16x16.
     """
     if is_femnist("fedmr_cnn", spec, variant):
         return Convolutional("fedmr_cnn", spec, filters=(16, 32), kernel=5, padding=0, hidden=(256,))
@@ -93,11 +96,10 @@ def feddc_cnn(spec: DataSpec) -> nn.Module:
     return Convolutional("feddc_cnn", spec, filters=(64, 64), kernel=5, padding=0, hidden=(384, 192))
 
 
-def is_femnist(model: str, spec: DataSpec, variant: str) -> bool:
+def is_femnist(model: str, spec: DataSpec, variant: Variant) -> bool:
     """Whether FedMR's model for FEMNIST is meant rather than the one for CIFAR; `auto` looks at the channels.
 
-    Raises `InvalidValue` where the data are no images, or for another variant.
+    Raises `InvalidValue` where the data are no images.
     """
     channels, _, _ = image_shape(model, spec)
-    chosen = one_of(model, "variant", variant, ("auto", "cifar", "femnist"))
-    return channels == 1 if chosen == "auto" else chosen == "femnist"
+    return channels == 1 if variant == "auto" else variant == "femnist"

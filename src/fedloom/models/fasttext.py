@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from fedloom.config.fields import Count
 from fedloom.data import DataSpec
 from fedloom.models import models
-from fedloom.models.checks import positive, vocabulary
+from fedloom.models.shapes import vocabulary
 
 
 class FastText(nn.Module):
@@ -25,10 +26,10 @@ class FastText(nn.Module):
 
 
 @models.register("fasttext")
-def fasttext(spec: DataSpec, *, width: int = 32) -> nn.Module:
+def fasttext(spec: DataSpec, *, width: Count = 32) -> nn.Module:
     """FedALA's fastText: mean of 32-wide embeddings, two linear layers (3,157,508 parameters on AG News).
 
     Positions that hold padding count in the mean, as in FedALA's code. Source: Joulin et al. 2017; FedALA, section
-    "Experiments". Raises `InvalidValue` where the data are no sequences of tokens, or for a width below 1.
+    "Experiments". Raises `InvalidValue` where the data are no sequences of tokens.
     """
-    return FastText(vocabulary("fasttext", spec), positive("fasttext", "width", width), spec.classes)
+    return FastText(vocabulary("fasttext", spec), width, spec.classes)

@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 from fedloom.data import DataSpec
 from fedloom.models import models
-from fedloom.models.checks import image_shape
-from fedloom.models.convolutional import is_femnist
+from fedloom.models.convolutional import Variant, is_femnist
 from fedloom.models.resnet import initialise
+from fedloom.models.shapes import image_shape
 
 
 class Bottleneck(nn.Module):
@@ -75,12 +75,12 @@ class PreActivationResNet20(nn.Module):
 
 
 @models.register("fedmr_resnet20")
-def fedmr_resnet20(spec: DataSpec, *, variant: str = "auto") -> nn.Module:
+def fedmr_resnet20(spec: DataSpec, *, variant: Variant = "auto") -> nn.Module:
     """FedMR's ResNet-20: six pre-activation bottlenecks (219,482 parameters on CIFAR-10).
 
     `variant`: `femnist` adds 3x3 max pooling of stride 1 after the first convolution, `cifar` does not; `auto` takes
     `femnist` for images of one channel. The averages over 8x8 (CIFAR) and 7x7 (FEMNIST) pixels are those over the whole
-    image. Source: the code of FedMR. Raises `InvalidValue` where the data are no images, or for another variant.
+    image. Source: the code of FedMR. Raises `InvalidValue` where the data are no images.
     """
     channels, _, _ = image_shape("fedmr_resnet20", spec)
     return PreActivationResNet20(channels, spec.classes, pooled=is_femnist("fedmr_resnet20", spec, variant))

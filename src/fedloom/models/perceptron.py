@@ -8,9 +8,10 @@ from itertools import pairwise
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedloom.config.fields import Count
 from fedloom.data import DataSpec
 from fedloom.models import models
-from fedloom.models.checks import flag, flat_features, positive, widths
+from fedloom.models.shapes import flat_features
 
 
 class Perceptron(nn.Module):
@@ -37,19 +38,19 @@ def logistic(spec: DataSpec, *, zero_init: bool = False) -> nn.Module:
     `zero_init` starts from zero weights, as FedDC's synthetic experiments do. Raises `InvalidValue` for tokens.
     """
     module = Perceptron(flat_features("logistic", spec), (), spec.classes)
-    if flag("logistic", "zero_init", zero_init):
+    if zero_init:
         nn.init.zeros_(module.head.weight)
         nn.init.zeros_(module.head.bias)
     return module
 
 
 @models.register("mlp")
-def mlp(spec: DataSpec, *, hidden: Sequence[int] = (200, 200)) -> nn.Module:
+def mlp(spec: DataSpec, *, hidden: Sequence[Count] = (200, 200)) -> nn.Module:
     """Multilayer perceptron with ReLU layers of the widths `hidden`.
 
-    Raises `InvalidValue` for tokens or a width below 1.
+    Raises `InvalidValue` for tokens.
     """
-    return Perceptron(flat_features("mlp", spec), widths("mlp", "hidden", hidden), spec.classes)
+    return Perceptron(flat_features("mlp", spec), hidden, spec.classes)
 
 
 @models.register("mcmahan_2nn")
@@ -62,10 +63,9 @@ def mcmahan_2nn(spec: DataSpec) -> nn.Module:
 
 
 @models.register("feddc_fcn")
-def feddc_fcn(spec: DataSpec, *, hidden: int = 200) -> nn.Module:
+def feddc_fcn(spec: DataSpec, *, hidden: Count = 200) -> nn.Module:
     """FedDC's fully connected network: two equal hidden layers (width 200 for MNIST, 100 for EMNIST letters).
 
-    Source: FedUmf, appendix, with the widths of FedDC's code. Raises `InvalidValue` for tokens or a width below 1.
+    Source: FedUmf, appendix, with the widths of FedDC's code. Raises `InvalidValue` for tokens.
     """
-    width = positive("feddc_fcn", "hidden", hidden)
-    return Perceptron(flat_features("feddc_fcn", spec), (width, width), spec.classes)
+    return Perceptron(flat_features("feddc_fcn", spec), (hidden, hidden), spec.classes)

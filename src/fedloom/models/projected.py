@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from fedloom.config.fields import Count
 from fedloom.data import DataSpec
 from fedloom.errors import InvalidValue
 from fedloom.models import models
-from fedloom.models.checks import positive
 from fedloom.models.structure import head_name
 
 
@@ -26,17 +26,16 @@ class Projected(nn.Module):
 
 
 @models.register("projected")
-def projected(spec: DataSpec, *, model: str = "mlp", width: int = 256) -> nn.Module:
+def projected(spec: DataSpec, *, model: str = "mlp", width: Count = 256) -> nn.Module:
     """Another model with MOON's projection head: features d -> d -> `width` -> classes in place of its classifier.
 
     `model` is the name of a registered model, with its default options. Source: Li et al. 2021 (MOON), section 3.2.
     Raises `UnknownName` for a model that is not registered and `InvalidValue` for one whose classifier is no linear layer.
     """
-    size = positive("projected", "width", width)
     body = models[model].make(spec)
     name = head_name(body)
     classifier = body.get_submodule(name)
     if not name or not isinstance(classifier, nn.Linear):
         raise InvalidValue(f"projected needs a model with a linear classifier above its features, not {model}")
     body.set_submodule(name, nn.Identity())
-    return Projected(body, classifier.in_features, size, spec.classes)
+    return Projected(body, classifier.in_features, width, spec.classes)

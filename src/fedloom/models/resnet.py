@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedloom.data import DataSpec
 from fedloom.models import models
-from fedloom.models.checks import image_shape, one_of
+from fedloom.models.shapes import image_shape
 
 
 class BasicBlock(nn.Module):
@@ -113,16 +113,15 @@ class ResNet20(nn.Module):
 
 
 @models.register("resnet18")
-def resnet18(spec: DataSpec, *, stem: str = "imagenet") -> nn.Module:
+def resnet18(spec: DataSpec, *, stem: Literal["imagenet", "cifar"] = "imagenet") -> nn.Module:
     """ResNet-18 (11,181,642 parameters at 10 classes); `stem`: `imagenet`, or `cifar` for small images.
 
     The `imagenet` stem is a 7x7 convolution of stride 2 and max pooling, as FedALA uses it for Tiny-ImageNet; `cifar` is a
     3x3 convolution of stride 1 and no pooling. Source: He et al. 2016, table 1. Raises `InvalidValue` where the data are
-    no images, or for another stem.
+    no images.
     """
     channels, _, _ = image_shape("resnet18", spec)
-    large = one_of("resnet18", "stem", stem, ("imagenet", "cifar")) == "imagenet"
-    return ResNet18(channels, spec.classes, large=large)
+    return ResNet18(channels, spec.classes, large=stem == "imagenet")
 
 
 @models.register("resnet20")

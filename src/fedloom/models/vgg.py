@@ -7,10 +7,11 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedloom.config.fields import BelowOne
 from fedloom.data import DataSpec
 from fedloom.models import models
-from fedloom.models.checks import Window, image_shape, probability
-from fedloom.models.convolutional import is_femnist
+from fedloom.models.convolutional import Variant, is_femnist
+from fedloom.models.shapes import Window, image_shape
 
 HALVE = Window(2, stride=2)
 CIFAR_WINDOWS = (HALVE,) * 5
@@ -80,17 +81,15 @@ class FemnistVgg(nn.Module):
 
 
 @models.register("fedmr_vgg16")
-def fedmr_vgg16(spec: DataSpec, *, variant: str = "auto", dropout: float = 0.5) -> nn.Module:
+def fedmr_vgg16(spec: DataSpec, *, variant: Variant = "auto", dropout: BelowOne = 0.5) -> nn.Module:
     """FedMR's VGG-16 with batch norm (33,646,666 parameters on CIFAR-10); a smaller net for FEMNIST.
 
     `variant`: `cifar`, or `femnist` (five convolutions, no batch norm, no dropout: 8,024,958 parameters at 62 classes);
     `auto` takes `femnist` for images of one channel. `dropout` stands after each of the two layers of 4096. Source: the
-    code of FedMR. Raises `InvalidValue` where the data are no images of at least 32x32 (`femnist`: 2x2), for another
-    variant, or a dropout outside [0, 1).
+    code of FedMR. Raises `InvalidValue` where the data are no images of at least 32x32 (`femnist`: 2x2).
     """
-    rate = probability("fedmr_vgg16", "dropout", dropout)
     if is_femnist("fedmr_vgg16", spec, variant):
         channels, _, _ = image_shape("fedmr_vgg16", spec, FEMNIST_WINDOWS)
         return FemnistVgg(channels, spec.classes)
     channels, height, width = image_shape("fedmr_vgg16", spec, CIFAR_WINDOWS)
-    return Vgg16(channels, height * width, spec.classes, rate)
+    return Vgg16(channels, height * width, spec.classes, dropout)

@@ -7,11 +7,11 @@ import numpy.typing as npt
 
 from fedloom.data.partition import Indices, Partition, partitions
 from fedloom.data.partitions.classes import (
+    Concentration,
     class_sizes,
     deal,
     equal_sizes,
     require_clients,
-    require_concentration,
     shuffled_by_class,
 )
 from fedloom.randomness import numpy_stream
@@ -20,16 +20,17 @@ _CELLS = 4_000_000  # steps x classes that are looked at together: 32 MB
 
 
 @partitions.register("class_prior")
-def class_prior(labels: Indices, clients: int, seed: int, groups: Indices | None, *, alpha: float = 0.6) -> Partition:
+def class_prior(
+    labels: Indices, clients: int, seed: int, groups: Indices | None, *, alpha: Concentration = 0.6
+) -> Partition:
     """Label skew at equal sizes: client i draws its classes from its own prior Dir(alpha) over them.
 
     Sizes differ by at most one. Sample by sample: a random client that is not yet full draws a class from its prior,
     renormalised over the classes that are not used up, and takes the next unused sample of it. (A client whose prior
     is zero in double precision on all that is left draws among those uniformly.)
-    Raises `InvalidValue` for alpha <= 0, fewer than one client or more clients than samples.
+    Raises `InvalidValue` for fewer than one client or more clients than samples.
     Source: FedUmf appendix (non-IID, 0.6), after FedDC (Gao et al., CVPR 2022), experimental setup.
     """
-    require_concentration(alpha)
     require_clients(clients, len(labels))
     rng = numpy_stream(seed, "partition")
     sizes = class_sizes(labels)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from fedloom.data.partition import Indices, Partition
 from fedloom.errors import InvalidValue
+
+Concentration = Annotated[float, Field(ge=1e-9, le=1e9)]
+"""A Dirichlet distribution's alpha, in the range that double precision can draw with."""
 
 
 def require_clients(clients: int, samples: int, *, each: int = 1) -> None:
@@ -18,12 +24,6 @@ def require_clients(clients: int, samples: int, *, each: int = 1) -> None:
             f"{clients} clients with at least {each} of the samples each need {clients * each}, "
             f"but there are {samples}: at most {samples // each} clients"
         )
-
-
-def require_concentration(alpha: float) -> None:
-    """Raise `InvalidValue` unless alpha is a concentration that double precision can draw with."""
-    if not 1e-9 <= alpha <= 1e9:
-        raise InvalidValue(f"alpha must be greater than 0 (from 1e-9 to 1e9), not {alpha}")
 
 
 def equal_sizes(samples: int, parts: int) -> Indices:
@@ -51,7 +51,7 @@ def deal(samples: Indices, owners: Indices, clients: int, rng: np.random.Generat
 
 
 def cut_classes(labels: Indices, counts: npt.NDArray[np.int64], rng: np.random.Generator) -> Partition:
-    """Client i gets `counts[i, c]` random samples of class c (`[clients, classes that occur]`); what is left, nobody."""
+    """Client i gets `counts[i, c]` random samples of class c (`[clients, classes that occur]`); the rest go to nobody."""
     clients, classes = counts.shape
     left = class_sizes(labels) - counts.sum(axis=0)
     numbers = np.concatenate([np.arange(clients), [-1]])

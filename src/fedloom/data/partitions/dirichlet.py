@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from fedloom.config.checks import require_at_least
+from fedloom.config.fields import Count
 from fedloom.data.partition import Indices, Partition, partitions
-from fedloom.data.partitions.classes import class_sizes, cut_classes, require_clients, require_concentration
+from fedloom.data.partitions.classes import Concentration, class_sizes, cut_classes, require_clients
 from fedloom.errors import InvalidValue
 from fedloom.randomness import numpy_stream
 
@@ -17,17 +17,15 @@ _MOST_SHARES = 200_000_000  # Dirichlet shares over all draws: some seconds
 
 @partitions.register("dirichlet")
 def dirichlet(
-    labels: Indices, clients: int, seed: int, groups: Indices | None, *, alpha: float = 0.5, minimum: int = 10
+    labels: Indices, clients: int, seed: int, groups: Indices | None, *, alpha: Concentration = 0.5, minimum: Count = 10
 ) -> Partition:
     """Label skew over clients: each class is shared out by Dir(alpha); smaller alpha, stronger skew.
 
     The counts are those of `draw_counts`, drawn again as a whole until every client has `minimum` samples (10 in FedMR,
     min(4 B, n / (2 N)) = 40 in FedALA); at most 10,000 times, fewer where clients x classes is large.
-    Raises `InvalidValue` for alpha <= 0, minimum < 1, clients * minimum > n, or when no draw reaches `minimum`.
+    Raises `InvalidValue` for clients * minimum > n, or when no draw reaches `minimum`.
     Source: Hsu, Qi, Brown, arXiv 1909.06335; FedMR (arXiv 2305.10730) section 5.1; FedALA (AAAI 2023) section 5.1.
     """
-    require_concentration(alpha)
-    require_at_least("minimum", minimum, 1)
     require_clients(clients, len(labels), each=minimum)
     rng = numpy_stream(seed, "partition")
     sizes = class_sizes(labels)

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
-from fedloom.config.checks import require_between
 from fedloom.data.partition import Indices, Partition, partitions
 from fedloom.data.partitions.classes import require_clients
 from fedloom.randomness import numpy_stream
 
+Spread = Annotated[float, Field(ge=0, le=100)]
+
 
 @partitions.register("lognormal")
-def lognormal(labels: Indices, clients: int, seed: int, groups: Indices | None, *, sigma: float = 0.3) -> Partition:
+def lognormal(labels: Indices, clients: int, seed: int, groups: Indices | None, *, sigma: Spread = 0.3) -> Partition:
     """Unbalanced sizes, labels alike: n_i in proportion to LogNormal(ln(n / N), sigma); larger sigma, less balance.
 
     The draws are scaled to add up to n and rounded; every client has at least one sample.
-    Raises `InvalidValue` unless 0 <= sigma <= 100, for fewer than one client or more clients than samples.
+    Raises `InvalidValue` for fewer than one client or more clients than samples.
     Source: FedUmf appendix (unbalanced, 0.3), after FedDC (Gao et al., CVPR 2022), experimental setup.
     """
-    require_between("sigma", sigma, 0, 100)
     require_clients(clients, len(labels))
     rng = numpy_stream(seed, "partition")
     # exp(ln(n / N) + sigma z) scaled to a given sum: the factor n / N cancels, and so does any other, such as the

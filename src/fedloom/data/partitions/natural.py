@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedloom.config.checks import require_at_least
+from fedloom.config.fields import Count
 from fedloom.data.partition import Indices, Partition, partitions
 from fedloom.data.partitions.classes import deal
 from fedloom.errors import InvalidValue
@@ -12,17 +13,16 @@ from fedloom.randomness import numpy_stream
 
 
 @partitions.register("natural")
-def natural(labels: Indices, clients: int, seed: int, groups: Indices | None, *, minimum: int = 1) -> Partition:
+def natural(labels: Indices, clients: int, seed: int, groups: Indices | None, *, minimum: Count = 1) -> Partition:
     """Clients as they are: one for each writer or user with at least `minimum` samples.
 
     `clients` = 0 takes them all, otherwise that many at random; they keep the order of their numbers.
-    Raises `InvalidValue` for data without groups, `minimum` < 1, or more clients than there are with `minimum` samples.
+    Raises `InvalidValue` for data without groups, or more clients than there are with `minimum` samples.
     Source: LEAF (Caldas et al., arXiv 1812.01097); FedMR (arXiv 2305.10730) section 5.1: FEMNIST, 100 samples or more.
     """
     if groups is None:
         raise InvalidValue("partition 'natural' needs data that know whom each sample came from (such as FEMNIST)")
     require_at_least("clients", clients, 0)
-    require_at_least("minimum", minimum, 1)
     _, members, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     able = np.flatnonzero(sizes >= minimum)
     if len(able) < max(clients, 1):

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from fedloom.config.checks import require_at_least
+from fedloom.config.fields import Count
 from fedloom.data.partition import Indices, Partition, partitions
 from fedloom.data.partitions.classes import class_sizes, cut_classes, equal_sizes, require_clients
 from fedloom.errors import InvalidValue
@@ -20,9 +20,9 @@ def pathological(
     seed: int,
     groups: Indices | None,
     *,
-    classes_per_client: int = 2,
+    classes_per_client: Count = 2,
     balanced: bool = False,
-    least: int = 40,
+    least: Count = 40,
 ) -> Partition:
     """A few classes a client: groups of clients with the same `classes_per_client` classes, disjoint samples.
 
@@ -31,13 +31,11 @@ def pathological(
     a = max(n_c / (10 m), min(least, n / (2 N)) / C), the last one the rest; or, if `balanced`, all get equal parts.
     Where k does not divide C the last clients may have fewer than k classes, and classes that find no client left
     (always so where N k < C) are held by nobody, as in the authors' protocol.
-    Raises `InvalidValue` for k < 1, k > C, `least` < 1 or a class with fewer samples than clients to share it.
+    Raises `InvalidValue` for k > C or a class with fewer samples than clients to share it.
     Source: FedALA (Zhang et al., AAAI 2023) section 5.1, pathological setting, and its authors' partition.
     """
     sizes = class_sizes(labels)
     require_clients(clients, len(labels))
-    require_at_least("classes_per_client", classes_per_client, 1)
-    require_at_least("least", least, 1)
     if classes_per_client > len(sizes):
         raise InvalidValue(f"classes_per_client must be at most {len(sizes)}, the classes, not {classes_per_client}")
     rng = numpy_stream(seed, "partition")
