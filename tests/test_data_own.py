@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from fedloom.config.expression import Call
 from fedloom.data.dataset import Dataset, datasets
 from fedloom.data.sets.normalisation import channel_scale
 from fedloom.errors import DataError, FedloomError, InvalidValue
@@ -23,7 +24,8 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(name: str, **options: Any) -> Dataset:
-    return datasets[name].make(**options)
+    made: Dataset = datasets.build(Call(name, named=options))
+    return made
 
 
 def pixels(*shape: int, seed: int = 0) -> np.ndarray:
@@ -191,7 +193,7 @@ def test_images_without_a_test_part_are_held_out(tmp_path: Path) -> None:
 def test_bad_image_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="images: no such folder"):
         make("images")
-    with pytest.raises(InvalidValue, match="channels must be 3"):
+    with pytest.raises(InvalidValue, match="channels must be 1 or 3, not 4"):
         make("images", channels=4)
     _write_images(tmp_path / "set", {"a": 2})
     with pytest.raises(DataError, match="1 class folders"):

@@ -20,6 +20,7 @@ import pytest
 import torch
 from PIL import Image
 
+from fedloom.config.expression import Call
 from fedloom.data.dataset import Dataset, datasets
 from fedloom.data.sets.femnist import take_writers
 from fedloom.errors import DataError, FedloomError, InvalidValue, MissingExtra
@@ -38,7 +39,8 @@ def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(name: str, **options: Any) -> Dataset:
-    return datasets[name].make(**options)
+    made: Dataset = datasets.build(Call(name, named=options))
+    return made
 
 
 def pixels(*shape: int, seed: int = 0) -> np.ndarray:
@@ -96,7 +98,7 @@ def test_real_cifar10_from_parquet_is_decoded_once(monkeypatch: pytest.MonkeyPat
     def decode_again(*_: object, **__: object) -> None:
         raise AssertionError("decoded twice")
 
-    monkeypatch.setattr("fedloom.data.sets.cifar.image_samples", decode_again)
+    monkeypatch.setattr("fedloom.data.sets.origin.image_samples", decode_again)
     assert torch.equal(make("cifar10", folder=str(tmp_path)).train.inputs, data.train.inputs)
 
 
@@ -361,7 +363,7 @@ def test_femnist_takes_a_preprocessed_folder_as_it_is(tmp_path: Path) -> None:
     assert data.test.groups.tolist() == [1, 1, 0]
     with pytest.raises(DataError, match="femnist: not in"):
         make("femnist", folder=str(tmp_path), preprocessed=False)
-    with pytest.raises(InvalidValue, match="fraction must lie above 0"):
+    with pytest.raises(InvalidValue, match=r"fraction must be in \(0, 1\], not 0.0"):
         make("femnist", folder=str(tmp_path), fraction=0.0)
 
 

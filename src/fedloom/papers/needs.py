@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedloom.config.expression import Call, parse
 from fedloom.data.dataset import DataSpec
-from fedloom.data.formats.hub import hub_installed
+from fedloom.data.formats.arrow import hub_installed
 
 _INSIDE = ("", "raw", "gzip", "data", "plain_text")
 

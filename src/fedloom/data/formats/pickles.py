@@ -17,7 +17,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class _Dtype:
-    """Stands for `numpy.dtype` while unpickling: records the name of the element type."""
+    """Takes the place of `numpy.dtype` while unpickling: records the name of the element type."""
 
     def __init__(self, name: str | bytes, *_: object) -> None:
         self.name = name.decode("latin1") if isinstance(name, bytes) else name
@@ -27,7 +27,7 @@ class _Dtype:
 
 
 class _Array:
-    """Stands for `numpy.ndarray` while unpickling: takes shape, type and bytes, and checks them."""
+    """Takes the place of `numpy.ndarray` while unpickling: takes shape, type and bytes, and checks them."""
 
     def __init__(self) -> None:
         self.values: Bytes | None = None
@@ -74,7 +74,7 @@ _ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
+class _ArrayUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         allowed = _ALLOWED.get((module, name))
         if allowed is None:
@@ -93,7 +93,7 @@ def read_pickled_arrays(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
     try:
-        found = _Unpickler(io.BytesIO(content), encoding="bytes").load()
+        found = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
     # A damaged pickle fails in as many ways as there are opcodes; every one means the same to the user.
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field
 from torch import Tensor
 
+from fedloom.config.fields import Count
 from fedloom.data.dataset import Dataset, Samples, datasets
-from fedloom.data.formats.hub import hub_table
+from fedloom.data.formats.arrow import column, hub_table, read_tables
 from fedloom.data.formats.labels import class_labels
-from fedloom.data.formats.parquet import column, read_tables
 from fedloom.data.formats.text import encode, read_csv, tokens, vocabulary
-from fedloom.data.sets.choices import check_choice
 from fedloom.data.sets.origin import Origin, files_named, load, parquet_files
-from fedloom.errors import DataError, InvalidValue
+from fedloom.errors import DataError
 
 _NAMES = ("World", "Sports", "Business", "Sci/Tech")
 _REPOSITORY = "fancyzhx/ag_news"
-_SOURCES = ("train", "all")
+VocabularySize = Annotated[int, Field(ge=3)]  # padding, unknown and a token at least
 _Texts = tuple[list[list[str]], Tensor]  # tokens of each article, labels
 
 
@@ -29,9 +29,9 @@ def ag_news(
     *,
     folder: str | None = None,
     hub: bool | None = None,
-    length: int = 200,
-    max_vocabulary: int | None = 98635,
-    vocabulary_from: str = "train",
+    length: Count = 200,
+    max_vocabulary: VocabularySize | None = 98635,
+    vocabulary_from: Literal["train", "all"] = "train",
 ) -> Dataset:
     """AG News: 120,000 and 7,600 articles of 4 topics, as token numbers `[length]` int64.
 
@@ -41,11 +41,6 @@ def ag_news(
     `test.csv` (class 1..4, title, description) or parquet (text, label 0..3).
     Source: Zhang et al., Character-level Convolutional Networks, 2015; FedALA, section 5.1.
     """
-    if length < 1:
-        raise InvalidValue(f"length must be at least 1 token, not {length}")
-    if max_vocabulary is not None and max_vocabulary < 3:
-        raise InvalidValue(f"max_vocabulary must be at least 3 (padding, unknown and a token), not {max_vocabulary}")
-    check_choice("vocabulary_from", vocabulary_from, _SOURCES)
     folders = ("ag_news_csv", "ag_news", "AG_NEWS", "agnews")
     wanted = "train.csv, test.csv (class 1..4, title, description) or train*.parquet, test*.parquet"
     train, test = load(Origin("ag_news", folders, wanted, _read, _fetch), folder, hub)

@@ -1,141 +1,184 @@
-"""CIFAR-10 and CIFAR-100, the latter with its 100 fine or its 20 coarse labels."""
+"""CIFAR-10 and CIFAR-100, the latter with its 100 fine or its 20 coarse labels: Python batches, binary batches or parquet."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fedloom.data.dataset import Dataset, Samples, datasets
-from fedloom.data.formats.cifar import read_binary_batches, read_python_batches
-from fedloom.data.formats.hub import hub_table
-from fedloom.data.formats.parquet import image_samples, read_tables
-from fedloom.data.sets.normalisation import Scale, check_normalise, image_dataset
-from fedloom.data.sets.origin import Origin, Parts, cached_files, cached_parts, files_named, load, parquet_files
+import numpy as np
+import torch
+from torch import Tensor
 
-_CIFAR10_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+from fedloom.data.dataset import Dataset, Samples, datasets
+from fedloom.data.formats.labels import class_labels, same_length
+from fedloom.data.formats.pickles import Bytes, read_pickled_arrays
+from fedloom.data.sets.normalisation import Normalise, Scale, image_dataset
+from fedloom.data.sets.origin import Origin, Parts, Tables, files_named, load
+from fedloom.errors import DataError
+
+_SHAPE = (3, 32, 32)
+_PIXELS = 3 * 32 * 32
 
 
 @dataclass(frozen=True)
-class _Form:
-    """How one of the sets is stored in its three forms: batches of either kind, and columns of a table."""
+class _Variant:
+    """One of the sets. `batches` are its files, the last one for testing, with `.bin` behind the name where they are binary.
+    The label is called `label` in tables and `label` with an s in Python batches; in a binary record it is byte number
+    `label_at` of the `label_bytes` before the pixels."""
 
     name: str
     folders: tuple[str, ...]
     repository: str
+    batches: tuple[str, ...]
     classes: int
-    python_files: tuple[str, ...]
-    python_label: str
-    binary_files: tuple[str, ...]
+    label: str
     label_bytes: int
     label_at: int
-    column: str
     scale: Scale
     class_names: tuple[str, ...] | None = None
 
+    def load(self, folder: str | None, hub: bool | None, normalise: Normalise) -> Dataset:
+        tables = Tables(self.name, self.repository, self.label, self.classes, 3)
+        binary = [f"{name}.bin" for name in self.batches]
+        wanted = f"{', '.join(self.batches)} or {', '.join(binary)} or train*.parquet, test*.parquet"
+
+        def read(place: Path) -> Parts | None:
+            if (files := files_named(place, self.batches)) is not None:
+                train, test = (
+                    read_python_batches(part, f"{self.label}s", self.classes) for part in (files[:-1], files[-1:])
+                )
+            elif (files := files_named(place, binary)) is not None:
+                train, test = (
+                    read_binary_batches(part, self.label_bytes, self.label_at, self.classes)
+                    for part in (files[:-1], files[-1:])
+                )
+            else:
+                return tables.read(place)
+            return train, test
+
+        parts = load(Origin(self.name, self.folders, wanted, read, tables.fetch), folder, hub)
+        return image_dataset(self.name, parts, self.classes, normalise, self.scale, self.class_names)
+
+
+_CIFAR10 = _Variant(
+    "cifar10",
+    folders=("cifar-10-batches-py", "cifar-10-batches-bin", "cifar10", "cifar-10", "CIFAR10", "cifar10-jpeg"),
+    repository="uoft-cs/cifar10",
+    batches=("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch"),
+    classes=10,
+    label="label",
+    label_bytes=1,
+    label_at=0,
+    scale=((0.491, 0.482, 0.447), (0.247, 0.243, 0.262)),
+    class_names=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+)
+_CIFAR100 = _Variant(
+    "cifar100",
+    folders=("cifar-100-python", "cifar-100-binary", "cifar100", "cifar-100", "CIFAR100"),
+    repository="uoft-cs/cifar100",
+    batches=("train", "test"),
+    classes=100,
+    label="fine_label",
+    label_bytes=2,
+    label_at=1,
+    scale=((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
+)
+_CIFAR100_COARSE = replace(
+    _CIFAR100,
+    name="cifar100_coarse",
+    classes=20,
+    label="coarse_label",
+    label_at=0,
+    scale=((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
+)
+
 
 @datasets.register("cifar10")
-def cifar10(*, folder: str | None = None, hub: bool | None = None, normalise: str = "standard") -> Dataset:
+def cifar10(*, folder: str | None = None, hub: bool | None = None, normalise: Normalise = "standard") -> Dataset:
     """CIFAR-10: 50,000 and 10,000 colour images `[3, 32, 32]`, 10 classes.
 
     Read from the Python or the binary batches or parquet. "standard": mean (.491, .482, .447), deviation (.247, .243,
     .262), as FedDC and FedUmf have it; FedMR and FedALA use "half". Source: Krizhevsky, 2009.
     """
-    form = _Form(
-        "cifar10",
-        ("cifar-10-batches-py", "cifar-10-batches-bin", "cifar10", "cifar-10", "CIFAR10", "cifar10-jpeg"),
-        "uoft-cs/cifar10",
-        10,
-        (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"),
-        "labels",
-        (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"),
-        1,
-        0,
-        "label",
-        ((0.491, 0.482, 0.447), (0.247, 0.243, 0.262)),
-        _CIFAR10_NAMES,
-    )
-    return _dataset(form, folder, hub, normalise)
+    return _CIFAR10.load(folder, hub, normalise)
 
 
 @datasets.register("cifar100")
-def cifar100(*, folder: str | None = None, hub: bool | None = None, normalise: str = "standard") -> Dataset:
+def cifar100(*, folder: str | None = None, hub: bool | None = None, normalise: Normalise = "standard") -> Dataset:
     """CIFAR-100 with fine labels: 50,000 and 10,000 colour images `[3, 32, 32]`, 100 classes.
 
     "standard": mean (.5071, .4867, .4408), deviation (.2675, .2565, .2761), as FedDC and FedUmf have it; FedALA uses
     "half". Source: Krizhevsky, 2009.
     """
-    scale: Scale = ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761))
-    return _dataset(_cifar100("cifar100", "fine", 100, 1, scale), folder, hub, normalise)
+    return _CIFAR100.load(folder, hub, normalise)
 
 
 @datasets.register("cifar100_coarse")
-def cifar100_coarse(*, folder: str | None = None, hub: bool | None = None, normalise: str = "standard") -> Dataset:
+def cifar100_coarse(
+    *, folder: str | None = None, hub: bool | None = None, normalise: Normalise = "standard"
+) -> Dataset:
     """CIFAR-100 with coarse labels: the same images, 20 classes; what FedMR's code trains on.
 
     "standard": mean (.4914, .4822, .4465), deviation (.2023, .1994, .2010), as FedMR has it. Source: Krizhevsky, 2009.
     """
-    scale: Scale = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
-    return _dataset(_cifar100("cifar100_coarse", "coarse", 20, 0, scale), folder, hub, normalise)
+    return _CIFAR100_COARSE.load(folder, hub, normalise)
 
 
-def _cifar100(name: str, kind: str, classes: int, label_at: int, scale: Scale) -> _Form:
-    return _Form(
-        name,
-        ("cifar-100-python", "cifar-100-binary", "cifar100", "cifar-100", "CIFAR100"),
-        "uoft-cs/cifar100",
-        classes,
-        ("train", "test"),
-        f"{kind}_labels",
-        ("train.bin", "test.bin"),
-        2,
-        label_at,
-        f"{kind}_label",
-        scale,
-    )
+def read_python_batches(paths: Sequence[Path], label_key: str, classes: int) -> Samples:
+    """The samples of pickled batches, in the order of `paths`: uint8 images `[n, 3, 32, 32]`.
+
+    A batch is a dictionary with `data` (uint8 `[n, 3072]`: red, green, blue planes, each row by row) and the list
+    `label_key` (`labels`, `fine_labels` or `coarse_labels`). Raises `DataError` naming the file and what is wrong.
+    Source: A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009 ("python version").
+    """
+    images: list[Bytes] = []
+    labels: list[Tensor] = []
+    for path in paths:
+        batch = read_pickled_arrays(path)
+        for key in ("data", label_key):
+            if key not in batch:
+                raise DataError(f"{path}: no {key!r} in the batch (it has: {', '.join(sorted(batch))})")
+        data = batch["data"]
+        if not isinstance(data, np.ndarray) or data.ndim != 2 or data.shape[1] != _PIXELS:
+            shape = list(data.shape) if isinstance(data, np.ndarray) else type(data).__name__
+            raise DataError(f"{path}: data must be bytes of shape [n, {_PIXELS}], not {shape}")
+        labels.append(class_labels(batch[label_key], classes, path))
+        same_length(len(data), len(labels[-1]), path)
+        images.append(data)
+    return Samples(_images(images), torch.cat(labels))
 
 
-def _dataset(form: _Form, folder: str | None, hub: bool | None, normalise: str) -> Dataset:
-    check_normalise(normalise)
+def read_binary_batches(paths: Sequence[Path], label_bytes: int, label_at: int, classes: int) -> Samples:
+    """The samples of binary batches, in the order of `paths`: uint8 images `[n, 3, 32, 32]`.
 
-    def fetch() -> Parts:
-        train, test = (
-            _table_samples(form, hub_table(form.repository, split), f"{form.repository} {split}")
-            for split in ("train", "test")
-        )
-        return train, test
-
-    def kept() -> Parts:
-        return cached_parts(f"hub-{form.name}", form.repository, fetch)
-
-    wanted = f"{', '.join(form.python_files)} or {', '.join(form.binary_files)} or train*.parquet, test*.parquet"
-    origin = Origin(form.name, form.folders, wanted, lambda place: _read(form, place), kept)
-    return image_dataset(form.name, load(origin, folder, hub), form.classes, normalise, form.scale, form.class_names)
-
-
-def _read(form: _Form, place: Path) -> Parts | None:
-    files = files_named(place, form.python_files)
-    if files is not None:
-        train, test = (read_python_batches(part, form.python_label, form.classes) for part in (files[:-1], files[-1:]))
-        return train, test
-    files = files_named(place, form.binary_files)
-    if files is not None:
-        train, test = (
-            read_binary_batches(part, form.label_bytes, form.label_at, form.classes)
-            for part in (files[:-1], files[-1:])
-        )
-        return train, test
-    found = parquet_files(place)
-    if found is None:
-        return None
-    # Decoding 60,000 pictures takes seconds: they are decoded once.
-    return cached_files(form.name, form.column, [*found[0], *found[1]], lambda: _read_parquet(form, *found))
+    A record is `label_bytes` bytes (1 for CIFAR-10; coarse and fine for CIFAR-100), of which `label_at` is the one to
+    take, then 3,072 bytes of pixels. Raises `DataError` naming the file and what is wrong.
+    Source: A. Krizhevsky, 2009 ("binary version").
+    """
+    record = label_bytes + _PIXELS
+    images: list[Bytes] = []
+    labels: list[Tensor] = []
+    for path in paths:
+        try:
+            content = np.fromfile(path, dtype=np.uint8)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+        if not len(content) or len(content) % record:
+            raise DataError(f"{path}: {len(content)} bytes is not a whole number of records of {record} bytes")
+        rows = content.reshape(-1, record)
+        labels.append(class_labels(rows[:, label_at], classes, path))
+        images.append(rows[:, label_bytes:])
+    return Samples(_images(images), torch.cat(labels))
 
 
-def _read_parquet(form: _Form, train: list[Path], test: list[Path]) -> Parts:
-    return _table_samples(form, read_tables(train), str(train[0])), _table_samples(
-        form, read_tables(test), str(test[0])
-    )
-
-
-def _table_samples(form: _Form, table: object, source: str) -> Samples:
-    return image_samples(table, form.column, form.classes, 3, source)
+def _images(batches: list[Bytes]) -> Tensor:
+    """Rows of pixels as one tensor of images. Empties `batches`: each is freed once copied, and the pages of the result
+    are only taken as they are written, so the pixels are hardly ever held twice."""
+    joined = np.empty((sum(len(batch) for batch in batches), _PIXELS), dtype=np.uint8)
+    filled = 0
+    while batches:
+        batch = batches.pop(0)
+        joined[filled : filled + len(batch)] = batch
+        filled += len(batch)
+    return torch.from_numpy(joined).view(-1, *_SHAPE)

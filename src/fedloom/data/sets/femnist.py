@@ -5,20 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import Field
 
+from fedloom.config.fields import Share
 from fedloom.data.dataset import Dataset, Samples, datasets
-from fedloom.data.formats.hub import hub_table
+from fedloom.data.formats.arrow import column, decode_column, hub_table
 from fedloom.data.formats.labels import class_labels
 from fedloom.data.formats.leaf import Writer, read_leaf_images
-from fedloom.data.formats.parquet import column, decode_column
 from fedloom.data.sets.holdout import hold_out
-from fedloom.data.sets.normalisation import Scale, check_normalise, image_dataset
+from fedloom.data.sets.normalisation import Normalise, Scale, image_dataset
 from fedloom.data.sets.origin import Origin, Parts, cached_files, cached_parts, load
-from fedloom.errors import DataError, InvalidValue
+from fedloom.errors import DataError
 from fedloom.randomness import numpy_stream
 
 _CLASSES = 62
@@ -34,9 +35,9 @@ def femnist(
     *,
     folder: str | None = None,
     hub: bool | None = None,
-    normalise: str = "standard",
-    fraction: float = 0.05,
-    least: int = 100,
+    normalise: Normalise = "standard",
+    fraction: Share = 0.05,
+    least: Annotated[int, Field(ge=2)] = 100,  # to train and to test
     test_fraction: float = 0.1,
     sample_seed: int = 0,
     split_seed: int = 0,
@@ -51,11 +52,6 @@ def femnist(
     `preprocessed=False` asks for `all_data`. "standard" is (0.5 - x) / 0.5, as FedMR has it.
     Source: Caldas et al., LEAF, 2018.
     """
-    check_normalise(normalise)
-    if not 0 < fraction <= 1:
-        raise InvalidValue(f"fraction must lie above 0 and at most at 1, not {fraction}")
-    if least < 2:
-        raise InvalidValue(f"least must be at least 2 samples a writer, to train and to test, not {least}")
 
     def split(writers: Sequence[Writer]) -> Parts:
         kept = _samples([writer for writer in writers if len(writer) >= least])
@@ -66,10 +62,8 @@ def femnist(
         return hold_out(kept, test_fraction, split_seed, within=kept.groups)
 
     def read(place: Path) -> Parts | None:
-        ready, raw = (
-            _json_files(place / "train"),
-            _json_files(place / "all_data") or _json_files(place, "all_data*.json"),
-        )
+        ready = _json_files(place / "train")
+        raw = _json_files(place / "all_data") or _json_files(place, "all_data*.json")
         if ready and preprocessed is not False:
             tests = _json_files(place / "test")
             if not tests:
@@ -82,10 +76,11 @@ def femnist(
 
     key = f"{fraction} {least} {test_fraction} {sample_seed} {split_seed}"
 
+    def decode() -> Parts:
+        return split(_hub_writers(hub_table(_REPOSITORY, "train"), fraction, sample_seed))
+
     def fetch() -> Parts:
-        return cached_parts(
-            "hub-femnist", key, lambda: split(_hub_writers(hub_table(_REPOSITORY, "train"), fraction, sample_seed))
-        )
+        return cached_parts("hub-femnist", key, decode)
 
     wanted = "LEAF's all_data/*.json (or train/*.json and test/*.json)"
     folders = ("femnist", "FEMNIST", "leaf/data/femnist")

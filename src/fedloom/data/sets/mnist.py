@@ -9,33 +9,20 @@ import torch
 from torch import Tensor
 
 from fedloom.data.dataset import Dataset, Samples, datasets
-from fedloom.data.formats.hub import hub_table
 from fedloom.data.formats.idx import read_idx
 from fedloom.data.formats.labels import class_labels, same_length
-from fedloom.data.formats.parquet import image_samples, read_tables
-from fedloom.data.sets.normalisation import Scale, check_normalise, image_dataset
-from fedloom.data.sets.origin import Origin, Parts, cached_files, cached_parts, files_named, load, parquet_files
+from fedloom.data.sets.normalisation import Normalise, Scale, image_dataset
+from fedloom.data.sets.origin import Origin, Parts, Tables, files_named, load
 from fedloom.errors import DataError
 
 _DIGITS = tuple("0123456789")
 _LETTERS = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
-_CLOTHES = (
-    "T-shirt/top",
-    "trouser",
-    "pullover",
-    "dress",
-    "coat",
-    "sandal",
-    "shirt",
-    "sneaker",
-    "bag",
-    "ankle boot",
-)
+_CLOTHES = ("T-shirt/top", *["trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag"], "ankle boot")
 _FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 
 @datasets.register("mnist")
-def mnist(*, folder: str | None = None, hub: bool | None = None, normalise: str = "standard") -> Dataset:
+def mnist(*, folder: str | None = None, hub: bool | None = None, normalise: Normalise = "standard") -> Dataset:
     """MNIST: handwritten digits, 60,000 and 10,000 images `[1, 28, 28]`, 10 classes.
 
     Read from the four idx files (plain or gz) or parquet; "standard" is mean 0.1307, deviation 0.3081.
@@ -46,7 +33,7 @@ def mnist(*, folder: str | None = None, hub: bool | None = None, normalise: str 
 
 
 @datasets.register("fashion_mnist")
-def fashion_mnist(*, folder: str | None = None, hub: bool | None = None, normalise: str = "standard") -> Dataset:
+def fashion_mnist(*, folder: str | None = None, hub: bool | None = None, normalise: Normalise = "standard") -> Dataset:
     """Fashion-MNIST: pieces of clothing, 60,000 and 10,000 images `[1, 28, 28]`, 10 classes.
 
     Read from the four idx files (plain or gz) or parquet; "standard" is mean 0.2860, deviation 0.3530.
@@ -57,34 +44,31 @@ def fashion_mnist(*, folder: str | None = None, hub: bool | None = None, normali
 
 
 @datasets.register("emnist_letters")
-def emnist_letters(*, folder: str | None = None, normalise: str = "standard") -> Dataset:
+def emnist_letters(*, folder: str | None = None, normalise: Normalise = "standard") -> Dataset:
     """EMNIST letters: 124,800 and 20,800 images `[1, 28, 28]` of 26 letters, both cases in one class.
 
     Labels 1..26 of the files become 0..25; images are turned upright (the files hold them transposed). "standard" uses
     the figures of the training images. Source: Cohen et al., EMNIST, 2017.
     """
-    check_normalise(normalise)
     return image_dataset("emnist_letters", _emnist("letters", 26, 1, folder), 26, normalise, None, _LETTERS)
 
 
 @datasets.register("emnist_l")
-def emnist_l(*, folder: str | None = None, normalise: str = "standard") -> Dataset:
+def emnist_l(*, folder: str | None = None, normalise: Normalise = "standard") -> Dataset:
     """EMNIST-L: the first ten letters of EMNIST letters, 48,000 and 8,000 images.
 
     "standard" uses the figures of these training images. Source: FedDC, section 4.1; FedUmf, appendix A.
     """
-    check_normalise(normalise)
     train, test = (part[part.labels < 10] for part in _emnist("letters", 26, 1, folder))
     return image_dataset("emnist_l", (train, test), 10, normalise, None, _LETTERS[:10])
 
 
 @datasets.register("emnist_balanced")
-def emnist_balanced(*, folder: str | None = None, normalise: str = "standard") -> Dataset:
+def emnist_balanced(*, folder: str | None = None, normalise: Normalise = "standard") -> Dataset:
     """EMNIST balanced: 112,800 and 18,800 images `[1, 28, 28]` of 47 characters (letters alike in both cases merged).
 
     Images are turned upright; "standard" uses the figures of the training images. Source: Cohen et al., EMNIST, 2017.
     """
-    check_normalise(normalise)
     names = (*_DIGITS, *_LETTERS, *"abdefghnqrt")
     return image_dataset("emnist_balanced", _emnist("balanced", 47, 0, folder), 47, normalise, None, names)
 
@@ -97,40 +81,20 @@ def _idx_set(
     class_names: tuple[str, ...],
     folder: str | None,
     hub: bool | None,
-    normalise: str,
+    normalise: Normalise,
 ) -> Dataset:
-    check_normalise(normalise)
+
+    tables = Tables(name, repository, "label", 10, 1)
 
     def read(place: Path) -> Parts | None:
         files = files_named(place, _FILES)
-        if files is not None:
-            return _idx_samples(files[0], files[1], 10), _idx_samples(files[2], files[3], 10)
-        found = parquet_files(place)
-        if found is None:
-            return None
-        train, test = found
-        return cached_files(
-            name,
-            "label",
-            [*train, *test],
-            lambda: (_table(read_tables(train), train[0]), _table(read_tables(test), test[0])),
-        )
-
-    def fetch() -> Parts:
-        train, test = (_table(hub_table(repository, split), f"{repository} {split}") for split in ("train", "test"))
-        return train, test
-
-    def kept() -> Parts:
-        return cached_parts(f"hub-{name}", repository, fetch)
+        if files is None:
+            return tables.read(place)
+        return _idx_samples(files[0], files[1], 10), _idx_samples(files[2], files[3], 10)
 
     wanted = ", ".join(f"{file}[.gz]" for file in _FILES)
-    return image_dataset(
-        name, load(Origin(name, folders, wanted, read, kept), folder, hub), 10, normalise, scale, class_names
-    )
-
-
-def _table(table: object, source: object) -> Samples:
-    return image_samples(table, "label", 10, 1, str(source))
+    parts = load(Origin(name, folders, wanted, read, tables.fetch), folder, hub)
+    return image_dataset(name, parts, 10, normalise, scale, class_names)
 
 
 def _emnist(split: str, classes: int, first_label: int, folder: str | None) -> Parts:

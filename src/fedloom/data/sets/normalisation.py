@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fedloom.data.dataset import Dataset
-from fedloom.data.sets.choices import check_choice
 from fedloom.data.sets.origin import Parts
 
 Scale = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel, pixels in [0, 1]
-_CHOICES = ("standard", "half", "none")
+Normalise = Literal["standard", "half", "none"]
 _CHUNK = 8192
-
-
-def check_normalise(choice: str) -> None:
-    """Raise `InvalidValue` unless `choice` is standard, half or none. Called before a file is opened."""
-    check_choice("normalise", choice, _CHOICES)
 
 
 def image_dataset(
     name: str,
     parts: Parts,
     classes: int,
-    normalise: str,
+    normalise: Normalise,
     standard: Scale | None = None,
     class_names: Sequence[str] | None = None,
 ) -> Dataset:
     """The data set of `parts`. `normalise="standard"` takes the figures `standard`, or without them those of the training
-    images; "half" takes mean and deviation 0.5, that is [0, 1] to [-1, 1]; "none" leaves [0, 1]."""
-    check_normalise(normalise)
+    images; "half" takes mean and deviation 0.5, which maps [0, 1] to [-1, 1]; "none" leaves [0, 1]."""
     train, test = parts
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 from fedloom.data.dataset import Samples
+from fedloom.data.formats.arrow import hub_installed, hub_table, image_samples, read_tables
 from fedloom.data.formats.cache import cached, file_stamp
-from fedloom.data.formats.hub import hub_installed
 from fedloom.errors import DataError, installing
 
 Parts = tuple[Samples, Samples]  # training and test samples
@@ -30,6 +30,46 @@ class Origin(Generic[T]):
     wanted: str
     read: Callable[[Path], T | None]
     fetch: Callable[[], T] | None = None
+
+
+@dataclass(frozen=True)
+class Tables:
+    """A set of pictures as one table for each part, in parquet files or on the hub. Pictures are decoded once, then kept in the
+    cache folder."""
+
+    name: str
+    repository: str
+    label: str
+    classes: int
+    channels: int
+    splits: tuple[str, str] = ("train", "test")
+
+    def read(self, folder: Path) -> Parts | None:
+        """Both parts from the parquet files in `folder`; None unless both are there."""
+        found = parquet_files(folder, *self.splits)
+        if found is None:
+            return None
+
+        def decode() -> Parts:
+            return self._decoded((read_tables(paths), str(paths[0])) for paths in found)
+
+        return cached_files(self.name, self.label, [*found[0], *found[1]], decode)
+
+    def fetch(self) -> Parts:
+        """Both parts from the hub."""
+
+        def decode() -> Parts:
+            return self._decoded(
+                (hub_table(self.repository, split), f"{self.repository} {split}") for split in self.splits
+            )
+
+        return cached_parts(f"hub-{self.name}", self.repository, decode)
+
+    def _decoded(self, tables: Iterable[tuple[Any, str]]) -> Parts:
+        train, test = (
+            image_samples(table, self.label, self.classes, self.channels, source) for table, source in tables
+        )
+        return train, test
 
 
 def load(origin: Origin[T], folder: str | None, hub: bool | None) -> T:

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from zipfile import BadZipFile
 
 import numpy as np
+import torch
 from numpy.lib.npyio import NpzFile
+from torch import Tensor
 
+from fedloom.config.fields import Count
 from fedloom.config.plugins import found_at
-from fedloom.data.dataset import Dataset, datasets
-from fedloom.data.formats.images import class_folders, pictures, read_image_folder
+from fedloom.data.dataset import Dataset, Samples, datasets
+from fedloom.data.formats.labels import class_labels, same_length
+from fedloom.data.formats.pictures import class_folders, pictures, read_image_folder
 from fedloom.data.sets.holdout import hold_out
-from fedloom.data.sets.normalisation import check_normalise, image_dataset
+from fedloom.data.sets.normalisation import Normalise, image_dataset
 from fedloom.data.sets.origin import Parts, cached_files
-from fedloom.data.sets.samples import own_dataset, own_samples
 from fedloom.errors import DataError, InvalidValue, suggestion
 
 _KEYS = ("inputs", "labels", "groups", "test_inputs", "test_labels", "test_groups")
-_COLOURS = {1: "grey", 3: "colour"}
+_MOST_CLASSES = 1_000_000  # a label beyond this is a mistake, such as an id in place of a class
+
+Layout = Literal["channels_first", "channels_last"]
 
 
 @datasets.register("arrays")
@@ -28,8 +34,8 @@ def arrays(
     *,
     path: str = "",
     classes: int | None = None,
-    layout: str = "channels_first",
-    normalise: str = "standard",
+    layout: Layout = "channels_first",
+    normalise: Normalise = "standard",
     test_fraction: float = 0.2,
     seed: int = 0,
 ) -> Dataset:
@@ -41,7 +47,6 @@ def arrays(
     highest). Without test arrays `test_fraction` of each class is held out at random by `seed`. Pickled objects in the
     files are refused. Raises `DataError` naming the file and what is wrong.
     """
-    check_normalise(normalise)
     if not path:
         raise InvalidValue("arrays needs path: an npz file or a folder of npy files (inputs, labels, ...)")
     found = read_arrays(Path(path))
@@ -63,9 +68,9 @@ def arrays(
 def images(
     *,
     folder: str = "",
-    channels: int = 3,
-    size: int | None = None,
-    normalise: str = "standard",
+    channels: Literal[1, 3] = 3,
+    size: Count | None = None,
+    normalise: Normalise = "standard",
     test_fraction: float = 0.2,
     seed: int = 0,
 ) -> Dataset:
@@ -76,11 +81,6 @@ def images(
     every picture to size x size, without it all must have one size. Decoded pictures are kept in the cache folder.
     "standard" uses the figures of the training pictures. Raises `DataError` naming the file and what is wrong.
     """
-    check_normalise(normalise)
-    if channels not in _COLOURS:
-        raise InvalidValue(f"channels must be 3 (colour) or 1 (grey), not {channels}")
-    if size is not None and size < 1:
-        raise InvalidValue(f"size must be at least 1 pixel, not {size}")
     root = Path(folder)
     if not folder or not root.is_dir():
         raise DataError(
@@ -113,8 +113,8 @@ def python(
     *,
     source: str = "",
     classes: int | None = None,
-    layout: str = "channels_first",
-    normalise: str = "standard",
+    layout: Layout = "channels_first",
+    normalise: Normalise = "standard",
     test_fraction: float = 0.2,
     seed: int = 0,
 ) -> Dataset:
@@ -125,7 +125,6 @@ def python(
     A module is looked for among the installed ones and in the current folder. Raises `InvalidValue` if the function is not
     found, and `DataError` if it fails or returns something else.
     """
-    check_normalise(normalise)
     given = call_source(source)
     if isinstance(given, Dataset):
         return given
@@ -168,3 +167,93 @@ def call_source(source: str) -> Any:
         return function()
     except Exception as error:
         raise DataError(f"{source}: raised {type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def own_samples(parts: Sequence[tuple[Any, Any, Any]], layout: Layout, source: str) -> list[Samples]:
+    """Samples of each part, (inputs, labels, client ids or None), NumPy or torch, copied and checked.
+
+    uint8 inputs become pictures `[n, channels, h, w]` from `[n, h, w]` or, with `layout="channels_last"`, from
+    `[n, h, w, channels]`; floats float32; other integers int64 tokens. Client ids, of any type that sorts, become 0, 1,
+    ... in sorted order, the same in every part. Raises `DataError` naming `source`.
+    """
+    found = [_checked(part, layout, source) for part in parts]
+    ids = [groups for _, _, groups in found if groups is not None]
+    if not ids:
+        return [Samples(inputs, labels) for inputs, labels, _ in found]
+    if len({groups.dtype.kind for groups in ids}) > 1:
+        raise DataError(f"{source}: client ids of different types ({', '.join(str(groups.dtype) for groups in ids)})")
+    known = np.unique(np.concatenate(ids))
+    return [
+        Samples(inputs, labels, None if groups is None else torch.from_numpy(np.searchsorted(known, groups)))
+        for inputs, labels, groups in found
+    ]
+
+
+def _checked(arrays: tuple[Any, Any, Any], layout: Layout, source: str) -> tuple[Tensor, Tensor, Any]:
+    inputs, labels, groups = (None if array is None else _numpy(array, source) for array in arrays)
+    if inputs is None or labels is None:
+        raise DataError(f"{source}: inputs and labels are both needed")
+    converted = _inputs(inputs, layout, source)
+    same_length(len(converted), len(labels), source)
+    if not len(labels):
+        raise DataError(f"{source}: no samples")
+    if groups is not None and groups.shape != labels.shape:
+        raise DataError(f"{source}: {len(labels)} labels but client ids of shape {list(groups.shape)}")
+    return converted, class_labels(labels, _MOST_CLASSES, source), groups
+
+
+def own_dataset(
+    name: str,
+    train: Samples,
+    test: Samples | None,
+    classes: int | None,
+    normalise: Normalise,
+    test_fraction: float,
+    seed: int,
+    source: str,
+) -> Dataset:
+    """The data set of `train` and `test`; without `test`, of each class `test_fraction` is held out."""
+    if test is None:
+        train, test = hold_out(train, test_fraction, seed, within=train.labels)
+    elif train.inputs.shape[1:] != test.inputs.shape[1:] or train.inputs.dtype != test.inputs.dtype:
+        one, other = (f"{list(part.inputs.shape[1:])} {part.inputs.dtype}" for part in (train, test))
+        raise DataError(f"{source}: training inputs are {one}, test inputs {other}")
+    highest = int(max(part.labels.max() for part in (train, test) if len(part)))
+    if classes is not None and highest >= classes:
+        raise DataError(f"{source}: label {highest} is outside 0..{classes - 1}")
+    made = image_dataset(name, (train, test), classes or highest + 1, normalise)
+    if train.inputs.dtype != torch.int64:
+        return made
+    size = int(max(part.inputs.max() for part in (train, test) if len(part))) + 1
+    return Dataset(name, train, test, made.classes, vocabulary=size)
+
+
+def _numpy(array: Any, source: str) -> Any:
+    found = array.detach().cpu().numpy() if isinstance(array, Tensor) else np.asarray(array)
+    if found.dtype.kind not in "biufUS" or found.ndim == 0:
+        raise DataError(f"{source}: an array of {found.dtype} of shape {list(found.shape)} is no data")
+    return found
+
+
+def _inputs(found: Any, layout: Layout, source: str) -> Tensor:
+    if found.dtype == np.uint8:
+        if found.ndim not in (3, 4):
+            raise DataError(
+                f"{source}: uint8 inputs are pictures of 3 or 4 dimensions, not of shape {list(found.shape)}"
+            )
+        pictures = found[:, None] if found.ndim == 3 else found
+        if found.ndim == 4 and layout == "channels_last":
+            pictures = pictures.transpose(0, 3, 1, 2)
+        return torch.from_numpy(pictures.copy())
+    if found.dtype.kind == "f":
+        if not np.isfinite(found).all():
+            row = int(np.flatnonzero(~np.isfinite(found).reshape(len(found), -1).all(1))[0])
+            raise DataError(f"{source}: a NaN or infinity in row {row} of the inputs")
+        return torch.from_numpy(found.astype(np.float32))
+    if found.dtype.kind in "iu":
+        if found.ndim != 2 or (found < 0).any():
+            raise DataError(
+                f"{source}: integer inputs are tokens [n, tokens] of at least 0, not of shape {list(found.shape)}"
+            )
+        return torch.from_numpy(found.astype(np.int64))
+    raise DataError(f"{source}: inputs of {found.dtype} are not read (uint8 pictures, floats or integer tokens)")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
+from typing import Annotated
 
-from fedloom.config.checks import require_at_least
+import torch
+from pydantic import Field
+
 from fedloom.config.expression import parse
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.errors import InvalidValue
@@ -12,14 +15,13 @@ from fedloom.randomness import stream
 
 
 @datasets.register("part")
-def part(*, of: str = "digits", samples: int = 1000, seed: int = 0) -> Dataset:
+def part(*, of: str = "digits", samples: Annotated[int, Field(ge=2)] = 1000, seed: int = 0) -> Dataset:
     """A random part of another set: `part(of='mnist(normalise=half)', samples=6000)`.
 
     `samples` in all, of the training and of the test part in proportion to their sizes, at least one of each; the same ones
     for every other seed of a run. All of the set where it is no larger. Normalisation is that of the whole set.
-    Raises `InvalidValue` for fewer than 2 samples, or where `of` names no data set.
+    Raises `InvalidValue` where `of` names no whole data set.
     """
-    require_at_least("samples", samples, 2)
     call = parse(of)
     if call.name == "part":
         raise InvalidValue("part: of must name a whole data set, not a part of one")
@@ -29,9 +31,7 @@ def part(*, of: str = "digits", samples: int = 1000, seed: int = 0) -> Dataset:
         return whole
     tests = min(max(1, round(samples * len(whole.test) / total)), samples - 1)
     train, test = _drawn(whole.train, samples - tests, seed, "train"), _drawn(whole.test, tests, seed, "test")
-    return Dataset(
-        whole.name, train, test, whole.classes, whole.mean, whole.std, whole.vocabulary, whole.class_names
-    )  # fmt: skip
+    return replace(whole, train=train, test=test)
 
 
 def _drawn(samples: Samples, count: int, seed: int, name: str) -> Samples:

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import Field
 
+from fedloom.config.fields import Count, NonNegative
 from fedloom.data.dataset import Dataset, Samples, datasets
-from fedloom.data.sets.choices import check_choice
 from fedloom.data.sets.holdout import hold_out
 from fedloom.errors import InvalidValue
 from fedloom.randomness import numpy_stream
 
 Floats = npt.NDArray[np.float64]
-_TESTS = ("held_out", "train")
+Classes = Annotated[int, Field(ge=2)]
 
 
 @datasets.register("synthetic")
 def synthetic(
     *,
-    alpha: float = 0.0,
-    beta: float = 0.0,
-    users: int = 30,
+    alpha: NonNegative = 0.0,
+    beta: NonNegative = 0.0,
+    users: Count = 30,
     iid: bool = False,
     test_fraction: float = 0.1,
-    dimension: int = 60,
-    classes: int = 10,
+    dimension: Count = 60,
+    classes: Classes = 10,
     seed: int = 0,
 ) -> Dataset:
     """Synthetic(alpha, beta) of FedProx: each user has a linear model and an input distribution of its own.
@@ -34,10 +37,9 @@ def synthetic(
     B_i ~ N(0, beta), v_i ~ N(B_i, 1) in each coordinate, x ~ N(v_i, diag(j^-1.2)), j = 1..dimension. Its labels:
     argmax(x W_i + b_i). The second figure of every N except the last is a standard deviation, as in the authors' code.
     With `iid=True` all users share one W, b ~ N(0, 1) and v = 0. Of each user the fraction `test_fraction` is held out.
-    Groups are the users. Raises `InvalidValue` for a negative alpha or beta, or `iid` with one of them above 0.
+    Groups are the users. Raises `InvalidValue` for `iid` with alpha or beta above 0.
     Source: Li et al., Federated Optimization in Heterogeneous Networks, section 5.1 and appendix C.1.
     """
-    _check(alpha, beta, users, dimension, classes)
     if iid and (alpha or beta):
         raise InvalidValue(f"iid=True goes with alpha=0 and beta=0, not with alpha={alpha} and beta={beta}")
     draw = numpy_stream(seed, "synthetic sizes")
@@ -51,13 +53,13 @@ def synthetic(
 @datasets.register("synthetic_feddc")
 def synthetic_feddc(
     *,
-    alpha: float = 0.0,
-    beta: float = 0.0,
-    users: int = 20,
-    samples: int = 200,
-    dimension: int = 30,
-    classes: int = 5,
-    test: str = "held_out",
+    alpha: NonNegative = 0.0,
+    beta: NonNegative = 0.0,
+    users: Count = 20,
+    samples: Annotated[int, Field(ge=2)] = 200,
+    dimension: Count = 30,
+    classes: Classes = 5,
+    test: Literal["held_out", "train"] = "held_out",
     test_fraction: float = 0.2,
     seed: int = 0,
 ) -> Dataset:
@@ -68,10 +70,6 @@ def synthetic_feddc(
     `test="train"` tests on all the data trained on, as the authors' code does. Groups are the users.
     Source: Gao et al., FedDC, section 4.1; FedUmf, appendix, Figure A5.
     """
-    _check(alpha, beta, users, dimension, classes)
-    if samples < 2:
-        raise InvalidValue(f"samples must be at least 2 for each user, not {samples}")
-    check_choice("test", test, _TESTS)
     sizes = np.full(users, samples, dtype=np.int64)
     drawn = _sample(sizes, alpha, beta, alpha > 0, beta > 0, dimension, classes, seed)
     if test == "train":
@@ -79,15 +77,6 @@ def synthetic_feddc(
     assert drawn.groups is not None
     train, held_out = hold_out(drawn, test_fraction, seed, within=drawn.groups)
     return Dataset("synthetic_feddc", train, held_out, classes)
-
-
-def _check(alpha: float, beta: float, users: int, dimension: int, classes: int) -> None:
-    for name, value in (("alpha", alpha), ("beta", beta)):
-        if not 0 <= value < float("inf"):
-            raise InvalidValue(f"{name} must be a number of at least 0, not {value}")
-    for name, count, least in (("users", users, 1), ("dimension", dimension, 1), ("classes", classes, 2)):
-        if count < least:
-            raise InvalidValue(f"{name} must be at least {least}, not {count}")
 
 
 def _sample(

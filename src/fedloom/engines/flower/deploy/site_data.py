@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedloom.data.dataset import Dataset, Samples
-from fedloom.data.sets.own import call_source, read_arrays, triple
-from fedloom.data.sets.samples import own_samples
+from fedloom.data.sets.own import call_source, own_samples, read_arrays, triple
 from fedloom.errors import DataError
 
 _KEYS = ("inputs", "labels", "test_inputs", "test_labels")

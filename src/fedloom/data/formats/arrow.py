@@ -1,7 +1,8 @@
-"""Parquet tables as the Hugging Face hub stores data sets: a column of pictures or text, a column of labels."""
+"""Arrow tables with a column of pictures or text and a column of labels: from parquet files or the Hugging Face hub."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ import pyarrow.parquet as pq
 from torch import Tensor
 
 from fedloom.data.dataset import Samples
-from fedloom.data.formats.images import decode_images
 from fedloom.data.formats.labels import class_labels
-from fedloom.errors import DataError
+from fedloom.data.formats.pictures import decode_images
+from fedloom.errors import DataError, MissingExtra
 
 IMAGE_COLUMNS = ("image", "img")
 
@@ -33,16 +34,42 @@ def read_tables(paths: Sequence[Path]) -> Any:
         raise DataError(f"{paths[0]}: other columns than its sister files ({_line(error)})") from error
 
 
-def image_samples(table: Any, label: str, classes: int, channels: int, source: str, size: int | None = None) -> Samples:
+def hub_installed() -> bool:
+    """Whether the package `datasets` can be imported."""
+    try:
+        importlib.import_module("datasets")
+    except ImportError:
+        return False
+    return True
+
+
+def hub_table(repository: str, split: str) -> Any:
+    """The `split` of the hub's data set `repository` as an Arrow table, pictures still packed.
+
+    Raises `MissingExtra` if `datasets` is not installed and `DataError` if the hub cannot give the data.
+    """
+    if not hub_installed():
+        raise MissingExtra("datasets", "hub", f"loading {repository} from the Hugging Face hub")
+    hub = importlib.import_module("datasets")
+    try:
+        # The format "arrow" hands out the stored columns; decoding each picture into an object would cost minutes.
+        return hub.load_dataset(repository, split=split).with_format("arrow")[:]
+    # Network, hub and file errors of several packages reach here; each means that the hub gave no data.
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"hub data set {repository!r}, split {split!r}: cannot be loaded ({reason})") from error
+
+
+def image_samples(table: Any, label: str, classes: int, channels: int, source: str) -> Samples:
     """The pictures (struct column `image` or `img` of bytes and path) and labels of `table`.
 
     Raises `DataError`, naming `source` and the row, for a missing column, a bad label or an unreadable picture.
     """
     labels = class_labels(column(table, (label,), source).to_numpy(), classes, source)
-    return Samples(decode_column(table, channels, source, size), labels)
+    return Samples(decode_column(table, channels, source), labels)
 
 
-def decode_column(table: Any, channels: int, source: str, size: int | None = None) -> Tensor:
+def decode_column(table: Any, channels: int, source: str) -> Tensor:
     """The column of pictures as uint8 `[n, channels, height, width]`; raises as `image_samples`."""
     found = column(table, IMAGE_COLUMNS, source)
     kind = found.type
@@ -52,13 +79,7 @@ def decode_column(table: Any, channels: int, source: str, size: int | None = Non
         raise DataError(f"{source}: pictures must be stored as bytes, not as {kind}")
     # One contiguous array: indexing a chunked one searches its chunks for every picture.
     whole = found.combine_chunks() if found.num_chunks else pa.array([], type=found.type)
-    return decode_images(
-        len(whole),
-        lambda row: whole[row].as_py(),
-        lambda row: f"{source}: row {row}",
-        channels,
-        None if size is None else (size, size),
-    )
+    return decode_images(len(whole), lambda row: whole[row].as_py(), lambda row: f"{source}: row {row}", channels)
 
 
 def column(table: Any, names: Sequence[str], source: str) -> Any:
