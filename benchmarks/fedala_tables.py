@@ -24,7 +24,7 @@ from fedloom.algorithm import build
 from fedloom.data import Dataset
 from fedloom.engines.rows import RowsEngine
 from fedloom.flat.allocator import keep_pages
-from fedloom.papers.numbers import printed
+from fedloom.papers.paper_file import printed
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_dataset, make_task

@@ -28,8 +28,7 @@ from fedloom.algorithms.feddc import FedDC
 from fedloom.engines.rows import RowsEngine
 from fedloom.flat.allocator import keep_pages
 from fedloom.local.cohort import Cohort
-from fedloom.papers.fedumf import appendix_setting, synthetic_setting
-from fedloom.papers.numbers import printed
+from fedloom.papers.paper_file import paper, printed
 from fedloom.papers.protocols import Setting
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
@@ -44,7 +43,12 @@ METHODS = {
 """What the paper calls each of them."""
 
 SETTINGS = {"IID": "iid", "unbalanced": "iid_lognormal:0.3", "non-IID": "dir_class_prior:0.6"}
-SYNTHETIC = {"synthetic (0,0)": (0, 0, 0.93), "synthetic (1,0)": (1, 0, 0.28), "synthetic (0,1)": (0, 1, 0.90)}
+SYNTHETIC = {
+    "synthetic (0,0)": ("synthetic:0,0", 0.93),
+    "synthetic (1,0)": ("synthetic:1,0", 0.28),
+    "synthetic (0,1)": ("synthetic:0,1", 0.90),
+}
+FEDUMF = paper("fedumf")
 
 
 def printed_rounds(setting: str, method: str) -> int | None:
@@ -120,10 +124,12 @@ def cells(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One row a setting and method, as it is finished."""
     settings: list[tuple[str, float, Setting]] = []
     if arguments.part in ("mnist", "all"):
-        settings += [(name, 0.95, appendix_setting("mnist", kind, 0.15)) for name, kind in SETTINGS.items()]
+        words = {"part": "appendix", "dataset": "mnist", "participation": 0.15}
+        settings += [(name, 0.95, FEDUMF.setting(**words, heterogeneity=kind)) for name, kind in SETTINGS.items()]
     if arguments.part in ("synthetic", "all"):
         settings += [
-            (name, target, synthetic_setting(alpha, beta, 0.15)) for name, (alpha, beta, target) in SYNTHETIC.items()
+            (name, target, FEDUMF.setting(part="synthetic", heterogeneity=kind, participation=0.15))
+            for name, (kind, target) in SYNTHETIC.items()
         ]
     for name, target, setting in settings:
         tasks = [task_of(setting, arguments.mnist, seed) for seed in range(arguments.seeds)]

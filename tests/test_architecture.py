@@ -27,11 +27,11 @@ IMPORTS_TO_TURN = {
 }
 METHODS_IN_ENGINES = {"fedloom.engines.flower.flower_engine", "fedloom.engines.flower.secure_round"}
 CLASSES_TO_RENAME = {
-    "Answer", "Briefing", "Cell", "Entry", "Note", "Plan", "Pool", "Request", "Share",
+    "Answer", "Briefing", "Entry", "Note", "Pool", "Share",
     "Site", "Trained", "Trial", "_Pickler", "_Step", "_Unpickler", "_Worker",
 }  # fmt: skip
 MODULES_TO_RENAME = {
-    "checks", "cifar", "engine", "exchange", "fedmr", "flower", "identity", "messages", "models", "peer", "recording",
+    "checks", "cifar", "engine", "exchange", "flower", "identity", "messages", "models", "peer", "recording",
     "secure", "server", "tiny_imagenet",
 }  # fmt: skip
 

@@ -7,7 +7,7 @@ them must say PARTIAL.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ import torch
 
 from fedloom.config.expression import parse
 from fedloom.errors import InvalidValue
-from fedloom.papers.catalogue import PAPERS, exhibit, exhibits
 from fedloom.papers.estimate import cost, work
-from fedloom.papers.needs import FACTS, at_hand
-from fedloom.papers.request import Request, plan
+from fedloom.papers.paper_data import at_hand, facts
+from fedloom.papers.paper_file import exhibit, exhibits, titles
+from fedloom.papers.plan import ReproduceOptions, plan
 from fedloom.task import make_dataset
 from forking_cli import main
 from report_support import ablations_drawn
@@ -115,7 +115,7 @@ def test_a_cell_of_each_paper_runs_in_little_and_says_so_everywhere(
     assert sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")) == made
 
 
-def _is(number: dict[str, Any], column: str) -> bool:
+def _is(number: Mapping[str, Any], column: str) -> bool:
     """Whether a number stands in the column that the test above names."""
     wanted = {"CNN CIFAR-10 IID": ("cnn", "cifar10", "iid"), "MNIST IID 15% to 95%": ("feddc_fcn", "mnist", "iid")}
     own = wanted.get(column, ("cnn4", "mnist", "pathological:2"))
@@ -177,7 +177,7 @@ def test_the_list_names_every_table_and_figure_with_its_data(reproduce: Say) -> 
         assert f" {len(one.cells)} " in line
     assert "(Tiny-ImageNet)" in out
     assert "(MNIST)" not in out
-    assert {name.partition(".")[0] for name in exhibits()} == set(PAPERS)
+    assert {name.partition(".")[0] for name in exhibits()} == set(titles())
 
 
 @pytest.mark.parametrize(
@@ -210,10 +210,10 @@ def test_what_is_wrong_is_said_in_one_line(reproduce: Say, arguments: list[str],
 
 def test_steps_are_counted_as_the_protocol_has_them() -> None:
     def steps(name: str, row: str, column: str) -> int:
-        wanted = plan(exhibit(name), Request(rows=(row,), columns=(column,)))
+        wanted = plan(exhibit(name), ReproduceOptions(rows=(row,), columns=(column,)))
         [own] = wanted.configurations.values()
-        facts = FACTS[parse(own.data.name).name]
-        return cost(own, wanted.jobs[0].name.algorithm, facts, 0.1).steps
+        known = facts()[parse(own.data.name).name]
+        return cost(own, wanted.jobs[0].name.algorithm, known, 0.1).steps
 
     assert steps("fedumf.table-a2", "FedAvg", "MNIST IID 15% to 95%") == 300 * 15 * 12
     assert steps("fedmr.table-1", "FedAvg", "CNN CIFAR-10 IID") == 1000 * 10 * 5 * 10
@@ -236,10 +236,10 @@ def test_data_are_found_where_the_loader_looks(data: Path, monkeypatch: pytest.M
 
 def test_what_is_known_of_data_is_so(data: Path) -> None:
     for name in ("mnist", "cifar10"):
-        assert make_dataset(f"{name}(folder='{data}')").spec == FACTS[name].spec
+        assert make_dataset(f"{name}(folder='{data}')").spec == facts()[name].spec
     generated = make_dataset("synthetic_feddc(test=train)")
-    facts = FACTS["synthetic_feddc"]
-    assert (generated.spec, len(generated.train), len(generated.test)) == (facts.spec, facts.train, facts.test)
+    known = facts()["synthetic_feddc"]
+    assert (generated.spec, len(generated.train), len(generated.test)) == (known.spec, known.train, known.test)
 
 
 def test_a_part_holds_some_of_the_samples_and_keeps_the_rest_as_it_is(data: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,22 +17,31 @@ from fedloom.algorithm import build
 from fedloom.config.expression import parse
 from fedloom.errors import InvalidValue
 from fedloom.experiment.configuration import configuration
-from fedloom.papers import fedala, fedmr, fedumf
-from fedloom.papers.catalogue import exhibit, exhibits
-from fedloom.papers.measure import Found, deviations, difference, found, judged
-from fedloom.papers.needs import FACTS
-from fedloom.papers.numbers import printed
-from fedloom.papers.protocols import Cell, Measure, Printed
-from fedloom.papers.request import Request, plan
+from fedloom.papers.measure import Measured, deviations, difference, judged, measured
+from fedloom.papers.paper_data import facts
+from fedloom.papers.paper_file import exhibit, exhibits, paper, printed
+from fedloom.papers.plan import ReproduceOptions, plan
+from fedloom.papers.protocols import Measure, PaperCell, Printed, Setting
 from fedloom.report.summary import RunSummary
 
+FEDMR, FEDUMF, FEDALA = paper("fedmr"), paper("fedumf"), paper("fedala")
 NUMBERS = Path(__file__).resolve().parents[2] / "shared" / "spec" / "paper_numbers.json"
 
 
-def numbers_of(name: str) -> list[dict[str, Any]]:
+def numbers_of(name: str) -> Sequence[Mapping[str, Any]]:
     """What is printed in a table, such as `fedumf.table-a2`."""
     paper, _, table = name.partition(".table-")
     return printed(paper, table.upper())
+
+
+def appendix(data: str, distribution: str, participation: float = 0.15, method: str = "") -> Setting:
+    """A setting of FedUmf's tables A1 and A2."""
+    words = {"part": "appendix", "dataset": data, "heterogeneity": distribution}
+    return FEDUMF.setting(**words, participation=participation, method=method)
+
+
+def appendix_method(name: str, data: str, distribution: str) -> str:
+    return FEDUMF.algorithm(name, part="appendix", dataset=data, heterogeneity=distribution)
 
 
 # protocols ----------------------------------------------------------------------------------------------------------------
@@ -41,23 +51,23 @@ def test_every_setting_is_a_valid_configuration_and_every_method_can_be_built() 
     cells = [cell for one in exhibits().values() for cell in one.cells]
     for algorithm in {cell.algorithm for cell in cells}:
         build(algorithm)
-    tables: dict[str, Cell] = {}
+    tables: dict[str, PaperCell] = {}
     for cell in cells:
         for rounds in (3, cell.setting.rounds):
             tables[json.dumps(cell.setting.table(rounds))] = cell
     for text, cell in tables.items():
         own = configuration({**json.loads(text), "algorithm": cell.algorithm})
         assert own.schedule.rounds >= (own.schedule.evaluate_every or 0)
-        assert parse(own.data.name).name in FACTS
+        assert parse(own.data.name).name in facts()
 
 
 def test_every_printed_number_has_a_cell() -> None:
     tables = [("fedmr", "1"), ("fedmr-kdd", "1"), *(("fedala", k) for k in "247")]
     tables += [("fedumf", k) for k in ("1", "2", "3", "4", "A1", "A2")]
-    for paper, table in tables:
-        numbers = printed(paper, table)
-        every = exhibit(f"{paper}.table-{table.lower()}").cells
-        cells = [cell for cell in every if cell.beside is None]
+    for version, table in tables:
+        numbers = printed(version, table)
+        every = exhibit(f"{version}.table-{table.lower()}").cells
+        cells = [cell for cell in every if cell.baseline is None]
         assert [cell.row for cell in cells] == [number["method"] for number in numbers]
         shown = [None if c.printed is None else c.printed.mean for c in cells]
         assert shown == [number["rounds"] if "rounds" in number else number["mean"] for number in numbers]
@@ -77,99 +87,115 @@ def test_columns_that_compare_two_runs_hold_what_is_printed(
         (number["method"], number[figure]) for number in numbers
     ]
     for cell in cells:
-        assert cell.beside is not None
+        assert cell.baseline is not None
         alone = "FedAvg" if kind == "speedup" else cell.row.removesuffix("+ALA")
-        assert cell.beside.row == alone
-        assert (cell.beside.setting.name, cell.beside.setting.only) == (cell.setting.name, "")
-        assert parse(cell.beside.algorithm).name == parse(fedala.METHODS[alone]).name
+        assert cell.baseline.row == alone
+        assert (cell.baseline.setting.name, cell.baseline.setting.only) == (cell.setting.name, "")
+        assert parse(cell.baseline.algorithm).name == parse(FEDALA.methods[alone]).name
 
 
 @pytest.mark.skipif(not NUMBERS.exists(), reason="the specification is not beside the repository")
 def test_the_numbers_in_the_package_are_those_of_the_specification() -> None:
     papers = {"000": "fedmr", "001": "fedumf", "002": "fedmr-kdd", "003": "fedala"}
-    context = [{"paper": papers[n.pop("seed")], **n} for n in json.loads(NUMBERS.read_text())]
+    given = [{"paper": papers[n.pop("seed")], **n} for n in json.loads(NUMBERS.read_text())]
     shipped = json.loads((files("fedloom.papers") / "numbers.json").read_text(encoding="utf-8"))
-    assert shipped == context
+    assert shipped == given
 
 
 def test_protocols_are_the_papers() -> None:
-    one = fedmr.setting("cnn", "cifar10", "dir:0.1").table(1000)
+    words = {"model": "cnn", "dataset": "cifar10", "heterogeneity": "iid"}
+    one = FEDMR.setting(model="cnn", dataset="cifar10", heterogeneity="dir:0.1").table(1000)
     assert one["training"] == {"learning_rate": 0.01, "momentum": 0.9, "batch_size": 50, "epochs": 5}
     assert (one["participation"], one["evaluate_every"], one["model"]) == (0.1, 10, "fedmr_cnn")
     assert one["data"] == {"name": "cifar10(normalise=half)", "clients": 100, "partition": "dirichlet(0.1)"}
-    assert fedmr.method("FedMR", "vgg16", "cifar10") == "stages(fedavg(weighted=false):100, fedmr(unit=tensor))"
-    assert fedmr.method("FedProx", "cnn", "femnist") == "fedprox(mu=0.1)"
-    assert [fedmr.setting("cnn", "cifar10", "iid", participants=k).participation for k in (5, 100)] == [0.05, 1.0]
+    assert (
+        FEDMR.algorithm("FedMR", model="vgg16", dataset="cifar10")
+        == "stages(fedavg(weighted=false):100, fedmr(unit=tensor))"
+    )
+    assert FEDMR.algorithm("FedProx", dataset="femnist") == "fedprox(mu=0.1)"
+    assert [FEDMR.setting(**words, share=k / 100).participation for k in (5, 100)] == [0.05, 1.0]
 
-    main_part = fedumf.main_setting("mnist", "pathological:2", 0.5, 0.05)
+    main_part = FEDUMF.setting(part="main", dataset="mnist", heterogeneity="pathological:2", participation=0.5, lr=0.05)
     assert main_part.training == {
         "learning_rate": 0.05, "momentum": 0.5, "weight_decay": 5e-4, "batch_size": 50, "epochs": 1,
     }  # fmt: skip
     assert (main_part.rounds, main_part.partition, main_part.model) == (150, "shards(2)", "mcmahan_cnn")
-    assert fedumf.main_setting("cifar10", "iid", 0.1, 0.01).rounds == 300
-    appendix = fedumf.appendix_setting("cifar100", "iid", 0.65)
-    assert appendix.training["decay"] == 0.998
-    assert appendix.training["clip"] == 10.0
-    assert appendix.training["augmentation"] == "flip_crop"
-    assert (appendix.rounds, appendix.partition, appendix.model) == (600, "iid(balanced=true)", "feddc_cnn")
-    assert fedumf.appendix_setting("emnist_l", "iid", 0.15).model == "feddc_fcn(hidden=100)"
-    assert "alpha=0.5" in fedumf.appendix_method("FedUmf+FedDC", "cifar10", "dir_class_prior:0.6")
-    assert "alpha=1" in fedumf.appendix_method("FedUmf+FedDC", "cifar10", "iid")
+    assert FEDUMF.setting(part="main", dataset="cifar10", heterogeneity="iid", participation=0.1, lr=0.01).rounds == 300
+    coloured = appendix("cifar100", "iid", 0.65)
+    assert coloured.training["decay"] == 0.998
+    assert coloured.training["clip"] == 10.0
+    assert coloured.training["augmentation"] == "flip_crop"
+    assert (coloured.rounds, coloured.partition, coloured.model) == (600, "iid(balanced=true)", "feddc_cnn")
+    assert appendix("emnist_l", "iid").model == "feddc_fcn(hidden=100)"
+    assert "alpha=0.5" in appendix_method("FedUmf+FedDC", "cifar10", "dir_class_prior:0.6")
+    assert "alpha=1" in appendix_method("FedUmf+FedDC", "cifar10", "iid")
 
-    personal = fedala.setting("cifar100", "pathological:10").table(2000)
+    personal = FEDALA.setting(dataset="cifar100", heterogeneity="pathological:10").table(2000)
     assert personal["data"] == {
         "name": "cifar100(normalise=half)", "clients": 20, "partition": "pathological(10)", "local_test": 0.25, "merge": True,
     }  # fmt: skip
     assert personal["training"] == {"learning_rate": 0.005, "batch_size": 10, "epochs": 1, "drop_last": True}
     assert (personal["participation"], personal["personal_every"], personal["rounds"]) == (1.0, 1, 2000)
-    rates = [fedala.setting(d, "dir:0.1", m).training["learning_rate"] for d, m in _FAST]
+    rates = [FEDALA.setting(dataset=d, heterogeneity="dir:0.1", model=m).training["learning_rate"] for d, m in _FAST]
     assert rates == [0.1, 0.1, 0.1]
-    assert fedala.setting("cifar100", "dir:0.1", clients=100).partition == "dirichlet(0.1, minimum=40)"
-    assert fedala.setting("mnist", "dir:0.1").seeds == (0, 1, 2, 3, 4)
+    assert (
+        FEDALA.setting(dataset="cifar100", heterogeneity="dir:0.1", clients=100).partition
+        == "dirichlet(0.1, minimum=40)"
+    )
+    assert FEDALA.setting(dataset="mnist", heterogeneity="dir:0.1").seeds == [0, 1, 2, 3, 4]
 
 
 def test_methods_are_those_of_the_papers_code_where_it_made_the_tables() -> None:
     def fields(text: str) -> dict[str, Any]:
         return vars(build(text))
 
-    assert [fields(fedmr.method("MOON", "cnn", data))["mu"] for data in fedmr.DATA] == [5.0, 1.0, 1.0]
-    assert fields(fedmr.method("CluSamp", "cnn", "cifar10"))["weight"] == "size"
-    feddc = fields(fedumf.appendix_method("FedDC", "mnist", "iid"))
+    assert [fields(FEDMR.algorithm("MOON", dataset=data))["mu"] for data in ("cifar10", "cifar100", "femnist")] == [
+        5.0,
+        1.0,
+        1.0,
+    ]
+    assert fields(FEDMR.algorithm("CluSamp"))["weight"] == "size"
+    feddc = fields(appendix_method("FedDC", "mnist", "iid"))
     assert (feddc["alpha"], feddc["divisor"], feddc["nominal_steps"]) == (0.01, "base", True)
 
-    assert fields(fedala.method("Per-FedAvg"))["passes"] == 2
-    assert fields(fedala.method("FedAMP"))["norm"] == "plain"
-    assert fields(fedala.method("pFedMe"))["inner_weight_decay"] == 0.001
-    assert fields(fedala.method("FedPHP"))["deployed"] == "local"
+    assert fields(FEDALA.algorithm("Per-FedAvg"))["passes"] == 2
+    assert fields(FEDALA.algorithm("FedAMP"))["norm"] == "plain"
+    assert fields(FEDALA.algorithm("pFedMe"))["inner_weight_decay"] == 0.001
+    assert fields(FEDALA.algorithm("FedPHP"))["deployed"] == "local"
     learning = ("threshold", "sampling", "epoch_loss", "rate", "percent", "p")
     for name in ("FedALA", "Ditto+ALA"):
-        own = fields(fedala.method(name))
+        own = fields(FEDALA.algorithm(name))
         assert [own[key] for key in learning] == [0.01, "window", "last", 1.0, 80.0, 1]
     assert {cell.setting.partition for cell in exhibit("fedala.figure-3").cells} == {"dirichlet(0.1, minimum=40)"}
 
 
 def test_batch_norm_statistics_never_travel_with_resnet_in_the_fedala_tables() -> None:
-    assert fedala.method("FedAvg", "cnn4") == "fedavg"
+    assert FEDALA.algorithm("FedAvg", model="cnn4") == "fedavg"
     cells = [c for name in "123" for c in exhibit(f"fedala.table-{name}").cells if c.setting.model == "resnet18"]
-    assert {cell.row for cell in cells} >= set(fedala.METHODS)
+    assert {cell.row for cell in cells} >= set(FEDALA.methods) - {"*+ALA"}
     for cell in cells:
         own = build(cell.algorithm)
         assert getattr(own, "buffers") == "local"  # noqa: B009
-    prox = build(fedala.method("FedProx", "resnet18"))
+    prox = build(FEDALA.algorithm("FedProx", model="resnet18"))
     assert (vars(prox)["mu"], vars(prox)["finetune_epochs"]) == (0.001, 0)
 
 
 def test_scaffold_takes_equal_steps_on_unbalanced_clients_alone_and_fewer_of_fewer_samples() -> None:
     def steps(data: str, distribution: str, method: str) -> int | None:
-        return fedumf.appendix_setting(data, distribution, 0.15, method).training.get("steps")
+        return appendix(data, distribution, method=method).training.get("steps")
 
     unbalanced = "iid_lognormal:0.3"
-    assert [steps(data, unbalanced, "SCAFFOLD") for data in fedumf.LABELS] == [12, 10, 10, 10]
+    assert [steps(data, unbalanced, "SCAFFOLD") for data in ("mnist", "emnist_l", "cifar10", "cifar100")] == [
+        12,
+        10,
+        10,
+        10,
+    ]
     assert steps("mnist", unbalanced, "FedDC") is None  # its code fixes the divisor, not the steps
     assert steps("mnist", "dir_class_prior:0.6", "SCAFFOLD") is None  # all clients are of one size
 
     def planned(**asked: Any) -> dict[str, int | None]:
-        chosen = Request(rows=("SCAFFOLD", "FedDC"), columns=("MNIST unbalanced 15% to 95%",), **asked)
+        chosen = ReproduceOptions(rows=("SCAFFOLD", "FedDC"), columns=("MNIST unbalanced 15% to 95%",), **asked)
         return {key: own.training.steps for key, own in plan(exhibit("fedumf.table-a2"), chosen).configurations.items()}
 
     assert planned() == {"MNIST unbalanced 15% (SCAFFOLD)": 12, "MNIST unbalanced 15%": None}
@@ -177,10 +203,10 @@ def test_scaffold_takes_equal_steps_on_unbalanced_clients_alone_and_fewer_of_few
 
 
 def test_what_is_compared_with_is_run_too() -> None:
-    asked = Request(rows=("Ditto+ALA",), columns=("CIFAR-100 Dir(0.1) improvement",), seeds=(0,))
+    asked = ReproduceOptions(rows=("Ditto+ALA",), columns=("CIFAR-100 Dir(0.1) improvement",), seeds=(0,))
     wanted = plan(exhibit("fedala.table-4"), asked)
     assert [parse(job.name.algorithm).name for job in wanted.jobs] == ["ditto", "ala"]
-    asked = Request(rows=("SCAFFOLD",), columns=("MNIST unbalanced 15% to 95% speed-up",))
+    asked = ReproduceOptions(rows=("SCAFFOLD",), columns=("MNIST unbalanced 15% to 95% speed-up",))
     wanted = plan(exhibit("fedumf.table-a2"), asked)
     assert [(job.name.setting, parse(job.name.algorithm).name) for job in wanted.jobs] == [
         ("MNIST unbalanced 15%", "fedavg"),
@@ -192,10 +218,12 @@ _FAST = (("mnist", "cnn4"), ("ag_news", "fasttext"), ("tiny_imagenet", "resnet18
 
 
 def test_changes_are_partial_unless_they_change_nothing_of_what_is_measured() -> None:
-    whole = plan(exhibit("fedala.table-7"), Request(rows=("FedALA",), changes=("threads=1", "engine=rows")))
+    whole = plan(exhibit("fedala.table-7"), ReproduceOptions(rows=("FedALA",), changes=("threads=1", "engine=rows")))
     assert whole.reasons == []
     assert len(whole.jobs) == 10
-    asked = Request(rows=("FedALA",), columns=("MNIST",), seeds=(3,), rounds=5, samples=500, changes=("model=mlp",))
+    asked = ReproduceOptions(
+        rows=("FedALA",), columns=("MNIST",), seeds=(3,), rounds=5, samples=500, changes=("model=mlp",)
+    )
     part = plan(exhibit("fedala.table-7"), asked)
     assert part.reasons == ["5 of 2,000 rounds", "1 of 5 seeds", "500 samples of the data", "model=mlp"]
     [own] = part.configurations.values()
@@ -204,22 +232,22 @@ def test_changes_are_partial_unless_they_change_nothing_of_what_is_measured() ->
 
 
 def test_more_rounds_than_the_protocol_has_are_not_run() -> None:
-    asked = Request(columns=("MNIST IID 10% rate 0.01 to 92%",), rounds=10**6)
+    asked = ReproduceOptions(columns=("MNIST IID 10% rate 0.01 to 92%",), rounds=10**6)
     [own] = plan(exhibit("fedumf.table-1"), asked).configurations.values()
     assert own.schedule.rounds == 150
 
 
 def test_rows_and_columns_are_whole_labels_words_or_parts() -> None:
     def rows(*texts: str, name: str = "fedumf.table-a2") -> set[str]:
-        return {cell.row for cell in plan(exhibit(name), Request(rows=texts)).cells}
+        return {cell.row for cell in plan(exhibit(name), ReproduceOptions(rows=texts)).cells}
 
     assert rows("fedavg") == {"FedAvg"}
     assert rows("FedAvg, FedDC", "scaffold") == {"FedAvg", "FedDC", "SCAFFOLD"}
     assert rows("umf") == {"FedUmf+FedDC"}
     assert rows("FedAvg", name="fedala.table-2") == {"FedAvg"}
-    asked = Request(columns=("synthetic (0,1) 15%",))
+    asked = ReproduceOptions(columns=("synthetic (0,1) 15%",))
     assert {cell.column for cell in plan(exhibit("fedumf.figure-a5"), asked).cells} == {"synthetic (0,1) 15%"}
-    asked = Request(columns=("non-IID 15%,EMNIST-L IID",))
+    asked = ReproduceOptions(columns=("non-IID 15%,EMNIST-L IID",))
     assert len({cell.column for cell in plan(exhibit("fedumf.table-a2"), asked).cells}) == 2 * (
         4 + 2
     )  # with the speed-ups
@@ -234,15 +262,15 @@ def _run(records: list[dict[str, Any]], seed: int = 0, **rest: Any) -> RunSummar
     return RunSummary("fedavg", seed, [{"round": k, **record} for k, record in enumerate(records, start=1)], **rest)
 
 
-def _cell(measure: Measure, paper: Printed | None = None) -> Cell:
-    return Cell("FedAvg", "somewhere", fedumf.appendix_setting("mnist", "iid", 0.15), "fedavg", measure, paper)
+def _cell(measure: Measure, paper: Printed | None = None) -> PaperCell:
+    return PaperCell("FedAvg", "somewhere", appendix("mnist", "iid"), "fedavg", measure, paper)
 
 
 def test_the_end_is_the_mean_of_the_last_ten_with_the_deviation_within_a_run() -> None:
     draw = np.random.default_rng(1)
     curves = draw.random((3, 14))
     runs = [_run([{"accuracy": float(value)} for value in curve], seed) for seed, curve in enumerate(curves)]
-    here = found(_cell(Measure("end")), runs)
+    here = measured(_cell(Measure("end")), runs)
     assert here is not None
     assert here.mean == pytest.approx(100 * curves[:, 4:].mean())
     assert here.std == pytest.approx(100 * math.sqrt(np.mean(np.var(curves[:, 4:], axis=1, ddof=1))))
@@ -252,11 +280,11 @@ def test_a_target_counts_as_reached_only_when_every_run_reached_it() -> None:
     quick = _run([{"accuracy": 0.2}, {"accuracy": 0.95}])
     slow = _run([{"accuracy": 0.2}, {"accuracy": 0.3}, {"accuracy": 0.949}], 1)
     cell = _cell(Measure("rounds", 95.0), Printed(40))
-    assert found(cell, [quick]) == Found(2.0, None, 1, 1, 2, 95.0)
-    both = found(cell, [quick, slow])
-    assert both == Found(None, None, 2, 1, 3, 95.0)
+    assert measured(cell, [quick]) == Measured(2.0, None, 1, 1, 2, 95.0)
+    both = measured(cell, [quick, slow])
+    assert both == Measured(None, None, 2, 1, 3, 95.0)
     assert difference(both, cell.printed) is None
-    assert found(cell, []) is None
+    assert measured(cell, []) is None
 
 
 def test_speed_ups_and_improvements_compare_runs_of_the_same_seed() -> None:
@@ -264,25 +292,25 @@ def test_speed_ups_and_improvements_compare_runs_of_the_same_seed() -> None:
     quick = [_run([{"accuracy": 0.1}, {"accuracy": 0.9}], seed) for seed in (0, 1)]
     never = _run([{"accuracy": 0.1}], 1)
     cell = _cell(Measure("speedup", 90.0), Printed(3.64))
-    here = found(cell, quick, base)
+    here = measured(cell, quick, base)
     assert here is not None
     assert here.mean == pytest.approx((3 / 2 + 1 / 2) / 2)
     assert here.std == pytest.approx(statistics.stdev([3 / 2, 1 / 2]))
-    assert found(cell, [quick[0], never], base) == Found(None, None, 2, 1, 2)
-    assert found(cell, quick, []) is None
+    assert measured(cell, [quick[0], never], base) == Measured(None, None, 2, 1, 2)
+    assert measured(cell, quick, []) is None
 
     ala = [_run([{"personal_accuracy": a}, {"personal_accuracy": 0.1}], seed) for seed, a in enumerate((0.8, 0.7))]
     alone = [_run([{"personal_accuracy": a}], seed) for seed, a in ((1, 0.4), (0, 0.3))]
-    gain = found(_cell(Measure("improvement")), ala, alone)
+    gain = measured(_cell(Measure("improvement")), ala, alone)
     assert gain is not None
     assert gain.mean == pytest.approx((50 + 30) / 2)
 
 
 def test_differences_are_in_standard_deviations_of_paper_and_measurement() -> None:
-    here = Found(50.0, 3.0, 3, 3, 10)
+    here = Measured(50.0, 3.0, 3, 3, 10)
     assert deviations(here, Printed(40.0, 4.0)) == pytest.approx(10 / 5)
     assert deviations(here, Printed(53.0)) == pytest.approx(-1.0)
-    assert deviations(Found(50.0, None, 1, 1, 10), Printed(40.0)) is None
+    assert deviations(Measured(50.0, None, 1, 1, 10), Printed(40.0)) is None
     assert difference(here, Printed(None)) is None
 
 
@@ -294,7 +322,7 @@ def test_joining_clients_are_those_who_train_in_the_round_that_the_models_begin(
         {"clients": [0, 1, 2], "samples": [10, 20, 30], "accuracy": [1.0, 1.0, 1.0]},
     ]
     lines = [{"round": k, "personal": table} for k, table in enumerate(tables, start=1)]
-    here = found(_cell(Measure("joining")), [_run(records, clients=lines)])
+    here = measured(_cell(Measure("joining")), [_run(records, clients=lines)])
     assert here is not None
     after_first, after_second = (20 * 0.5 + 30 * 0.1) / 50, (10 * 0.9 + 30 * 0.2) / 40
     assert here.mean == pytest.approx(100 * max(after_first, after_second))  # after the last round nobody trains
@@ -320,17 +348,18 @@ def test_times_traffic_and_classes() -> None:
     settings = {"model": "feddc_fcn(hidden=200)", "data": {"name": "mnist"}}
     run = _run(records, timings=timings, configuration=settings, label_counts=[[1, 0, 5], [2, 2, 2]])
     values = {
-        kind: found(_cell(Measure(kind)), [run], [run]) for kind in ("minutes", "total", "slower", "classes", "models")
+        kind: measured(_cell(Measure(kind)), [run], [run])
+        for kind in ("minutes", "total", "slower", "classes", "models")
     }
     means = {kind: None if value is None else value.mean for kind, value in values.items()}
     assert means == pytest.approx({
         "minutes": statistics.median([66, 126]) / 60, "total": 1.1, "slower": 1.0, "classes": 2.5, "models": 4.0,
     })  # fmt: skip
-    each = found(cell, [run])
+    each = measured(cell, [run])
     assert each is not None
     assert each.mean == pytest.approx(2.0)
 
 
 def test_the_weights_that_ala_learns_are_counted_as_the_paper_counts_them() -> None:
     cells = [c for c in exhibit("fedala.table-6").cells if c.measure.kind == "weights" and "AG News" in c.column]
-    assert [difference(found(cell, []), cell.printed) for cell in cells] == [0.0, 0.0, 0.0]
+    assert [difference(measured(cell, []), cell.printed) for cell in cells] == [0.0, 0.0, 0.0]

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedloom.cli.options import Fresh, Quiet, again, patient, require_finished, shown, use_threads
-from fedloom.errors import InvalidValue, suggestion
+from fedloom.errors import InvalidValue
 
 if TYPE_CHECKING:
-    from fedloom.papers.request import Plan, Request
+    from fedloom.papers.plan import ReproduceOptions, ReproducePlan
 
 Which = Annotated[str | None, typer.Argument(metavar="[ID]", hidden=True)]
 Changes = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", hidden=True)]
@@ -49,14 +49,14 @@ def reproduce(
     Without ID, list them. A table's cells are run with the paper's protocol and shown beside what the paper prints. KEY=VALUE
     changes a key of the configuration. The same command goes on after an interruption; finished runs are never repeated.
     """
-    from fedloom.papers.catalogue import exhibit
     from fedloom.papers.execute import require_files
-    from fedloom.papers.request import Request, plan
+    from fedloom.papers.paper_file import exhibit
+    from fedloom.papers.plan import ReproduceOptions, plan
 
     if which is None:
         _list(_folders(data))
         return
-    request = Request(
+    options = ReproduceOptions(
         rows=tuple(rows or ()),
         columns=tuple(columns or ()),
         rounds=rounds,
@@ -68,19 +68,19 @@ def reproduce(
     )
     if workers < 1:
         raise InvalidValue(f"--workers must be at least 1, not {workers}")
-    wanted = plan(exhibit(which), request)
+    wanted = plan(exhibit(which), options)
     if not estimate:
         require_files(wanted, fresh)
-    _say_how_long(wanted, workers)
+    _say_howtime_text(wanted, workers)
     if not estimate:
-        _run(wanted, workers, fresh, quiet, _command(which, request, workers))
+        _run(wanted, workers, fresh, quiet, _command(which, options, workers))
 
 
-def _run(wanted: Plan, workers: int, fresh: bool, quiet: bool, command: str) -> None:
+def _run(wanted: ReproducePlan, workers: int, fresh: bool, quiet: bool, command: str) -> None:
     from rich.console import Console
 
     from fedloom.papers import execute
-    from fedloom.papers.side_by_side import to_table
+    from fedloom.papers.result_table import to_table
 
     if wanted.jobs:
         use_threads(wanted.jobs[0].configuration)
@@ -95,12 +95,13 @@ def _run(wanted: Plan, workers: int, fresh: bool, quiet: bool, command: str) -> 
     require_finished(failed, len(wanted.jobs))
 
 
-def _say_how_long(wanted: Plan, workers: int) -> None:
+def _say_howtime_text(wanted: ReproducePlan, workers: int) -> None:
     """The estimate, on stderr, setting by setting where there are a few."""
     import torch
     from rich.console import Console
 
     from fedloom.papers.estimate import estimate
+    from fedloom.report.units import time_text
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     threads = next((c.threads for c in wanted.configurations.values() if c.threads), None)
@@ -108,7 +109,7 @@ def _say_how_long(wanted: Plan, workers: int) -> None:
     found = estimate(wanted, threads or max(1, torch.get_num_threads() // busy))
     left = [one for one in found if one.seconds > 0]
     for one in left if len(left) > 1 else []:
-        console.print(f"{one.setting}: {_runs(one.runs - one.finished)}, about {_long(one.seconds)}")
+        console.print(f"{one.setting}: {_runs(one.runs - one.finished)}, about {time_text(one.seconds)}")
     finished, runs = sum(one.finished for one in found), sum(one.runs for one in found)
     seconds, steps = sum(one.seconds for one in left) / busy, sum(one.steps for one in left)
     done = f" ({finished} finished before)" if finished else ""
@@ -117,17 +118,10 @@ def _say_how_long(wanted: Plan, workers: int) -> None:
         return
     console.print(
         f"{wanted.exhibit.id}: {len(wanted.cells)} cells, {_runs(runs)}{done}, {steps:,} local steps: "
-        f"about {_long(seconds)} on this machine" + (f" with {busy} workers" if busy > 1 else "")
+        f"about {time_text(seconds)} on this machine" + (f" with {busy} workers" if busy > 1 else "")
     )
     if seconds > 600:
         console.print("less with --rounds, --seeds, --samples, --rows or --columns; results are then labelled PARTIAL")
-
-
-def _long(seconds: float) -> str:
-    """A time as people say it, also where it is days."""
-    from fedloom.report.units import time_text
-
-    return f"{seconds / 86_400:,.0f} days" if seconds > 3 * 86_400 else time_text(seconds)
 
 
 def _runs(count: int) -> str:
@@ -141,24 +135,23 @@ def _list(folders: dict[str, str]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from fedloom.config.expression import parse
-    from fedloom.papers.catalogue import PAPERS, exhibits
-    from fedloom.papers.needs import FACTS, at_hand, family
+    from fedloom.papers.paper_data import at_hand, data_of, facts, family
+    from fedloom.papers.paper_file import exhibits, titles
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for title, justify in (("Table or figure", "left"), ("Shows", "left"), ("Cells", "right"), ("Data", "left")):
         table.add_column(title, justify=justify, no_wrap=title == "Table or figure")  # type: ignore[arg-type]
     missing: dict[str, None] = {}
-    for paper, full in PAPERS.items():
+    for paper, full in titles().items():
         table.add_row(Text(paper, style="bold"), Text(full, style="bold"))
         for one in exhibits().values():
             if one.id.partition(".")[0] != paper:
                 continue
-            names = dict.fromkeys(parse(cell.setting.data).name for cell in one.cells)
+            names = dict.fromkeys(data_of(cell.setting.data) for cell in one.cells)
             words = []
             for name in names:
                 here = at_hand(name, folders.get(family(name)))
-                words.append(FACTS[name].label if here else f"({FACTS[name].label})")
+                words.append(facts()[name].label if here else f"({facts()[name].label})")
                 if not here:
                     missing[family(name)] = None
             table.add_row(one.id, one.shows, str(len(one.cells)), ", ".join(words))
@@ -182,32 +175,25 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
 
 
 def _folders(texts: Texts) -> dict[str, str]:
-    """`--data mnist=FOLDER` by name, the folders in full, so that runs are found again from anywhere."""
-    from fedloom.papers.needs import FACTS, family
-
+    """`--data mnist=FOLDER` by name, as absolute paths, so that runs are found again from anywhere."""
     found = {}
-    known = sorted({family(name) for name, facts in FACTS.items() if not facts.generated})
     for text in texts or ():
         name, equals, folder = text.partition("=")
         if not equals or not folder:
             raise InvalidValue(f"--data {text!r} is not NAME=FOLDER, such as mnist=data/MNIST")
-        if name not in known:
-            raise InvalidValue(
-                f"--data: there is no {name!r}:{suggestion(name, known)} (there are: {', '.join(known)})"
-            )
         found[name] = str(Path(folder).expanduser().resolve())
     return found
 
 
-def _command(which: str, request: Request, workers: int) -> str:
+def _command(which: str, options: ReproduceOptions, workers: int) -> str:
     """The line that makes it all again."""
     words = ["reproduce", which]
-    for option, texts in (("--rows", request.rows), ("--columns", request.columns)):
+    for option, texts in (("--rows", options.rows), ("--columns", options.columns)):
         words += [word for text in texts for word in (option, text)]
-    for option, value in (("--rounds", request.rounds), ("--samples", request.samples)):
+    for option, value in (("--rounds", options.rounds), ("--samples", options.samples)):
         words += [] if value is None else [option, str(value)]
-    words += [] if request.seeds is None else ["--seeds", ",".join(map(str, request.seeds))]
-    words += [word for name, folder in request.folders.items() for word in ("--data", f"{name}={folder}")]
+    words += [] if options.seeds is None else ["--seeds", ",".join(map(str, options.seeds))]
+    words += [word for name, folder in options.folders.items() for word in ("--data", f"{name}={folder}")]
     words += ["--workers", str(workers)] if workers > 1 else []
-    words += ["--directory", str(request.directory)]
-    return again([*words, *request.changes])
+    words += ["--directory", str(options.directory)]
+    return again([*words, *options.changes])

@@ -1,10 +1,9 @@
-"""How long the runs will take on this machine: a few real local steps, times the steps that the protocol has."""
+"""How long the runs will take on this machine: the time of a few real local steps, times the steps of the protocol."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -16,9 +15,8 @@ from fedloom.data.dataset import Dataset, DataSpec, Samples
 from fedloom.data.partition import Partition
 from fedloom.engines.rows import RowsEngine
 from fedloom.experiment.configuration import Configuration
-from fedloom.experiment.jobs import Job
-from fedloom.papers.needs import FACTS, Facts
-from fedloom.papers.request import Plan
+from fedloom.papers.paper_data import DataFacts, data_of, facts
+from fedloom.papers.plan import ReproducePlan
 from fedloom.randomness import stream
 from fedloom.recording.landscape import Landscape
 from fedloom.recording.recorder import build_recorders
@@ -28,19 +26,20 @@ from fedloom.rounds.schedule import Schedule
 from fedloom.task import make_dataset, make_task
 
 TIMED = 4
-"""Local steps that are taken to time the fastest of them (a first step is never the fastest)."""
+"""Local steps of which the fastest counts (the first, which warms up, is never the fastest)."""
 
 PATIENCE = 2.0
-"""Seconds after which no further step is taken, once there are two."""
+"""Seconds after which no further step is timed, once there are two."""
 
 WORK = {
     "moon": 1.7, "fedgen": 1.5, "fedasam": 2.0, "fedsam": 2.0, "fedrep": 3.5,
     "pfedme": 5.0, "ditto": 3.0, "fedphp": 1.4, "fedfomo": 2.5, "apple": 2.5, "fedala": 1.3,
 }  # fmt: skip
-"""Time of a method's local training in that of plain SGD, by its passes over the data; 1 for those that are not listed."""
+"""Time of a method's local training relative to plain SGD, by its passes over the data; 1 for those that are not listed."""
 
 SCORING = {"fedala": 0.3, "ala": 0.3}
-"""What a client does before its own model can be scored, in local trainings; FedAvg-C and FedProx-C tell it themselves."""
+"""Work of a client before its own model can be scored, relative to a local training; FedAvg-C and FedProx-C have it as a
+parameter."""
 
 
 @dataclass(frozen=True)
@@ -62,35 +61,31 @@ class Estimate:
     seconds: float
 
 
-def estimate(plan: Plan, threads: int) -> list[Estimate]:
+def estimate(plan: ReproducePlan, threads: int) -> list[Estimate]:
     """Setting by setting, with `threads` threads a run; runs that are finished cost nothing."""
     found = []
     for key, own in plan.configurations.items():
         jobs = [job for job in plan.jobs if job.name.setting == key]
         waiting = [job for job in jobs if not job.finished]
-        costs = _costs(waiting, own, threads)
-        steps, seconds = sum(cost.steps for cost in costs), sum(cost.seconds for cost in costs)
+        costs = []
+        if waiting:
+            data = _facts(own)
+            each = seconds_a_step(own, data.spec, threads)
+            costs = [cost(own, job.name.algorithm, data, each) for job in waiting]
         if jobs:
+            steps, seconds = sum(cost.steps for cost in costs), sum(cost.seconds for cost in costs)
             found.append(Estimate(key, len(jobs), len(jobs) - len(waiting), steps, seconds))
     return found
 
 
-def _costs(jobs: Sequence[Job], own: Configuration, threads: int) -> list[Cost]:
-    if not jobs:
-        return []
-    facts = _facts(own)
-    each = seconds_a_step(own, facts.spec, threads)
-    return [cost(own, job.name.algorithm, facts, each) for job in jobs]
-
-
-def cost(own: Configuration, algorithm: str, facts: Facts, each: float) -> Cost:
+def cost(own: Configuration, algorithm: str, data: DataFacts, each: float) -> Cost:
     """Steps and seconds of one run, where a local step on a whole batch takes `each` seconds.
 
     Steps are K clients x epochs x ceil(n / B) a round, with n samples a client in the mean; evaluation passes forward only.
     """
     schedule, training = own.schedule, own.training
     clients = own.data.clients or 180  # natural clients: FEMNIST's writers
-    total = facts.train + (facts.test if own.data.merge else 0)
+    total = data.train + (data.test if own.data.merge else 0)
     samples = total * (1 - (own.data.local_test or 0.0)) / clients
     batch = min(training.batch_size or samples, samples)
     count = samples / batch
@@ -101,7 +96,7 @@ def cost(own: Configuration, algorithm: str, facts: Facts, each: float) -> Cost:
     each *= batch / (training.batch_size or samples)  # a client with less than a batch takes smaller steps
     forward = each / (TRAINING_PASSES * batch)
     evaluations = math.ceil(schedule.rounds / (schedule.evaluate_every or 1))
-    seconds = steps * each * work(call, schedule.participation) + evaluations * facts.test * forward
+    seconds = steps * each * work(call, schedule.participation) + evaluations * data.test * forward
     if schedule.personal_every and own.data.local_test is not None:
         scored = math.ceil(schedule.rounds / schedule.personal_every)
         once = total * own.data.local_test * forward + scoring(call) * clients * local * each
@@ -116,7 +111,7 @@ def surface_passes(recorder: str) -> int:
 
 
 def work(call: Call, participation: float) -> float:
-    """A method's local training in that of plain SGD. Under `umf` those also train who take part in the next round only."""
+    """Time of a method's local training relative to plain SGD. Under `umf` the clients of the next round train as well."""
     inner = [value for value in (*call.positional, *call.named.values()) if isinstance(value, Call)]
     most = max((work(one, participation) for one in inner), default=1.0)
     if call.name == "umf":
@@ -131,7 +126,7 @@ def work(call: Call, participation: float) -> float:
 
 
 def scoring(call: Call) -> float:
-    """What a client does before its own model is scored, in local trainings."""
+    """Work of a client before its own model is scored, relative to a local training."""
     inner = [value for value in (*call.positional, *call.named.values()) if isinstance(value, Call)]
     own = float(call.named.get("finetune_epochs", SCORING.get(call.name, 0.0)))
     return own + sum(scoring(one) for one in inner)
@@ -174,15 +169,14 @@ def _noise(spec: DataSpec, count: int) -> Samples:
     return Samples(inputs, torch.randint(0, spec.classes, (count,), generator=generator))
 
 
-def _facts(own: Configuration) -> Facts:
-    """Shape and sizes of the data: known of the papers' sets, looked up of others."""
+def _facts(own: Configuration) -> DataFacts:
+    """Shape and sizes of the data: known for the papers' sets, looked up for others."""
     call = parse(own.data.name)
-    whole = parse(str(call.named["of"])) if call.name == "part" else call
-    known = FACTS.get(whole.name)
+    known = facts().get(data_of(own.data.name))
     if known is None:
         data = make_dataset(own.data.name)
-        return Facts(data.name, data.spec, len(data.train), len(data.test))
+        return DataFacts(data.name, data.spec, len(data.train), len(data.test))
     if call.name != "part":
         return known
     share = min(1.0, int(call.named["samples"]) / (known.train + known.test))
-    return Facts(known.label, known.spec, round(known.train * share), round(known.test * share))
+    return replace(known, train=round(known.train * share), test=round(known.test * share))

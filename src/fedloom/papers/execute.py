@@ -11,23 +11,23 @@ from fedloom.errors import DataError, InvalidValue
 from fedloom.experiment.events import RunName, Watch
 from fedloom.experiment.jobs import Here, Job, Pool, Tasks, require_possible
 from fedloom.experiment.workers import Crew
-from fedloom.papers.measure import found, judged
-from fedloom.papers.needs import FACTS, at_hand, family
-from fedloom.papers.protocols import Beside, Cell
-from fedloom.papers.request import Plan, setting_key
-from fedloom.papers.side_by_side import Line, to_csv, to_markdown
+from fedloom.papers.measure import judged, measured
+from fedloom.papers.paper_data import at_hand, data_of, facts, family
+from fedloom.papers.plan import ReproducePlan, setting_key
+from fedloom.papers.protocols import Baseline, PaperCell
+from fedloom.papers.result_table import CellResult, to_csv, to_markdown
 from fedloom.report import write_report
 from fedloom.report.summary import RunSummary
 from fedloom.state.files import write_text
 from fedloom.task import make_dataset
 
 
-def waiting(plan: Plan, fresh: bool) -> list[Job]:
+def waiting(plan: ReproducePlan, fresh: bool) -> list[Job]:
     """The runs that are not finished yet."""
     return [job for job in plan.jobs if fresh or not job.finished]
 
 
-def require_data(plan: Plan, fresh: bool) -> Tasks:
+def require_data(plan: ReproducePlan, fresh: bool) -> Tasks:
     """Read the data and set up every method once in every setting, before the first round of any run.
 
     Raises `DataError`, in one line, that says which data are missing, where to put them and which option to give.
@@ -41,28 +41,22 @@ def require_data(plan: Plan, fresh: bool) -> Tasks:
     return tasks
 
 
-def require_files(plan: Plan, fresh: bool) -> None:
+def require_files(plan: ReproducePlan, fresh: bool) -> None:
     """As `require_data`, but only where not even a file of the data is found: so that this is said at once."""
     for job in {job.name.setting: job for job in waiting(plan, fresh)}.values():
-        name = _data_of(job)
-        if name in FACTS and not at_hand(name, plan.request.folders.get(family(name))):
+        name = data_of(job.configuration.data.name)
+        if name in facts() and not at_hand(name, plan.options.folders.get(family(name))):
             try:
                 make_dataset(job.configuration.data.name)
             except (DataError, InvalidValue) as error:
                 raise _located(error, job, plan) from None
 
 
-def _data_of(job: Job) -> str:
-    """The name of the whole data set."""
-    call = parse(job.configuration.data.name)
-    return parse(str(call.named["of"])).name if call.name == "part" else call.name
-
-
-def _located(error: DataError | InvalidValue, job: Job, plan: Plan) -> DataError | InvalidValue:
+def _located(error: DataError | InvalidValue, job: Job, plan: ReproducePlan) -> DataError | InvalidValue:
     """The error with what the user can do about missing data here."""
-    name = _data_of(job)
+    name = data_of(job.configuration.data.name)
     text = str(error).removeprefix(f"settings, {job.name.setting}: ")
-    if name not in FACTS or FACTS[name].generated or not any(word in text for word in ("put ", "no such folder")):
+    if name not in facts() or facts()[name].generated or not any(word in text for word in ("put ", "no such folder")):
         return InvalidValue(f"{job.name.setting}: {text}")
     others = {parse(cell.setting.data).name for cell in plan.exhibit.cells} - {name}
     instead = "; or choose other --columns" if others else ""
@@ -70,7 +64,7 @@ def _located(error: DataError | InvalidValue, job: Job, plan: Plan) -> DataError
 
 
 def execute(
-    plan: Plan, watch: Watch, tasks: Tasks, *, workers: int, fresh: bool, stopped: Callable[[], bool]
+    plan: ReproducePlan, watch: Watch, tasks: Tasks, *, workers: int, fresh: bool, stopped: Callable[[], bool]
 ) -> dict[RunName, str]:
     """Make the runs that are not finished; what went wrong, by run. A run that fails does not keep the others from running."""
     jobs = waiting(plan, fresh)
@@ -84,33 +78,34 @@ def execute(
         pool.close()
 
 
-def lines(plan: Plan, failed: Mapping[RunName, str]) -> list[Line]:
+def lines(plan: ReproducePlan, failed: Mapping[RunName, str]) -> list[CellResult]:
     """Every chosen cell with what its runs gave, as far as they are finished."""
     summaries = summaries_of(plan)
     result = []
     for cell in plan.cells:
-        own, others = plan.jobs_of(cell), plan.jobs_of(cell.beside) if cell.beside else []
+        own, others = plan.jobs_of(cell), plan.jobs_of(cell.baseline) if cell.baseline else []
         jobs = list({job.name: job for job in (*own, *others)}.values())
         reason = next((failed[job.name] for job in jobs if job.name in failed), "")
         runs, base = ([summaries[job.name] for job in some if job.name in summaries] for some in (own, others))
         finished = sum(job.name in summaries for job in jobs)
         short = (f"{finished} of {len(jobs)} runs",) if finished < len(jobs) else ()
-        result.append(Line(cell, found(cell, runs, base), (*plan.partial[setting_key(cell.setting)], *short), reason))
+        left_out = (*plan.partial[setting_key(cell.setting)], *short)
+        result.append(CellResult(cell, measured(cell, runs, base), left_out, reason))
     return result
 
 
-def summaries_of(plan: Plan) -> dict[RunName, RunSummary]:
+def summaries_of(plan: ReproducePlan) -> dict[RunName, RunSummary]:
     """The figures of the finished runs."""
     return {job.name: job.summary() for job in plan.jobs if job.finished}
 
 
-def title(plan: Plan) -> str:
+def title(plan: ReproducePlan) -> str:
     """`PARTIAL fedumf.table-a2: rounds to one accuracy a data set`."""
     words = f"{plan.exhibit.id}: {plan.exhibit.shows}"
     return f"{plan.label} {words}" if plan.label else words
 
 
-def notes(plan: Plan) -> list[str]:
+def notes(plan: ReproducePlan) -> list[str]:
     """What a reader of the table must know."""
     found = [f"{plan.label}: {reason}" for reason in plan.reasons]
     if len(plan.cells) < len(plan.exhibit.cells):
@@ -122,7 +117,7 @@ def notes(plan: Plan) -> list[str]:
     return found
 
 
-def write(plan: Plan, table: list[Line], command: str) -> list[Path]:
+def write(plan: ReproducePlan, table: list[CellResult], command: str) -> list[Path]:
     """Write `cells.csv`, `cells.md` and, where there are runs, `report.html`; their paths."""
     plan.folder.mkdir(parents=True, exist_ok=True)
     places = [plan.folder / "cells.csv", plan.folder / "cells.md"]
@@ -139,18 +134,18 @@ def write(plan: Plan, table: list[Line], command: str) -> list[Path]:
     return places
 
 
-def _first(plan: Plan) -> str:
+def _first(plan: ReproducePlan) -> str:
     """The section of the report that the figure is in, so that the page begins with it; the usual order for tables."""
     if any(cell.measure.kind == "classes" for cell in plan.cells):
         return "clients"
-    return "recorded" if any(cell.setting.record(cell.setting.rounds) for cell in plan.cells) else ""
+    return "recorded" if any(cell.setting.record for cell in plan.cells) else ""
 
 
-def _labelled(plan: Plan) -> list[RunSummary]:
+def _labelled(plan: ReproducePlan) -> list[RunSummary]:
     """The finished runs under the paper's names, with their setting where there are several."""
-    first: dict[tuple[str, str], Cell | Beside] = {}
-    beside = [cell.beside for cell in plan.cells if cell.beside]
-    places: list[Cell | Beside] = [*plan.cells, *beside]
+    first: dict[tuple[str, str], PaperCell | Baseline] = {}
+    baselines = [cell.baseline for cell in plan.cells if cell.baseline]
+    places: list[PaperCell | Baseline] = [*plan.cells, *baselines]
     for place in places:
         first.setdefault((setting_key(place.setting), str(parse(place.algorithm))), place)
     several = len({cell.setting.name for cell in plan.cells}) > 1

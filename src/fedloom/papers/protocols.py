@@ -1,23 +1,15 @@
-"""What the papers' experiments are made of: settings, measures, cells, and the tables and figures that hold them."""
+"""What the papers' tables and figures are made of: settings, measures and cells."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from fedloom.state.files import slug
-
-Recorders = Callable[[int], tuple[str, ...]]
-"""What is recorded in a run of so many rounds."""
-
-
-def nothing(rounds: int) -> tuple[str, ...]:
-    """Record nothing beside the figures."""
-    return ()
 
 
 @dataclass(frozen=True)
@@ -27,8 +19,10 @@ class Setting:
     `data` is the data set's expression without a folder, `training` the keys of `[training]` that are not the defaults.
     Evaluations take place every `evaluate_every` rounds, of the global model or, with `personal`, of the clients' own models
     on the quarter of each client's data that is held out (FedALA; training and test part are merged before). `seeds` are the
-    runs of the protocol, `record` what is recorded beside the figures. `only` names the method that this setting is for, where
-    a paper trains one method in another way than the others in the same column.
+    runs of the protocol. `record` is what is recorded beside the figures: expressions of recorders, or tables of a `recorder`
+    with `{every}`, noted `every` so many rounds but at least so many `times` in a run; or `instead` of which another is
+    taken in runs of less than so many `rounds`. `only` names the method that this setting is for, where a paper trains one
+    method in another way than the others in the same column.
     """
 
     paper: str
@@ -42,8 +36,8 @@ class Setting:
     participation: float
     evaluate_every: int
     personal: bool = False
-    seeds: tuple[int, ...] = (0,)
-    record: Recorders = nothing
+    seeds: Sequence[int] = (0,)
+    record: Sequence[str | Mapping[str, Any]] = ()
     only: str = ""
 
     def table(self, rounds: int) -> dict[str, Any]:
@@ -63,10 +57,19 @@ class Setting:
             "evaluate_every": rounds if self.personal else every,
             **({"personal_every": every} if self.personal else {}),
             "model": self.model,
-            "record": list(self.record(rounds)),
+            "record": [_recorder(one, rounds) for one in self.record],
             "data": data,
             "training": dict(self.training),
         }
+
+
+def _recorder(one: str | Mapping[str, Any], rounds: int) -> str:
+    """The expression of a recorder in a run of so many rounds."""
+    if isinstance(one, str):
+        return one
+    if "times" in one:
+        return str(one["recorder"].format(every=max(1, min(one["every"], rounds // one["times"]))))
+    return str(one["instead"] if rounds < one["rounds"] else one["recorder"])
 
 
 def folder_of(name: str, table: dict[str, Any]) -> str:
@@ -83,12 +86,12 @@ class Measure:
     `end`       mean of the last ten evaluations' test accuracy, %
     `personal`  best over rounds of the accuracy of the clients' own models, over all their test samples, %
     `joining`   the same over the clients that take part in the round alone, %
-    `improvement`  best personal accuracy less that of the run beside it, points
+    `improvement`  best personal accuracy less the baseline's, points
     `rounds`    first round whose test accuracy is at least `target` %
-    `speedup`   that round of the run beside it over this run's
+    `speedup`   the baseline's round over this run's
     `minutes`   minutes a round (training and server)
     `total`     minutes until the best personal accuracy is reached
-    `slower`    minutes a round over those of the run beside it
+    `slower`    minutes a round over the baseline's
     `models`    models sent and received a round (`a_client`: by one client), from counted bytes
     `weights`   weights that ALA learns, from the model
     `classes`   classes that a client holds, mean over the clients
@@ -130,7 +133,7 @@ class Printed:
 
 
 @dataclass(frozen=True)
-class Beside:
+class Baseline:
     """The run that a measure compares with: the method as the paper calls it, where, and how."""
 
     row: str
@@ -139,10 +142,10 @@ class Beside:
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One value: `row` is the method as the paper calls it, `column` the setting with the target, if any.
+class PaperCell:
+    """One value of a table or figure: `row` is the method as the paper calls it, `column` the setting with the target, if any.
 
-    `setting` and `algorithm` give the run; `printed` is None for a curve, of which the paper prints no number. `beside` is
+    `setting` and `algorithm` give the run; `printed` is None for a curve, of which the paper prints no number. `baseline` is
     the run that is compared with, where the measure compares two.
     """
 
@@ -152,7 +155,7 @@ class Cell:
     algorithm: str
     measure: Measure
     printed: Printed | None = None
-    beside: Beside | None = None
+    baseline: Baseline | None = None
 
 
 @dataclass(frozen=True)
@@ -161,28 +164,9 @@ class Exhibit:
 
     id: str
     shows: str
-    make: Callable[[], list[Cell]] = field(repr=False)
+    make: Callable[[], list[PaperCell]] = field(repr=False)
 
     @cached_property
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[PaperCell]:
         """All cells, in the paper's order."""
         return self.make()
-
-
-HETEROGENEITY = {
-    "iid": "IID",
-    "iid_lognormal:0.3": "unbalanced",
-    "dir_class_prior:0.6": "non-IID",
-    "natural": "natural",
-}
-
-
-def heterogeneity(word: str) -> str:
-    """The papers' word for how data differ, from that of the numbers: `dir:0.1` is `Dir(0.1)`."""
-    kind, _, value = word.partition(":")
-    return HETEROGENEITY.get(word) or (f"Dir({value})" if kind == "dir" else kind)
-
-
-def percent(share: float) -> str:
-    """0.15 as `15%`."""
-    return f"{round(100 * share, 6):g}%"

@@ -6,7 +6,7 @@ import csv
 import dataclasses
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from fedloom.report.cells import Table, halves
@@ -20,7 +20,6 @@ from fedloom.report.sheet import (
     overall,
     reading,
 )
-from fedloom.report.significance import Difference
 from fedloom.report.summary import Row
 
 _ESCAPED = {
@@ -41,18 +40,20 @@ _ESCAPED = {
 
 def to_csv(sheets: Sequence[Sheet]) -> str:
     """A line for each setting and method: accuracies as shares, bytes, seconds; empty where there is no value."""
-    return _csv([{**_settings(one, keys(sheets)), **_plain(row)} for one in sheets for row in one.rows], "algorithm")
+    return csv_text(
+        [{**_settings(one, keys(sheets)), **_plain(row)} for one in sheets for row in one.rows], ["algorithm"]
+    )
 
 
 def differences_to_csv(sheets: Sequence[Sheet]) -> str:
     """A line for each setting, measure and difference, with both tests."""
     lines = [
-        {**_settings(one, keys(sheets)), "measure": name, **_tested(found)}
+        {**_settings(one, keys(sheets)), "measure": name, **dataclasses.asdict(found)}
         for one in sheets
         for name, tests in one.tests.items()
         for found in tests
     ]
-    return _csv(lines, "measure")
+    return csv_text(lines, ["measure"])
 
 
 def to_data(sheets: Sequence[Sheet]) -> dict[str, Any]:
@@ -94,6 +95,21 @@ def to_latex(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
     return "% Needs \\usepackage{booktabs}.\n\n" + "\n".join(tables)
 
 
+def csv_text(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    """CSV with the keys of the first line, or `names` without any, as its header; empty where a value is None."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(lines[0]) if lines else names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
+
+
+def markdown_table(heads: Sequence[str], lines: Iterable[Sequence[str]], left: Collection[int] = (0,)) -> str:
+    """A Markdown table; columns are right-aligned but for those on the `left`."""
+    rule = ["---" if k in left else "---:" for k in range(len(heads))]
+    return "".join(f"| {' | '.join(line)} |\n" for line in (heads, rule, *lines))
+
+
 def escape_latex(text: str) -> str:
     """Text in which LaTeX finds nothing to obey."""
     return "".join(_ESCAPED.get(letter, letter) for letter in text)
@@ -114,21 +130,8 @@ def _plain(row: Row) -> dict[str, Any]:
         spreads |= {f"seconds_to_{name}": reach.seconds}
     spreads |= {"bytes_down": row.bytes_down, "bytes_up": row.bytes_up, "seconds": row.seconds}
     for name, spread in spreads.items():
-        line[name] = "" if spread is None else spread.mean
-        line[f"{name}_std"] = "" if spread is None else spread.std
+        line |= {name: spread and spread.mean, f"{name}_std": spread and spread.std}
     return {**line, "faults": row.faults}
-
-
-def _tested(found: Difference) -> dict[str, Any]:
-    return {name: "" if value is None else value for name, value in dataclasses.asdict(found).items()}
-
-
-def _csv(lines: Sequence[Mapping[str, Any]], only: str) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(lines[0]) if lines else [only], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return text.getvalue()
 
 
 def _caption(sheets: Sequence[Sheet]) -> str:
@@ -147,28 +150,27 @@ def _explained(sheets: Sequence[Sheet]) -> str:
 
 def _markdown(table: Table) -> str:
     best = table.best_lines
-    lines = [[_flat(column.title) for column in table.columns], ["---"] + ["---:"] * (len(table.columns) - 1)]
-    for number, line in enumerate(table.lines):
-        lines.append([_markdown_cell(cell.text, number in best[k]) for k, cell in enumerate(line)])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    lines = [
+        [escape_markdown(cell.text, number in best[k]) for k, cell in enumerate(line)]
+        for number, line in enumerate(table.lines)
+    ]
+    return markdown_table([_flat(column.title) for column in table.columns], lines)
 
 
-def _markdown_cell(text: str, is_best: bool) -> str:
+def escape_markdown(text: str, bold: bool = False) -> str:
+    """Text for a cell of a Markdown table."""
     shown = re.sub(r"([|*_`\\])", r"\\\1", _flat(text))
-    return f"**{shown}**" if is_best else shown
+    return f"**{shown}**" if bold else shown
 
 
 def _markdown_differences(one: Sheet) -> str:
     """The differences of the sheet's measure as a table."""
+    heads = ("Method", "minus", "Difference", "95 % interval", "p (t)", "p (exact)", "")
     lines = [
-        f"{difference_title(one)}:\n",
-        "| Method | minus | Difference | 95 % interval | p (t) | p (exact) | |",
-        "| --- | --- | ---: | ---: | ---: | ---: | --- |",
+        [escape_markdown(found.method), escape_markdown(found.other), *difference_cells(found)]
+        for found in one.tests[one.measure]
     ]
-    for found in one.tests[one.measure]:
-        cells = [_markdown_cell(found.method, False), _markdown_cell(found.other, False), *difference_cells(found)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return f"{difference_title(one)}:\n\n{markdown_table(heads, lines, left=(0, 1, 6))}"
 
 
 def _flat(text: str) -> str:

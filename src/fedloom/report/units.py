@@ -18,10 +18,10 @@ def byte_text(count: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Seconds as people say them: `0.42 s`, `38 s`, `4 min 05 s`, `2 h 07 min`."""
+    """Seconds as people say them: `0.42 s`, `38 s`, `4 min 05 s`, `2 h 07 min`, `4 days`."""
     if seconds < 59.5:
         return f"{seconds:.2g} s" if seconds < 9.5 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60:,} h {minutes % 60:02d} min"
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes <= 3 * 1440 else f"{minutes / 1440:,.0f} days"

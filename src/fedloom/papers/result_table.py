@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,9 +9,10 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from fedloom.papers.measure import Found, deviations, difference
-from fedloom.papers.protocols import Cell, Measure, Printed
+from fedloom.papers.measure import Measured, deviations, difference
+from fedloom.papers.protocols import Measure, PaperCell, Printed
 from fedloom.report.cells import NEVER
+from fedloom.report.export import csv_text, markdown_table
 
 PARTIAL = "PARTIAL"
 NOT_RUN = "not run"
@@ -21,11 +20,11 @@ COMPLETE = "complete"
 
 
 @dataclass(frozen=True)
-class Line:
+class CellResult:
     """One cell with what was found; `left_out` is what of the protocol was left out, `failed` why a run failed."""
 
-    cell: Cell
-    here: Found | None
+    cell: PaperCell
+    here: Measured | None
     left_out: tuple[str, ...] = ()
     failed: str = ""
 
@@ -41,7 +40,7 @@ class Line:
         return PARTIAL if self.left_out else COMPLETE
 
 
-def to_table(title: str, lines: Sequence[Line], notes: Sequence[str]) -> Table:
+def to_table(title: str, lines: Sequence[CellResult], notes: Sequence[str]) -> Table:
     """For the terminal, a block a column of the paper; `notes` stand below."""
     table = Table(
         title=Text(title),
@@ -64,30 +63,20 @@ def to_table(title: str, lines: Sequence[Line], notes: Sequence[str]) -> Table:
     return table
 
 
-def to_markdown(title: str, lines: Sequence[Line], notes: Sequence[str]) -> str:
+def to_markdown(title: str, lines: Sequence[CellResult], notes: Sequence[str]) -> str:
     """As a Markdown table, the notes below."""
-    head = ("Setting", "Method", "Paper", "Here", "Difference", "In std", "Status")
-    rows = [[line.cell.column, line.cell.row, *_cells(line)] for line in lines]
-    text = [f"## {title}", "", f"| {' | '.join(head)} |", "| --- | --- | ---: | ---: | ---: | ---: | --- |"]
-    text += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
-    return "\n".join([*text, "", *(f"- {note}" for note in notes)]) + "\n"
+    heads = ("Setting", "Method", "Paper", "Here", "Difference", "In std", "Status")
+    rows = ([cell.replace("|", "/") for cell in (line.cell.column, line.cell.row, *_cells(line))] for line in lines)
+    listed = "".join(f"- {note}\n" for note in notes)
+    return f"## {title}\n\n{markdown_table(heads, rows, left=(0, 1, 6))}\n{listed}"
 
 
-def to_csv(exhibit: str, lines: Sequence[Line]) -> str:
+def to_csv(exhibit: str, lines: Sequence[CellResult]) -> str:
     """With plain numbers; empty where there is none. `*` is a target that was never reached."""
-    names = (
-        "exhibit", "column", "row", "algorithm", "measure", "unit", "paper", "paper_std", "here", "here_std",
-        "difference", "in_std", "runs", "reached", "best", "rounds", "protocol_rounds", "status", "left_out",
-    )  # fmt: skip
-    text = io.StringIO()
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    for line in lines:
-        writer.writerow({name: "" if value is None else value for name, value in _plain(exhibit, line).items()})
-    return text.getvalue()
+    return csv_text([_plain(exhibit, line) for line in lines], ["exhibit"])
 
 
-def _plain(exhibit: str, line: Line) -> Mapping[str, object]:
+def _plain(exhibit: str, line: CellResult) -> Mapping[str, object]:
     cell, here, paper = line.cell, line.here, line.cell.printed
     never = cell.measure.kind in ("rounds", "speedup")
     return {
@@ -113,7 +102,7 @@ def _plain(exhibit: str, line: Line) -> Mapping[str, object]:
     }
 
 
-def _cells(line: Line) -> list[str]:
+def _cells(line: CellResult) -> list[str]:
     """Paper, here, difference, in standard deviations, status."""
     measure, here = line.cell.measure, line.here
     by, deviating = difference(here, line.cell.printed), deviations(here, line.cell.printed)
@@ -135,7 +124,7 @@ def printed_text(paper: Printed | None, measure: Measure) -> str:
     return _with_deviation(paper.mean, paper.std, measure)
 
 
-def found_text(here: Found, measure: Measure) -> str:
+def found_text(here: Measured, measure: Measure) -> str:
     """As `printed_text`; where not every run reached a target, within how many rounds, how many did, and how near the best
     came."""
     if here.mean is None and measure.kind == "speedup":

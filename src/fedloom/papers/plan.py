@@ -1,4 +1,4 @@
-"""What a user asks of a table or figure: which cells, and how much less than the whole protocol."""
+"""What a user wants of a table or figure (which cells, and how much less than the whole protocol), and the runs that it takes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fedloom.experiment.configuration import Configuration, configuration, put
 from fedloom.experiment.events import RunName
 from fedloom.experiment.jobs import Job
 from fedloom.experiment.run import run_directory
-from fedloom.papers.needs import FACTS, family, in_folder
-from fedloom.papers.protocols import Beside, Cell, Exhibit, Setting, folder_of
+from fedloom.papers.paper_data import data_of, facts, families, family, in_folder
+from fedloom.papers.protocols import Baseline, Exhibit, PaperCell, Setting, folder_of
 
 NEUTRAL = ("workers", "threads", "engine", "checkpoint_every")
 """Keys that change nothing of what is measured, but for the last digits of sums."""
@@ -35,9 +35,9 @@ _REFUSED = {
 
 
 @dataclass(frozen=True)
-class Request:
-    """`rows` and `columns` choose cells (all where empty), `rounds` is the most that a run has, `samples` how many of a data
-    set's samples are used; `folders` are those of the data by name, `changes` are `key=value`."""
+class ReproduceOptions:
+    """What a user wants: `rows` and `columns` choose cells (all where empty), `rounds` is the most that a run has, `samples` how
+    many of a data set's samples are used; `folders` are those of the data by name, `changes` are `key=value`."""
 
     rows: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
@@ -57,10 +57,9 @@ class Request:
             require_at_least("--seeds", seed, 0)
         if self.seeds is not None and len(set(self.seeds)) < max(1, len(self.seeds)):
             raise InvalidValue(f"--seeds must differ from each other, not {', '.join(map(str, self.seeds))}")
-        known = sorted({family(name) for name, facts in FACTS.items() if not facts.generated})
         for name in self.folders:
-            if name not in known:
-                raise UnknownName("data set", name, known)
+            if name not in families():
+                raise UnknownName("data set", name, families())
         for change in self.changes:
             key = change.partition("=")[0].strip()
             if key in _REFUSED:
@@ -68,13 +67,13 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReproducePlan:
     """The chosen cells with what it takes to fill them: the configuration of each setting, by the setting's name, what of the
     protocol is left out there (`partial`, empty for all of it), and the runs."""
 
     exhibit: Exhibit
-    request: Request
-    cells: list[Cell]
+    options: ReproduceOptions
+    cells: list[PaperCell]
     configurations: dict[str, Configuration]
     partial: dict[str, tuple[str, ...]]
     jobs: list[Job]
@@ -92,10 +91,10 @@ class Plan:
     @property
     def folder(self) -> Path:
         """Where the files about this table or figure go."""
-        return self.request.directory / self.exhibit.id
+        return self.options.directory / self.exhibit.id
 
-    def jobs_of(self, where: Cell | Beside) -> list[Job]:
-        """The runs that fill a cell, or stand beside one, a seed each."""
+    def jobs_of(self, where: PaperCell | Baseline) -> list[Job]:
+        """The runs of a cell, or of its baseline, a seed each."""
         wanted = str(parse(where.algorithm))
         key = setting_key(where.setting)
         return [job for job in self.jobs if job.name.setting == key and job.name.algorithm == wanted]
@@ -106,19 +105,19 @@ def setting_key(setting: Setting) -> str:
     return f"{setting.name} ({setting.only})" if setting.only else setting.name
 
 
-def plan(exhibit: Exhibit, request: Request) -> Plan:
+def plan(exhibit: Exhibit, options: ReproduceOptions) -> ReproducePlan:
     """What is to be run. Raises `InvalidValue`, in one line, for rows, columns or values that there are not."""
-    cells = chosen(exhibit, request)
+    cells = chosen(exhibit, options)
     configurations: dict[str, Configuration] = {}
     partial: dict[str, tuple[str, ...]] = {}
     methods: dict[str, list[str]] = {}
-    for where in [place for cell in cells for place in (cell.beside, cell) if place is not None]:
+    for where in [place for cell in cells for place in (cell.baseline, cell) if place is not None]:
         key = setting_key(where.setting)
         if key not in configurations:
-            seeds = request.seeds or where.setting.seeds
-            configurations[key] = _configured(where.setting, key, request, seeds)
-            partial[key] = _left_out(where.setting, request, seeds)
-        if isinstance(where, Beside) or where.measure.kind != "weights":
+            seeds = options.seeds or where.setting.seeds
+            configurations[key] = _configured(where.setting, key, options, seeds)
+            partial[key] = _left_out(where.setting, options, seeds)
+        if isinstance(where, Baseline) or where.measure.kind != "weights":
             methods.setdefault(key, [])
             methods[key] += [text for text in [str(parse(where.algorithm))] if text not in methods[key]]
     jobs = []
@@ -128,13 +127,13 @@ def plan(exhibit: Exhibit, request: Request) -> Plan:
             for text in texts:
                 place = run_directory(own, text, seed)
                 jobs.append(Job(own, RunName(text, seed, key), place.path))
-    return Plan(exhibit, request, cells, configurations, partial, jobs)
+    return ReproducePlan(exhibit, options, cells, configurations, partial, jobs)
 
 
-def chosen(exhibit: Exhibit, request: Request) -> list[Cell]:
+def chosen(exhibit: Exhibit, options: ReproduceOptions) -> list[PaperCell]:
     """The cells in the rows and columns that are asked for."""
-    rows = _matching("row", request.rows, [cell.row for cell in exhibit.cells])
-    columns = _matching("column", request.columns, [cell.column for cell in exhibit.cells])
+    rows = _matching("row", options.rows, [cell.row for cell in exhibit.cells])
+    columns = _matching("column", options.columns, [cell.column for cell in exhibit.cells])
     found = [cell for cell in exhibit.cells if cell.row in rows and cell.column in columns]
     if not found:
         raise InvalidValue(f"{exhibit.id} has no cell in both the rows and the columns that were given")
@@ -173,32 +172,33 @@ def _few(labels: Sequence[str], most: int = 12) -> str:
     return ", ".join(labels[:most]) + more
 
 
-def _configured(setting: Setting, key: str, request: Request, seeds: Sequence[int]) -> Configuration:
-    rounds = min(setting.rounds, request.rounds or setting.rounds)
+def _configured(setting: Setting, key: str, options: ReproduceOptions, seeds: Sequence[int]) -> Configuration:
+    rounds = min(setting.rounds, options.rounds or setting.rounds)
     table = setting.table(rounds)
     data: dict[str, Any] = table["data"]
-    name = parse(setting.data).name
-    data["name"] = in_folder(setting.data, request.folders.get(family(name)))
-    if request.samples is not None and not FACTS[name].generated:
-        data["name"] = str(Call("part", named={"of": data["name"], "samples": request.samples}))
+    name = data_of(setting.data)
+    known = facts()[name]
+    data["name"] = in_folder(setting.data, options.folders.get(family(name)))
+    if options.samples is not None and not known.generated:
+        data["name"] = str(Call("part", named={"of": data["name"], "samples": options.samples}))
         if "steps" in table["training"]:
-            share = min(1.0, request.samples / (FACTS[name].train + FACTS[name].test))
+            share = min(1.0, options.samples / (known.train + known.test))
             table["training"]["steps"] = math.ceil(share * table["training"]["steps"])
-    for change in request.changes:
+    for change in options.changes:
         put(table, change)
     # Where something lies or how many work at it makes no other experiment.
-    place = request.directory / setting.paper / folder_of(key, {k: v for k, v in table.items() if k not in NEUTRAL})
+    place = options.directory / setting.paper / folder_of(key, {k: v for k, v in table.items() if k not in NEUTRAL})
     return configuration({**table, "name": setting.paper, "directory": str(place), "seeds": list(seeds)})
 
 
-def _left_out(setting: Setting, request: Request, seeds: Sequence[int]) -> tuple[str, ...]:
+def _left_out(setting: Setting, options: ReproduceOptions, seeds: Sequence[int]) -> tuple[str, ...]:
     """What makes runs of this setting less than, or other than, the paper's; empty when they are the same."""
     found = []
-    if request.rounds is not None and request.rounds < setting.rounds:
-        found.append(f"{request.rounds} of {setting.rounds:,} rounds")
+    if options.rounds is not None and options.rounds < setting.rounds:
+        found.append(f"{options.rounds} of {setting.rounds:,} rounds")
     if len(seeds) < len(setting.seeds):
         found.append(f"{len(seeds)} of {len(setting.seeds)} seeds")
-    if request.samples is not None and not FACTS[parse(setting.data).name].generated:
-        found.append(f"{request.samples:,} samples of the data")
-    found += [change for change in request.changes if change.partition("=")[0].strip() not in NEUTRAL]
+    if options.samples is not None and not facts()[data_of(setting.data)].generated:
+        found.append(f"{options.samples:,} samples of the data")
+    found += [change for change in options.changes if change.partition("=")[0].strip() not in NEUTRAL]
     return tuple(found)
