@@ -28,11 +28,11 @@ IMPORTS_TO_TURN = {
 METHODS_IN_ENGINES = {"fedloom.engines.flower.flower_engine", "fedloom.engines.flower.secure_round"}
 CLASSES_TO_RENAME = {
     "Answer", "Briefing", "Entry", "Note", "Pool", "Share",
-    "Site", "Trained", "Trial", "_Pickler", "_Step", "_Unpickler", "_Worker",
+    "Site", "Trained", "Trial", "_Pickler", "_Step", "_Worker",
 }  # fmt: skip
 MODULES_TO_RENAME = {
-    "checks", "cifar", "engine", "exchange", "flower", "identity", "messages", "models", "peer", "recording",
-    "secure", "server", "tiny_imagenet",
+    "engine", "exchange", "flower", "identity", "messages", "models", "peer", "recording",
+    "secure", "server",
 }  # fmt: skip
 
 # Functions whose parameters are what a user sets.

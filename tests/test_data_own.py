@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -128,6 +129,16 @@ def test_files_that_are_no_arrays(tmp_path: Path) -> None:
     (tmp_path / "torn.npz").write_bytes(b"PK\x03\x04torn")
     with pytest.raises(DataError, match=r"torn.npz: damaged"):
         make("arrays", path=str(tmp_path / "torn.npz"))
+    np.savez(tmp_path / "new.npz", inputs=np.zeros((2, 1)), labels=[0, 1])
+    content = bytearray((tmp_path / "new.npz").read_bytes())
+    content[content.index(b"PK\x01\x02") + 6] = 255  # "version needed to extract" of the first member
+    (tmp_path / "new.npz").write_bytes(content)
+    with pytest.raises(DataError, match=r"new.npz: damaged .*zip file version"):
+        make("arrays", path=str(tmp_path / "new.npz"))
+    with ZipFile(tmp_path / "text.npz", "w") as archive:
+        archive.writestr("inputs.npy", "no array")
+    with pytest.raises(DataError, match=r"text.npz: 'inputs' is not an array"):
+        make("arrays", path=str(tmp_path / "text.npz"))
     np.save(tmp_path / "one.npy", np.zeros(3))
     with pytest.raises(DataError, match=r"one.npy: a single array"):
         make("arrays", path=str(tmp_path / "one.npy"))

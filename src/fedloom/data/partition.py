@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from fedloom.config.registry import Registry
+from fedloom.data.formats.arrays import read_arrays
 from fedloom.errors import DataError, InvalidValue
 from fedloom.randomness import stream_seed
 from fedloom.state.files import replacing
 
 Indices = npt.NDArray[np.int64]
-
-# All that reading an archive of arrays raises when its bytes are not what they should be (RuntimeError: a zip version or
-# compression that does not exist; MemoryError: an array that claims to be larger than the memory).
-_DAMAGE = (ValueError, KeyError, EOFError, OSError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True)
@@ -103,31 +98,17 @@ class Partition:
 
         Raises `DataError` when the file is missing, damaged or does not hold a partition.
         """
-        try:
-            archive = zipfile.ZipFile(path)
-        except FileNotFoundError as error:
-            raise DataError(f"there is no partition file {path}") from error
-        except _DAMAGE as error:
-            raise DataError(f"{path} is not a partition file (an npz archive written by Partition.save)") from error
-        with archive:
-            arrays = [_member(archive, path, name) for name in ("indices", "offsets")]
-        indices, offsets = arrays
+        found = read_arrays(Path(path))
+        for name in ("indices", "offsets"):
+            if name not in found:
+                raise DataError(f"{path} is not a partition file: it has no array {name!r}")
+            if found[name].ndim != 1 or found[name].dtype.kind not in "iu":
+                shape = list(found[name].shape)
+                raise DataError(f"{path}: {name} must be one row of whole numbers, not {found[name].dtype} {shape}")
+        indices, offsets = (np.asarray(found[name], dtype=np.int64) for name in ("indices", "offsets"))
         if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(indices) or (np.diff(offsets) < 0).any():
             raise DataError(f"{path}: offsets must rise from 0 to {len(indices)}, the number of indices")
         return cls(indices, offsets)
-
-
-def _member(archive: zipfile.ZipFile, path: str | Path, name: str) -> Indices:
-    """One array of whole numbers out of an npz archive."""
-    try:
-        with archive.open(f"{name}.npy") as file:
-            array = np.lib.format.read_array(file, allow_pickle=False)
-    except _DAMAGE as error:
-        reason = "is missing" if isinstance(error, KeyError) else "is damaged or not a plain array"
-        raise DataError(f"{path}: its array {name!r} {reason}") from error
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise DataError(f"{path}: {name} must be one row of whole numbers, not {array.dtype} {list(array.shape)}")
-    return np.asarray(array, dtype=np.int64)
 
 
 def split_train_test(partition: Partition, seed: int, fraction: float = 0.25) -> tuple[Partition, Partition]:

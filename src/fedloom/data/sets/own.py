@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
-from numpy.lib.npyio import NpzFile
 from torch import Tensor
 
 from fedloom.config.fields import Count
 from fedloom.config.plugins import found_at
 from fedloom.data.dataset import Dataset, Samples, datasets
+from fedloom.data.formats.arrays import read_arrays
 from fedloom.data.formats.labels import class_labels, same_length
 from fedloom.data.formats.pictures import class_folders, pictures, read_image_folder
 from fedloom.data.sets.holdout import hold_out
@@ -131,23 +129,6 @@ def python(
     pair = isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, tuple) for part in given)
     train, *rest = own_samples([triple(part, source) for part in (given if pair else (given,))], layout, source)
     return own_dataset("python", train, rest[0] if rest else None, classes, normalise, test_fraction, seed, source)
-
-
-def read_arrays(path: Path) -> dict[str, Any]:
-    """The arrays of an npz file or of the npy files in a folder, by name."""
-    try:
-        if path.is_dir():
-            return {file.stem: np.load(file, allow_pickle=False) for file in sorted(path.glob("*.npy"))}
-        with path.open("rb") as file:  # NumPy leaves a file of its own open when the archive is damaged
-            found = np.load(file, allow_pickle=False)
-            if not isinstance(found, NpzFile):
-                raise DataError(f"{path}: a single array; wanted an npz file or a folder of npy files")
-            with found as stored:
-                return {key: stored[key] for key in stored.files}
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file") from error
-    except (OSError, ValueError, EOFError, BadZipFile, zlib.error) as error:
-        raise DataError(f"{path}: damaged or not an npz or npy file ({' '.join(str(error).split())})") from error
 
 
 def triple(part: object, source: str) -> tuple[Any, Any, Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedloom.data.dataset import Dataset, Samples
-from fedloom.data.sets.own import call_source, own_samples, read_arrays, triple
+from fedloom.data.formats.arrays import read_arrays
+from fedloom.data.sets.own import call_source, own_samples, triple
 from fedloom.errors import DataError
 
 _KEYS = ("inputs", "labels", "test_inputs", "test_labels")
