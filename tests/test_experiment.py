@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import statistics
+import threading
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from fedloom.experiment.directory import RunDirectory
 from fedloom.experiment.environment import version_changes
 from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.run import run_configured, run_directory
+from fedloom.state.files import write_text
 from fedloom.state.tensors import read_tensors
 from small_task import small_task
 
@@ -252,6 +254,32 @@ def test_a_run_that_fails_leaves_the_others_alone(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "comparison.json").read_text())
     assert [run["algorithm"] for run in found["runs"]] == ["fedavg"]
     assert len(found["failed"]) == 1
+
+
+def test_two_comparisons_in_one_folder_write_their_files_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one is in the middle of its files, the other waits: what lies there is of one comparison alone."""
+    first, second = (Comparison.of(plan(tmp_path, algorithms=[name])) for name in ("fedavg", "fedmr"))
+    first.run(lambda event: None)
+    second.run(lambda event: None)
+    other = threading.Thread(target=second.write, args=({},))
+    written: list[tuple[bool, str]] = []
+
+    def write_slowly(path: Path, text: str) -> None:
+        mine = threading.current_thread() is threading.main_thread()
+        written.append((mine, path.name))
+        if mine and not other.ident:
+            other.start()
+            other.join(timeout=2)
+        write_text(path, text)
+
+    monkeypatch.setattr("fedloom.experiment.comparison.write_text", write_slowly)
+    first.write({})
+    other.join()
+    assert [mine for mine, _ in written] == [True] * 5 + [False] * 5
+    assert "fedmr" in (tmp_path / "comparison.csv").read_text()
+    assert [run["algorithm"] for run in json.loads((tmp_path / "comparison.json").read_text())["runs"]] == ["fedmr"]
 
 
 @pytest.mark.parametrize(

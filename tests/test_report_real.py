@@ -19,7 +19,7 @@ from fedloom.data.partition import Partition
 from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import Configuration, configuration
 from fedloom.experiment.directory import folder_name
-from fedloom.experiment.finished import StoredRun, read_runs
+from fedloom.experiment.finished import StoredRun, read_runs, with_trajectories
 from fedloom.report.clients import worst_first
 from fedloom.report.contents import image_figures
 from fedloom.report.page import ReportOptions, options_of
@@ -256,13 +256,14 @@ def test_a_task_of_ones_own_has_no_landscape_later(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path (Debian's package: chromium)")
-def test_the_page_draws_all_of_it_in_a_browser(folder: Path, figures: dict[str, Any], tmp_path: Path) -> None:
+def test_the_page_draws_all_of_it_in_a_browser(folder: Path, runs: list[StoredRun], tmp_path: Path) -> None:
+    together = [run.summary for run in with_trajectories(folder, runs)]
     with Browser(tmp_path / "profile") as browser:
         browser.open(folder / "report.html")
         assert browser.errors == []
         assert [url for url in browser.requests if not url.startswith(("file:", "data:"))] == []
         drawn = set(browser.run("[...document.querySelectorAll('.js-plotly-plot')].map(e => e.id)"))
-        assert drawn == set(figures) - {"landscapes"}
+        assert drawn == {figure.name for figure in image_figures(together)} - {"landscapes"}
         numbers = "[...document.querySelectorAll('.clients tbody tr')].map(r => Number(r.cells[1].dataset.value))"
         scores = browser.run(numbers)
         assert scores == sorted(scores)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.experiment.directory import RunDirectory
+from fedloom.experiment.directory import locked
 from forking_cli import Server, main, serving
 
 if not hasattr(os, "fork"):
@@ -160,7 +160,7 @@ def test_one_process_at_a_time_works_in_a_directory(
     command.wait()
     assert code == 2
     assert f"{RUN} is in use by another process" in capsys.readouterr().err
-    with RunDirectory(server.folder / RUN).locked():  # a process that was killed holds nothing
+    with locked(server.folder / RUN / ".lock"):  # a process that was killed holds nothing
         pass
 
 
@@ -178,7 +178,7 @@ def test_a_comparison_in_workers_survives_a_kill_and_equals_one_without(server: 
     for path in methods[::2]:  # no worker outlives its parent by long, and so no lock does
         while True:
             try:
-                with RunDirectory(tmp_path / path).locked():
+                with locked(tmp_path / path / ".lock"):
                     break
             except Exception:
                 assert time.monotonic() < deadline

@@ -16,7 +16,7 @@ from fedloom.cli import main
 from fedloom.data.partition import Partition
 from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import configuration
-from fedloom.experiment.finished import gathered, read_runs
+from fedloom.experiment.finished import read_runs, with_trajectories
 from fedloom.report.contents import image_figures
 
 PLACES = {"fedavg": "fedavg", "ala(fedavg)": "ala-fedavg"}
@@ -69,7 +69,10 @@ def test_the_page_draws_both_ways_once_also_when_it_is_written_anew(folder: Path
     assert '<div id="trajectory-1-' not in page
     assert main(["report", str(folder)]) == 0
     assert (folder / "report.html").read_text() == page
-    drawn = {slot.name: slot for slot in image_figures([run.labelled for run in gathered(folder, read_runs(folder))])}
+    drawn = {
+        slot.name: slot
+        for slot in image_figures([run.labelled for run in with_trajectories(folder, read_runs(folder))])
+    }
     named = [trace.name for trace in drawn["trajectories-1"].variants[""].data if trace.name]
     assert named == list(PLACES)
 
@@ -79,7 +82,7 @@ def test_ways_of_other_runs_are_not_shown(folder: Path) -> None:
     before = kept.read_text()
     kept.write_text(before.replace("[", "[ ", 1))
     try:
-        shown = gathered(folder, read_runs(folder))
+        shown = with_trajectories(folder, read_runs(folder))
     finally:
         kept.write_text(before)
     assert not any(one["kind"] == "trajectories" for run in shown for one in run.summary.recorded)

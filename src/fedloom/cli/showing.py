@@ -42,7 +42,7 @@ def report(
 
     DIR holds a run or a comparison, such as runs/digits. Nothing is trained: all comes from what is recorded there.
     """
-    from fedloom.experiment.finished import add_landscapes, gathered, read_runs, rewrite_reports
+    from fedloom.experiment.finished import add_landscapes, read_runs, rewrite_reports, with_trajectories
     from fedloom.recording.landscape import Landscape
     from fedloom.recording.recorder import build_recorders
     from fedloom.report.image_files import require_images, write_images
@@ -65,7 +65,7 @@ def report(
     if formats:
         about = options_of(pages[0])
         by = criterion(about.measure, about.last) if about else None
-        files = write_images(folder / "images", [run.labelled for run in gathered(folder, runs)], formats, by)
+        files = write_images(folder / "images", [run.labelled for run in with_trajectories(folder, runs)], formats, by)
         print(f"images: {folder / 'images'} ({len(files)} files)")
 
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fedloom.config.expression import parse
 from fedloom.errors import InvalidValue
 from fedloom.experiment.configuration import Configuration
-from fedloom.experiment.directory import to_json
+from fedloom.experiment.directory import locked, to_json
 from fedloom.experiment.events import Event, RunName, Watch
+from fedloom.experiment.finished import REPORT_LOCK, StoredRun, by_setting, compared, write_reports
 from fedloom.experiment.jobs import Here, Job, Pool, Tasks, placed, require_possible
-from fedloom.experiment.pages import setting_folder, write_pages
+from fedloom.experiment.pages import setting_folder
 from fedloom.experiment.trajectories import draw_together, scene_of
 from fedloom.experiment.workers import Crew
 from fedloom.report import summary as figures
 from fedloom.report.export import differences_to_csv, to_csv, to_data, to_latex, to_markdown
-from fedloom.report.sheet import Sheet, sheet
-from fedloom.report.summary import RunSummary
+from fedloom.report.page import ReportOptions
+from fedloom.report.sheet import Sheet
 from fedloom.state.files import remove_unfinished, write_text
 
 Failures = Mapping[RunName, str]
@@ -36,15 +38,14 @@ class Comparison:
     @classmethod
     def of(cls, configuration: Configuration, command: str = "") -> Comparison:
         """The runs that a configuration asks for. Raises `InvalidValue` when it names no method."""
-        methods = configuration.algorithms or ([] if configuration.algorithm is None else [configuration.algorithm])
-        if not methods:
+        if not configuration.methods:
             raise InvalidValue('nothing to compare: give algorithms, such as algorithms = ["fedavg", "fedmr"]')
         seeds = configuration.seeds or [configuration.seed]
         names = (
             RunName(str(parse(text)), seed, setting)
             for setting in configuration.settings
             for seed in seeds
-            for text in methods
+            for text in configuration.methods
         )
         return cls(configuration, tuple(names), command)
 
@@ -78,78 +79,69 @@ class Comparison:
         """Every run with the directory it lies in."""
         return placed(self.configuration, self.names)
 
-    def summaries(self, failed: Failures, setting: str | None = None) -> list[RunSummary]:
-        """The figures of the runs, in one setting or in all, that came to their end."""
-        chosen = [job for job in self.jobs() if setting is None or job.name.setting == setting]
-        return [job.summary() for job in chosen if job.name not in failed]
+    def stored(self, failed: Failures) -> list[StoredRun]:
+        """The runs that came to their end."""
+        return [
+            StoredRun(job.name.setting, job.path, job.summary(), self._changes(job.name.setting))
+            for job in self.jobs()
+            if job.name not in failed
+        ]
 
     def sheets(self, failed: Failures) -> list[Sheet]:
-        """The methods of each setting with at least one run, and which of their differences are real."""
-        jobs = [job for job in self.jobs() if job.name not in failed]
-        return [
-            self._sheet([job.summary() for job in jobs if job.name.setting == setting], setting)
-            for setting in dict.fromkeys(job.name.setting for job in jobs)
-        ]
+        """The methods of each setting with at least one run, and which of their differences are significant."""
+        return compared(self.stored(failed), self._options)
 
     def write(self, failed: Failures) -> None:
         """Write the figures as `comparison.json`, `.csv`, `.md` and `.tex`, the tests as `differences.csv`, and a
-        `report.html`; where there are settings, one over all of them and one in the folder of each."""
+        `report.html`; where there are settings, one over all of them and one in the folder of each.
+
+        Another process that writes here is waited for, so that the files always belong together.
+        """
         folder, title = self.configuration.folder, self.configuration.name
-        remove_unfinished(folder)
-        done = [(job, job.summary()) for job in self.jobs() if job.name not in failed]
-        settings = dict.fromkeys(job.name.setting for job, _ in done)
-        parts = {setting: [run for job, run in done if job.name.setting == setting] for setting in settings}
-        sheets = [self._sheet(runs, setting) for setting, runs in parts.items()]
-        failures = [
-            {"algorithm": name.algorithm, "seed": name.seed, "setting": self._changes(name.setting), "reason": text}
-            for name, text in failed.items()
-        ]
-        runs = [self._figures(job, run) for job, run in done]
-        write_text(folder / "comparison.json", to_json({**to_data(sheets), "runs": runs, "failed": failures}))
-        write_text(folder / "comparison.csv", to_csv(sheets))
-        write_text(folder / "comparison.md", to_markdown(sheets, title))
-        write_text(folder / "comparison.tex", to_latex(sheets, title))
-        write_text(folder / "differences.csv", differences_to_csv(sheets))
-        shown = [self._together(setting, [job for job, _ in done]) for setting in parts]
-        write_pages(folder, title, list(zip(sheets, shown, strict=True)), self.command)
+        with locked(folder / REPORT_LOCK, wait=True):
+            remove_unfinished(folder)
+            stored = self.stored(failed)
+            sheets = compared(stored, self._options)
+            failures = [
+                {"algorithm": name.algorithm, "seed": name.seed, "setting": self._changes(name.setting), "reason": text}
+                for name, text in failed.items()
+            ]
+            runs = [self._figures(run) for run in stored]
+            write_text(folder / "comparison.json", to_json({**to_data(sheets), "runs": runs, "failed": failures}))
+            write_text(folder / "comparison.csv", to_csv(sheets))
+            write_text(folder / "comparison.md", to_markdown(sheets, title))
+            write_text(folder / "comparison.tex", to_latex(sheets, title))
+            write_text(folder / "differences.csv", differences_to_csv(sheets))
+            for setting, own in by_setting(stored).items():
+                told = self.configuration.settings[setting]
+                recorded = [(run.place, run.summary) for run in own]
+                draw_together(setting_folder(folder, setting), recorded, partial(scene_of, told))
+            write_reports(folder, stored, self._options)
 
-    def _together(self, setting: str, jobs: Sequence[Job]) -> list[RunSummary]:
-        """The runs of a setting, their clients' ways in one plane where several methods recorded them."""
-        own = [(job.path, job.summary()) for job in jobs if job.name.setting == setting]
-        place = setting_folder(self.configuration.folder, setting)
-        return draw_together(place, own, lambda seed: scene_of(self.configuration.settings[setting], seed))
-
-    def _sheet(self, runs: Sequence[RunSummary], setting: str) -> Sheet:
+    @property
+    def _options(self) -> ReportOptions:
         told = self.configuration
-        return sheet(
-            runs,
-            told.targets,
-            last=told.last,
-            against=told.against,
-            measure=told.measure,
-            setting=setting,
-            changes=self._changes(setting),
-        )
+        return ReportOptions(told.name, tuple(told.targets), self.command, told.last, told.against, told.measure)
 
     def _changes(self, setting: str) -> dict[str, Any]:
         return self.configuration.settings[setting].changes
 
-    def _figures(self, job: Job, run: RunSummary) -> dict[str, Any]:
-        told = self.configuration
+    def _figures(self, run: StoredRun) -> dict[str, Any]:
+        told, summary = self.configuration, run.summary
         return {
-            "algorithm": run.algorithm,
-            "seed": run.seed,
-            "setting": self._changes(job.name.setting),
-            "accuracy": figures.final(run),
-            "best_accuracy": figures.best(run),
-            "mean_of_last": figures.mean_of_last(run, told.last),
-            "personal_accuracy": figures.personal(run),
-            "rounds_to": {f"{target:g}": figures.rounds_to(run, target) for target in told.targets},
-            "bytes_to": {f"{target:g}": figures.bytes_to(run, target) for target in told.targets},
-            "bytes_down": figures.bytes_down(run),
-            "bytes_up": figures.bytes_up(run),
-            "seconds": figures.seconds(run),
-            "directory": str(job.path),
+            "algorithm": summary.algorithm,
+            "seed": summary.seed,
+            "setting": run.changes,
+            "accuracy": figures.final(summary),
+            "best_accuracy": figures.best(summary),
+            "mean_of_last": figures.mean_of_last(summary, told.last),
+            "personal_accuracy": figures.personal(summary),
+            "rounds_to": {f"{target:g}": figures.rounds_to(summary, target) for target in told.targets},
+            "bytes_to": {f"{target:g}": figures.bytes_to(summary, target) for target in told.targets},
+            "bytes_down": figures.bytes_down(summary),
+            "bytes_up": figures.bytes_up(summary),
+            "seconds": figures.seconds(summary),
+            "directory": str(run.place),
         }
 
 

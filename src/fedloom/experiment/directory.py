@@ -25,7 +25,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -36,6 +36,8 @@ from fedloom.recording.recording import RESULT as RECORDED
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.checkpoint import RoundLog
 from fedloom.state.files import remove_unfinished, slug, write_text
+
+_Json = TypeVar("_Json", dict[str, Any], list[Any])
 
 _LONGEST = 80  # of a folder's name that is made from an expression
 
@@ -57,26 +59,7 @@ class RunDirectory:
     """One run's directory."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the directory alone, making it if need be. The system lets go of the lock when the process dies.
-
-        Raises `CheckpointError` when another process holds it.
-        """
-        self.path.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.path / ".lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise CheckpointError(
-                f"{self.path} is in use by another process: wait for it or choose another folder"
-            ) from None
-        try:
-            yield
-        finally:
-            lock.release()
+        self.path, self.lock = path, path / ".lock"
 
     @property
     def finished(self) -> bool:
@@ -95,7 +78,7 @@ class RunDirectory:
     @property
     def configuration(self) -> dict[str, Any]:
         """What the run here depends on. Raises `CheckpointError` when that file is missing or damaged."""
-        return self._read("configuration.json")
+        return read_json(self.path / "configuration.json", dict)
 
     def begin(self, configuration: Mapping[str, Any], method: Algorithm, fresh: bool = False) -> list[str]:
         """Make the directory ready for a run of this configuration, which `settle` makes it that of once the run is sure to
@@ -118,7 +101,7 @@ class RunDirectory:
 
     def _note_environment(self) -> list[str]:
         present, path = environment(), self.path / "environment.json"
-        before = self._read("environment.json") if path.exists() else present
+        before = read_json(self.path / "environment.json", dict) if path.exists() else present
         write_text(path, to_json(present))
         changes = version_changes(before, present)
         return [f"{self.path} was begun with {changes}: the last digits may differ"] if changes else []
@@ -129,7 +112,7 @@ class RunDirectory:
         """
         if not (self.path / "configuration.json").exists():
             return
-        before, now = _flat(self._read("configuration.json")), _flat(configuration)
+        before, now = _flat(read_json(self.path / "configuration.json", dict)), _flat(configuration)
         for key in sorted((before.keys() | now.keys()) - {"rounds"}):
             if before.get(key) != now.get(key):
                 raise CheckpointError(
@@ -170,7 +153,10 @@ class RunDirectory:
 
         Raises `CheckpointError` when a file is missing or damaged.
         """
-        configuration, task = self._read("configuration.json"), self._read("task.json")
+        configuration, task = (
+            read_json(self.path / "configuration.json", dict),
+            read_json(self.path / "task.json", dict),
+        )
         return RunSummary(
             algorithm or str(configuration["algorithm"]),
             int(configuration["seed"]),
@@ -179,28 +165,42 @@ class RunDirectory:
             task["label_counts"],
             task["class_names"],
             configuration,
-            self._read("environment.json"),
-            self._recorded(),
+            read_json(self.path / "environment.json", dict),
+            read_json(recorded, list) if (recorded := self.path / RECORDED).exists() else [],
             RoundLog(self.path / "clients.jsonl").read(),
             task["wrong_labels"],
         )
 
-    def _recorded(self) -> list[dict[str, Any]]:
-        path = self.path / RECORDED
-        try:
-            return list(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else []
-        except ValueError:
-            raise CheckpointError(f"{path} is damaged: start again with --fresh") from None
 
-    def _read(self, name: str) -> dict[str, Any]:
-        path = self.path / name
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if isinstance(found, dict):
-                return found
-        except (OSError, ValueError):
-            pass
-        raise CheckpointError(f"{path} is missing or damaged: start again with --fresh")
+@contextmanager
+def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
+    """Hold a lock file alone, making its folder if need be. The system releases it when the process dies.
+
+    Where another process holds it, `wait` for it, or else raise `CheckpointError`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=-1 if wait else 0)
+    except Timeout:
+        raise CheckpointError(
+            f"{path.parent} is in use by another process: wait for it or choose another folder"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def read_json(path: Path, kind: type[_Json], remedy: str = "start again with --fresh") -> _Json:
+    """The object or list in a file. Raises `CheckpointError`, with the remedy, when it is missing or damaged."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, kind):
+            return found
+    except (OSError, ValueError):
+        pass
+    raise CheckpointError(f"{path} is missing or damaged: {remedy}")
 
 
 def finished_runs(folder: Path) -> dict[str, list[Path]]:

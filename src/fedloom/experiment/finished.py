@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,13 +19,13 @@ from fedloom.data.partition import Partition
 from fedloom.errors import CheckpointError, FedloomError, InvalidValue, suggestion
 from fedloom.experiment.artifact import load_model
 from fedloom.experiment.configuration import configuration
-from fedloom.experiment.directory import RunDirectory, to_json
-from fedloom.experiment.pages import PAGE, Part, setting_folder, write_pages
+from fedloom.experiment.directory import RunDirectory, locked, read_json, to_json
+from fedloom.experiment.pages import PAGE, setting_folder, write_pages
 from fedloom.experiment.settings import label
 from fedloom.experiment.trajectories import together
 from fedloom.recording.landscape import Landscape
 from fedloom.report.page import ReportOptions, options_of
-from fedloom.report.sheet import sheet
+from fedloom.report.sheet import Sheet, sheet
 from fedloom.report.summary import RunSummary
 from fedloom.state.files import write_text
 from fedloom.state.tensors import read_tensors
@@ -34,6 +33,9 @@ from fedloom.task import Task
 
 ALL = "all"
 """Stands for every method where methods are named."""
+
+REPORT_LOCK = ".report.lock"
+"""Held in a folder while its tables and reports are written, which takes no longer than seconds."""
 
 _FILE = "landscape.json"
 
@@ -78,40 +80,55 @@ def read_runs(folder: Path) -> list[StoredRun]:
     return [StoredRun(setting, place, _summary(place, name), changes) for setting, place, name, changes in places]
 
 
-def gathered(folder: Path, runs: Sequence[StoredRun]) -> list[StoredRun]:
-    """The runs with what the folder keeps of several of them: their clients' ways in one plane."""
-    summaries: dict[tuple[str, Path], RunSummary] = {}
-    for setting in dict.fromkeys(run.setting for run in runs):
-        own = [(run.place, run.summary) for run in runs if run.setting == setting]
-        found = together(setting_folder(folder, setting), own)
-        summaries |= {(setting, place): summary for (place, _), summary in zip(own, found, strict=True)}
-    return [dataclasses.replace(run, summary=summaries[run.setting, run.place]) for run in runs]
+def by_setting(runs: Sequence[StoredRun]) -> dict[str, list[StoredRun]]:
+    """The runs of each setting, by its label."""
+    return {name: [run for run in runs if run.setting == name] for name in dict.fromkeys(run.setting for run in runs)}
 
 
-def rewrite_reports(folder: Path, runs: Sequence[StoredRun]) -> list[Path]:
-    """Write `report.html` anew, and where there are several settings one for each in its folder; the files.
-
-    Title, targets, what the methods are judged by and the command are those of the report that is there, as far as there is one.
-    """
-    runs = gathered(folder, runs)
-    settings = list(dict.fromkeys(run.setting for run in runs))
-    before = (
-        options_of(folder / PAGE) or _options_by_setting(folder, settings) or ReportOptions(_usual_title(folder, runs))
-    )
-    parts: list[Part] = []
-    for setting in settings:
-        own = [run for run in runs if run.setting == setting]
-        one = sheet(
+def compared(runs: Sequence[StoredRun], options: ReportOptions) -> list[Sheet]:
+    """For each setting its methods, and which of their differences are significant."""
+    return [
+        sheet(
             [run.summary for run in own],
-            before.targets or own[0].summary.configuration.get("targets", ()),
-            last=before.last,
-            against=before.against,
-            measure=before.measure,
+            options.targets,
+            last=options.last,
+            against=options.against,
+            measure=options.measure,
             setting=setting,
             changes=own[0].changes,
         )
-        parts.append((one, [run.summary for run in own]))
-    return write_pages(folder, before.title, parts, before.command)
+        for setting, own in by_setting(runs).items()
+    ]
+
+
+def with_trajectories(folder: Path, runs: Sequence[StoredRun]) -> list[StoredRun]:
+    """The runs with the clients' trajectories that the folder keeps in one plane for several methods."""
+    found = []
+    for setting, own in by_setting(runs).items():
+        summaries = together(setting_folder(folder, setting), [(run.place, run.summary) for run in own])
+        found += [dataclasses.replace(run, summary=summary) for run, summary in zip(own, summaries, strict=True)]
+    return found
+
+
+def write_reports(folder: Path, runs: Sequence[StoredRun], options: ReportOptions) -> list[Path]:
+    """Write `report.html`, and where there are several settings one for each in its folder; the files."""
+    groups = by_setting(with_trajectories(folder, runs)).values()
+    shown = [[run.summary for run in own] for own in groups]
+    return write_pages(folder, options.title, list(zip(compared(runs, options), shown, strict=True)), options.command)
+
+
+def rewrite_reports(folder: Path, runs: Sequence[StoredRun]) -> list[Path]:
+    """Write the reports anew; the files.
+
+    Title, targets, what the methods are judged by and the command are those of the report that is there, as far as there is one.
+    """
+    settings = list(by_setting(runs))
+    before = (
+        options_of(folder / PAGE) or _options_by_setting(folder, settings) or ReportOptions(_usual_title(folder, runs))
+    )
+    targets = before.targets or tuple(runs[0].summary.configuration.get("targets", ()))
+    with locked(folder / REPORT_LOCK, wait=True):
+        return write_reports(folder, runs, dataclasses.replace(before, targets=targets))
 
 
 def add_landscapes(
@@ -155,7 +172,8 @@ def _places(folder: Path) -> Iterator[tuple[str, Path, str | None, Mapping[str, 
     if (folder / "configuration.json").exists():
         yield "", folder, None, {}
         return
-    listed = _read(folder / "comparison.json").get("runs", []) if (folder / "comparison.json").exists() else []
+    kept = folder / "comparison.json"
+    listed = read_json(kept, dict, "remove it, or compare again").get("runs", []) if kept.exists() else []
     for one in listed:
         changes = one.get("setting") or {}
         yield label(changes), _moved(folder, Path(one["directory"])), str(one["algorithm"]), changes
@@ -181,7 +199,7 @@ def _summary(place: Path, name: str | None) -> RunSummary:
     summary = RunDirectory(place).summary(name)
     if not (place / _FILE).exists() or not (place / "model.safetensors").exists():
         return summary
-    kept = _read(place / _FILE)
+    kept = read_json(place / _FILE, dict, "remove it")
     if kept.get("model") != _digest(place):
         return summary
     return dataclasses.replace(summary, recorded=[*_without_landscape(summary), kept["landscape"]])
@@ -241,10 +259,3 @@ def _task(place: Path) -> Task:
 
 def _digest(place: Path) -> str:
     return hashlib.sha256((place / "model.safetensors").read_bytes()).hexdigest()
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        raise CheckpointError(f"{path} is missing or damaged: remove it, or compare again") from None

@@ -23,7 +23,7 @@ from fedloom.engines.choose import LocalEngine, make_engine, settled_by
 from fedloom.errors import InvalidValue
 from fedloom.experiment.artifact import save_model
 from fedloom.experiment.configuration import Configuration, schedule_values
-from fedloom.experiment.directory import RunDirectory, folder_name, to_json
+from fedloom.experiment.directory import RunDirectory, folder_name, locked, to_json
 from fedloom.experiment.environment import environment
 from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.identity import identity
@@ -184,7 +184,7 @@ def run(
         "device": str(task.initial.device),
     }
     place = None if directory is None else RunDirectory(Path(directory))
-    with nullcontext() if place is None else place.locked():
+    with nullcontext() if place is None else locked(place.lock):
         before = None if place is None else place.rounds
 
         def watch(event: Event) -> None:
@@ -234,7 +234,7 @@ def run_configured(
     import_plugins(configuration.plugins)  # in worker processes too
     resolved = configuration.resolved(name.algorithm, name.seed)
     place = run_directory(configuration, *name) if path is None else RunDirectory(path)
-    with place.locked():
+    with locked(place.lock):
         method = build(name.algorithm)
         if not fresh and place.finished:
             place.require(resolved, method)

@@ -32,8 +32,8 @@ Run = tuple[Path, RunSummary]
 """A run of one setting, and where it lies."""
 
 
-def draw_together(folder: Path, runs: Sequence[Run], scene: Callable[[int], RunContext]) -> list[RunSummary]:
-    """The summaries of the runs, one of them with what is to be drawn together, which is kept in `folder`.
+def draw_together(folder: Path, runs: Sequence[Run], scene: Callable[[int], RunContext]) -> None:
+    """Keep in `folder` what is to be drawn of these runs together.
 
     All models of a client that the methods recorded with one seed span the plane (`principal_plane`); its surface is as of one
     trajectory (`Trajectory`), the floating-point buffers the mean of all these models'. `scene` is that of a seed, and asked
@@ -41,11 +41,10 @@ def draw_together(folder: Path, runs: Sequence[Run], scene: Callable[[int], RunC
     """
     groups = _groups(runs)
     if not groups or _known(folder, groups) is not None:
-        return together(folder, runs)
+        return
     seed = next(iter(groups.values()))[0][1].seed
     found = [one for client, group in groups.items() if (one := _in_one_plane(client, group, scene(seed))) is not None]
     write_text(folder / FILE, json.dumps({"of": _digest(groups), "trajectories": found}) + "\n")
-    return together(folder, runs)
 
 
 def together(folder: Path, runs: Sequence[Run]) -> list[RunSummary]:
