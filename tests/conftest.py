@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 
 import pytest
@@ -13,6 +14,13 @@ torch.set_num_threads(1)
 # A shell that runs the tests in the background has them, and the programs they start, ignore Ctrl-C; some tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# These import Flower at their beginning; what else needs something that is not installed says so when it is skipped.
+collect_ignore = (
+    []
+    if importlib.util.find_spec("flwr")
+    else ["test_flower_faults.py", "test_flower_secure.py", "test_flower_server.py", "test_places.py"]
+)
 
 # What takes longest begins first, or one worker would end with it while the others have nothing left to do.
 LONGEST = (

@@ -13,7 +13,7 @@ from fedloom.errors import FedloomError
 from fedloom.experiment.directory import RunDirectory
 from fedloom.recording.recorder import build_recorders, expression
 from fedloom.report.page import render
-from fedloom.report.recorded import drawings
+from fedloom.report.recorded import recorded_figures
 from fedloom.report.summary import RunSummary
 from fedloom.task import Task
 
@@ -75,7 +75,7 @@ def test_without_wrong_labels_there_is_one_curve(noise: str) -> None:
     (found,) = result.recorded
     assert list(found) == ["kind", "rounds", "samples", "right"]
     assert found["samples"] == [int(result.task.partition.sizes.sum()), 0]
-    (drawing,) = drawings([result.summary])
+    (drawing,) = recorded_figures([result.summary])
     assert "all of which have right labels" in drawing.caption
 
 
@@ -93,8 +93,8 @@ def test_the_report_draws_a_curve_a_key_and_method_with_a_band_over_seeds() -> N
         for method in ("fedavg", "fedmr"):
             options = RUN | {"seed": seed}
             runs.append(fl.run(method, noisy_task("symmetric(0.5)", seed), rounds=4, **options).summary)
-    (drawing,) = drawings(runs)
-    lines = {trace.name: trace for trace in drawing.figure.data if trace.hoverinfo != "skip"}
+    (drawing,) = recorded_figures(runs)
+    lines = {trace.name: trace for trace in drawing.variants[""].data if trace.hoverinfo != "skip"}
     endings = {", right": "solid", ", wrong, true label": "dash", ", wrong, as given": "dot"}
     assert {name: line.line.dash for name, line in lines.items()} == {
         f"{method}{ending}": dash for method in ("fedavg", "fedmr") for ending, dash in endings.items()
@@ -103,7 +103,7 @@ def test_the_report_draws_a_curve_a_key_and_method_with_a_band_over_seeds() -> N
         sum(run.recorded[0]["memorised"][k] for run in runs if run.algorithm == runs[0].algorithm) / 2 for k in (0, 1)
     ]
     assert list(lines["fedavg, wrong, as given"].y) == pytest.approx(mean)
-    assert len(drawing.figure.data) == 12  # a band for each
+    assert len(drawing.variants[""].data) == 12  # a band for each
     wrong = max(run.recorded[0]["samples"][1] for run in runs)
     assert f"of the up to {wrong:,} with wrong ones" in drawing.caption
     page = render("Noise", runs)

@@ -24,9 +24,6 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.rounds.federation import Federation
 from fedloom.task import Task
-
-pytest.importorskip("flwr", reason="Flower is missing")
-
 from flower_support import assert_close, flower, run_config, schedule
 from secure_sites import peers
 
