@@ -1,0 +1,152 @@
+"""Does FedMR hold where its pool comes apart? FedAvg, FedMR and FedMR with a share of averaging that the server chooses.
+
+The settings of digits on which FedMR fails or is slow, and those with wrong labels on which it wins: twenty clients, ten a round,
+three seeds. A run is one line of the record, appended when it ends: started again, the script goes on with what is missing.
+
+    python benchmarks/blend.py [--record FILE]     # half an hour of one core
+    python benchmarks/blend.py --tables            # only print
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import fedloom as fl
+from outcome import tell
+
+SEEDS = 3
+METHODS = ("fedavg", "fedmr", "fedmr(blend='auto')")
+
+
+class Setting(NamedTuple):
+    """`model`, learning rate, momentum, batch size, local epochs, rounds, partition, share of the labels replaced."""
+
+    model: str
+    rate: float
+    momentum: float
+    batch: int
+    epochs: int
+    rounds: int
+    partition: str = "dirichlet(0.1)"
+    noise: float = 0.0
+
+
+NARROW, WIDE = "mlp(hidden=[64, 64, 64])", "mlp(hidden=[128, 128])"
+SETTINGS = (
+    Setting(NARROW, 0.2, 0.0, 50, 5, 200),
+    Setting(NARROW, 0.2, 0.0, 50, 5, 400),
+    Setting(NARROW, 0.01, 0.9, 50, 5, 400),
+    Setting(NARROW, 0.1, 0.0, 50, 5, 400),
+    Setting(NARROW, 0.03, 0.0, 50, 5, 400),
+    Setting(WIDE, 0.1, 0.0, 50, 5, 400, "dirichlet(1.0)", 0.4),
+    Setting(WIDE, 0.1, 0.0, 50, 5, 400, "dirichlet(0.1)", 0.4),
+    Setting(WIDE, 0.1, 0.0, 50, 5, 400, "iid", 0.4),
+    Setting("digits_cnn", 0.05, 0.5, 50, 5, 60),
+    Setting("digits_cnn", 0.05, 0.5, 50, 5, 100),
+    Setting("digits_cnn", 0.01, 0.9, 50, 5, 120),
+    Setting("digits_cnn", 0.1, 0.9, 50, 5, 100),
+    Setting("digits_cnn", 0.1, 0.0, 50, 5, 100),
+    Setting("digits_cnn", 0.1, 0.0, 10, 5, 100),
+    Setting("digits_cnn", 0.1, 0.0, 10, 1, 200),
+    Setting("digits_cnn", 0.05, 0.0, 10, 1, 300),
+)
+
+
+def measure(setting: Setting, method: str, seed: int) -> dict[str, Any]:
+    """One run: its test accuracies (forty of them), and at the end the pool's mean cosine similarity and the share of averaging.
+    A run that diverges counts as guessing."""
+    task = fl.make_task(
+        "digits",
+        clients=20,
+        partition=setting.partition,
+        model=setting.model,
+        label_noise=f"symmetric({setting.noise})",
+        seed=seed,
+        training={
+            "learning_rate": setting.rate,
+            "momentum": setting.momentum,
+            "batch_size": setting.batch,
+            "epochs": setting.epochs,
+        },
+    )
+    began = time.perf_counter()
+    accuracy = [1 / task.dataset.classes]
+    last: dict[str, Any] = {}
+    try:
+        result = fl.run(
+            method,
+            task,
+            rounds=setting.rounds,
+            participation=0.5,
+            seed=seed,
+            evaluate_every=setting.rounds // 40 or 1,
+            engine="stacked" if setting.model.startswith("mlp") else "rows",
+        )
+    except fl.FedloomError as error:
+        print(error)
+    else:
+        accuracy = [round(one["accuracy"], 4) for one in result.history if "accuracy" in one]
+        last = {name: result.history[-1][name] for name in ("pool_cosine", "blend") if name in result.history[-1]}
+    return {
+        "setting": list(setting),
+        "method": method,
+        "seed": seed,
+        "accuracy": accuracy,
+        **last,
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+def recorded(path: Path) -> dict[tuple[Setting, str, int], dict[str, Any]]:
+    """The runs that have ended."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return {(Setting(*run["setting"]), run["method"], run["seed"]): run for run in map(json.loads, lines)}
+
+
+def table(done: dict[tuple[Setting, str, int], dict[str, Any]]) -> None:
+    """A row for each setting: best, last and mean of the last four evaluations of each method, means over the seeds, in %."""
+    rows = []
+    for setting in SETTINGS:
+        row = {
+            "setting": f"{setting.model}, {setting.rate:g} / {setting.momentum:g} / {setting.batch} / {setting.epochs}"
+        }
+        row |= {"rounds": str(setting.rounds), "partition": setting.partition, "noise": f"{setting.noise:g}"}
+        for method in METHODS:
+            runs = [done[setting, method, seed] for seed in range(SEEDS) if (setting, method, seed) in done]
+            if runs:
+                ends = [statistics.fmean(run["accuracy"][-4:]) for run in runs]
+                cosine = [run["pool_cosine"] for run in runs if run.get("pool_cosine") is not None]
+                alike = f" ({statistics.fmean(cosine):.2f})" if cosine else ""
+                row[method] = f"{100 * statistics.fmean(ends):.1f}{alike}"
+                row["seeds"] = str(len(runs))
+        rows.append(row)
+    tell("Digits: mean accuracy of the last four of forty evaluations, % (mean cosine similarity of the pool)", rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", type=Path, default=Path(__file__).parent / "records" / "blend.jsonl")
+    parser.add_argument("--tables", action="store_true", help="print what is recorded, run nothing")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    done = recorded(arguments.record)
+    arguments.record.parent.mkdir(parents=True, exist_ok=True)
+    for seed, setting, method in () if arguments.tables else product(range(SEEDS), SETTINGS, METHODS):
+        if (setting, method, seed) not in done:
+            done[setting, method, seed] = run = measure(setting, method, seed)
+            with arguments.record.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(run) + "\n")
+            print(f"{len(done)} runs: {setting}, {method}, seed {seed}: {100 * run['accuracy'][-1]:.1f} %", flush=True)
+    table(done)
+
+
+if __name__ == "__main__":
+    main()
