@@ -148,7 +148,9 @@ def test_a_comparison_in_several_settings_is_one_run_each_and_makes_none_twice(t
         tmp_path / name / "report.html" for name in ("data.partition=iid", "data.partition=dirichlet-0.5")
     ]
     assert all((tmp_path / link).exists() for link in links)
-    assert '<div id="ablation-data.partition"' in overview
+    drawn = re.findall(r'<div id="([^"]+)" style="height', overview)
+    assert drawn[:2] == ["data.partition=iid-curve-accuracy", "data.partition=dirichlet-0.5-curve-accuracy"]
+    assert "ablation-data.partition" in drawn
     assert main(["report", str(tmp_path)]) == 0
     assert (tmp_path / "report.html").read_text() == overview
     found = json.loads((tmp_path / "comparison.json").read_text())

@@ -32,6 +32,6 @@ def write_pages(folder: Path, title: str, parts: Sequence[Part], command: str) -
     for place, one, runs in settings:
         write_report(place / PAGE, f"{title}, {one.setting}", runs, command=command, sheet=one)
     pages = {one.setting: f"{place.name}/{PAGE}" for place, one, _ in settings}
-    everything = [run for _, _, runs in settings for run in runs]
-    write_overview(folder / PAGE, title, [one for _, one, _ in settings], everything, pages, command)
+    by_setting = {one.setting: runs for _, one, runs in settings}
+    write_overview(folder / PAGE, title, [one for _, one, _ in settings], by_setting, pages, command)
     return [folder / PAGE, *(place / PAGE for place, _, _ in settings)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import plotly.graph_objects as go
@@ -11,14 +11,14 @@ from fedloom.report import figures
 from fedloom.report.ablation import ablation_figure, ablations
 from fedloom.report.curves import AXES, MEASURES, learning_curves, title_of
 from fedloom.report.figures import ReportFigure
-from fedloom.report.recorded import joint_landscapes, recorded_figures
+from fedloom.report.recorded import joint_landscapes, memorisation_figures, recorded_figures
 from fedloom.report.sheet import Criterion, criterion
 from fedloom.report.summary import RunSummary, by_algorithm
 from fedloom.state.files import slug
 
-LIMIT = {"curves": 8, "effects": 6, "labels": 6}
+LIMIT = {"curves": 8, "effects": 6, "labels": 6, "settings": 6}
 """How many of a kind are drawn: of further figures in the records, of parameters that differ between runs, of label
-distributions."""
+distributions, of settings by their curves."""
 
 
 def report_figures(runs: Sequence[RunSummary], by: Criterion) -> dict[str, list[ReportFigure]]:
@@ -50,6 +50,15 @@ def effect_figures(runs: Sequence[RunSummary], by: Criterion) -> list[ReportFigu
         )
         for one in ablations(runs, by)[: LIMIT["effects"]]
     ]
+
+
+def setting_curves(by_setting: Mapping[str, Sequence[RunSummary]]) -> list[ReportFigure]:
+    """Accuracy by round in each of the first settings, by its label; then what was learned of wrong labels, if there are any."""
+    shown = list(by_setting.items())[: LIMIT["settings"]]
+    curves = [(label, one) for label, runs in shown for one in _curves(runs)[:1]]
+    wrong = [(label, runs) for label, runs in shown if any(run.wrong_labels for run in runs)]
+    curves += [(label, one) for label, runs in wrong for one in memorisation_figures(runs)]
+    return [replace(one, name=slug(f"{label}-{one.name}"), title=f"{label}: {one.title}") for label, one in curves]
 
 
 def _figure(name: str, title: str, caption: str, figure: go.Figure) -> ReportFigure:

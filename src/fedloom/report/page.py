@@ -24,7 +24,7 @@ from plotly.offline import get_plotlyjs
 from fedloom.errors import InvalidValue
 from fedloom.report.cells import Table
 from fedloom.report.clients import client_caption, client_table
-from fedloom.report.contents import effect_figures, report_figures
+from fedloom.report.contents import effect_figures, report_figures, setting_curves
 from fedloom.report.curves import AXES, POINTS
 from fedloom.report.figures import ReportFigure, styles
 from fedloom.report.sheet import (
@@ -153,13 +153,20 @@ def render(
 
 
 def write_overview(
-    path: Path, title: str, sheets: Sequence[Sheet], runs: Sequence[RunSummary], pages: Mapping[str, str], command: str
+    path: Path,
+    title: str,
+    sheets: Sequence[Sheet],
+    by_setting: Mapping[str, Sequence[RunSummary]],
+    pages: Mapping[str, str],
+    command: str,
 ) -> None:
     """Write the page over all settings to `path`, atomically.
 
-    `sheets` are the settings, at least one, `runs` those of all, `pages` the report of each setting by its label, as a path
-    relative to the folder of `path`.
+    `sheets` are the settings, at least one, `by_setting` the runs of each by its label, `pages` the report of each likewise, as a
+    path relative to the folder of `path`.
     """
+    runs = [run for own in by_setting.values() for run in own]
+    curves = setting_curves(by_setting)
     rows = [row for one in sheets for row in one.rows]
     counts = (("Settings", len(sheets)), ("Methods", len({row.algorithm for row in rows})))
     drawn = effect_figures(runs, sheets[0].criterion)
@@ -169,7 +176,8 @@ def write_overview(
         "overview.html",
         ReportOptions.of(title, sheets[0], command),
         runs,
-        drawn,
+        [*curves, *drawn],
+        curves=curves,
         tiles=[*((name, str(count), "") for name, count in counts), *_cost_tiles(len(runs), rows)],
         table=overall(sheets),
         captions=[caption, *reading(sheets)],

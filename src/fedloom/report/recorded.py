@@ -40,7 +40,7 @@ def recorded_figures(runs: Sequence[RunSummary]) -> list[ReportFigure]:
     found = [
         *_objectives(chosen, looks),
         *_similarity(runs),
-        *_memorisation(runs),
+        *memorisation_figures(runs),
         *_local_models(chosen, looks),
         *_landscapes(runs, looks),
     ]
@@ -241,7 +241,8 @@ def _similarity(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
         yield ReportFigure("similarity", "Mean cosine similarity", caption, {"": similarity_curves(runs)})
 
 
-def _memorisation(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
+def memorisation_figures(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
+    """What the runs learned of right and of wrong labels, where that was recorded."""
     if known := of_kind(runs, "memorisation"):
         wrong = max(one["samples"][1] for _, one in known)
         lines = (
