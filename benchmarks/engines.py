@@ -32,7 +32,7 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.engines.base import engines
 from fedloom.engines.choose import make_engine
-from fedloom.engines.processes.engine import ProcessesEngine
+from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.flat.allocator import keep_pages
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -143,7 +143,7 @@ class BareProcess:
 
 def processor_seconds(engine: object) -> float:
     """What this process and the engine's workers have used of the processors so far."""
-    workers = [worker.process.pid for worker in engine._crew] if isinstance(engine, ProcessesEngine) else []
+    workers = engine.processes if isinstance(engine, ProcessesEngine) else []
     ticks = 0
     for pid in workers:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -26,7 +26,7 @@ import torch
 from engines import TASKS, random_task
 from fedloom.algorithm import build
 from fedloom.engines.choose import make_engine
-from fedloom.engines.processes.engine import ProcessesEngine
+from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import ROWS_HELD, bytes_of_training
 from fedloom.flat.population import cosine_similarity, recombine_, squared_distances, weighted_mean
@@ -79,7 +79,7 @@ def of_rounds(name: str, engine_name: str, method: str, rounds: int) -> dict[str
     schedule = Schedule(rounds=rounds, participation=1.0, evaluate_every=rounds + 9)
     federation = Federation(build(method), task, engine, schedule)
     federation.step()
-    workers = [worker.process.pid for worker in engine._crew] if isinstance(engine, ProcessesEngine) else []
+    workers = engine.processes if isinstance(engine, ProcessesEngine) else []
     for _ in range(rounds - 1):
         federation.step()
     own = peak() - before

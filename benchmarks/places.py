@@ -21,9 +21,8 @@ from typing import Any
 import torch
 
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.engines.processes import engine as processes
-from fedloom.engines.processes.engine import ProcessesEngine
-from fedloom.engines.ray.engine import RayEngine
+from fedloom.engines.processes.parent import ProcessesEngine, WorkerProcess
+from fedloom.engines.ray.driver import RayEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.rounds.federation import Federation, Schedule
 from fedloom.task import Task
@@ -85,9 +84,9 @@ def rows_place(task: Task, workers: int, rounds: int) -> Place:
 def processes_place(task: Task, workers: int, rounds: int) -> Place:
     engine = ProcessesEngine(task, workers=workers)
     place = Place(federation(task, engine, rounds).step, engine.close)
-    place.clock.watch(engine, "_pack", "sends")
-    place.clock.watch(processes._Worker, "begin", "sends")
-    place.clock.watch(engine, "_speaking", "waits")
+    place.clock.watch(engine, "_packed", "sends")
+    place.clock.watch(WorkerProcess, "give", "sends")
+    place.clock.watch(engine, "_wait", "waits")
     place.clock.watch(engine, "_listen", "takes")
     return place
 
@@ -95,10 +94,10 @@ def processes_place(task: Task, workers: int, rounds: int) -> Place:
 def ray_place(task: Task, workers: int, rounds: int) -> Place:
     engine = RayEngine(task, workers=workers)
     place = Place(federation(task, engine, rounds).step, engine.close)
-    place.clock.watch(engine, "_pack", "sends")
+    place.clock.watch(engine, "_packed", "sends")
     place.clock.watch(engine._ray, "put", "sends")
-    place.clock.watch(engine, "_next", "waits")
-    place.clock.watch(engine, "_result", "takes")
+    place.clock.watch(engine, "_wait", "waits")
+    place.clock.watch(engine, "_listen", "takes")
     return place
 
 

@@ -26,7 +26,7 @@ from fedloom.algorithm import Algorithm
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.data import Partition
 from fedloom.engines.base import ClientTask, Engine
-from fedloom.engines.processes.engine import ProcessesEngine
+from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.flat.allocator import keep_pages
 from fedloom.rounds.federation import Federation, Schedule

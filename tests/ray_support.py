@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,6 +84,43 @@ def descendants(of: int | None = None) -> list[int]:
         found += new
         waiting += new
     return found
+
+
+class Stopped:
+    """Stops the processes that this one started and whose command a test chooses, as soon as they are there, until `wake`."""
+
+    def __init__(self, chosen: Callable[[str], bool], apart: set[int]) -> None:
+        self.processes: set[int] = set()
+        self._chosen, self._apart = chosen, apart
+        self._awake = threading.Event()
+        self._thread = threading.Thread(target=self._stop, daemon=True)
+        self._thread.start()
+
+    def _stop(self) -> None:
+        while not self._awake.is_set():
+            for process in {*descendants()} - self._apart - self.processes:
+                with suppress(OSError):
+                    if self._chosen(Path(f"/proc/{process}/cmdline").read_text()):
+                        os.kill(process, signal.SIGSTOP)
+                        self.processes.add(process)
+
+    def wake(self) -> None:
+        """Let them go on."""
+        self._awake.set()
+        self._thread.join()
+        for process in self.processes:
+            with suppress(OSError):
+                os.kill(process, signal.SIGCONT)
+
+
+@contextmanager
+def stopped(chosen: Callable[[str], bool], apart: set[int]) -> Iterator[Stopped]:
+    """Processes that stand still until they are woken, here or at the end."""
+    found = Stopped(chosen, apart)
+    try:
+        yield found
+    finally:
+        found.wake()
 
 
 def gone(processes: Iterable[int], patience: float = 20.0) -> bool:

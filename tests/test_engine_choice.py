@@ -11,9 +11,8 @@ import pytest
 
 from fedloom.algorithm import build
 from fedloom.engines.choose import make_engine
-from fedloom.engines.processes.channel import Parcel
-from fedloom.engines.processes.engine import ProcessesEngine, _Worker
-from fedloom.engines.processes.shared import Pool
+from fedloom.engines.dispatch import WorkerHandle
+from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.engines.trial import Trial, mean_steps
@@ -70,13 +69,13 @@ def test_auto_takes_the_fastest_and_leaves_no_trace(monkeypatch: pytest.MonkeyPa
     task = world()
     seconds = {**dict.fromkeys(NAMES, 0.03), wanted: 0.01}
     started: list[int] = []
-    start = _Worker.start
+    start = ProcessesEngine._start
 
-    def counted(threads: int, pool: Pool, setup: Parcel) -> _Worker:
+    def counted(engine: ProcessesEngine) -> WorkerHandle:
         started.append(1)
-        return start(threads, pool, setup)
+        return start(engine)
 
-    monkeypatch.setattr(_Worker, "start", counted)
+    monkeypatch.setattr(ProcessesEngine, "_start", counted)
     tried = timed(monkeypatch, seconds)
     engine = make_engine("auto", task)
     monkeypatch.undo()

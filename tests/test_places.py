@@ -19,7 +19,7 @@ from every_method import EVERY_METHOD
 from fedloom.algorithm import build
 from fedloom.engines.base import Engine
 from fedloom.engines.flower.deploy.agreement import Deployment, deployment
-from fedloom.engines.processes.engine import ProcessesEngine
+from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.rounds.federation import Federation
@@ -76,7 +76,7 @@ class Places:
 
 def _ray(task: Task) -> Engine:
     pytest.importorskip("ray", reason="Ray is not installed")
-    from fedloom.engines.ray.engine import RayEngine
+    from fedloom.engines.ray.driver import RayEngine
 
     return RayEngine(task, workers=2)
 

@@ -20,16 +20,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fedloom.algorithm import Algorithm, build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.cli import main
 from fedloom.engines.base import ClientTask, Reply
 from fedloom.engines.choose import make_engine, read_engine, settled_by
-from fedloom.engines.ray import session
-from fedloom.engines.ray.engine import RayEngine, divide
+from fedloom.engines.dispatch import MOST_WORKERS
+from fedloom.engines.ray import driver, session
+from fedloom.engines.ray.driver import RayEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue, MissingExtra
 from fedloom.round import Round
@@ -37,7 +36,7 @@ from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
 from process_support import Deadly, Failing, Misconfigured, Peeking, wide_task
-from ray_support import SCRIPT, Greedy, counted, descendants, gone
+from ray_support import SCRIPT, Greedy, counted, descendants, gone, stopped
 from small_task import TRAIN_SIZES, KeepsClientMemory, small_task
 
 pytest.importorskip("ray", reason="Ray is not installed")
@@ -192,7 +191,8 @@ def test_a_round_puts_what_all_are_sent_once_and_fetches_one_answer_a_share(
 
 
 def test_tensors_of_every_kind_travel() -> None:
-    from fedloom.engines.ray.parcel import pack, unpack
+    from fedloom.engines.pickling import load
+    from fedloom.engines.ray.arrays import pack_arrays, unpack_arrays
 
     rows = torch.arange(6.0).view(2, 3)
     message: dict[str, Any] = {
@@ -208,7 +208,7 @@ def test_tensors_of_every_kind_travel() -> None:
         "array": rows.numpy() + 1,
         "text": "as it is",
     }
-    found = unpack(pack(message))
+    found = load(*unpack_arrays(pack_arrays(message)))
     assert found["expanded"].stride()[0] == 0, "sent once"
     assert np.array_equal(found.pop("array"), message.pop("array"))
     assert found.pop("text") == message.pop("text")
@@ -217,19 +217,37 @@ def test_tensors_of_every_kind_travel() -> None:
         assert torch.equal(found[name], tensor), name
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 8))
-def test_shares_hold_everybody_once_and_are_about_equal(sizes: list[int], count: int) -> None:
-    count = min(count, len(sizes))
-    parts = divide(sizes, count)
-    assert len(parts) == count
-    assert sorted(place for part in parts for place in part) == list(range(len(sizes)))
-    sums = [sum(sizes[place] for place in part) for part in parts]
-    assert sums == sorted(sums, reverse=True)
-    assert sums[0] - sums[-1] <= max(sizes), "no move of one client would make them more equal"
-
-
 # --- deaths and failures ---
+
+
+def test_actors_that_start_slowly_are_waited_for_and_a_line_says_so(
+    engine: RayEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The new actor's process is stopped for a while: whatever is set in seconds passes, and nothing is wrong."""
+    monkeypatch.setattr(driver, "NOTICE_SECONDS", 0.5)
+    monkeypatch.setattr(driver, "GROWTH_SECONDS", 0.5)
+    with stopped(lambda name: name.startswith("ray::") and "Agent" not in name, apart={*engine.processes}) as found:
+        slow = RayEngine(TASK, workers=1)
+        algorithm = set_up(slow, FedAvg())
+        waking = threading.Timer(4.0, found.wake)
+        waking.start()
+        assert len(list(slow.train(algorithm, *client_tasks(slow)))) == CLIENTS
+        assert set(slow.processes) <= found.processes
+        waking.join()
+    slow.close()
+    assert any("no Ray actor has started in" in record.message for record in caplog.records)
+
+
+def test_actors_that_no_node_has_room_for_are_not_waited_for(
+    engine: RayEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starved = RayEngine(TASK, workers=1)
+    monkeypatch.setattr(starved, "gpus", 3)
+    starved._handles.pop().end()
+    with pytest.raises(FedloomError, match="no Ray actor can start: each needs") as caught:
+        list(starved.train(set_up(starved, FedAvg()), *client_tasks(starved)))
+    assert "\n" not in str(caught.value)
+    starved.close()
 
 
 def test_an_actor_killed_in_a_round_is_replaced_and_its_clients_train_again(engine: RayEngine, tmp_path: Path) -> None:
@@ -282,7 +300,7 @@ def test_a_round_left_early_disturbs_nothing(engine: RayEngine) -> None:
     results = engine.train(set_up(engine, KeepsClientMemory()), *client_tasks(engine))
     assert isinstance(next(results), Reply)
     results.close()  # type: ignore[attr-defined]
-    assert not any(hand.share for hand in engine._crew)
+    assert not any(handle.group for handle in engine._handles)
     assert_same(run(KeepsClientMemory(), engine), run(KeepsClientMemory(), RowsEngine(TASK)))
 
 
@@ -307,8 +325,13 @@ def set_up(engine: RayEngine, algorithm: Algorithm) -> Algorithm:
         ("ray(workers=two)", "workers must be a whole number, not 'two'"),
         ("ray(2)", "options have names, such as"),
         ("ray(workers=0)", "workers must be at least 1, not 0"),
-        ("ray(cpus=0)", "cpus must be greater than 0, not 0"),
-        ("ray(gpus=-1)", "gpus must be at least 0, not -1"),
+        ("ray(cpus=0)", "cpus must be between 0.0001 and .*, not 0"),
+        ("ray(cpus=inf)", "cpus must be between .*, not inf"),
+        ("ray(workers=100000)", f"workers must be at most {MOST_WORKERS} here, not 100000"),
+        ("ray(gpus=-1)", "gpus must be 0, a share from 0.0001 to 1 or a whole number, not -1"),
+        ("ray(gpus=1.5)", "gpus must be 0, .*, not 1.5"),
+        ("ray(gpus=nan)", "gpus must be 0, .*, not nan"),
+        ("ray(memory_budget=-1)", "memory_budget must be at least 0, not -1"),
         ("ray(inside=stakced)", "did you mean 'stacked'"),
         ("ray(object_store=5)", "object_store must be at least"),
         ("ray(workers=2", "cannot read"),
@@ -356,7 +379,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_cannot_travel_is_refused_in_one_line(engine: RayEngine) -> None:
     method = FedAvg()
     method.lock = threading.Lock()  # type: ignore[attr-defined]
-    with pytest.raises(InvalidValue, match="engine 'ray' cannot send this to its actors: ") as caught:
+    with pytest.raises(InvalidValue, match="engine 'ray' cannot send this to its workers: ") as caught:
         run(method, engine)
     assert "\n" not in str(caught.value)
 

@@ -21,7 +21,7 @@ import fedloom as fl
 from fedloom.algorithm import Message, Replies, build
 from fedloom.algorithms.ala import Ala
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.engines.processes.engine import ProcessesEngine
+from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.experiment.comparison import Comparison

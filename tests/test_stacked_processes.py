@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fedloom.algorithm import Algorithm, build
 from fedloom.engines.base import ClientTask
 from fedloom.engines.choose import make_engine
-from fedloom.engines.groups import grouped
-from fedloom.engines.processes.engine import ProcessesEngine
+from fedloom.engines.dispatch import grouped
+from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
 from fedloom.rounds.federation import Federation
@@ -58,14 +61,26 @@ def test_clients_share_groups_and_a_method_that_cannot_be_stacked_does_not(engin
 @pytest.mark.parametrize(("chunk", "workers"), [(1, 2), (3, 1), (10, 2), (4, 3), (64, 2)])
 def test_groups_hold_everybody_once_and_are_even(chunk: int, workers: int) -> None:
     client_tasks = [ClientTask(client, client, {}) for client in range(30)]
-    groups = grouped(client_tasks, torch.full((30,), 7), workers, chunk)
+    count = workers * math.ceil(30 / (workers * chunk))
+    groups = grouped(client_tasks, torch.full((30,), 7), count, chunk)
     assert [client_task.client for group in groups for client_task in group] == list(range(30))
     lengths = [len(group) for group in groups]
     assert max(lengths) <= chunk
     assert max(lengths) - min(lengths) <= 1
     assert len(groups) % workers == 0
-    falling = grouped(client_tasks, torch.arange(30), workers, chunk)
+    falling = grouped(client_tasks, torch.arange(30), count, chunk)
     assert [client_task.client for group in falling for client_task in group] == list(range(29, -1, -1))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 8))
+def test_groups_of_any_length_hold_about_equally_many_samples(sizes: list[int], count: int) -> None:
+    client_tasks = [ClientTask(client, client, {}) for client in range(len(sizes))]
+    groups = grouped(client_tasks, torch.tensor(sizes), count, len(sizes))
+    assert len(groups) <= count
+    assert sorted(client_task.client for group in groups for client_task in group) == list(range(len(sizes)))
+    sums = [sum(sizes[client_task.client] for client_task in group) for group in groups]
+    assert max(sums) <= sum(sizes) / min(count, len(sizes)) + max(sizes)
 
 
 def test_when_a_worker_dies_its_clients_train_again_one_by_one(engine: ProcessesEngine, tmp_path: Path) -> None:
@@ -75,7 +90,7 @@ def test_when_a_worker_dies_its_clients_train_again_one_by_one(engine: Processes
 
 
 def test_a_client_that_kills_its_worker_each_time_harms_no_other(engine: ProcessesEngine, tmp_path: Path) -> None:
-    method = Deadly(victim=2, times=4, directory=str(tmp_path))
+    method = Deadly(victim=2, times=3, directory=str(tmp_path))
     federation = Federation(method, TASK, engine, Schedule(1, 1.0, seed=3))
     federation.run()
     reason = "its worker process died 3 times (killed by SIGKILL)"

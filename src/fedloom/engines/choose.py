@@ -8,8 +8,8 @@ from typing import Any
 from fedloom.config.expression import Call, parse
 from fedloom.config.registry import Entry
 from fedloom.engines.base import Choice, engines
-from fedloom.engines.processes.engine import ProcessesEngine
-from fedloom.engines.ray.engine import RayEngine
+from fedloom.engines.processes.parent import ProcessesEngine
+from fedloom.engines.ray.driver import RayEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.trial import fastest
 from fedloom.errors import InvalidValue

@@ -12,7 +12,7 @@ import torch
 
 from fedloom.algorithm import Algorithm, Plan
 from fedloom.engines.base import Choice, ClientTask, engines
-from fedloom.engines.processes.engine import ProcessesEngine
+from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.processes.worker import VARIABLE
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine

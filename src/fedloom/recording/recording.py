@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Replies, describe
 from fedloom.engines.base import INTEGERS, ClientTask
-from fedloom.engines.processes.engine import ProcessesEngine
+from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
 from fedloom.recording.recorder import Exchange, Note, Recorder, RunContext, whole_models

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import mmap
 import os
 import pickle
 import socket
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Plan
-from fedloom.engines.processes.shared import Pool, unexpanded
+from fedloom.engines.client_work import Packed
+from fedloom.engines.pickling import dump, unexpanded
+from fedloom.engines.processes.shared_memory import SharedMemory
 
 INLINE = 4096
 """Bytes up to which a tensor that is not in shared memory travels inside the message."""
@@ -36,22 +35,16 @@ class Parcel:
     held: tuple[Tensor, ...]
 
 
-def pack(message: Any, pool: Pool) -> Parcel:
-    """Make a message ready. Tensors that lie in shared memory stay there, the others are copied into it.
-
-    A method goes without its server's state and with no more of its plan than numbers. Raises whatever pickling raises.
-    """
-    buffer = io.BytesIO()
-    pickler = _Pickler(buffer)
-    pickler.dump(message)
-    tensors = [unexpanded(tensor) for tensor in pickler.tensors]
-    found = [pool.find(tensor) for tensor in tensors]
+def pack(message: Any, memory: SharedMemory, known: Mapping[int, int] | None = None) -> Parcel:
+    """Make a message ready, as `dump` does. Tensors that lie in shared memory stay there, the others are copied into it."""
+    data, whole = dump(message, known or {})
+    tensors = [unexpanded(tensor) for tensor in whole]
+    found = [memory.find(tensor) for tensor in tensors]
     large = [k for k, tensor in enumerate(tensors) if found[k] is None and tensor.nbytes > INLINE]
-    for k, copy in zip(large, pool.place([tensors[k] for k in large]) if large else (), strict=True):
-        tensors[k], found[k] = copy, pool.find(copy)
-    shapes = [tuple(tensor.shape) for tensor in pickler.tensors]
-    places = tuple(_described(*item) for item in zip(tensors, shapes, found, strict=True))
-    return Parcel(buffer.getvalue(), places, tuple(tensors))
+    for k, copy in zip(large, memory.place([tensors[k] for k in large]) if large else (), strict=True):
+        tensors[k], found[k] = copy, memory.find(copy)
+    shapes = [tuple(tensor.shape) for tensor in whole]
+    return Parcel(data, tuple(map(_described, tensors, shapes, found)), tuple(tensors))
 
 
 def _described(tensor: Tensor, shape: tuple[int, ...], place: tuple[int, int] | None) -> _Place:
@@ -61,107 +54,30 @@ def _described(tensor: Tensor, shape: tuple[int, ...], place: tuple[int, int] | 
     return tensor.dtype, tuple(tensor.shape), shape, -1, inside
 
 
-class SetsTensorsAside:
-    """What a pickler does so that tensors and arrays travel apart: each is named once, in the order of `tensors`.
-
-    A method goes without its server's state, and its plan as the numbers that make it.
-    """
-
-    def begin(self) -> None:
-        """Before the first message: nothing has been put aside."""
-        self.tensors: list[Tensor] = []
-        self._numbers: dict[int, int] = {}
-        self._alive: list[Any] = []  # so that no two have the same id
-
-    def shared(self, array: npt.NDArray[Any]) -> Tensor | None:
-        """An array as the tensor that stands for it, or None where it travels with the words."""
-        raise NotImplementedError
-
-    def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
-        if type(value) is Tensor:
-            return "tensor", self._number(value, value)
-        if type(value) is np.ndarray and (tensor := self.shared(value)) is not None:
-            return "array", self._number(value, tensor)
-        if isinstance(value, Plan):
-            return "plan", value.clients, value.participants, value.rounds, value.seed, value.classes
-        return None
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, Algorithm):
-            make, arguments, attributes, *rest = cast(tuple[Any, ...], value.__reduce_ex__(pickle.HIGHEST_PROTOCOL))
-            if isinstance(attributes, dict):
-                attributes = {name: held for name, held in attributes.items() if name != "state"}
-            return make, arguments, attributes, *rest
-        return NotImplemented
-
-    def _number(self, value: Any, tensor: Tensor) -> int:
-        if id(value) not in self._numbers:
-            self._numbers[id(value)] = len(self.tensors)
-            self.tensors.append(tensor)
-            self._alive.append(value)
-        return self._numbers[id(value)]
-
-
-class _Pickler(SetsTensorsAside, pickle.Pickler):
-    def __init__(self, buffer: io.BytesIO) -> None:
-        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
-        self.begin()
-
-    def shared(self, array: npt.NDArray[Any]) -> Tensor | None:
-        large = array.nbytes > INLINE and array.dtype.kind in "biuf"
-        return torch.from_numpy(array) if large else None
-
-
-class Unpickler(pickle.Unpickler):
-    """Puts tensors and arrays back in. What else was kept apart is for `resolve`."""
-
-    def __init__(self, data: bytes, tensors: list[Tensor]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._tensors = tensors
-
-    def persistent_load(self, name: Any) -> Any:
-        kind, *rest = name
-        if kind == "tensor":
-            return self._tensors[rest[0]]
-        if kind == "array":
-            return self._tensors[rest[0]].numpy()
-        return self.resolve(kind, rest)
-
-    def resolve(self, kind: str, values: list[Any]) -> Any:
-        """The thing that goes by a name on this side."""
-        raise pickle.UnpicklingError(f"nothing is called {kind!r} here")
-
-
 class Channel:
     """One end of the pipe. `receive` returns tensors that lie in the other side's memory: they are lent, not given."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        pool: Pool,
-        unpickler: Callable[[bytes, list[Tensor]], pickle.Unpickler] = Unpickler,
-    ) -> None:
-        self.connection, self.pool, self._unpickler = connection, pool, unpickler
+    def __init__(self, connection: Connection, memory: SharedMemory) -> None:
+        self.connection, self.memory = connection, memory
         self._announced: set[int] = set()  # our regions that the other side has mapped
         self._mapped: dict[int, mmap.mmap] = {}  # theirs that we have
 
-    def send(self, parcel: Parcel) -> None:
-        """Send a message packed with this end's pool. Raises `OSError` when nobody is at the other end."""
+    def send(self, kind: str, parcel: Parcel) -> None:
+        """Send a message packed with this end's memory. Raises `OSError` when nobody is at the other end."""
+        regions = self.memory.regions
         new = sorted({place[3] for place in parcel.places} - self._announced - {-1})
-        gone = [number for number in self._announced if number not in self.pool.regions]
-        regions = [self.pool.regions[number] for number in new]
-        header = [(region.number, region.size) for region in regions], gone, parcel.places, parcel.data
+        gone = [number for number in self._announced if number not in regions]
+        header = kind, [(number, regions[number].size) for number in new], gone, parcel.places, parcel.data
         self._announced = self._announced.difference(gone).union(new)
         self.connection.send_bytes(pickle.dumps(header, pickle.HIGHEST_PROTOCOL))
-        if regions:
+        if new:
             with socket.fromfd(self.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as line:
-                for region in regions:
-                    socket.send_fds(line, [b"\0"], [region.descriptor])
+                for number in new:
+                    socket.send_fds(line, [b"\0"], [regions[number].descriptor])
 
-    def receive(self) -> Any:
-        """The next message. Raises `EOFError` or `OSError` when nobody is at the other end any more, and whatever unpickling
-        raises."""
-        new, gone, places, data = pickle.loads(self.connection.recv_bytes())
+    def receive(self) -> tuple[str, Packed]:
+        """The next message and of what kind it is. Raises `EOFError` or `OSError` when nobody is at the other end any more."""
+        kind, new, gone, places, data = pickle.loads(self.connection.recv_bytes())
         for number in gone:
             self._mapped.pop(number, None)
         if new:
@@ -172,7 +88,7 @@ class Channel:
                         raise EOFError
                     self._mapped[number] = mmap.mmap(descriptors[0], size)
                     os.close(descriptors[0])
-        return self._unpickler(data, [self._tensor(*place) for place in places]).load()
+        return kind, (data, [self._tensor(*place) for place in places])
 
     def _tensor(
         self, dtype: torch.dtype, lying: tuple[int, ...], shape: tuple[int, ...], region: int, place: int | bytes

@@ -8,6 +8,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ LOCAL = "local"
 PROBE_SECONDS = 5.0
 """A machine that takes no connection for so long is not there."""
 
+PAUSE = 0.1
+"""Seconds between two looks whether a node has registered."""
+
 SHORT = 40
 """Characters that a path may have under which Ray opens its sockets: the system takes no more than 107 in all."""
 
@@ -32,6 +36,17 @@ _SETTINGS = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # under `uv run` it would send the working directory to every node
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # it warns of what that will be by default
 }
+
+
+_PATIENCE = {
+    "RAY_worker_register_timeout_seconds": "600",
+    "RAY_agent_register_timeout_ms": "3600000",
+    "RAY_gcs_server_port_wait_time_s": "600",
+    "RAY_gcs_server_request_timeout_seconds": "600",
+    "RAY_health_check_failure_threshold": "100",
+}
+"""On a cluster that is started here. Ray ends processes that have not registered in a minute and starts them again, for ever on a
+machine that needs longer; one that has died is noticed all the same."""
 
 
 @dataclass
@@ -119,7 +134,8 @@ def _started(ray: Any, processors: int, graphics: int, object_store: int) -> Ses
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     place = {} if folder is None else {"_temp_dir": str(folder)}
     try:
-        with _environment({**_SETTINGS, "PYTHONPATH": paths}):  # the cluster's processes inherit it
+        # The cluster's processes inherit the environment.
+        with _environment({**_SETTINGS, **_PATIENCE, "PYTHONPATH": paths}), _patience_with_nodes(ray):
             ray.init(
                 address=LOCAL,
                 num_cpus=processors,
@@ -190,6 +206,31 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
     finally:
         for name, value in before.items():
             _set(name, value)
+
+
+@contextmanager
+def _patience_with_nodes(ray: Any) -> Iterator[None]:
+    """Ray gives up a node that has not registered in half a minute. Inside, a node has time as long as its process lives."""
+    services = ray._private.services
+    get_node = services.get_node
+
+    def patient(*arguments: Any) -> Any:
+        import psutil  # type: ignore[import-untyped]  # Ray brings it along
+
+        while True:
+            try:
+                return get_node(*arguments)
+            except RuntimeError:
+                states = [child.status() for child in psutil.Process().children() if "raylet" in child.name()]
+                if not set(states) - {psutil.STATUS_ZOMBIE}:
+                    raise
+            time.sleep(PAUSE)
+
+    services.get_node = patient
+    try:
+        yield
+    finally:
+        services.get_node = get_node
 
 
 def _set(name: str, value: str | None) -> None:

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedloom.engines.pickling import unexpanded
+
 ALIGNMENT = 64
 SMALLEST = 1 << 16
 """Bytes of the smallest region. Sizes are powers of two, so that regions fit again; pages never touched cost nothing."""
@@ -35,7 +37,7 @@ class Region:
         self.address = int(np.frombuffer(self.memory, np.uint8).ctypes.data)
 
 
-class Pool:
+class SharedMemory:
     """Regions of this process. A region that was lent comes back when the last tensor in it is gone, and is lent again: its
     pages are there already, where new ones would cost several times the copy that fills them."""
 
@@ -101,16 +103,6 @@ class Pool:
 
     def _index(self) -> None:
         self._addresses = sorted((region.address, number) for number, region in self.regions.items())
-
-
-def unexpanded(tensor: Tensor) -> Tensor:
-    """The part of a tensor that its expanded axes repeat: one entry of each.
-
-    It saves memory, and sums over an expanded tensor may round differently from sums over the same numbers laid out in full.
-    """
-    if 0 not in tensor.stride():
-        return tensor
-    return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
 def _anonymous(size: int) -> int:

@@ -1,0 +1,310 @@
+"""Engines whose clients train in workers elsewhere: who gets which clients when, and what happens when a worker dies."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm
+from fedloom.engines.base import Choice, ClientTask, Fault, KeepsClientMemory, Reply, expectations
+from fedloom.engines.client_work import Answers, Assignment, ClientResult, ClientWork, Setup, Work
+from fedloom.errors import FedloomError, InvalidValue
+from fedloom.flat.allocator import keep_pages
+from fedloom.round import Round
+from fedloom.rounds.scoring import Tally
+from fedloom.state.store import ClientStore
+from fedloom.task import Task
+
+ATTEMPTS = 3
+"""A client whose worker dies so often fails."""
+
+MOST_WORKERS = max(64, 4 * (os.cpu_count() or 1))
+"""More workers, or threads of one, than this machine can have any use for."""
+
+Workers = Annotated[int, Field(ge=1, le=MOST_WORKERS)]
+
+
+class WorkerDied(Exception):
+    """A worker has ended; its text says how, in one line."""
+
+
+class WorkerHandle(ABC):
+    """A worker as its engine sees it. `group`: the clients whose answers are waited for; `busy`: it has something to say yet;
+    `ready`: it has said something."""
+
+    def __init__(self) -> None:
+        self.group: Sequence[ClientTask] = ()
+        self.busy, self.ready = True, False
+        self._setup: Any = None
+        self._assignment: Any = None
+
+    def give(self, setup: Any, assignment: Any, work: Any, group: Sequence[ClientTask]) -> None:
+        """Let it work, after whatever it must know first and does not know yet. All three are packed messages."""
+        self.group, self.busy = group, True
+        if self._setup is not setup:
+            self.send("begin", setup)
+        if self._setup is not setup or self._assignment is not assignment:
+            self.send("assign", assignment)
+        self._setup, self._assignment = setup, assignment
+        self.send("work", work)
+
+    def listen(self) -> Answers | Exception:
+        """What it has to say: its answers, or why there are none; anything when it is there for the first time.
+        Raises `WorkerDied`."""
+        answers = self.receive()
+        self.group, self.busy, self.ready = (), False, True
+        return answers
+
+    @abstractmethod
+    def send(self, method: Literal["begin", "assign", "work"], message: Any) -> None:
+        """Have it call that method of its `ClientTrainer`. Where it is dead, `receive` will say so."""
+
+    @abstractmethod
+    def receive(self) -> Answers | Exception:
+        """As `listen`."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """End it, whatever it is doing: it holds nothing that anybody would miss."""
+
+
+class WorkerEngine(KeepsClientMemory, ABC):
+    """Lets `workers` train the clients; subclasses start workers and pack messages for them.
+
+    What a client does depends on the round, the seed, its number, its inbox and its memory alone, and its memory changes here,
+    when its answer is in. So when a worker dies another takes its place, and the clients that it had train again, each by itself,
+    with the same result. A client whose worker dies three times fails, and says so.
+    """
+
+    chosen: Choice | None = None  # how it came to be this engine, where `make_engine` made it
+    name: ClassVar[str]
+    kind: ClassVar[str]  # what its workers are called
+    shares_memory: ClassVar[bool]  # whether they write replies where this process reads them
+
+    def __init__(self, workers: int, inside: Literal["rows", "stacked"], memory_budget: int) -> None:
+        self.workers = workers
+        self.inside: Literal["rows", "stacked"] = inside
+        self.store = ClientStore(budget=memory_budget)
+        self._handles: list[WorkerHandle] = []
+        self._failed_starts = 0
+
+    # --- what subclasses provide ---
+
+    @abstractmethod
+    def _start(self) -> WorkerHandle:
+        """Start a worker."""
+
+    @abstractmethod
+    def _wait(self, handles: Sequence[WorkerHandle]) -> Sequence[WorkerHandle]:
+        """Those of the handles, all of them busy, that have something to say, as soon as there are any."""
+
+    @abstractmethod
+    def _pack(self, message: object, known: Mapping[int, int]) -> Any:
+        """A message for one worker. Raises whatever pickling raises."""
+
+    def _publish(self, packed: Any) -> Any:
+        """A packed message such that many workers can read it."""
+        return packed
+
+    @abstractmethod
+    def _setup_for(self, task: Task) -> Setup:
+        """What workers are told of a task. Raises `InvalidValue` for one that they cannot take."""
+
+    @abstractmethod
+    def _empty(self, shape: Sequence[int]) -> Tensor:
+        """A tensor for replies, of the model's type, that is not filled in."""
+
+    @abstractmethod
+    def _groups(self, algorithm: Algorithm, client_tasks: Sequence[ClientTask]) -> list[list[ClientTask]]:
+        """What the workers are given, in this order."""
+
+    # --- the engine ---
+
+    def begin(self, task: Task, directory: Path | None) -> None:
+        if task is not self.task or self.inside != self._announced_inside:
+            self._announce(task)
+        self.store.begin(directory)
+        keep_pages()
+
+    def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
+        expected = expectations(algorithm, round, self.task.layout)
+        slots = [client_task.slot + 1 for client_task in client_tasks if client_task.slot is not None]
+        count = max([len(round.selected), *slots])
+        matrices = {name: self._empty((count, *shape)) for name, shape in expected.items()}
+        assignment = Assignment(algorithm, round, expected, _common(client_tasks))
+        for group, answers in self._answers("train", assignment, client_tasks, matrices):
+            for client_task, answer in zip(group, answers, strict=True):
+                if isinstance(answer, Fault):
+                    yield Fault(client_task, answer.reason, answer.error)
+                    continue
+                assert isinstance(answer, ClientResult)
+                if answer.written:
+                    self.store.write(client_task.client, {name: rows.clone() for name, rows in answer.written.items()})
+                yield Reply(client_task, _tensors(answer, matrices, client_task.slot), answer.metrics, matrices)
+
+    def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
+        if self.task.local_test is None:
+            raise InvalidValue("the clients have no test data of their own: give the task local_test, such as 0.25")
+        assignment = Assignment(algorithm, round, {}, _common(client_tasks))
+        for _, answers in self._answers("evaluate", assignment, client_tasks, {}):
+            for answer in answers:
+                if isinstance(answer, Fault):
+                    raise answer.error or FedloomError(answer.reason)
+                assert isinstance(answer, Tally)
+                yield answer
+
+    def close(self) -> None:
+        end_all(self._handles)
+        self.store.close()
+
+    # --- the work of a round ---
+
+    def _answers(
+        self,
+        kind: Literal["train", "evaluate"],
+        assignment: Assignment,
+        client_tasks: Sequence[ClientTask],
+        matrices: Mapping[str, Tensor],
+    ) -> Iterator[tuple[Sequence[ClientTask], Answers]]:
+        """The answers of every group of clients as they come. Leaving early, those still to come are not waited for."""
+        self._forget()
+        known = {id(rows): place for place, rows in enumerate(assignment.common)}
+        announced = self._publish(self._packed(assignment))
+        waiting = deque(self._groups(assignment.algorithm, client_tasks))
+        deaths: Counter[int] = Counter()
+
+        def give(handle: WorkerHandle) -> None:
+            group = waiting.popleft()
+            work = Work(kind, tuple(self._client_work(client_task, matrices) for client_task in group))
+            handle.give(self._setup, announced, self._packed(work, known), group)
+
+        try:
+            while waiting or any(handle.group for handle in self._handles):
+                if waiting:
+                    self._hire()
+                for handle in self._handles:
+                    if waiting and not handle.busy:
+                        give(handle)
+                for handle in self._wait([handle for handle in self._handles if handle.busy]):
+                    group = handle.group
+                    try:
+                        answers = self._listen(handle)
+                    except WorkerDied as death:
+                        deaths.update(id(client_task) for client_task in group)
+                        if len(group) != 1 or deaths[id(group[0])] < ATTEMPTS:
+                            # Each by itself, so that nobody pays for what another does to their worker.
+                            waiting.extendleft([client_task] for client_task in reversed(group))
+                            continue
+                        reason = f"its {self.kind} died {ATTEMPTS} times ({death})"
+                        error = FedloomError(f"client {group[0].client}: {reason}")
+                        yield group, (Fault(group[0], reason, error),)
+                        continue
+                    if isinstance(answers, Exception) and group:
+                        raise answers
+                    if waiting:
+                        give(handle)  # before the answers are dealt with, so that the worker does not wait for that
+                    if group and not isinstance(answers, Exception):
+                        yield group, answers
+        finally:
+            self._forget()
+
+    def _client_work(self, client_task: ClientTask, matrices: Mapping[str, Tensor]) -> ClientWork:
+        client, slot = client_task.client, client_task.slot
+        written = self.shares_memory and slot is not None
+        places = {name: matrix[slot] for name, matrix in matrices.items()} if written else {}
+        return ClientWork(client, slot, client_task.inbox, self.store.read(client), places)
+
+    def _listen(self, handle: WorkerHandle) -> Answers | Exception:
+        """What a worker has to say. Raises `WorkerDied`, and `FedloomError` where none can start."""
+        try:
+            answers = handle.listen()
+        except WorkerDied as death:
+            self._handles.remove(handle)
+            handle.end()
+            self._failed_starts += not handle.ready
+            if self._failed_starts >= ATTEMPTS:
+                self._failed_starts = 0
+                raise FedloomError(f"engine {self.name!r}: no {self.kind} can start ({death})") from None
+            raise
+        self._failed_starts = 0
+        return answers
+
+    def _sizes(self, client_tasks: Sequence[ClientTask]) -> Tensor:
+        """How many samples each client trains on."""
+        return self.task.sizes(torch.tensor([client_task.client for client_task in client_tasks], dtype=torch.int64))
+
+    def _hire(self) -> None:
+        while len(self._handles) < self.workers:
+            try:
+                self._handles.append(self._start())
+            except OSError as error:
+                raise FedloomError(f"engine {self.name!r}: no {self.kind} can start ({error})") from error
+
+    def _forget(self) -> None:
+        """Busy workers go on to the end of their work, whose answers change nothing, and are then free again."""
+        for handle in self._handles:
+            handle.group = ()
+
+    def _announce(self, task: Task) -> None:
+        setup = self._setup_for(task)
+        self.task, self._announced_inside = task, self.inside
+        self._setup = self._publish(self._packed(setup))
+
+    def _packed(self, message: object, known: Mapping[int, int] | None = None) -> Any:
+        """Raises `InvalidValue` for what cannot travel to another process."""
+        try:
+            return self._pack(message, known or {})
+        except Exception as error:
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            raise InvalidValue(f"engine {self.name!r} cannot send this to its workers: {text}") from error
+
+
+def grouped(client_tasks: Sequence[ClientTask], sizes: Tensor, count: int, most: int) -> list[list[ClientTask]]:
+    """The clients in about `count` groups of at most `most`, those with most samples first; `sizes [n]` are their samples.
+
+    A long piece of work that starts last leaves the other workers idle; short ones fill the gaps at the end. Clients of like
+    sizes share a group, so that few stand still where they advance together, and groups have about equally many samples.
+    """
+    groups: list[list[ClientTask]] = []
+    current: list[ClientTask] = []
+    filled, rest = 0, int(sizes.sum())
+    for place in sizes.argsort(descending=True, stable=True).tolist():
+        size = int(sizes[place])
+        left = max(1, min(count, len(client_tasks)) - len(groups))
+        if len(current) == most or (current and left > 1 and filled + size / 2 > rest / left):
+            groups.append(current)
+            rest, current, filled = rest - filled, [], 0
+        current.append(client_tasks[place])
+        filled += size
+    return [*groups, current] if current else groups
+
+
+def end_all(handles: list[WorkerHandle]) -> None:
+    """End all workers and empty the list."""
+    while handles:
+        handles.pop().end()
+
+
+def _common(client_tasks: Sequence[ClientTask]) -> tuple[Tensor, ...]:
+    """What several clients are sent, each once."""
+    counts = Counter(id(rows) for client_task in client_tasks for rows in client_task.inbox.values())
+    found = {id(rows): rows for client_task in client_tasks for rows in client_task.inbox.values()}
+    return tuple(rows for key, rows in found.items() if counts[key] > 1)
+
+
+def _tensors(answer: ClientResult, matrices: Mapping[str, Tensor], slot: int | None) -> dict[str, Tensor]:
+    """A client's reply, in the row of its slot where it fits. What the answer holds is only lent."""
+    tensors = {name: matrices[name][slot] for name in answer.placed}
+    for name, tensor in answer.tensors.items():
+        matrix = matrices.get(name)
+        fits = matrix is not None and matrix.dtype == tensor.dtype and matrix.shape[1:] == tensor.shape
+        tensors[name] = matrix[slot].copy_(tensor) if matrix is not None and fits else tensor.clone()
+    return tensors

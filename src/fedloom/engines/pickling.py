@@ -1,0 +1,102 @@
+"""Messages to workers and back: the words as bytes, and the tensors apart, which every engine moves in its own way."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import cloudpickle
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm, Plan
+from fedloom.task import Task
+
+_NUMBERS = frozenset(np.dtype(code).str for code in "?bBhHiIlLqQefd")
+"""Types of arrays that tensors can stand for."""
+
+_NOTHING: Mapping[int, int] = {}
+
+
+def dump(message: Any, known: Mapping[int, int] = _NOTHING) -> tuple[bytes, list[Tensor]]:
+    """The message without its tensors and arrays, and these, each once.
+
+    Classes and functions of the main program travel whole, all others by their names. A method goes without its server's state,
+    and its plan as the numbers that make it. `known`: places of tensors that the receiver has already, by their identity.
+    Raises whatever pickling raises.
+    """
+    buffer = io.BytesIO()
+    pickler = _TensorPickler(buffer, known)
+    pickler.dump(message)
+    return buffer.getvalue(), pickler.tensors
+
+
+def load(data: bytes, tensors: Sequence[Tensor], known: Sequence[Tensor] = (), task: Task | None = None) -> Any:
+    """The message again. `known` are the tensors that `dump` left out; a method's plan is made with the `task`."""
+    return _TensorUnpickler(data, tensors, known, task).load()
+
+
+def unexpanded(tensor: Tensor) -> Tensor:
+    """The part of a tensor that its expanded axes repeat: one entry of each.
+
+    It saves memory, and sums over an expanded tensor may round differently from sums over the same numbers laid out in full.
+    """
+    if 0 not in tensor.stride():
+        return tensor
+    return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+
+
+class _TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, buffer: io.BytesIO, known: Mapping[int, int]) -> None:
+        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[Tensor] = []
+        self._known = known
+        self._places: dict[int, int] = {}
+        self._alive: list[Any] = []  # so that no two have the same id
+
+    def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
+        if type(value) is Tensor:
+            known = self._known.get(id(value))
+            return ("tensor", self._place(value, value)) if known is None else ("known", known)
+        if type(value) is np.ndarray and value.ndim and value.dtype.str in _NUMBERS:
+            return "array", self._place(value, torch.from_numpy(np.require(value, requirements=["C", "W"])))
+        if isinstance(value, Plan):
+            return "plan", value.clients, value.participants, value.rounds, value.seed, value.classes
+        return None
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Algorithm):
+            make, arguments, attributes, *rest = cast(tuple[Any, ...], value.__reduce_ex__(pickle.HIGHEST_PROTOCOL))
+            if isinstance(attributes, dict):
+                attributes = {name: held for name, held in attributes.items() if name != "state"}
+            return make, arguments, attributes, *rest
+        return super().reducer_override(value)
+
+    def _place(self, value: Any, tensor: Tensor) -> int:
+        if id(value) not in self._places:
+            self._places[id(value)] = len(self.tensors)
+            self.tensors.append(tensor)
+            self._alive.append(value)
+        return self._places[id(value)]
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, tensors: Sequence[Tensor], known: Sequence[Tensor], task: Task | None) -> None:
+        super().__init__(io.BytesIO(data))
+        self._tensors, self._known, self._task = tensors, known, task
+
+    def persistent_load(self, name: Any) -> Any:
+        kind, *values = name
+        if kind == "tensor":
+            return self._tensors[values[0]]
+        if kind == "array":
+            return self._tensors[values[0]].numpy()
+        if kind == "known":
+            return self._known[values[0]]
+        if self._task is None:
+            raise pickle.UnpicklingError("a method's plan means nothing without a task")
+        task, (clients, participants, rounds, seed, classes) = self._task, values
+        return Plan(task.layout, task.initial, clients, participants, rounds, seed, classes, task.sizes, task.model)

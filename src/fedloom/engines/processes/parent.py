@@ -1,0 +1,177 @@
+"""The processes engine: worker processes train the clients, one by one or in stacks, on models that all share in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm
+from fedloom.engines.base import ClientTask
+from fedloom.engines.client_work import Answers, Setup, slim
+from fedloom.engines.dispatch import (
+    MOST_WORKERS,
+    WorkerDied,
+    WorkerEngine,
+    WorkerHandle,
+    end_all,
+    grouped,
+    require_whole,
+)
+from fedloom.engines.pickling import load
+from fedloom.engines.processes.channel import Channel, Parcel, pack
+from fedloom.engines.processes.shared_memory import SharedMemory
+from fedloom.engines.processes.worker import VARIABLE
+from fedloom.engines.stacked import StackedEngine, apart
+from fedloom.errors import FedloomError, InvalidValue
+from fedloom.state.store import BUDGET
+from fedloom.task import Task
+
+_PROGRAM = "from fedloom.engines.processes.worker import main; main()"
+
+
+class ProcessesEngine(WorkerEngine):
+    """Trains clients in `workers` processes of `threads` threads each, with the numbers of the rows engine on as many threads.
+
+    The workers start once and stay. They read the task's data, the models that are sent and what clients remember in memory
+    shared with this process, and write trained models into one shared matrix, so that no model is pickled. Each free worker is
+    given the waiting client with the most samples.
+
+    With `inside="stacked"` a worker is given several clients of like sizes, which advance in lock step as in the stacked engine,
+    with the numbers of the rows engine to float tolerance; `chunk` is how many at most, by default what suits the processor.
+    Where models or methods cannot be stacked, clients train one by one all the same.
+
+    The task's training samples are moved into shared memory, so that they are held once.
+    `memory_budget`: bytes of client memory kept here; the clients not used for longest spill to files beyond it.
+
+    Raises `InvalidValue` for numbers out of range, a task that is not on the CPU, or something in it that cannot be pickled;
+    `FedloomError` inside a worker, and where no worker can start.
+    """
+
+    name = "processes"
+    kind = "worker process"
+    shares_memory = True
+
+    def __init__(
+        self,
+        task: Task,
+        workers: int = 2,
+        threads: int = 1,
+        memory_budget: int = BUDGET,
+        inside: str = "rows",
+        chunk: int | None = None,
+    ) -> None:
+        require_whole("workers", workers, MOST_WORKERS)
+        require_whole("threads", threads, MOST_WORKERS)
+        if chunk is not None:
+            require_whole("chunk", chunk)
+        if os.name != "posix":
+            raise InvalidValue("engine 'processes' needs a POSIX system: use engine 'rows'")
+        if VARIABLE in os.environ:
+            raise FedloomError(
+                "a worker process began the run anew: put what starts it below if __name__ == '__main__':"
+            )
+        super().__init__(workers, inside, memory_budget)
+        self.threads, self._wanted_chunk = threads, chunk
+        self.shared_memory = SharedMemory()
+        weakref.finalize(self, end_all, self._handles)
+        self._announce(task)
+        self._hire()
+
+    def _setup_for(self, task: Task) -> Setup:
+        if task.initial.is_cuda:
+            raise InvalidValue(f"engine 'processes' works on the CPU, but the task is on {task.initial.device}")
+        for tensor in (task.train.inputs, task.train.labels):
+            if self.shared_memory.find(tensor) is None:
+                tensor.data = self.shared_memory.place([tensor])[0]
+        self.shared_memory.trim()
+        self.chunk = 1
+        if self.inside == "stacked":
+            stack = StackedEngine(task, chunk=self._wanted_chunk)
+            self.chunk = 1 if stack.unstackable else stack.chunk
+        return Setup(slim(task), "rows" if self.chunk == 1 else "stacked", self.chunk)
+
+    def _start(self) -> WorkerHandle:
+        return WorkerProcess(self.threads, self.shared_memory)
+
+    def _wait(self, handles: Sequence[WorkerHandle]) -> Sequence[WorkerHandle]:
+        lines = {handle.channel.connection: handle for handle in handles if isinstance(handle, WorkerProcess)}
+        return [lines[line] for line in wait(list(lines)) if isinstance(line, Connection)]
+
+    def _pack(self, message: object, known: Mapping[int, int]) -> Parcel:
+        return pack(message, self.shared_memory, known)
+
+    def _empty(self, shape: Sequence[int]) -> Tensor:
+        return self.shared_memory.empty([shape], [self.task.layout.dtype])[0]
+
+    def _groups(self, algorithm: Algorithm, client_tasks: Sequence[ClientTask]) -> list[list[ClientTask]]:
+        """As many groups for every worker, so that all end at about the same time."""
+        most = 1 if apart(algorithm) else self.chunk
+        count = self.workers * math.ceil(len(client_tasks) / (self.workers * most))
+        return grouped(client_tasks, self._sizes(client_tasks), count, most)
+
+    @property
+    def processes(self) -> list[int]:
+        """The numbers of the workers' processes."""
+        return [handle.process.pid for handle in self._handles if isinstance(handle, WorkerProcess)]
+
+
+class WorkerProcess(WorkerHandle):
+    """A worker process; it says so when it is ready. The caller's program is not run again in it."""
+
+    def __init__(self, threads: int, memory: SharedMemory) -> None:
+        super().__init__()
+        ours, theirs = Pipe()
+        descriptor = theirs.fileno()
+        paths = [path or os.getcwd() for path in sys.path]
+        surroundings = {
+            **os.environ,
+            VARIABLE: "1",
+            "PYTHONPATH": os.pathsep.join(paths),
+            "OMP_NUM_THREADS": str(threads),
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _PROGRAM, str(descriptor), str(threads)],
+            stdin=subprocess.DEVNULL,
+            env=surroundings,
+            pass_fds=[descriptor],
+            process_group=0,  # Ctrl-C in a terminal is for this process alone
+        )
+        theirs.close()
+        self.channel = Channel(ours, memory)
+        self._sent: Any = None  # its tensors must live until the answer is here
+
+    def send(self, method: str, message: Any) -> None:
+        self._sent = message
+        with contextlib.suppress(OSError):
+            self.channel.send(method, message)
+
+    def receive(self) -> Answers | Exception:
+        try:
+            _, packed = self.channel.receive()
+        except (EOFError, OSError):
+            raise WorkerDied(self._ending()) from None
+        self._sent = None
+        answers: Answers | Exception = load(*packed)
+        return answers
+
+    def end(self) -> None:
+        self._sent = None
+        self.channel.connection.close()
+        self.process.kill()
+        self.process.wait()
+
+    def _ending(self) -> str:
+        """How the process ended, whose end of the pipe is closed."""
+        code = self.process.wait()
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,251 @@
+"""The Ray engine: actors on one machine or many train the clients, and models travel through Ray's object store."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm
+from fedloom.config.checks import require_at_least, require_between
+from fedloom.engines.base import ClientTask
+from fedloom.engines.client_work import Answers, Setup, slim
+from fedloom.engines.dispatch import (
+    MOST_WORKERS,
+    WorkerDied,
+    WorkerEngine,
+    WorkerHandle,
+    end_all,
+    grouped,
+    require_whole,
+)
+from fedloom.engines.pickling import load
+from fedloom.engines.ray.arrays import PackedArrays, pack_arrays, unpack_arrays
+from fedloom.engines.ray.session import LOCAL, Session, first_line, join, leave, load_ray
+from fedloom.engines.stacked import apart
+from fedloom.errors import FedloomError, InvalidValue
+from fedloom.state.store import BUDGET
+from fedloom.task import Task
+
+GROUPS = 2
+"""Groups of clients for each actor that trains row by row: a slow actor leaves the last ones to the others."""
+
+MOST_ACTORS = 10_000
+"""More actors than any cluster has use for."""
+
+GROWTH_SECONDS = 180.0
+"""For so long a cluster that has no node large enough for an actor may get one. (One that is started here gets none.)"""
+
+NOTICE_SECONDS = 60.0
+"""Between two notices that no actor has started yet."""
+
+LOOK_SECONDS = 1.0
+"""Between two looks at the cluster, while no actor has anything to say."""
+
+_logger = logging.getLogger("fedloom")
+
+
+class RayEngine(WorkerEngine):
+    """Trains clients in Ray actors, `workers` of them with `cpus` cores (as many threads) and `gpus` GPUs each.
+
+    `address` is `local` (a cluster of this machine, started and taken down here), `auto` (the one this machine belongs to),
+    `host:port` or `ray://host:port`; nodes need the same Python, Ray and fedloom. Without `workers` there are as many actors
+    as that has room for. In an actor, clients train on the engine `inside`: `rows`, or `stacked` in lock step.
+
+    The task's data lie once on every node, and actors read them there. Each round, rows that several clients are sent are put
+    into the object store once; the rows of one client travel with the group of clients that it belongs to, and one answer comes
+    back for each group. What clients remember stays here and travels with them.
+
+    `memory_budget`: bytes of client memory kept here; the clients not used for longest spill to files beyond it.
+    `object_store`: bytes for objects on a local cluster (by default 1 GiB and twice the data); more go to files.
+
+    Raises `InvalidValue` for numbers out of range, a task that is not on the CPU (with GPUs, actors move it there) or something
+    that cannot be pickled; `MissingExtra` without Ray; `FedloomError` where there is no cluster or no room on it.
+    """
+
+    name = "ray"
+    kind = "Ray actor"
+    shares_memory = False
+
+    def __init__(
+        self,
+        task: Task,
+        workers: int | None = None,
+        cpus: float = 1,
+        gpus: float = 0,
+        address: str = LOCAL,
+        inside: str = "rows",
+        memory_budget: int = BUDGET,
+        object_store: int | None = None,
+    ) -> None:
+        if workers is not None:
+            require_whole("workers", workers, MOST_WORKERS if address == LOCAL else MOST_ACTORS)
+        require_between("cpus", cpus, 0.0001, MOST_WORKERS)
+        if not (gpus == 0 or 0.0001 <= gpus <= 1 or gpus in range(2, MOST_WORKERS + 1)):
+            raise InvalidValue(f"gpus must be 0, a share from 0.0001 to 1 or a whole number, not {gpus:g}")
+        if object_store is not None:
+            require_at_least("object_store", object_store, 100 << 20)
+        super().__init__(workers or 1, inside, memory_budget)
+        self.cpus, self.gpus = cpus, gpus
+        self._ray = load_ray()
+        self.session = self._join(task, address, workers, object_store)
+        self._end = weakref.finalize(self, _give_up, self._handles, self.session)
+        try:
+            self.workers = workers or self._room()
+            self._announce(task)
+            self._hire()
+        except BaseException:
+            self._end()
+            raise
+
+    def _join(self, task: Task, address: str, workers: int | None, object_store: int | None) -> Session:
+        """A local cluster has what its actors need; elsewhere Ray knows what there is."""
+        count = workers or self._here()
+        data = sum(tensor.nbytes for tensor in (task.train.inputs, task.train.labels))
+        store = (1 << 30) + 2 * data if object_store is None else object_store
+        return join(address, math.ceil(count * self.cpus), math.ceil(count * self.gpus), store)
+
+    def _here(self) -> int:
+        """Actors that this machine has room for, by the cores and GPUs that PyTorch may use."""
+        if self.gpus:
+            return max(1, int(torch.cuda.device_count() / self.gpus))
+        return max(1, int(torch.get_num_threads() / self.cpus))
+
+    def _room(self) -> int:
+        """Actors that the cluster has room for."""
+        if self.session.local:
+            return self._here()
+        found = self._ray.cluster_resources()
+        limits = [found.get("CPU", 0) / self.cpus] + ([found.get("GPU", 0) / self.gpus] if self.gpus else [])
+        return max(1, int(min(limits)))
+
+    def _setup_for(self, task: Task) -> Setup:
+        if task.initial.is_cuda:
+            raise InvalidValue(
+                f"engine 'ray' takes a task on the CPU, not on {task.initial.device}: its actors move it"
+            )
+        return Setup(slim(task), self.inside)
+
+    def _pack(self, message: object, known: Mapping[int, int]) -> PackedArrays:
+        return pack_arrays(message, known)
+
+    def _publish(self, packed: PackedArrays) -> Any:
+        return self._ray.put(packed)
+
+    def _empty(self, shape: Sequence[int]) -> Tensor:
+        return torch.empty(*shape, dtype=self.task.layout.dtype)
+
+    def _groups(self, algorithm: Algorithm, client_tasks: Sequence[ClientTask]) -> list[list[ClientTask]]:
+        count = self.workers * (GROUPS if self.inside == "rows" or apart(algorithm) else 1)
+        return grouped(client_tasks, self._sizes(client_tasks), count, len(client_tasks))
+
+    # --- the actors ---
+
+    def _start(self) -> WorkerHandle:
+        """Ray could restart an actor itself, but would refuse its calls meanwhile; a new one serves at once, on any node."""
+        from fedloom.engines.ray.actor import TrainingActor
+
+        # A local cluster is ours alone: its actors wait for no one to give cores back.
+        cores = 0 if self.session.local else self.cpus
+        kind = self._ray.remote(TrainingActor).options(num_cpus=cores, num_gpus=self.gpus, max_restarts=0)
+        paths = [path or os.getcwd() for path in sys.path]
+        return ActorHandle(self._ray, kind.remote(paths, max(1, int(self.cpus)), self.gpus > 0))
+
+    def _wait(self, handles: Sequence[WorkerHandle]) -> Sequence[WorkerHandle]:
+        """Actors that are there may take as long as they like, and so may those that Ray is about to start, however slow the
+        machine is. Raises `FedloomError` where the cluster has no room for any."""
+        calls = {handle.call: handle for handle in handles if isinstance(handle, ActorHandle)}
+        began = noticed = time.monotonic()
+        while True:
+            done, _ = self._ray.wait(list(calls), num_returns=1, timeout=LOOK_SECONDS)
+            if done:
+                return [calls[done[0]]]
+            now = time.monotonic()
+            if any(handle.ready for handle in self._handles):
+                continue
+            if not self._has_room() and (self.session.local or now - began > GROWTH_SECONDS):
+                raise FedloomError(f"engine 'ray': no Ray actor can start: {self._shortage()}")
+            if now - noticed > NOTICE_SECONDS:
+                why = "its process is starting" if self.session.local else self._shortage()
+                _logger.warning("no Ray actor has started in %.0f seconds, still waiting: %s", now - began, why)
+                noticed = now
+
+    def _has_room(self) -> bool:
+        """Whether a node of the cluster is large enough for an actor, were nothing else there."""
+        needed = {"CPU": 0 if self.session.local else self.cpus, "GPU": self.gpus}
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        return any(all(node.get(kind, 0) >= amount for kind, amount in needed.items()) for node in nodes)
+
+    def _shortage(self) -> str:
+        """What actors need, and what there is."""
+        needs = f"{self.cpus:g} CPU" + (f" and {self.gpus:g} GPU" if self.gpus else "")
+        free, there = self._ray.available_resources(), self._ray.cluster_resources()
+        return f"each needs {needs} on one node; the cluster has {_amounts(free)} free of {_amounts(there)}"
+
+    @property
+    def processes(self) -> list[int]:
+        """The numbers of the actors' processes, on their machines; waits until they are there."""
+        actors = [handle.actor for handle in self._handles if isinstance(handle, ActorHandle)]
+        found: list[int] = self._ray.get([actor.process.remote() for actor in actors])
+        return found
+
+    def close(self) -> None:
+        self._end()
+        self.store.close()
+
+
+class ActorHandle(WorkerHandle):
+    def __init__(self, ray: Any, actor: Any) -> None:
+        super().__init__()
+        self.ray, self.actor = ray, actor
+        self.call = actor.process.remote()
+
+    def send(self, method: str, message: Any) -> None:
+        self.call = getattr(self.actor, method).remote(message)
+
+    def receive(self) -> Answers | Exception:
+        try:
+            result = self.ray.get(self.call)
+        except self.ray.exceptions.RayError as error:
+            raise WorkerDied(ending(error)) from None
+        if not self.ready:
+            return ()
+        answers: Answers | Exception = load(*unpack_arrays(result))
+        return answers
+
+    def end(self) -> None:
+        if self.ray.is_initialized():
+            try:
+                self.ray.kill(self.actor)
+            except Exception:  # it is dead, or the connection is: nothing remains to be ended
+                return
+
+
+def ending(error: BaseException) -> str:
+    """How an actor ended, in one line of the many that Ray has for it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if any("creation task" in line for line in lines):
+        return lines[-1]
+    told = [line for line in lines if line.startswith("The actor is dead because")]
+    if any("memory pressure" in line or "low on memory" in line for line in lines):
+        return "Ray ended it, since its node ran out of memory"
+    return told[0].split(". ")[0].rstrip(".") if told else first_line(error)
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    """`2 CPU, 0 GPU`."""
+    return ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in ("CPU", "GPU"))
+
+
+def _give_up(handles: list[WorkerHandle], session: Session) -> None:
+    """End all actors and leave the cluster."""
+    end_all(handles)
+    leave(session)
