@@ -22,8 +22,9 @@ from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.experiment.configuration import put
 from fedloom.experiment.events import Event
-from fedloom.experiment.jobs import Here, Tasks
+from fedloom.experiment.jobs import Tasks
 from fedloom.experiment.parameters import parameter_keys, with_parameters
+from fedloom.experiment.pools import SerialPool
 from fedloom.experiment.suggest import search_optuna
 from fedloom.experiment.tune import Runner, Search, Trial, best_of, score_on_test, search_grid
 from fedloom.experiment.validation import withhold
@@ -66,7 +67,7 @@ RATES = "training.learning_rate=[0.001, 0.5]"
 def grid(context: dict[str, Any], *texts: str, events: list[Event] | None = None) -> tuple[Search, list[Trial]]:
     heard: list[Event] = [] if events is None else events
     search, tasks = Search(context, searched(*texts)), Tasks()
-    return search, search_grid(search, Runner(Here(tasks), heard.append, lambda: False), tasks)
+    return search, search_grid(search, Runner(SerialPool(tasks), heard.append, lambda: False), tasks)
 
 
 @settings(deadline=None, max_examples=20)
@@ -158,7 +159,7 @@ def test_a_grid_takes_every_combination_and_the_best_by_validation(tmp_path: Pat
 
 
 def places(search: Search, trial: Trial) -> list[Path]:
-    runner = Runner(Here(), lambda event: None, lambda: False)
+    runner = Runner(SerialPool(), lambda event: None, lambda: False)
     return [job.path for job in runner.jobs([trial]).values()]
 
 
@@ -185,7 +186,7 @@ def test_a_search_goes_on_and_repeats_nothing(tmp_path: Path) -> None:
         return rounds == 5  # in the middle of the second run
 
     with pytest.raises(KeyboardInterrupt):
-        search_grid(search, Runner(Here(tasks), lambda event: None, stopped), tasks)
+        search_grid(search, Runner(SerialPool(tasks), lambda event: None, stopped), tasks)
     _, first = grid(table(tmp_path), RATES, events=events)
     assert [event.kind for event in events if event.kind in ("skipped", "started")] == ["skipped", "started"]
     events.clear()
@@ -205,13 +206,13 @@ def test_a_trial_that_fails_is_not_chosen_and_stops_no_other(tmp_path: Path) -> 
 
 def test_the_test_data_are_scored_once_for_one_choice(tmp_path: Path) -> None:
     search, found = grid(table(tmp_path, last=1), RATES)
-    runner = Runner(Here(), lambda event: None, lambda: False)
+    runner = Runner(SerialPool(), lambda event: None, lambda: False)
     tested = score_on_test(search, best_of(found), runner)
     task = fl.make_task("small-digits", clients=3, partition="iid", model="logistic", training={"learning_rate": 0.5})
     alone = fl.run("fedprox", task, rounds=2, participation=1.0, evaluate_every=1)
     assert tested.score == alone.accuracy  # on all training data, scored on the test data
     events: list[Event] = []
-    again = score_on_test(search, best_of(found), Runner(Here(), events.append, lambda: False))
+    again = score_on_test(search, best_of(found), Runner(SerialPool(), events.append, lambda: False))
     assert again.score == tested.score
     assert [event.kind for event in events] == ["skipped"]
     with pytest.raises(InvalidValue, match=r"used once, for training\.learning_rate=0\.5"):
@@ -229,7 +230,7 @@ def test_optuna_suggests_the_same_trials_again_and_gives_up_hopeless_ones(tmp_pa
 
     def search_again(events: list[Event]) -> list[Trial]:
         search = Search(context, searched(*texts), steps_needed=False)
-        return search_optuna(search, Runner(Here(), events.append, lambda: False), 10)
+        return search_optuna(search, Runner(SerialPool(), events.append, lambda: False), 10)
 
     events: list[Event] = []
     first, again = search_again([]), search_again(events)

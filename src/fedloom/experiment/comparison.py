@@ -13,10 +13,10 @@ from fedloom.experiment.configuration import Configuration
 from fedloom.experiment.directory import locked, to_json
 from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.finished import REPORT_LOCK, StoredRun, by_setting, compared, write_reports
-from fedloom.experiment.jobs import Here, Job, Pool, Tasks, placed, require_possible
+from fedloom.experiment.jobs import Job, Tasks, placed, require_possible
 from fedloom.experiment.pages import setting_folder
+from fedloom.experiment.pools import ProcessPool, RayPool, RunPool, SerialPool
 from fedloom.experiment.trajectories import draw_together, scene_of
-from fedloom.experiment.workers import Crew
 from fedloom.report import summary as figures
 from fedloom.report.export import differences_to_csv, to_csv, to_data, to_latex, to_markdown
 from fedloom.report.page import ReportOptions
@@ -145,14 +145,12 @@ class Comparison:
         }
 
 
-def make_pool(configuration: Configuration, runs: int, tasks: Tasks) -> Pool:
+def make_pool(configuration: Configuration, runs: int, tasks: Tasks) -> RunPool:
     """Where the runs of a configuration go on: in this process, in worker processes where there are several runs for them, or
     in Ray actors. Raises `MissingExtra` without Ray."""
     if configuration.pool != "processes" and runs > 0:
-        from fedloom.experiment.ray_pool import RayPool  # an extra
-
         address = "local" if configuration.pool == "ray" else configuration.pool
         return RayPool(configuration.workers, configuration.threads, address)
     if configuration.workers > 1 and runs > 1:
-        return Crew(configuration.workers, configuration.threads)
-    return Here(tasks)
+        return ProcessPool(configuration.workers, configuration.threads)
+    return SerialPool(tasks)

@@ -6,10 +6,10 @@ import dataclasses
 import os
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fedloom.algorithm import build
 from fedloom.data.dataset import Dataset
@@ -56,19 +56,6 @@ class Job:
     def summary(self) -> RunSummary:
         """The figures of the run so far."""
         return RunDirectory(self.path).summary(self.name.algorithm)
-
-
-class Pool(Protocol):
-    """Where jobs are run."""
-
-    def run(self, jobs: Sequence[Job], watch: Watch, fresh: bool, stopped: Callable[[], bool]) -> dict[RunName, str]:
-        """Make the runs; what went wrong, by run. A run that fails does not keep the others from running.
-
-        When `stopped` says so, every run under way finishes its round, and `KeyboardInterrupt` is raised.
-        """
-
-    def close(self) -> None:
-        """Let go of whatever the pool holds."""
 
 
 def placed(configuration: Configuration, names: Iterable[RunName], *, reuse: bool = True) -> list[Job]:
@@ -131,27 +118,6 @@ def _latest(kept: OrderedDict[_Key, _Value], key: _Key) -> _Value:
     while len(kept) > _KEPT:
         kept.popitem(last=False)
     return kept[key]
-
-
-class Here:
-    """A pool of this process alone: one run after the other."""
-
-    def __init__(self, tasks: Tasks | None = None) -> None:
-        self.tasks = tasks or Tasks()
-
-    def run(self, jobs: Sequence[Job], watch: Watch, fresh: bool, stopped: Callable[[], bool]) -> dict[RunName, str]:
-        """As `Pool.run`."""
-
-        def passing(event: Event) -> None:
-            watch(event)
-            if stopped():
-                raise KeyboardInterrupt
-
-        reasons = {job.name: attempt(job, passing, fresh, self.tasks) for job in jobs}
-        return {name: reason for name, reason in reasons.items() if reason is not None}
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 def attempt(job: Job, watch: Watch, fresh: bool, tasks: Tasks) -> str | None:

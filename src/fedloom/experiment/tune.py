@@ -22,8 +22,9 @@ from fedloom.errors import FedloomError, InvalidValue
 from fedloom.experiment.configuration import VARYING, Configuration, configuration
 from fedloom.experiment.directory import finished_runs, to_json
 from fedloom.experiment.events import Event, RunName, Watch
-from fedloom.experiment.jobs import Job, Pool, Tasks, job_of, require_possible
+from fedloom.experiment.jobs import Job, Tasks, job_of, require_possible
 from fedloom.experiment.parameters import PREFIX, parameter_keys, with_parameters
+from fedloom.experiment.pools import RunPool
 from fedloom.experiment.settings import Changes, Range, label, plain_text, read_axes, values_of
 from fedloom.experiment.settings import changed as with_changes
 from fedloom.randomness import numpy_stream
@@ -142,7 +143,7 @@ class Search:
 class Runner:
     """Makes the runs of trials in a pool."""
 
-    def __init__(self, pool: Pool, watch: Watch, stopped: Callable[[], bool]) -> None:
+    def __init__(self, pool: RunPool, watch: Watch, stopped: Callable[[], bool]) -> None:
         self.pool, self.watch, self.stopped = pool, watch, stopped
 
     def jobs(self, trials: Sequence[Trial], seeds: Sequence[int] | None = None) -> dict[RunName, Job]:

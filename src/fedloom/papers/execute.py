@@ -9,8 +9,8 @@ from pathlib import Path
 from fedloom.config.expression import parse
 from fedloom.errors import DataError, InvalidValue
 from fedloom.experiment.events import RunName, Watch
-from fedloom.experiment.jobs import Here, Job, Pool, Tasks, require_possible
-from fedloom.experiment.workers import Crew
+from fedloom.experiment.jobs import Job, Tasks, require_possible
+from fedloom.experiment.pools import ProcessPool, RunPool, SerialPool
 from fedloom.papers.measure import judged, measured
 from fedloom.papers.paper_data import at_hand, data_of, facts, family
 from fedloom.papers.plan import ReproducePlan, setting_key
@@ -70,8 +70,8 @@ def execute(
     jobs = waiting(plan, fresh)
     if not jobs:
         return {}
-    crew = workers > 1 and len(jobs) > 1
-    pool: Pool = Crew(workers, jobs[0].configuration.threads) if crew else Here(tasks)
+    several = workers > 1 and len(jobs) > 1
+    pool: RunPool = ProcessPool(workers, jobs[0].configuration.threads) if several else SerialPool(tasks)
     try:
         return pool.run(jobs, watch, fresh, stopped)
     finally:

@@ -12,21 +12,21 @@ import weakref
 from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
-from fedloom.engines.base import ClientTask
+from fedloom.config.fields import Count, checked
+from fedloom.engines.base import ClientTask, engines
 from fedloom.engines.client_work import Answers, Setup, slim
 from fedloom.engines.dispatch import (
-    MOST_WORKERS,
     WorkerDied,
     WorkerEngine,
     WorkerHandle,
+    Workers,
     end_all,
     grouped,
-    require_whole,
 )
 from fedloom.engines.pickling import load
 from fedloom.engines.processes.channel import Channel, Parcel, pack
@@ -40,6 +40,7 @@ from fedloom.task import Task
 _PROGRAM = "from fedloom.engines.processes.worker import main; main()"
 
 
+@engines.register("processes")
 class ProcessesEngine(WorkerEngine):
     """Trains clients in `workers` processes of `threads` threads each, with the numbers of the rows engine on as many threads.
 
@@ -65,16 +66,14 @@ class ProcessesEngine(WorkerEngine):
     def __init__(
         self,
         task: Task,
-        workers: int = 2,
-        threads: int = 1,
+        *,
+        workers: Workers = 2,
+        threads: Workers = 1,
         memory_budget: int = BUDGET,
-        inside: str = "rows",
-        chunk: int | None = None,
+        inside: Literal["rows", "stacked"] = "rows",
+        chunk: Count | None = None,
     ) -> None:
-        require_whole("workers", workers, MOST_WORKERS)
-        require_whole("threads", threads, MOST_WORKERS)
-        if chunk is not None:
-            require_whole("chunk", chunk)
+        checked(ProcessesEngine, {"workers": workers, "threads": threads, "inside": inside, "chunk": chunk})
         if os.name != "posix":
             raise InvalidValue("engine 'processes' needs a POSIX system: use engine 'rows'")
         if VARIABLE in os.environ:

@@ -9,14 +9,15 @@ import sys
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
-from fedloom.config.checks import require_at_least, require_between
-from fedloom.engines.base import ClientTask
+from fedloom.config.fields import NonNegative, checked
+from fedloom.engines.base import ClientTask, engines
 from fedloom.engines.client_work import Answers, Setup, slim
 from fedloom.engines.dispatch import (
     MOST_WORKERS,
@@ -25,7 +26,6 @@ from fedloom.engines.dispatch import (
     WorkerHandle,
     end_all,
     grouped,
-    require_whole,
 )
 from fedloom.engines.pickling import load
 from fedloom.engines.ray.arrays import PackedArrays, pack_arrays, unpack_arrays
@@ -53,6 +53,7 @@ LOOK_SECONDS = 1.0
 _logger = logging.getLogger("fedloom")
 
 
+@engines.register("ray")
 class RayEngine(WorkerEngine):
     """Trains clients in Ray actors, `workers` of them with `cpus` cores (as many threads) and `gpus` GPUs each.
 
@@ -78,21 +79,22 @@ class RayEngine(WorkerEngine):
     def __init__(
         self,
         task: Task,
-        workers: int | None = None,
-        cpus: float = 1,
-        gpus: float = 0,
+        *,
+        workers: Annotated[int, Field(ge=1, le=MOST_ACTORS)] | None = None,
+        cpus: Annotated[float, Field(ge=0.0001, le=MOST_WORKERS)] = 1,
+        gpus: NonNegative = 0,
         address: str = LOCAL,
-        inside: str = "rows",
+        inside: Literal["rows", "stacked"] = "rows",
         memory_budget: int = BUDGET,
-        object_store: int | None = None,
+        object_store: Annotated[int, Field(ge=100 << 20)] | None = None,
     ) -> None:
-        if workers is not None:
-            require_whole("workers", workers, MOST_WORKERS if address == LOCAL else MOST_ACTORS)
-        require_between("cpus", cpus, 0.0001, MOST_WORKERS)
+        checked(
+            RayEngine, {"workers": workers, "cpus": cpus, "gpus": gpus, "inside": inside, "object_store": object_store}
+        )
         if not (gpus == 0 or 0.0001 <= gpus <= 1 or gpus in range(2, MOST_WORKERS + 1)):
             raise InvalidValue(f"gpus must be 0, a share from 0.0001 to 1 or a whole number, not {gpus:g}")
-        if object_store is not None:
-            require_at_least("object_store", object_store, 100 << 20)
+        if address == LOCAL and workers and workers > MOST_WORKERS:
+            raise InvalidValue(f"workers must be at most {MOST_WORKERS} on this machine, not {workers}")
         super().__init__(workers or 1, inside, memory_budget)
         self.cpus, self.gpus = cpus, gpus
         self._ray = load_ray()

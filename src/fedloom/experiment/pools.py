@@ -1,0 +1,278 @@
+"""Where runs are made: in this process, in worker processes or in Ray actors, several at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+import torch
+
+from fedloom.engines.dispatch import WorkerDied
+from fedloom.engines.ray.driver import ending
+from fedloom.engines.ray.session import LOCAL, join, leave, load_ray
+from fedloom.experiment.events import Event, RunName, Watch
+from fedloom.experiment.jobs import Job, Tasks, attempt
+from fedloom.experiment.run_process import STOP, serve
+
+LOOK_SECONDS = 0.2
+"""Between two looks whether the runs are to stop."""
+
+ACTOR_SECONDS = 0.5
+"""Between two questions what happened in an actor."""
+
+STORE = 128 * 1024**2
+"""Bytes for objects on a Ray cluster that is started here: jobs and events are small."""
+
+
+class RunPool(Protocol):
+    """Somewhere that runs are made."""
+
+    def run(self, jobs: Sequence[Job], watch: Watch, fresh: bool, stopped: Callable[[], bool]) -> dict[RunName, str]:
+        """Make the runs; what went wrong, by run. A run that fails does not keep the others from running.
+
+        When `stopped` says so, every run under way finishes its round, and `KeyboardInterrupt` is raised.
+        """
+
+    def close(self) -> None:
+        """Let go of whatever the pool holds."""
+
+
+class SerialPool:
+    """This process alone: one run after the other."""
+
+    def __init__(self, tasks: Tasks | None = None) -> None:
+        self.tasks = tasks or Tasks()
+
+    def run(self, jobs: Sequence[Job], watch: Watch, fresh: bool, stopped: Callable[[], bool]) -> dict[RunName, str]:
+        """As `RunPool.run`."""
+
+        def watching(event: Event) -> None:
+            watch(event)
+            if stopped():
+                raise KeyboardInterrupt
+
+        reasons = {job.name: attempt(job, watching, fresh, self.tasks) for job in jobs}
+        return {name: reason for name, reason in reasons.items() if reason is not None}
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _RunWorker(Protocol):
+    """Something that makes one run at a time, as its pool sees it."""
+
+    def make(self, job: Job, fresh: bool, watch: Watch) -> str | None:
+        """Make a run; what went wrong, or None (also when told to stop). Raises `WorkerDied`."""
+
+    def stop(self) -> None:
+        """Let the round under way be the last of its run."""
+
+    def end(self, busy: bool) -> None:
+        """End it. One that is busy is not waited for."""
+
+
+class _WorkerPool(ABC):
+    """At most `size` workers, each with a thread of this process that waits for it.
+
+    They start when there is work and stay until the pool is closed. One that dies fails its run alone.
+    """
+
+    def __init__(self, size: int, threads: int | None) -> None:
+        self.threads = threads or max(1, torch.get_num_threads() // size)
+        self._executor = ThreadPoolExecutor(size)
+        self._lock = threading.Lock()
+        self._idle: list[_RunWorker] = []
+        self._busy: list[_RunWorker] = []
+        self._stopping = False
+
+    @abstractmethod
+    def _start(self) -> _RunWorker:
+        """Start a worker."""
+
+    def run(self, jobs: Sequence[Job], watch: Watch, fresh: bool, stopped: Callable[[], bool]) -> dict[RunName, str]:
+        """As `RunPool.run`."""
+        news: SimpleQueue[Event | Future[str | None]] = SimpleQueue()
+        self._stopping = False
+        futures = {self._executor.submit(self._make, job, fresh, news.put): job.name for job in jobs}
+        for future in futures:
+            future.add_done_callback(news.put)
+        running = set(futures)
+        while running:
+            with suppress(Empty):
+                item = news.get(timeout=LOOK_SECONDS)
+                running.discard(item) if isinstance(item, Future) else watch(item)
+            if not self._stopping and stopped():
+                self._stop()
+        if self._stopping:
+            raise KeyboardInterrupt
+        results = {name: future.result() for future, name in futures.items()}
+        return {name: reason for name, reason in results.items() if reason is not None}
+
+    def close(self) -> None:
+        """End the workers."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._stopping = True
+            for worker in self._busy:
+                worker.end(busy=True)
+        self._executor.shutdown()
+        for worker in self._idle:
+            worker.end(busy=False)
+        self._idle.clear()
+
+    def _make(self, job: Job, fresh: bool, watch: Watch) -> str | None:
+        """Make one run, in a thread of its own."""
+        with self._lock:
+            if self._stopping:
+                return None
+            worker = self._idle.pop() if self._idle else None
+        worker = worker or self._start()
+        with self._lock:
+            self._busy.append(worker)
+            stopping = self._stopping
+        alive = True
+        try:
+            return None if stopping else worker.make(job, fresh, watch)
+        except WorkerDied as death:
+            alive = False
+            watch(Event("failed", job.name, text=str(death)))
+            return str(death)
+        finally:
+            with self._lock:
+                self._busy.remove(worker)
+                if alive:
+                    self._idle.append(worker)
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._stopping = True
+            for worker in self._busy:
+                worker.stop()
+
+
+class ProcessPool(_WorkerPool):
+    """Worker processes with `threads` threads each (None: PyTorch's, shared out), that share nothing but a pipe with this one."""
+
+    def _start(self) -> _RunWorker:
+        return _RunProcess(self.threads)
+
+
+class _RunProcess:
+    def __init__(self, threads: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, threads), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def make(self, job: Job, fresh: bool, watch: Watch) -> str | None:
+        try:
+            self.connection.send((job, fresh))
+            while isinstance(said := self.connection.recv(), Event):
+                watch(said)
+        except (EOFError, OSError):
+            self.process.join()
+            raise WorkerDied(f"its worker process died (exit code {self.process.exitcode})") from None
+        reason: str | None = said
+        return reason
+
+    def stop(self) -> None:
+        with suppress(OSError):
+            self.connection.send(STOP)
+
+    def end(self, busy: bool) -> None:
+        if busy:
+            self.process.kill()
+        else:
+            self.connection.close()
+        self.process.join()
+
+
+class RayPool(_WorkerPool):
+    """Ray actors with `threads` cores and threads each, on the cluster at `address` (see `fedloom.engines.ray.session.join`) or
+    on one of this machine that is started here.
+
+    Runs are written where the actor is, so the nodes must share the file system in which the runs lie. Raises as `join`.
+    """
+
+    def __init__(self, size: int, threads: int | None, address: str = LOCAL) -> None:
+        super().__init__(size, threads)
+        self.ray = load_ray()
+        self.session = join(address, size * self.threads, 0, STORE)
+
+    def _start(self) -> _RunWorker:
+        return _RunActorHandle(self.ray, self.threads)
+
+    def close(self) -> None:
+        """End the actors, and the cluster where it was started here."""
+        super().close()
+        leave(self.session)
+
+
+class _RunActorHandle:
+    def __init__(self, ray: Any, threads: int) -> None:
+        self.ray = ray
+        self.actor = ray.remote(_RunActor).options(num_cpus=threads, max_concurrency=2).remote(threads)
+
+    def make(self, job: Job, fresh: bool, watch: Watch) -> str | None:
+        """Paths are told in full: an actor works in a folder of its own."""
+        folder = str(job.configuration.folder.resolve())
+        configuration = dataclasses.replace(job.configuration, directory=folder)
+        whole = dataclasses.replace(job, configuration=configuration, path=job.path.resolve())
+        try:
+            call = self.actor.make.remote(whole, fresh)
+            done: list[Any] = []
+            while not done:
+                done, _ = self.ray.wait([call], timeout=ACTOR_SECONDS)
+                for event in self.ray.get(self.actor.heard.remote()):
+                    watch(event)
+            reason: str | None = self.ray.get(call)
+        except self.ray.exceptions.RayError as error:
+            raise WorkerDied(f"its actor died: {ending(error)}") from None
+        return reason
+
+    def stop(self) -> None:
+        self.actor.stop.remote()
+
+    def end(self, busy: bool) -> None:
+        self.ray.kill(self.actor)
+
+
+class _RunActor:
+    """What runs in an actor: one thread makes the run, the other answers."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self.tasks = Tasks()
+        self.events: deque[Event] = deque()
+        self.stopping = threading.Event()
+
+    def make(self, job: Job, fresh: bool) -> str | None:
+        """Make one run; what went wrong, or None (also when told to stop)."""
+        torch.set_num_threads(self.threads)
+
+        def watching(event: Event) -> None:
+            self.events.append(event)
+            if self.stopping.is_set():
+                raise KeyboardInterrupt
+
+        try:
+            return attempt(job, watching, fresh, self.tasks)
+        except KeyboardInterrupt:
+            return None
+
+    def heard(self) -> list[Event]:
+        """What happened since it was last asked."""
+        return [self.events.popleft() for _ in range(len(self.events))]
+
+    def stop(self) -> None:
+        """Let the round under way be the last."""
+        self.stopping.set()
