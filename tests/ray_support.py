@@ -123,8 +123,8 @@ def stopped(chosen: Callable[[str], bool], apart: set[int]) -> Iterator[Stopped]
         found.wake()
 
 
-def gone(processes: Iterable[int], patience: float = 20.0) -> bool:
-    """Whether all of the processes end within so many seconds."""
+def gone(processes: Iterable[int], patience: float = 600.0) -> bool:
+    """Whether all of the processes end; so many seconds mean that they never will, however slow the machine is."""
     until = time.monotonic() + patience
     while any((fields := _stat(process)) is not None and fields[0] != "Z" for process in processes):
         if time.monotonic() > until:

@@ -102,7 +102,7 @@ def test_clients_that_fail_in_a_stack_are_named(engine: ProcessesEngine) -> None
 
 
 def test_wrong_options_are_refused_in_one_line() -> None:
-    with pytest.raises(InvalidValue, match=r"^inside 'stacks' is not allowed.*stacked"):
+    with pytest.raises(InvalidValue, match=r"^inside must be 'rows' or 'stacked', not 'stacks'"):
         ProcessesEngine(TASK, inside="stacks")
     with pytest.raises(InvalidValue, match=r"^chunk must be at least 1, not 0$"):
         ProcessesEngine(TASK, inside="stacked", chunk=0)

@@ -1,0 +1,108 @@
+"""Pools of runs: what stops, fails or is killed does so alone, and nothing outlives the process that started it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedloom.experiment.comparison import Comparison
+from fedloom.experiment.configuration import configuration
+from fedloom.experiment.events import Event
+from fedloom.experiment.jobs import Job
+from fedloom.experiment.pools import ProcessPool, SerialPool
+from ray_support import gone
+
+ROUNDS = 4
+
+
+def jobs(folder: Path) -> list[Job]:
+    settings = {
+        "name": "job", "directory": str(folder), "algorithms": ["fedavg", "fedmr"], "rounds": ROUNDS, "participation": 0.5,
+        "model": "logistic", "threads": 1, "data": {"clients": 4},
+    }  # fmt: skip
+    return Comparison.of(configuration(settings)).jobs()
+
+
+def rounds(job: Job) -> list[int]:
+    """The rounds of a run whose figures were written."""
+    file = job.path / "metrics.jsonl"
+    return [json.loads(line)["round"] for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def test_a_worker_that_dies_fails_its_run_alone(tmp_path: Path) -> None:
+    pool = ProcessPool(1, 1)
+    heard: list[Event] = []
+
+    def watch(event: Event) -> None:
+        heard.append(event)
+        if [event.kind for event in heard] == ["started", "round"]:
+            os.kill(pool._busy[0].process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+
+    first, second = jobs(tmp_path)
+    failed = pool.run([first, second], watch, False, lambda: False)
+    pool.close()
+    reason = "its worker process died (exit code -9)"
+    assert failed == {first.name: reason}
+    assert [event.text for event in heard if event.kind == "failed"] == [reason]
+    assert second.finished
+    assert rounds(second) == list(range(1, ROUNDS + 1))
+
+
+@pytest.mark.parametrize("kind", ["serial", "processes"])
+def test_when_runs_are_to_stop_the_round_under_way_is_finished_and_no_run_begun(tmp_path: Path, kind: str) -> None:
+    pool = SerialPool() if kind == "serial" else ProcessPool(1, 1)
+    heard: list[Event] = []
+    first, second = jobs(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        pool.run([first, second], heard.append, False, lambda: any(event.kind == "round" for event in heard))
+    pool.close()
+    assert rounds(first) == list(range(1, len(rounds(first)) + 1))
+    assert 1 <= len(rounds(first)) <= ROUNDS
+    assert not any(event.run == second.name for event in heard)
+    failed = (again := SerialPool()).run([first, second], lambda event: None, False, lambda: False)
+    again.close()
+    assert failed == {}
+    assert rounds(first) == rounds(second) == list(range(1, ROUNDS + 1))
+
+
+PROGRAM = """
+import sys
+
+if __name__ == "__main__":
+    from fedloom.engines.processes.parent import ProcessesEngine
+    from fedloom.experiment.pools import ProcessPool
+    from small_task import small_task
+
+    task = small_task()
+    sys.path.insert(0, sys.argv[1])
+    engine = ProcessesEngine(task, workers=2)
+    worker = ProcessPool(1, 1)._start()
+    print(*engine.processes, worker.process.pid, flush=True)
+    sys.stdin.read()
+"""
+"""A program whose workers find another torch, under the folder given, and never come to an end of importing it."""
+
+
+def test_workers_that_are_still_starting_end_with_their_parent(tmp_path: Path) -> None:
+    (tmp_path / "endless" / "torch").mkdir(parents=True)
+    mark = tmp_path / "importing"
+    (tmp_path / "endless" / "torch" / "__init__.py").write_text(
+        f"import os, pathlib, time\npathlib.Path({str(mark)!r} + str(os.getpid())).touch()\nwhile True: time.sleep(1)\n"
+    )
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "endless")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        workers = [int(word) for word in parent.stdout.readline().split()]
+        assert len(workers) == 3
+        while not all(Path(f"{mark}{worker}").exists() for worker in workers):
+            assert parent.poll() is None
+        parent.kill()
+    assert gone(workers), "a worker outlived its parent"
