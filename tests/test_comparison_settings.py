@@ -101,7 +101,7 @@ def test_a_range_includes_both_ends_and_has_no_stray_digits(given: Range, values
         ("settings.training.epochs={from=1, to=4}", "settings.training.epochs lacks steps"),
         ("settings.rounds={from=5, to=4, steps=2}", "from a smaller number to a larger one, not from 5 to 4"),
         ("settings.rounds={from=1, to=4, steps=2, scale=lgo}", "did you mean 'log'?"),
-        ("settings.rounds={from=1, to=4, stps=2}", "did you mean 'steps'?"),
+        ("settings.rounds={from=1, to=4, stps=2}", "did you mean 'settings.rounds.steps'?"),
         ("settings.participation={from=0, to=1, steps=2, scale=log}", "must be greater than 0, not 0"),
         ("settings.data.partition=[iid, dirichlt(1)]", "did you mean 'dirichlet'?"),
         ("settings.combine=zipp", "did you mean 'zip'?"),

@@ -287,7 +287,7 @@ def test_two_comparisons_in_one_folder_write_their_files_one_after_the_other(
     [
         ({"algorithms": []}, "nothing to compare"),
         ({"algorithms": ["fedavg"], "data": {"clients": 5000, "partition": "iid"}}, "5000 clients"),
-        ({"algorithms": ["fedavg"], "data": {"clients": 4, "partition": "dirichlet(0)"}}, "alpha must be greater than 0"),
+        ({"algorithms": ["fedavg"], "data": {"clients": 4, "partition": "dirichlet(0)"}}, "alpha must be"),
         ({"algorithms": ["fedavg", "scaffold(option=3)"]}, "option"),
         ({"algorithms": ["fedavg"], "new_clients": 0.5}, "local_test"),
     ],

@@ -113,7 +113,7 @@ def test_parameters_are_set_wherever_they_stand() -> None:
     ("texts", "said"),
     [
         (("algorithm.mo=[1]",), "unknown key 'algorithm.mo': did you mean 'algorithm.mu'?"),
-        (("algorithm.mu=[0.1, -1]",), "algorithm.mu=-1: mu must be at least 0, not -1"),
+        (("algorithm.mu=[0.1, -1]",), "algorithm.mu=-1: mu must be at least 0 and at most 3.4e+38, not -1"),
         (("algorithm.mu=0.1",), "algorithm.mu must be a list such as"),
         (("algorithm.mu={from=0.1, to=1}",), "algorithm.mu lacks steps"),
         (("training.epoch=[1]",), "did you mean 'training.epochs'?"),

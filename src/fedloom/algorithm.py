@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedloom.config.expression import Call, parse, plain, show
 from fedloom.config.fields import require_fields
-from fedloom.config.registry import Registry
+from fedloom.config.registry import Entry, Registry
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.population import weighted_mean
@@ -330,9 +330,14 @@ def _stage(value: Any) -> tuple[Algorithm, Any]:
     return build(replace(value, until=None)), value.until
 
 
+def entry_of(algorithm: Algorithm) -> Entry[type[Algorithm]] | None:
+    """How a method is registered; None where it is not."""
+    return next((entry for entry in algorithms if entry.make is type(algorithm)), None)
+
+
 def describe(algorithm: Algorithm) -> str:
     """The expression that builds this method again: its name and the fields that differ from their defaults."""
-    entry = next((entry for entry in algorithms if entry.make is type(algorithm)), None)
+    entry = entry_of(algorithm)
     if entry is None:
         return type(algorithm).__name__.lower()
     values = {f.name: getattr(algorithm, f.name) for f in fields(cast(Any, algorithm)) if f.init}

@@ -73,9 +73,7 @@ def init(
     file = Path(given.pop(0)) if given and "=" not in given[0] else None
     made = write_app(folder, file, given, fresh)
     chosen = made.configuration
-    print(
-        f"{folder}: {chosen.algorithm} on {chosen.data.name} over {made.sites} sites, {chosen.schedule.rounds} rounds"
-    )
+    print(f"{folder}: {chosen.algorithm} on {chosen.data.name} over {made.sites} sites, {chosen.rounds} rounds")
     print(f"how to go on: {folder / 'README.md'}")
 
 

@@ -85,7 +85,7 @@ def _run(wanted: ReproducePlan, workers: int, fresh: bool, quiet: bool, command:
     if wanted.jobs:
         use_threads(wanted.jobs[0].configuration)
     tasks = execute.require_data(wanted, fresh)
-    rounds = {job.name: job.configuration.schedule.rounds for job in execute.waiting(wanted, fresh)}
+    rounds = {job.name: job.configuration.rounds for job in execute.waiting(wanted, fresh)}
     with shown(len(rounds), rounds, quiet) as watch, patient(watch) as stopped:
         failed = execute.execute(wanted, watch, tasks, workers=workers, fresh=fresh, stopped=stopped)
     table = execute.lines(wanted, failed)

@@ -30,7 +30,7 @@ def run(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Qu
     name = RunName(str(parse(algorithm)), configuration.seed)
     place = run_directory(configuration, algorithm, configuration.seed)
     use_threads(configuration)
-    with shown(1, configuration.schedule.rounds, quiet) as watch, patient(watch) as stopped:
+    with shown(1, configuration.rounds, quiet) as watch, patient(watch) as stopped:
 
         def passing(event: Any) -> None:
             watch(event)
@@ -65,7 +65,7 @@ def compare(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet
     configuration = load(file, overrides or [])
     comparison = Comparison.of(configuration, again(["compare", str(file), *(overrides or [])]))
     use_threads(configuration)
-    rounds = {name: configuration.settings[name.setting].schedule.rounds for name in comparison.names}
+    rounds = {name: configuration.settings[name.setting].rounds for name in comparison.names}
     with shown(len(rounds), rounds, quiet) as watch, patient(watch) as stopped:
         failed = comparison.run(watch, fresh=fresh, stopped=stopped)
     print_tables(comparison.sheets(failed))

@@ -65,7 +65,7 @@ def tune(
     tasks = Tasks()
     pool = make_pool(told, runs, tasks)
     try:
-        with shown(runs, told.schedule.rounds, quiet) as watch, patient(watch) as stopped:
+        with shown(runs, told.rounds, quiet) as watch, patient(watch) as stopped:
             runner = Runner(pool, watch, stopped)
             found = (
                 search_optuna(asked, runner, count, told.workers)
@@ -77,7 +77,7 @@ def tune(
         _print(asked, found, best)
         _print_choice(asked, best, path, [str(file), *(overrides or [])])
         if test:
-            with shown(len(best.seeds), told.schedule.rounds, quiet) as watch, patient(watch) as stopped:
+            with shown(len(best.seeds), told.rounds, quiet) as watch, patient(watch) as stopped:
                 _print_test(score_on_test(asked, best, Runner(pool, watch, stopped)))
     finally:
         pool.close()

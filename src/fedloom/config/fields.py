@@ -16,7 +16,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints, is_typeddict
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
@@ -46,11 +46,14 @@ def require_fields(instance: Any) -> None:
 
 
 def checked(make: Any, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`values` for parameters of a function or fields of a dataclass, as their types want them.
+    """`values` for options of a function, fields of a dataclass or keys of a `TypedDict`, as their types want them.
 
     Raises `InvalidValue`, which begins with `prefix` and the name, for the first that is not allowed.
     """
     given = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
+    for name, value in given.items():
+        if isinstance(value, str) and "\0" in value:  # no file's name may hold one
+            raise InvalidValue(f"{prefix}{name} must be text without NUL characters, not {show(value)}")
     try:
         return dict(_adapter(make).validate_python(given))
     except ValidationError as error:
@@ -67,6 +70,8 @@ def parameters(make: Any) -> dict[str, inspect.Parameter]:
 @cache
 def type_hints(make: Any) -> dict[str, Any]:
     """The types of what a user may set, with the ranges that they declare."""
+    if is_typeddict(make):
+        return get_type_hints(make, include_extras=True)
     plain = inspect.isclass(make) and not dataclasses.is_dataclass(make)
     hints = get_type_hints(make.__init__ if plain else make, include_extras=True)
     return {name: hints.get(name, Any) for name in parameters(make)}

@@ -66,7 +66,7 @@ class Comparison:
         require_possible(waiting, tasks)
         for job in jobs:
             if job not in waiting:
-                watch(Event("skipped", job.name, job.configuration.schedule.rounds))
+                watch(Event("skipped", job.name, job.configuration.rounds))
         pool = make_pool(self.configuration, len(waiting), tasks)
         try:
             failed = pool.run(waiting, watch, fresh, stopped)

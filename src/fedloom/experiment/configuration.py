@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 import tomllib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -23,8 +22,7 @@ from fedloom.data.noise import build_label_noise
 from fedloom.data.partition import partitions
 from fedloom.engines.choose import require_engine_on, settled_by
 from fedloom.errors import FedloomError, InvalidValue
-from fedloom.experiment.settings import changed as with_changes
-from fedloom.experiment.settings import combinations, label
+from fedloom.experiment.settings import combinations, label, require_key, with_changes
 from fedloom.experiment.trackers.tracker import build_tracker
 from fedloom.experiment.validation import withhold
 from fedloom.models import models
@@ -34,6 +32,7 @@ from fedloom.task import Task, make_task
 from fedloom.training import Training
 
 _Kind = TypeVar("_Kind", bound=Hashable)
+_Given = TypeVar("_Given")
 _Made = TypeVar("_Made")
 
 Part = Annotated[float, Field(gt=0, lt=1)]
@@ -60,10 +59,10 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Configuration:
+class Configuration(Schedule):
     """A whole experiment. `fedloom run` takes `algorithm` and `seed`, `fedloom compare` takes `algorithms` and `seeds`.
 
-    The keys of `schedule` stand at the top of a file, beside these. Results lie in `directory`, by default `runs/<name>`.
+    The keys of a `Schedule` stand beside these at the top of a file. Results lie in `directory`, by default `runs/<name>`.
     `workers` runs go on at a time, each with `threads` threads (by default PyTorch's number, shared out to the workers);
     neither changes what is computed, beyond the last digits of sums. The `pool` they go on in is `processes`, `ray` (a cluster of
     this machine) or `ray://host:port` (one whose nodes share the file system).
@@ -84,11 +83,9 @@ class Configuration:
     name: str = "experiment"
     algorithm: str | None = None
     algorithms: list[str] = field(default_factory=list)
-    seed: NonNegativeInt = 0
     seeds: list[NonNegativeInt] = field(default_factory=list)
     plugins: list[str] = field(default_factory=list)
     trackers: list[str] = field(default_factory=list)
-    schedule: Schedule = field(default_factory=Schedule)
     targets: list[Share] = field(default_factory=list)
     last: Count = 10
     against: Literal["best", "first"] = "best"
@@ -107,17 +104,20 @@ class Configuration:
     changes: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require_fields(self)
+        super().__post_init__()
         if not re.fullmatch(r"\w[\w. +=-]*", self.name):
             raise InvalidValue(
                 f"name {self.name!r} must begin with a letter, figure or _ and can name a folder: no slashes"
             )
-        if self.directory is not None and not self.directory.isprintable():
-            raise InvalidValue(f"directory must be a path without control characters, not {self.directory!r}")
         if self.pool not in ("processes", "ray") and not self.pool.startswith("ray://"):
             raise InvalidValue(f"pool must be processes, ray or ray://host:port, not {self.pool!r}")
         if len(set(self.seeds)) < len(self.seeds):
             raise InvalidValue(f"seeds must differ from each other, not {self.seeds}")
+
+    @property
+    def schedule(self) -> Schedule:
+        """How long runs last, with whom, and how often they are evaluated."""
+        return Schedule(**{one.name: getattr(self, one.name) for one in fields(Schedule)})
 
     @property
     def methods(self) -> list[str]:
@@ -206,76 +206,54 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 def configuration(table: Mapping[str, Any]) -> Configuration:
     """The configuration of a table of plain values. Raises as `load` does."""
-    _require_known(table, "", [key.partition(".")[0] for key in _KEYS])
-    values = {key: value for key, value in table.items() if key not in (*_SCHEDULE, "settings")}
-    values["schedule"] = _read(Schedule, {key: table[key] for key in _SCHEDULE if key in table}, "")
+    values = {key: value for key, value in table.items() if key != "settings"}
     for name, kind in _SECTIONS.items():
-        section = table.get(name, {})
-        if not isinstance(section, Mapping):
-            raise InvalidValue(f"{name} must be a table with the keys {', '.join(_names(kind))}, not {section!r}")
-        _require_known(section, f"{name}.", _names(kind))
-        values[name] = _read(kind, section, f"{name}.")
-    found = _read(Configuration, values, "")
+        values[name] = _read(kind, values.get(name, {}), name)
+    found = _read(Configuration, values)
     _check(found)
-    return replace(found, variants=_variants(table)) if "settings" in table else found
-
-
-def _variants(table: Mapping[str, Any]) -> dict[str, Configuration]:
-    """The configuration of each setting by its label, checked like any other."""
-    base = {key: value for key, value in table.items() if key != "settings"}
-    found = {}
+    if "settings" not in table:
+        return found
+    variants = {}
     for changes in combinations(table["settings"], VARYING):
         try:
-            variant = configuration(with_changes(base, changes))
+            variant = configuration(with_changes({**table, "settings": {}}, changes))
         except FedloomError as error:
             raise InvalidValue(f"settings, {label(changes)}: {error}") from None
-        found[label(changes)] = replace(variant, changes=changes)
-    return found
-
-
-def _names(kind: type) -> list[str]:
-    return [one.name for one in dataclasses.fields(kind)]
+        variants[label(changes)] = replace(variant, changes=changes)
+    return replace(found, variants=variants)
 
 
 _SECTIONS: dict[str, type] = {"data": Data, "training": Training}
 
-_SCHEDULE = [name for name in _names(Schedule) if name != "seed"]
-
-_IN_SECTIONS = [f"{section}.{name}" for section, kind in _SECTIONS.items() for name in _names(kind)]
+_IN_SECTIONS = [f"{section}.{one.name}" for section, kind in _SECTIONS.items() for one in fields(kind)]
 
 _KEYS = [
-    *(name for name in _names(Configuration) if name not in ("schedule", "variants", "changes", *_SECTIONS)),
+    *(one.name for one in fields(Configuration) if one.name not in ("variants", "changes")),
     "settings",
-    *_SCHEDULE,
     *_IN_SECTIONS,
 ]
 """Every key that a file may hold, with its table."""
 
-VARYING = [*(name for name in _SCHEDULE if name != "checkpoint_every"), "model", "engine", *_IN_SECTIONS]
+VARYING = [
+    *(one.name for one in fields(Schedule) if one.name not in ("seed", "checkpoint_every")),
+    "model",
+    "engine",
+    *_IN_SECTIONS,
+]
 """The keys that settings may vary: those that figures depend on, but for the method and the seed."""
 
 
-def _require_known(table: Mapping[str, Any], prefix: str, known: Sequence[str]) -> None:
-    for key in table:
-        if key not in known:
-            # Nearest in the same table, or else the same word in another.
-            homes = {full.rpartition(".")[2]: full for full in reversed(_KEYS)}
-            close = difflib.get_close_matches(key, known, n=1) or difflib.get_close_matches(key, homes, n=1)
-            near = prefix + close[0] if close and close[0] in known else homes[close[0]] if close else ""
-            there = ", ".join(dict.fromkeys(prefix + name for name in known))
-            raise InvalidValue(
-                f"unknown key '{prefix}{key}': " + (f"did you mean '{near}'?" if near else f"there are {there}")
-            )
-
-
-def _read(kind: type[_Kind], values: Mapping[str, Any], prefix: str) -> _Kind:
+def _read(kind: type[_Kind], table: object, section: str = "") -> _Kind:
     """The dataclass of a table. TOML has no word for nothing: 'none' stands for it where nothing is allowed."""
+    prefix = section and f"{section}."
+    if not isinstance(table, Mapping):
+        names = ", ".join(key.removeprefix(prefix) for key in _KEYS if key.startswith(prefix))
+        raise InvalidValue(f"{section} must be a table with the keys {names}, not {show(table)}")
+    for key in table:
+        require_key(prefix + key, _KEYS)
     hints = type_hints(kind)
-    given = {
-        key: None if value == "none" and type(None) in get_args(hints[key]) else value for key, value in values.items()
-    }
     try:
-        return kind(**given)
+        return kind(**{k: None if v == "none" and type(None) in get_args(hints[k]) else v for k, v in table.items()})
     except InvalidValue as error:
         raise InvalidValue(f"{prefix}{error}") from None
 
@@ -283,15 +261,9 @@ def _read(kind: type[_Kind], values: Mapping[str, Any], prefix: str) -> _Kind:
 def put(table: dict[str, Any], text: str, example: str = "rounds=50 or training.learning_rate=0.1") -> None:
     """Put `key=value` into the table; tables on the way are made. Raises `InvalidValue`, with the `example`, otherwise."""
     key, equals, value = text.partition("=")
-    key = key.strip()
-    if not equals or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", key):
+    if not equals or not re.fullmatch(r"\s*[\w-]+(\.[\w-]+)*\s*", key):
         raise InvalidValue(f"{text!r} is not key=value, such as {example}")
-    *tables, last = key.split(".")
-    for depth, name in enumerate(tables, start=1):
-        table = table.setdefault(name, {})
-        if not isinstance(table, dict):
-            raise InvalidValue(f"{key!r} cannot be set: {'.'.join(tables[:depth])!r} is a value, not a table")
-    table[last] = _value(value.strip())
+    table.update(with_changes(table, {key.strip(): _value(value.strip())}))
 
 
 def _value(text: str) -> Any:
@@ -325,7 +297,11 @@ def _check(found: Configuration) -> None:
     for position, method in enumerate(described):
         if method in described[:position]:
             raise InvalidValue(f"algorithms lists {method!r} twice")
-    _check_recorders(found)
+    for recorder in _named("record", found.record, build_recorders):
+        reasons = [recorder.unfit(build(text)) for text in found.methods]
+        if reasons and all(reasons):
+            listed = ", ".join(found.methods)
+            raise InvalidValue(f"record: {recorder.name}: nothing to record for {listed}: {reasons[0]}")
     for text in found.trackers:
         _named("trackers", text, build_tracker)
     _named("data.name", found.data.name, datasets.read)
@@ -335,24 +311,9 @@ def _check(found: Configuration) -> None:
         _named("model", found.model, models.read)
 
 
-def _check_recorders(found: Configuration) -> None:
-    """Each recorder must have something to record in one of the methods."""
-    for text in found.record:
-        _named("record", text, lambda one: build_recorders([one]))
+def _named(key: str, value: _Given, make: Callable[[_Given], _Made]) -> _Made:
+    """`make(value)`, the key and the value before what it raises."""
     try:
-        recorders = build_recorders(found.record)
-    except InvalidValue as error:
-        raise InvalidValue(f"record: {error}") from None
-    for recorder in recorders:
-        reasons = [recorder.unfit(build(text)) for text in found.methods]
-        if reasons and all(reasons):
-            listed = ", ".join(found.methods)
-            raise InvalidValue(f"record: {recorder.name}: nothing to record for {listed}: {reasons[0]}")
-
-
-def _named(key: str, text: str, make: Callable[[str], _Made]) -> _Made:
-    """`make(text)`, its error prefixed with the key where it does not name one itself."""
-    try:
-        return make(text)
+        return make(value)
     except FedloomError as error:
-        raise InvalidValue(f"{key} = {text!r}: {error}") from None
+        raise InvalidValue(f"{key} = {value!r}: {error}") from None

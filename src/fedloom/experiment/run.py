@@ -239,7 +239,7 @@ def run_configured(
         if not fresh and place.finished:
             place.require(resolved, method)
         if not fresh and place.ended(resolved):
-            watch(Event("skipped", name, configuration.schedule.rounds))
+            watch(Event("skipped", name, configuration.rounds))
             return place.summary(name.algorithm)
         task = (make_task or configuration.task)(name.seed)
         schedule = dataclasses.replace(configuration.schedule, seed=name.seed)
@@ -259,7 +259,7 @@ def run_configured(
             model=configuration.model,
         ).carry_out(place, fresh)
         found = place.summary(name.algorithm)
-    watch(Event("ended", name, configuration.schedule.rounds, result.history[-1], figures.seconds(found) or 0.0))
+    watch(Event("ended", name, configuration.rounds, result.history[-1], figures.seconds(found) or 0.0))
     return found
 
 

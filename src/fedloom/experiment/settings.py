@@ -11,22 +11,30 @@ from __future__ import annotations
 import copy
 import difflib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict
 
-from fedloom.config.checks import require_at_least, require_one_of, require_positive
+from pydantic import Field
+
 from fedloom.config.expression import show
-from fedloom.errors import InvalidValue, suggestion
+from fedloom.config.fields import Finite, checked
+from fedloom.errors import InvalidValue
 
 Changes = dict[str, Any]
 """One setting: full keys with the value of each, such as `{"training.epochs": 5}`."""
 
-COMBINE = "combine"
-"""The one word in the table `[settings]` that is no configuration key."""
+_Range = TypedDict(
+    "_Range",
+    {
+        "from": int | Finite,
+        "to": int | Finite,
+        "steps": Annotated[int, Field(ge=2, le=10_000)],
+        "scale": Literal["linear", "log"],
+    },
+)
 
 _EXAMPLE = "a list such as [1, 5] or a range such as {from = 0.1, to = 0.5, steps = 3}"
-_RANGE = ("from", "to", "steps", "scale")
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,7 @@ Axis = list[Any] | Range
 """What one key takes: these values, or any of a range."""
 
 
-def read_axes(table: object, known: Sequence[str], prefix: str, *, steps_needed: bool = True) -> dict[str, Axis]:
+def read_axes(table: object, known: Sequence[str], prefix: str = "", *, steps_needed: bool = True) -> dict[str, Axis]:
     """The keys of a (nested) table with the values that each takes.
 
     `known` are the full keys that may vary; `prefix` is put before a key in errors. Raises `InvalidValue` for an unknown key,
@@ -67,27 +75,28 @@ def read_axes(table: object, known: Sequence[str], prefix: str, *, steps_needed:
     """
     if not isinstance(table, Mapping):
         raise InvalidValue(f"{prefix.rstrip('.')} must be a table of keys, each with {_EXAMPLE}, not {show(table)}")
-    return {
-        key: _axis(value, prefix + key, steps_needed) for key, value in _leaves(table, "", known, prefix)
-    }  # fmt: skip
+    return {key: _axis(value, prefix + key, steps_needed) for key, value in _leaves(table, "", known, prefix)}
 
 
-def combinations(table: Mapping[str, Any], known: Sequence[str]) -> list[Changes]:
+def combinations(table: object, known: Sequence[str]) -> list[Changes]:
     """Every setting that a `[settings]` table asks for, in the order of its lists, the last key changing fastest."""
-    rest = {key: value for key, value in table.items() if key != COMBINE} if isinstance(table, Mapping) else table
+    way = {"combine": table["combine"]} if isinstance(table, Mapping) and "combine" in table else {}
+    rest = {key: value for key, value in table.items() if key != "combine"} if isinstance(table, Mapping) else table
     lists = {key: values_of(axis) for key, axis in read_axes(rest, known, "settings.").items()}
-    way = table.get(COMBINE, "product") if isinstance(table, Mapping) else "product"
-    if not isinstance(way, str):
-        raise InvalidValue(f"settings.combine must be product or zip, not {show(way)}")
-    require_one_of("settings.combine", way, ("product", "zip"))
+    return [
+        dict(zip(lists, values, strict=True)) for values in _combined(lists, **checked(_combined, way, "settings."))
+    ]
+
+
+def _combined(lists: Mapping[str, list[Any]], *, combine: Literal["product", "zip"] = "product") -> Iterator[Any]:
     if not lists:
-        return []
-    if way == "product":
-        return [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
+        return iter(())
+    if combine == "product":
+        return itertools.product(*lists.values())
     if len({len(values) for values in lists.values()}) > 1:
         lengths = ", ".join(f"{key} has {len(values)}" for key, values in lists.items())
         raise InvalidValue(f"settings with combine = 'zip' need lists of one length: {lengths}")
-    return [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
+    return zip(*lists.values(), strict=True)
 
 
 def values_of(axis: Axis) -> list[Any]:
@@ -107,41 +116,46 @@ def plain_text(value: Any) -> str:
     return value if isinstance(value, str) else show(value)
 
 
-def changed(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a nested table with the values of some full keys replaced."""
+def with_changes(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a nested table with the values of some full keys replaced; tables on the way are made.
+
+    Raises `InvalidValue` where a value stands in the way.
+    """
     result = copy.deepcopy(dict(table))
     for key, value in changes.items():
         *tables, last = key.split(".")
         inner = result
-        for name in tables:
+        for depth, name in enumerate(tables, start=1):
             inner = inner.setdefault(name, {})
+            if not isinstance(inner, dict):
+                raise InvalidValue(f"{key!r} cannot be set: {'.'.join(tables[:depth])!r} is a value, not a table")
         inner[last] = value
     return result
 
 
-def _leaves(
-    table: Mapping[str, Any], inside: str, known: Sequence[str], prefix: str
-) -> list[tuple[str, Any]]:  # fmt: skip
+def require_key(key: str, known: Sequence[str], prefix: str = "") -> None:
+    """Raise `InvalidValue` unless the full key is known; it names the nearest, by the whole key or by its last word."""
+    if key not in known:
+        words = {one.rpartition(".")[2]: one for one in reversed(known)}
+        alike = difflib.get_close_matches(key.rpartition(".")[2], words, n=1)
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.8) or [words[word] for word in alike]
+        hint = f"did you mean '{prefix}{near[0]}'?" if near else f"there are {', '.join(known)}"
+        raise InvalidValue(f"unknown key '{prefix}{key}': {hint}")
+
+
+def _leaves(table: Mapping[str, Any], inside: str, known: Sequence[str], prefix: str) -> Iterator[tuple[str, Any]]:
     """The full keys of a nested table, each with what is given for it."""
-    found: list[tuple[str, Any]] = []
     for name, value in table.items():
         key = inside + name
         opens = any(one.startswith(f"{key}.") for one in known)
-        if isinstance(value, Mapping) and (opens or (key in known and not value.keys() & set(_RANGE))):
-            found += _leaves(value, f"{key}.", known, prefix)
-        elif key in known or any(key.startswith(f"{one}.") and one.endswith("_options") for one in known):
-            found.append((key, value))
+        if isinstance(value, Mapping) and (
+            opens or (key in known and not value.keys() & _Range.__annotations__.keys())
+        ):
+            yield from _leaves(value, f"{key}.", known, prefix)
         else:
-            raise InvalidValue(f"unknown key {prefix + key!r}:{_nearest(key, known, prefix)}")
-    return found
-
-
-def _nearest(key: str, known: Sequence[str], prefix: str) -> str:
-    """The nearest full key, or else the one whose last word is nearest, or else all."""
-    words = {one.rpartition(".")[2]: one for one in reversed(known)}
-    close = difflib.get_close_matches(key.rpartition(".")[2], words, n=1, cutoff=0.75)
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.8) or [words[word] for word in close]
-    return f" did you mean '{prefix}{near[0]}'?" if near else f" what may vary is {', '.join(known)}"
+            if not any(key.startswith(f"{one}.") and one.endswith("_options") for one in known):
+                require_key(key, known, prefix)
+            yield key, value
 
 
 def _axis(value: Any, key: str, steps_needed: bool) -> Axis:
@@ -160,26 +174,14 @@ def _axis(value: Any, key: str, steps_needed: bool) -> Axis:
 
 def _range(table: Mapping[str, Any], key: str, steps_needed: bool) -> Range:
     for name in table:
-        if name not in _RANGE:
-            raise InvalidValue(
-                f"unknown key '{key}.{name}':{suggestion(name, _RANGE)} (a range has: {', '.join(_RANGE)})"
-            )
+        require_key(name, list(_Range.__annotations__), f"{key}.")
     missing = [name for name in ("from", "to", *(["steps"] if steps_needed else [])) if name not in table]
     if missing:
-        raise InvalidValue(
-            f"{key} lacks {' and '.join(missing)}: a range is such as {{from = 0.1, to = 0.5, steps = 3}}"
-        )
-    low, high, steps, scale = table["from"], table["to"], table.get("steps"), table.get("scale", "linear")
-    for name, number in (("from", low), ("to", high)):
-        if isinstance(number, bool) or not isinstance(number, int | float):
-            raise InvalidValue(f"{key}.{name} must be a number, not {show(number)}")
-    if steps is not None:
-        if isinstance(steps, bool) or not isinstance(steps, int):
-            raise InvalidValue(f"{key}.steps must be a whole number, not {show(steps)}")
-        require_at_least(f"{key}.steps", steps, 2)
+        raise InvalidValue(f"{key} lacks {' and '.join(missing)}: give {_EXAMPLE}")
+    given = checked(_Range, table, f"{key}.")
+    low, high, logarithmic = given["from"], given["to"], given.get("scale") == "log"
     if not low < high:
         raise InvalidValue(f"{key} must go from a smaller number to a larger one, not from {low} to {high}")
-    require_one_of(f"{key}.scale", str(scale), ("linear", "log"))
-    if scale == "log":
-        require_positive(f"{key}.from of a range with scale = 'log'", low)
-    return Range(low, high, steps, scale == "log")
+    if logarithmic and low <= 0:
+        raise InvalidValue(f"{key}.from of a range with scale = 'log' must be greater than 0, not {low}")
+    return Range(low, high, given.get("steps"), logarithmic)

@@ -25,8 +25,7 @@ from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.jobs import Job, Tasks, job_of, require_possible
 from fedloom.experiment.parameters import PREFIX, parameter_keys, with_parameters
 from fedloom.experiment.pools import RunPool
-from fedloom.experiment.settings import Changes, Range, label, plain_text, read_axes, values_of
-from fedloom.experiment.settings import changed as with_changes
+from fedloom.experiment.settings import Changes, Range, label, plain_text, read_axes, values_of, with_changes
 from fedloom.randomness import numpy_stream
 from fedloom.report.summary import Spread, measured
 from fedloom.state.files import write_text
@@ -87,7 +86,7 @@ class Search:
         self.algorithm = describe(build(told.only_method("tune")))
         self.told = told
         known = [*parameter_keys(self.algorithm), *(key for key in VARYING if key != "data.validation")]
-        self.axes = read_axes(searched, known, "", steps_needed=steps_needed)
+        self.axes = read_axes(searched, known, steps_needed=steps_needed)
         if not self.axes:
             raise InvalidValue(
                 "nothing to search: give --search KEY=[...], such as --search training.learning_rate=[0.01,0.1]"
@@ -162,7 +161,7 @@ class Runner:
         for job in jobs.values():
             job.require()
             if job.finished:
-                self.watch(Event("skipped", job.name, job.configuration.schedule.rounds))
+                self.watch(Event("skipped", job.name, job.configuration.rounds))
         failed = self.pool.run([job for job in jobs.values() if not job.finished], self.watch, False, self.stopped)
         for trial in trials:
             told = trial.configuration
