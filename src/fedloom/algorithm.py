@@ -119,6 +119,11 @@ class Algorithm:
     scores_start: ClassVar[bool] = True  # `personalise` depends on where training would start, not on memory alone
     stackable: ClassVar[bool] = True  # the client half treats every row by itself, so that clients may advance together
     variadic: ClassVar[bool] = False  # positional arguments are (method, last round) pairs of the first field
+    averages: ClassVar[bool] = (
+        True  # the server half needs no more of the replies than their mean, or an estimate of it
+    )
+    client_figures: ClassVar[tuple[str, ...]] = ("training_loss",)  # names that `train` writes to `cohort.metrics`
+    reply_dtypes: ClassVar[Mapping[str, torch.dtype]] = {}  # of tensors in a reply that are not of the model's dtype
 
     def __post_init__(self) -> None:
         """Check the hyper-parameters against the types of their fields, ranges included (`fedloom.config.fields`)."""
@@ -220,6 +225,22 @@ class Algorithm:
         yield self
         for method in self.inner():
             yield from method.nested()
+
+    def active(self, number: int) -> Iterator[Algorithm]:
+        """This method and those that it wraps, as far as they have a part in round `number`."""
+        yield self
+        for method in self.inner():
+            yield from method.active(number)
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether a round's number alone decides which methods are `active` in it."""
+        return all(method.scheduled for method in self.inner())
+
+    @property
+    def anonymous_replies(self) -> bool:
+        """Whether the server half treats all replies of a round alike, and never asks whose a model is or what it weighs."""
+        return False
 
     @property
     def foreseeable(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -73,6 +73,8 @@ class Ala(Wrapper):
         default=None, init=False, repr=False, compare=False
     )
 
+    client_figures: ClassVar[tuple[str, ...]] = ("ala_epochs", "ala_loss")
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for method in self.method.nested():
@@ -84,6 +86,10 @@ class Ala(Wrapper):
                 )
 
     # --- the client half ---
+
+    @property
+    def anonymous_replies(self) -> bool:
+        return self.method.anonymous_replies
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         top = self.top(cohort)

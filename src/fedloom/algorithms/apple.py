@@ -41,6 +41,7 @@ class Apple(PartlyShared):
     variant: Literal["paper", "pfllib"] = "paper"
 
     single_download: ClassVar[bool] = False
+    averages: ClassVar[bool] = False
 
     # --- the server half ---
 

@@ -51,6 +51,10 @@ class Clustered(Wrapper):
     def foreseeable(self) -> bool:
         return self.by == "size" and super().foreseeable
 
+    @property
+    def anonymous_replies(self) -> bool:
+        return self.by == "size" and self.method.anonymous_replies
+
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         opening = plan.opening()

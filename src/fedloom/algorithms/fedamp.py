@@ -36,6 +36,7 @@ class FedAMP(PartlyShared):
     norm: Literal["squared", "plain"] = "squared"
 
     scores_start: ClassVar[bool] = False
+    averages: ClassVar[bool] = False
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)

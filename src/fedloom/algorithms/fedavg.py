@@ -21,5 +21,9 @@ class FedAvg(Algorithm):
 
     weighted: bool = True
 
+    @property
+    def anonymous_replies(self) -> bool:
+        return not self.weighted
+
     def receive(self, round: Round, replies: Replies) -> None:
         self.state["model"] = weighted_mean(replies["model"], replies.weights if self.weighted else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ class FedExP(Algorithm):
 
     epsilon: Positive = 1e-3
     epsilon_by_clients: bool = False
+
+    averages: ClassVar[bool] = False
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)

@@ -39,6 +39,7 @@ class FedFomo(PartlyShared):
     exploration: Probability = 0.0
 
     single_download: ClassVar[bool] = False
+    averages: ClassVar[bool] = False
 
     # --- the server half: S clients have uploaded, and only these have rows ---
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
@@ -74,6 +74,9 @@ class FedGen(Algorithm):
     hidden: Count = 512
     coefficient_decay: Share = 1.0
     batch_ratio: bool = False
+
+    averages: ClassVar[bool] = False
+    reply_dtypes: ClassVar[Mapping[str, torch.dtype]] = {"labels": torch.int32}
 
     # --- the server half ---
 

@@ -40,6 +40,11 @@ class Indep(Algorithm):
     local: Algorithm | None = field(default=None, kw_only=True)
 
     wraps: ClassVar[tuple[str, ...]] = ("local",)
+    averages: ClassVar[bool] = False
+
+    @property
+    def anonymous_replies(self) -> bool:
+        return True
 
     def setup(self, plan: Plan) -> None:
         self.plan = plan

@@ -26,6 +26,10 @@ class FedMut(Algorithm):
     beta: Probability = 0.3
     mutation_rounds: Count = 50
 
+    @property
+    def anonymous_replies(self) -> bool:
+        return True
+
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         self.state["previous"] = plan.initial.clone()

@@ -24,6 +24,10 @@ class ServerOptimizer(Algorithm, ABC):
 
     weighted: bool = True
 
+    @property
+    def anonymous_replies(self) -> bool:
+        return not self.weighted
+
     def receive(self, round: Round, replies: Replies) -> None:
         trainable = slice(self.layout.trainable)
         current = self.state["model"][trainable]

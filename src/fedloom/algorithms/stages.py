@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -71,6 +71,18 @@ class Stages(Algorithm):
     def automatic(self) -> bool:
         """Whether the run chooses when some method ends."""
         return any(last == "auto" for _, last in self.stages)
+
+    @property
+    def scheduled(self) -> bool:
+        return not self.automatic and super().scheduled
+
+    @property
+    def anonymous_replies(self) -> bool:
+        return all(method.anonymous_replies for method in self.inner())
+
+    def active(self, number: int) -> Iterator[Algorithm]:
+        yield self
+        yield from self.leading(number).active(number)
 
     @property
     def foreseeable(self) -> bool:

@@ -47,6 +47,10 @@ class Umf(Wrapper):
         if any(isinstance(method, Umf) for method in self.method.nested()):
             raise InvalidValue(f"umf({describe(self.method)}): idle clients cannot fuse their updates twice")
 
+    @property
+    def anonymous_replies(self) -> bool:
+        return self.method.anonymous_replies
+
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         for method in self.method.nested():

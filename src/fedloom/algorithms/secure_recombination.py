@@ -10,25 +10,18 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, Wrapper, algorithms, describe
-from fedloom.algorithms.ala import Ala
-from fedloom.algorithms.clustered import Clustered
-from fedloom.algorithms.fedavg import FedAvg
-from fedloom.algorithms.fedmr import FedMR, Indep
-from fedloom.algorithms.fedmut import FedMut
-from fedloom.algorithms.stages import Stages
-from fedloom.algorithms.umf import Umf
-from fedloom.config.checks import require_one_of
+from fedloom.algorithms.fedmr import FedMR
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Unit
 from fedloom.round import Round
 from fedloom.secure.draws import stream_choices
-from fedloom.secure.exchange import Rehearsal, Rules, rehearse
+from fedloom.secure.exchange import LayerExchange, Rehearsal, Rules, rehearse
 from fedloom.secure.layers import layer_sizes
 
 
 @algorithms.register("secure")
 @dataclass
-class Secure(Wrapper):
+class Secure(Wrapper, LayerExchange):
     """Secure recombination over FedMR: clients exchange layers before training and before upload, unseen by the server.
 
     In each of `repeats` a client sends n layers, n uniform in [`low`, `high`], to other clients of the round at random, and for
@@ -55,17 +48,15 @@ class Secure(Wrapper):
     when: Literal["both", "before_upload", "before_train"] = "both"
 
     def __post_init__(self) -> None:
-        require_one_of("when", self.when, ("both", "before_upload", "before_train"))
+        super().__post_init__()
         self.rules()
         _require_anonymous(self.method)
         _moving_together(self.method)
 
     def rules(self) -> Rules:
-        """What the clients of an exchange keep to."""
         return Rules(self.repeats, self.low, self.high)
 
     def units(self) -> list[Unit]:
-        """The slices of a row that move together."""
         return self.layout.units(*_moving_together(self.method))
 
     # --- the server half ---
@@ -116,24 +107,14 @@ class Secure(Wrapper):
         return rehearse(clients, len(self.units()), self.rules(), stream_choices(round.stream), when)
 
     def exchanges(self, when: str) -> bool:
-        """Whether clients exchange `before_train`, or `before_upload`."""
         return self.when in ("both", when)
 
     def carried(self, when: str, count: int) -> None:
-        """Sites have exchanged layers in this round, and `count` bytes were carried from one to another."""
         name = "train_bytes" if when == "before_train" else "upload_bytes"
         self.state = {**self.state, name: self.state[name] + count}
 
     def _sizes(self) -> list[int]:
         return layer_sizes(self.units(), self.plan.initial)
-
-
-def secured(method: Algorithm, number: int) -> Secure | None:
-    """The secure recombination that `method` makes in round `number`, where it makes one."""
-    if isinstance(method, Secure):
-        return method
-    inner = [method.leading(number)] if isinstance(method, Stages) else method.inner()
-    return next((found for part in inner if (found := secured(part, number)) is not None), None)
 
 
 def exchanged(rows: Tensor, units: Sequence[Unit], sources: Sequence[Sequence[int]]) -> Tensor:
@@ -147,17 +128,13 @@ def exchanged(rows: Tensor, units: Sequence[Unit], sources: Sequence[Sequence[in
 
 
 def _require_anonymous(method: Algorithm) -> None:
-    """Raise `InvalidValue` unless the server half treats all uploads of a round alike."""
-    uniform = isinstance(method, (Indep, FedMut)) or (type(method) is FedAvg and not method.weighted)
-    carries = isinstance(method, (Stages, Umf)) or type(method) is Ala
-    if carries or (isinstance(method, Clustered) and method.by == "size"):
-        for inner in method.inner():
-            _require_anonymous(inner)
-    elif not uniform:
-        hint = ": use fedavg(weighted=false)" if type(method) is FedAvg else ""
-        raise InvalidValue(
-            f"secure: {describe(method)} needs to know whose an upload is, which the exchange hides{hint}"
-        )
+    """Raise `InvalidValue`, naming the method that is to blame, unless all uploads of a round are treated alike."""
+    if method.anonymous_replies:
+        return
+    for inner in method.inner():
+        _require_anonymous(inner)
+    hint = ": give it weighted=false" if getattr(method, "weighted", False) else ""
+    raise InvalidValue(f"secure: {describe(method)} needs to know whose an upload is, which the exchange hides{hint}")
 
 
 def _moving_together(method: Algorithm) -> tuple[Literal["layer", "tensor", "segment"], float]:
