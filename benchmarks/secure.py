@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Message, Replies, build
 from fedloom.algorithms.fedmr import FedMR
-from fedloom.algorithms.secure import Secure
+from fedloom.algorithms.secure_recombination import Secure
 from fedloom.engines.rows import RowsEngine
 from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.population import squared_distances
@@ -40,7 +40,7 @@ from fedloom.secure import (
     run_exchange,
     to_layers,
 )
-from fedloom.secure.draws import Draws, StreamDraws
+from fedloom.secure.draws import Draw, stream_draw
 from fedloom.task import Task, make_task
 from limit import cnn, mlp
 from outcome import tell
@@ -103,9 +103,9 @@ def attack(task: Task, clients: int, rounds: int, when: str | None, repeats: int
 
 def mixing(peers: int, units: int, rules: Rules, exchanges: int = 300) -> dict[str, object]:
     """The share of layers that an exchange leaves with their owners, and its traffic in models per peer (Equation 27)."""
-    shared = StreamDraws(stream(0, "mixing"))
+    shared = stream_draw(stream(0, "mixing"))
 
-    def choices(peer: int, purpose: str) -> Draws:
+    def choices(peer: int, purpose: str) -> Draw:
         return shared
 
     stayed = [
@@ -131,11 +131,12 @@ def exchange_seconds(name: str, layout: Layout, row: Tensor, when: str, count: i
     for number in range(1, 4):
         for k, peer in peers.items():
             peer.offer(to_layers(row + k, units))
-        terms = Terms("benchmark", number, when, 0, tuple(peers), key.public)
+        sizes = tuple(layer_sizes(units, row))
+        terms = Terms("benchmark", number, when, 0, tuple(peers), key.public, rules, sizes)
         began = time.perf_counter()
-        outcome = run_exchange(InMemoryTransport(peers), terms, rules)
+        outcome = run_exchange(InMemoryTransport(peers), terms)
         if when == "before_upload":
-            key.open_models({k: peer.layers for k, peer in peers.items()}, outcome.terms)
+            key.open_models({k: peer.upload() for k, peer in peers.items()}, outcome.terms)
         seconds.append(time.perf_counter() - began)
     megabytes = sum(layer_sizes(units, row)) / 1e6
     taken = statistics.median(seconds)

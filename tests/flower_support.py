@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,13 +20,15 @@ from flwr.supercore.task_identity import TaskIdentity
 from torch import Tensor, nn
 
 import fedloom
-from fedloom.algorithm import build
+from fedloom.algorithm import build, uniform
 from fedloom.engines.flower.deploy.agreement import Deployment, deployment, description, layout_digest
 from fedloom.engines.flower.deploy.client_app import app
 from fedloom.engines.flower.flower_engine import FlowerEngine
 from fedloom.engines.flower.known_sites import KnownSites
 from fedloom.engines.flower.mailbox import Mailbox
-from fedloom.engines.flower.messages import ARRAYS, PROTOCOL, RECORD
+from fedloom.engines.flower.messages import ARRAYS, PROTOCOL, RECORD, words_of
+from fedloom.engines.flower.site_messenger import SiteMessenger
+from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 
@@ -92,8 +95,13 @@ def flower(config: dict[str, Any], grid: LocalGrid) -> Federation:
     same = {"fedloom": VERSION, "layout": layout_digest(task.layout)}
     sites = KnownSites(Mailbox(grid, 0.01), CLIENTS, briefing, same)
     sites.wait(CLIENTS, 5)
-    engine = FlowerEngine(sites, "0123456789abcdef", briefing, deadline=5)
+    engine = FlowerEngine(SiteMessenger(sites, "0123456789abcdef", briefing, deadline=5))
     return Federation(build(settings.algorithm), task, engine, schedule(settings))
+
+
+def selected(number: int) -> tuple[int, ...]:
+    """The sites of a round, where three of the six take part."""
+    return uniform(Round(number, 5, 3, CLIENTS, 3, 0.05, 0.05))
 
 
 def schedule(settings: Deployment) -> Schedule:
@@ -122,6 +130,7 @@ class Node:
     silent: bool = False  # it takes messages and never answers
     late: bool = False  # it works, but its answer stays on the way until it is no longer late
     tamper: Tamper | None = None  # what becomes of its answers to training
+    says: dict[str, Any] = field(default_factory=dict)  # words in which its other answers differ
     trained: list[int] = field(default_factory=list)  # the rounds of the orders to train that it carried out
 
     def answer(self, message: Message, run_config: dict[str, Any], node: int) -> Message:
@@ -131,6 +140,9 @@ class Node:
             self.trained.append(int(message.metadata.group_id))
             if self.tamper is not None:
                 reply = self.tamper(reply)
+        elif self.says and message.metadata.message_type in ("query", "evaluate"):
+            words = {**words_of(reply), **self.says}
+            reply = with_words(json.dumps(words))(reply)
         return reply
 
 

@@ -85,10 +85,11 @@ def on_the_wire(message: Message) -> bytes:
 
 
 def peers(folder: Path, config: dict[str, Any], choices: str = "rehearsed", count: int = CLIENTS) -> ExchangeGrid:
-    """A grid of sites that know each other's keys."""
+    """A grid of sites that know each other's keys, and are content with one other for company."""
     keys = make_keys(folder / "keys", count)
     plain = nodes(count, folder)
     for node in plain.values():
         place = keys.site(node.config["partition-id"])
         node.config |= {"identity": str(place / "site.key"), "peers": str(place / "peers.pub"), "choices": choices}
+        node.config["fewest-peers"] = 2
     return ExchangeGrid({number: PeerNode(node.config) for number, node in plain.items()}, config)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -21,19 +24,61 @@ from fedloom.secure import (
 )
 from fedloom.secure.draws import Choices
 from fedloom.secure.envelopes import PrivateIdentity
-from fedloom.secure.wire import (
-    RETURNED,
-    SENT,
-    Letter,
-    read_note,
-)
+from fedloom.secure.wire import RETURNED, SENT, Answer, Letter, Request, read_note
 
 SIZES = (40, 24, 96)
 KEY = ServerKey()
 
+Tamper = Callable[[int, int, tuple[Letter, ...]], tuple[Letter, ...]]
+"""(step, recipient, letters) -> the letters that are delivered in their place."""
+
 
 def choices_of(seed: int) -> Callable[[Terms], Choices]:
     return lambda terms: stream_choices(lambda purpose, peer: stream(seed, purpose, round=terms.round, client=peer))
+
+
+class WatchedTransport(InMemoryTransport):
+    """A transport that keeps every byte that passes through, and in which things go wrong in the first attempt.
+
+    `gone` says from which step on (0 is the terms) a peer answers no more; `tamper` may change what is delivered. Steps are
+    counted from the last terms.
+    """
+
+    def __init__(
+        self, peers: Mapping[int, Peer], *, tamper: Tamper | None = None, gone: Mapping[int, int] | None = None
+    ) -> None:
+        super().__init__(peers)
+        self.tamper, self.gone = tamper, dict(gone or {})
+        self.captured: list[bytes] = []
+        self.letters: list[Letter] = []
+        self._step, self._attempt = 0, -1
+        self._left: set[int] = set()
+
+    def carry(self, requests: Mapping[int, bytes]) -> Mapping[int, bytes]:
+        answers = {}
+        self._count(requests)
+        for peer, request in requests.items():
+            self.captured.append(request)
+            asked = Request.decode(request)
+            if self._attempt == 0 and asked.kind != "abort":
+                if self._step >= self.gone.get(peer, self._step + 1):
+                    self._left.add(peer)
+                if self.tamper is not None:
+                    request = replace(asked, letters=self.tamper(self._step, peer, asked.letters)).encode()
+            if peer not in self._left:
+                answers |= super().carry({peer: request})
+                self.captured.append(answers[peer])
+                with suppress(ProtocolViolation):  # what cannot be read is for the server to find
+                    self.letters += Answer.decode(answers[peer], peer).letters
+        return answers
+
+    def _count(self, requests: Mapping[int, bytes]) -> None:
+        terms = [Request.decode(request).terms for request in requests.values()]
+        first = next((found for found in terms if found is not None), None)
+        if first is None:
+            self._step += 1
+        else:
+            self._step, self._attempt = 0, first.attempt
 
 
 class World:
@@ -67,21 +112,26 @@ class World:
         for number, peer in self.peers.items():
             peer.offer(self.models[number])
 
-    def terms(self, when: str = "before_upload", round: int = 1) -> Terms:
-        return Terms("run", round, when, 0, self.numbers, KEY.public)
+    def terms(self, when: str = "before_upload", round: int = 1, **changes: Any) -> Terms:
+        sizes = tuple(map(len, self.models[10]))
+        return replace(Terms("run", round, when, 0, self.numbers, KEY.public, self.rules, sizes), **changes)
 
     def exchange(
         self, transport: InMemoryTransport, when: str = "before_upload", round: int = 1
     ) -> tuple[Terms, list[ProtocolViolation]]:
         self.offer()
-        outcome = run_exchange(transport, self.terms(when, round), self.rules, fewest=self.fewest)
+        outcome = run_exchange(transport, self.terms(when, round), fewest=self.fewest)
         return outcome.terms, outcome.faults
 
     def outcome(self, terms: Terms) -> dict[int, list[bytes]]:
         """The models after the exchange, opened by the server where they are sealed for it."""
         held = {k: self.peers[k].layers for k in terms.peers}
         assert all(self.peers[k].committed for k in terms.peers)
-        return KEY.open_models(held, terms) if terms.when == "before_upload" else held
+        if terms.when == "before_train":
+            return held
+        models, faults = KEY.open_models(held, terms)
+        assert not faults
+        return {k: [layer for layer in layers if layer is not None] for k, layers in models.items()}
 
     def expected(self, terms: Terms) -> dict[int, list[bytes]]:
         """The models after the exchange as the simulator has it."""

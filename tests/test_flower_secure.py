@@ -5,6 +5,7 @@ from __future__ import annotations
 import stat
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,22 +16,24 @@ from flwr.app import Context, Message, RecordDict
 
 from fedloom.algorithm import build
 from fedloom.algorithms.fedmr import FedMR
+from fedloom.engines.base import Reply
 from fedloom.engines.flower.deploy.agreement import deployment
 from fedloom.engines.flower.deploy.client_app import app
 from fedloom.engines.flower.deploy.keys import make_keys
 from fedloom.engines.flower.flower_engine import require_supported
-from fedloom.engines.flower.messages import ARRAYS, Refusal, encoded, pack, words_of
+from fedloom.engines.flower.messages import ARRAYS, Refusal, encoded, pack, parcel_of, words_of
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout
 from fedloom.rounds.federation import Federation
-from fedloom.secure import to_layers
-from fedloom.secure.wire import Letter, Request, Terms, unpack
-from flower_support import RUN, NormNet, assert_close, flower, nodes, run_config, schedule, site
+from fedloom.secure import Rules, to_layers
+from fedloom.secure.wire import Answer, Letter, Request, Terms, unpack
+from fedloom.secure.wire import pack as pack_parts
+from flower_support import RUN, NormNet, assert_close, flower, nodes, run_config, schedule, selected, site
 from secure_sites import Change, ExchangeGrid, PeerNode, on_the_wire, peers
 
 UNITS = Layout(NormNet()).units("layer")
-SELECTED = ((1, 2, 4), (4, 0, 2))  # in rounds 1 and 2
+ONE, TWO, THREE = selected(2)
 SHORT = "secure(fedmr, repeats=1)"
 
 
@@ -47,7 +50,7 @@ def started(
     config = run_config(algorithm, folder / "run", rounds=rounds)
     grid = peers(folder, config, choices)
     federation = flower(config, grid)
-    federation.engine.deadline = 0.01  # type: ignore[attr-defined]
+    federation.engine.messenger.deadline = 0.01  # type: ignore[attr-defined]
     return federation, grid
 
 
@@ -129,7 +132,7 @@ def test_no_layer_is_in_any_message_in_clear(tmp_path: Path) -> None:
     dispatched = [layer for row in pool(federation) for layer in to_layers(row, UNITS)]
     began = len(grid.sent)
     federation.step()
-    own = [layer for number in SELECTED[1] for layer in trained(tmp_path, number)]
+    own = [layer for number in selected(2) for layer in trained(tmp_path, number)]
     answers = [on_the_wire(answer) for one in grid.nodes.values() for answer in getattr(one, "answers", [])]
     wire = b"".join([*answers, *map(on_the_wire, grid.sent[:began])])
     everything = wire + b"".join(map(on_the_wire, grid.sent[began:]))
@@ -152,9 +155,9 @@ def test_keys_are_for_the_site_alone_and_gone_after_the_round(tmp_path: Path) ->
         modes.update({path.stem: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("site-*/*/site-*.peer")})
         return letters
 
-    node(grid, 2).change = (2, look)
+    node(grid, selected(1)[0]).change = (2, look)
     federation.run()
-    assert modes == {f"site-{number:06d}": 0o600 for number in SELECTED[0]}
+    assert modes == {f"site-{number:06d}": 0o600 for number in selected(1)}
     assert list(tmp_path.glob("site-*/*/*.peer")) == []
     kept = list(tmp_path.glob("site-*/*/site-*.trained"))
     assert len(kept) == 3
@@ -196,7 +199,9 @@ def test_a_server_that_asks_for_a_model_before_the_exchange_does_not_get_it(tmp_
 
 def begun(**changes: Any) -> bytes:
     """A request to begin an exchange between sites 0 and 1."""
-    return Request("begin", replace(Terms("mine", 1, "before_upload", 0, (0, 1), bytes(32)), **changes)).encode()
+    return Request(
+        "begin", replace(Terms("mine", 1, "before_upload", 0, (0, 1), bytes(32), Rules(1), (1,)), **changes)
+    ).encode()
 
 
 def asked(
@@ -228,41 +233,85 @@ def test_a_step_of_an_exchange_loads_neither_pytorch_nor_data() -> None:
 @pytest.mark.parametrize("step", [0, 2, 4])
 def test_a_site_that_leaves_is_named_and_the_others_exchange_without_it(when: str, step: int, tmp_path: Path) -> None:
     federation, grid = started(tmp_path, SHORT)
-    one = node(grid, 2)
+    one = node(grid, TWO)
     one.when, one.round, one.leaves = when, "2", step
     federation.step()
     before = pool(federation)
     record, _ = federation.step()
-    assert [(fault["client"], "stopped answering" in fault["reason"]) for fault in record["faults"]] == [(2, True)]
+    assert [(fault["client"], "stopped answering" in fault["reason"]) for fault in record["faults"]] == [(TWO, True)]
     assert "no reply within 0.01 s" in record["faults"][0]["reason"]
-    require_whole(tmp_path, federation, before, {2})
+    require_whole(tmp_path, federation, before, {TWO})
 
 
-def test_a_site_whose_upload_is_lost_takes_no_layer_along(tmp_path: Path) -> None:
+def test_a_site_whose_upload_is_lost_is_named_and_what_the_others_uploaded_is_used(tmp_path: Path) -> None:
+    """They exchange no second time without it: the difference would tell the server whose layers were missing."""
     federation, grid = started(tmp_path, SHORT)
-    one = node(grid, 4)
+    one = node(grid, THREE)
     one.round, one.drops_upload = "2", True
     federation.step()
     before = pool(federation)
     record, _ = federation.step()
-    assert [fault["client"] for fault in record["faults"]] == [4]
-    require_whole(tmp_path, federation, before, {4})
+    assert [fault["client"] for fault in record["faults"]] == [THREE]
+    layers = by_layer([to_layers(row, UNITS) for row in pool(federation)])
+    known = by_layer([*(trained(tmp_path, number) for number in selected(2)), to_layers(before[2], UNITS)])
+    assert all(Counter(found) <= Counter(all_) for found, all_ in zip(layers, known, strict=True))
+    assert all(layer in found for found, layer in zip(layers, to_layers(before[2], UNITS), strict=True))
     assert record["bytes_up"] == 2 * (4 * before.shape[1] + 8)
+    begun = [message for message in grid.sent if message.metadata.message_type == "query.exchange"]
+    attempts = [Request.decode(parcel_of(message)).terms for message in begun if parcel_of(message)]
+    last = [terms for terms in attempts if terms is not None and (terms.when, terms.round) == ("before_upload", 2)]
+    assert {terms.run for terms in last} == {last[0].run}
+    assert {terms.attempt for terms in last} == {0}
+
+
+def test_a_model_that_was_uploaded_is_never_exchanged_again(tmp_path: Path) -> None:
+    """Whatever the server says: that the round begins anew, that the site has not yet trained."""
+    federation, grid = started(tmp_path, "secure(fedmr, repeats=1, when='before_upload')", rounds=1)
+    began = len(grid.sent)
+    federation.run()
+    asked = grid.sent[began:]
+    number = selected(1)[0]
+    one = node(grid, number)
+    trainings = [m for m in asked if m.metadata.message_type == "train" and words_of(m)["site"] == number]
+    begin = next(
+        m
+        for m in asked
+        if m.metadata.message_type == "query.exchange" and words_of(m)["site"] == number and parcel_of(m)
+    )
+    assert words_of(one.answer(trainings[0], grid.run_config, 1))["site"] == number  # it trains the same model again
+    answer = Answer.decode(parcel_of(one.answer(begin, grid.run_config, 1)), number)
+    assert answer.fault is not None
+    assert answer.fault.detail == "this model was uploaded before"
 
 
 def test_when_too_few_are_left_everybody_sits_out_the_round(tmp_path: Path) -> None:
     federation, grid = started(tmp_path, SHORT)
-    for number, step in ((0, 1), (4, 1)):
+    for number in (ONE, THREE):
         one = node(grid, number)
-        one.round, one.leaves = "2", step
+        one.round, one.leaves = "2", 1
     federation.step()
     before = pool(federation)
     record, _ = federation.step()
     reasons = {fault["client"]: fault["reason"] for fault in record["faults"]}
-    assert reasons.keys() == {0, 2, 4}
-    assert "exchange aborted with 1 of at least 2 peers left" in reasons[2]
+    assert reasons.keys() == {ONE, TWO, THREE}
+    assert "exchange aborted with 1 of at least 2 peers left" in reasons[TWO]
     assert torch.equal(before, pool(federation))
     assert record["bytes_up"] == 0
+
+
+def test_a_site_wants_company_of_two_unless_its_owner_asks_for_less(tmp_path: Path) -> None:
+    federation, grid = started(tmp_path, SHORT)
+    for one in grid.nodes.values():
+        del one.config["fewest-peers"]
+    gone = node(grid, ONE)
+    gone.round, gone.leaves = "2", 1
+    federation.step()
+    before = pool(federation)
+    record, _ = federation.step()
+    reasons = {fault["client"]: fault["reason"] for fault in record["faults"]}
+    assert reasons.keys() == {ONE, TWO, THREE}
+    assert all("2 of at least 3 peers" in reasons[number] for number in (TWO, THREE))
+    assert torch.equal(before, pool(federation))
 
 
 def without_first(letters: tuple[Letter, ...]) -> tuple[Letter, ...]:
@@ -293,17 +342,18 @@ def misdirected(letters: tuple[Letter, ...]) -> tuple[Letter, ...]:
     ],
 )
 def test_letters_that_are_meddled_with_are_noticed(when: str, change: Change, reason: str, tmp_path: Path) -> None:
+    """The server has seen that the sender is not to blame: the site to which they came otherwise sits out the round."""
     federation, grid = started(tmp_path, SHORT)
-    one = node(grid, 2)
+    one = node(grid, TWO)
     one.when, one.round, one.change = when, "2", (2, change)
     federation.step()
     before = pool(federation)
     record, _ = federation.step()
     ((client, told),) = [(fault["client"], fault["reason"]) for fault in record["faults"]]
-    assert client in (0, 4), "it is the sender that is named"
+    assert client == TWO
+    assert "accuses without proof" in told
     assert reason in told
-    assert told.endswith("says peer 2")
-    require_whole(tmp_path, federation, before, {client})
+    require_whole(tmp_path, federation, before, {TWO})
 
 
 def test_letters_of_another_stage_are_noticed(tmp_path: Path) -> None:
@@ -314,28 +364,60 @@ def test_letters_of_another_stage_are_noticed(tmp_path: Path) -> None:
         return noted[0]
 
     noted: list[tuple[Letter, ...]] = []
-    one = node(grid, 2)
+    one = node(grid, TWO)
     one.round, one.change, one.also = "2", (2, stale), (3, stale)
     federation.step()
     before = pool(federation)
     record, _ = federation.step()
     ((client, told),) = [(fault["client"], fault["reason"]) for fault in record["faults"]]
+    assert client == TWO
     assert "belongs to another stage or exchange" in told
-    require_whole(tmp_path, federation, before, {client})
+    require_whole(tmp_path, federation, before, {TWO})
+
+
+def test_a_site_that_fills_its_envelopes_with_garbage_spoils_only_what_it_was_to_upload(tmp_path: Path) -> None:
+    """Whose garbage it is, the exchange hides: each such layer is as the server had sent it, and the round goes on."""
+    federation, _ = started(tmp_path, SHORT)
+    federation.step()
+    before, spoilt = pool(federation), selected(2)[0]
+    began = federation.engine.trained  # type: ignore[attr-defined]
+
+    def trained_otherwise(*arguments: Any, **options: Any) -> Any:
+        for result in began(*arguments, **options):
+            if isinstance(result, Reply) and grid_number(result) == spoilt:
+                (path,) = tmp_path.glob(f"site-{spoilt}/*/site-*.trained")
+                head, *layers = unpack(path.read_bytes(), spoilt)
+                nan = torch.tensor([torch.nan]).numpy().tobytes()
+                path.write_bytes(pack_parts(head, *(nan * (len(layer) // 4) for layer in layers)))
+            yield result
+
+    def grid_number(reply: Reply) -> int:
+        return int(federation.engine.numbers[reply.client_task.client])  # type: ignore[attr-defined]
+
+    federation.engine.trained = trained_otherwise  # type: ignore[attr-defined]
+    record, _ = federation.step()
+    assert record["faults"] == []
+    assert bool(pool(federation).isfinite().all())
+    layers = by_layer([to_layers(row, UNITS) for row in pool(federation)])
+    known = by_layer(
+        [*(trained(tmp_path, number) for number in selected(2)), *(to_layers(row, UNITS) for row in before)]
+    )
+    assert all(set(found) <= set(all_) for found, all_ in zip(layers, known, strict=True))
 
 
 def test_a_site_with_a_key_that_the_others_do_not_know_is_left_out(tmp_path: Path) -> None:
     federation, grid = started(tmp_path, SHORT)
     make_keys(tmp_path / "other", 6)
-    place = tmp_path / "other" / "site-2"
-    node(grid, 2).config |= {"identity": str(place / "site.key")}
-    listed = (tmp_path / "keys" / "site-2" / "peers.pub").read_bytes().splitlines(keepends=True)
-    listed[2] = (tmp_path / "other" / "server" / "site-2.pub").read_bytes()
-    (tmp_path / "keys" / "site-2" / "peers.pub").write_bytes(b"".join(listed))
+    number = selected(1)[1]
+    place = tmp_path / "other" / f"site-{number}"
+    node(grid, number).config |= {"identity": str(place / "site.key")}
+    listed = (tmp_path / "keys" / f"site-{number}" / "peers.pub").read_bytes().splitlines(keepends=True)
+    listed[number] = (tmp_path / "other" / "server" / f"site-{number}.pub").read_bytes()
+    (tmp_path / "keys" / f"site-{number}" / "peers.pub").write_bytes(b"".join(listed))
     record, _ = federation.step()
-    assert record["clients"] == list(SELECTED[0])
+    assert record["clients"] == list(selected(1))
     ((client, told),) = [(fault["client"], fault["reason"]) for fault in record["faults"]]
-    assert client == 2
+    assert client == number
     assert "is not who it says" in told
 
 

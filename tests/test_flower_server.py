@@ -19,7 +19,7 @@ from fedloom.data.dataset import Samples
 from fedloom.data.partition import Partition
 from fedloom.engines.flower.deploy import server_app
 from fedloom.engines.flower.deploy.agreement import deployment, description
-from fedloom.engines.flower.deploy.answer import default_folder
+from fedloom.engines.flower.deploy.node_config import default_folder
 from fedloom.engines.flower.deploy.site import Site
 from fedloom.engines.flower.deploy.site_data import own_data
 from fedloom.engines.flower.mailbox import Mailbox
@@ -136,8 +136,9 @@ def test_sites_that_do_not_come_are_named(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"deadlin": 3}, "unknown key 'deadlin': did you mean 'deadline'?"),
-        ({"deadline": "soon"}, "deadline must be float, not 'soon'"),
-        ({"deadline": -1.0}, "deadline must be at least 0, not -1.0"),
+        ({"deadline": "soon"}, "deadline must be a number, not 'soon'"),
+        ({"deadline": -1.0}, "deadline must be at least 0 and at most .*, not -1.0"),
+        ({"largest_share": 0.0}, "largest_share must be in .0, 1., not 0.0"),
         ({"sites": 7}, r"sites must be between 0 and 6 \(data.clients\), not 7"),
         ({"output": ""}, "output is missing"),
         ({"configuration": "rounds = "}, "configuration is not TOML"),

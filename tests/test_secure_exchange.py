@@ -16,7 +16,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from fedloom.algorithm import Message, Replies, build, describe
-from fedloom.algorithms.secure import Secure, exchanged
+from fedloom.algorithms.secure_recombination import Secure, exchanged
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
 from fedloom.flat.population import squared_distances
@@ -25,8 +25,8 @@ from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.secure import Rehearsal, Rules, rehearse, stream_choices
-from fedloom.secure.draws import Choices, StreamDraws, sample
-from fedloom.secure.exchange import Repeat, Sent
+from fedloom.secure.draws import Choices, sample, stream_draw
+from fedloom.secure.exchange import LayerBuffers, Sent
 from naive import World
 
 
@@ -36,7 +36,7 @@ def seeded(seed: int) -> Choices:
 
 def one_stream(seed: int) -> Choices:
     """All choices from one stream that goes on: quick, for many exchanges in a row."""
-    draws = StreamDraws(stream(seed, "test"))
+    draws = stream_draw(stream(seed, "test"))
     return lambda peer, purpose: draws
 
 
@@ -79,8 +79,8 @@ def test_one_peer_keeps_everything() -> None:
 
 
 def test_all_buffers_are_empty_before_the_second_stage_when_all_layers_are_sent() -> None:
-    draws = StreamDraws(stream(1, "test"))
-    peer = Repeat(0, [0, 1, 2], ["a", "b"])
+    draws = stream_draw(stream(1, "test"))
+    peer = LayerBuffers(0, [0, 1, 2], ["a", "b"])
     going = peer.send(2, 2, draws)
     assert peer.buffers == [[], []]
     assert sorted((sent.layer, sent.item) for sent in going) == [(0, "a"), (1, "b")]
@@ -90,7 +90,8 @@ def test_all_buffers_are_empty_before_the_second_stage_when_all_layers_are_sent(
     assert peer.buffers == [[], []]
     with pytest.raises(InvalidValue, match="what was returned is not what was sent"):
         peer.rebuild([Sent(sent.peer, 0, "z") for sent in going])
-    assert peer.rebuild([Sent(sent.peer, sent.layer, "z") for sent in going]) == ["z", "z"]
+    peer.rebuild([Sent(sent.peer, sent.layer, "z") for sent in going])
+    assert peer.items == ["z", "z"]
 
 
 def test_two_peers_swap_or_keep() -> None:
@@ -103,9 +104,9 @@ def test_two_peers_swap_or_keep() -> None:
 def test_choices_do_not_depend_on_the_order_of_arrival() -> None:
     letters = [Sent(peer, layer, f"{peer}{layer}") for peer in (1, 2, 3) for layer in (0, 1)]
     outcomes = []
-    for arrived in (letters, letters[::-1], sample(letters, 6, StreamDraws(stream(2, "test")))):
-        peer = Repeat(0, [0, 1, 2, 3], ["00", "01"])
-        outcomes.append(peer.exchange(arrived, StreamDraws(stream(3, "test"))))
+    for arrived in (letters, letters[::-1], sample(letters, 6, stream_draw(stream(2, "test")))):
+        peer = LayerBuffers(0, [0, 1, 2, 3], ["00", "01"])
+        outcomes.append(peer.exchange(arrived, stream_draw(stream(3, "test"))))
     assert outcomes[0] == outcomes[1] == outcomes[2]
 
 
@@ -293,14 +294,15 @@ def test_idle_clients_are_sent_the_global_model_unmoved() -> None:
 @pytest.mark.parametrize(
     ("expression", "text"),
     [
-        ("secure(fedmr, repeats=0)", "repeats must be at least 1, not 0"),
+        ("secure(fedmr, repeats=0)", "repeats must be between 1 and 1000, not 0"),
+        ("secure(fedmr, repeats=1000000)", "repeats must be between 1 and 1000, not 1000000"),
         ("secure(fedmr, low=0)", "low must be at least 1, not 0"),
         ("secure(fedmr, low=3, high=2)", "high must be at least low, which is 3, not 2"),
         (
             "secure(fedmr, when='before_uplod')",
             "when must be 'both', 'before_upload' or 'before_train', not 'before_uplod'",
         ),
-        ("secure(fedavg)", r"fedavg needs to know whose an upload is.*use fedavg\(weighted=false\)"),
+        ("secure(fedavg)", "fedavg needs to know whose an upload is, which the exchange hides: give it weighted=false"),
         ("secure(scaffold)", "scaffold needs to know whose an upload is"),
         ("secure(fedamp)", "fedamp needs to know whose an upload is"),
         ("secure(clustered(fedmr))", "needs to know whose an upload is"),

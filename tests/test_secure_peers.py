@@ -16,7 +16,6 @@ from fedloom.secure import (
     InMemoryTransport,
     Peer,
     Rules,
-    Terms,
     from_layers,
     rehearse,
     restore,
@@ -25,13 +24,13 @@ from fedloom.secure import (
 )
 from fedloom.secure.envelopes import OVERHEAD, PrivateIdentity, padded_size, unseal
 from fedloom.secure.wire import (
-    PARCEL_OVERHEAD,
+    NOTE_OVERHEAD,
     Answer,
     Note,
     Request,
     read_note,
 )
-from secure_support import KEY, SIZES, World, choices_of, is_parcel
+from secure_support import KEY, SIZES, WatchedTransport, World, choices_of, is_parcel
 
 # --- it does what it should ---
 
@@ -47,7 +46,7 @@ def test_peers_exchange_what_the_simulator_says(count: int, sizes: list[int], da
     low = data.draw(st.integers(1, len(sizes)))
     rules = Rules(data.draw(st.integers(1, 3)), low, data.draw(st.none() | st.integers(low, len(sizes))))
     world = World(count, sizes, rules, seed=data.draw(st.integers(0, 99)), fewest=1)
-    transport = InMemoryTransport(world.peers)
+    transport = WatchedTransport(world.peers)
     terms, faults = world.exchange(transport, when)
     assert faults == []
     found = world.outcome(terms)
@@ -95,13 +94,13 @@ def windows(data: bytes, length: int = 16) -> set[bytes]:
 @pytest.mark.parametrize("when", ["before_upload", "before_train"])
 def test_no_plaintext_passes_through_the_carrier_and_all_parcels_look_alike(when: str) -> None:
     world = World(4, rules=Rules(2, 1, 3))
-    transport = InMemoryTransport(world.peers)
+    transport = WatchedTransport(world.peers)
     world.exchange(transport, when)
     secret = set().union(*(windows(layer) for model in world.models.values() for layer in model))
     assert all(not windows(captured) & secret for captured in transport.captured)
     parcels = [letter for letter in transport.letters if is_parcel(letter)]
     sealed = OVERHEAD if when == "before_upload" else 0
-    assert {len(p.body) for p in parcels} == {padded_size(4 + max(SIZES) + sealed) + PARCEL_OVERHEAD}
+    assert {len(p.body) for p in parcels} == {padded_size(4 + max(SIZES) + sealed) + NOTE_OVERHEAD}
     encapsulated = [read_note(p.body, p.sender).payload[:32] for p in parcels]
     assert len(set(encapsulated)) == len(encapsulated)  # a fresh key, so a fresh nonce, for each
     for parcel in parcels:
@@ -138,7 +137,7 @@ def test_before_upload_peers_never_hold_another_s_plain_layer() -> None:
 def test_a_parcel_names_its_stage_one_sender_to_its_recipient_and_nothing_else() -> None:
     """Algorithm 2 grants a recipient (sender, index) in stage 1, and in stage 3 a layer of an index that it sent itself."""
     world = World(4, rules=Rules(1, 2, 2))
-    transport = InMemoryTransport(world.peers)
+    transport = WatchedTransport(world.peers)
     world.exchange(transport)
     for parcel in (letter for letter in transport.letters if is_parcel(letter)):
         note = read_note(parcel.body, parcel.sender)
@@ -158,11 +157,9 @@ def test_keys_belong_to_a_run_and_envelopes_are_never_the_same() -> None:
     introductions, held = [], []
     for run, round in (("one", 1), ("one", 2), ("two", 1)):
         peer.offer(world.models[10])
-        answer = Answer.decode(
-            peer.handle(Request("begin", Terms(run, round, "before_upload", 0, (10, 11), KEY.public)).encode()), 10
-        )
+        answer = Answer.decode(peer.handle(Request("begin", world.terms(round=round, run=run)).encode()), 10)
         introductions.append(answer.letters[0].body)
-        held += peer.held
+        held += peer.holding.items
     assert introductions[0] == introductions[1] != introductions[2]
     assert len(set(held)) == len(held) == 9
 

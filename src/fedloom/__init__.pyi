@@ -34,7 +34,7 @@ from .algorithms.partialfed import PartialFed as PartialFed
 from .algorithms.perfedavg import PerFedAvg as PerFedAvg
 from .algorithms.pfedme import PFedMe as PFedMe
 from .algorithms.scaffold import Scaffold as Scaffold
-from .algorithms.secure import Secure as Secure
+from .algorithms.secure_recombination import Secure as Secure
 from .algorithms.server_optimizers import FedAdam as FedAdam
 from .algorithms.server_optimizers import FedAvgM as FedAvgM
 from .algorithms.server_optimizers import FedYogi as FedYogi

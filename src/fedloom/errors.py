@@ -85,3 +85,9 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     """`" did you mean 'x'?"` for the nearest known name, or nothing when none is near."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" did you mean {near[0]!r}?" if near else ""
+
+
+def one_line(text: str, longest: int = 500) -> str:
+    """Foreign text as it may stand in a log: on one line, without control characters, and not endless."""
+    plain = "".join(c if c.isprintable() else " " for c in text[: 4 * longest])
+    return " ".join(plain.split())[:longest]

@@ -112,8 +112,11 @@ class Engine(Protocol):
         """Give back what the engine holds."""
 
 
-class Exchanging:
-    """An engine whose clients exchange layers among themselves, where a method asks for it (`secure`)."""
+class RemoteClients:
+    """An engine whose clients are sites of their own, and strangers: they exchange layers among themselves where a method asks
+    for it, and what they say of their numbers of samples gives none of them more than `largest_share` of a round's weight."""
+
+    largest_share: float
 
 
 def row_for(rows: Tensor, place: int) -> Tensor:

@@ -23,6 +23,20 @@ def weighted_mean(rows: Tensor, weights: Tensor | None = None) -> Tensor:
     return mean
 
 
+def capped(weights: Tensor, share: float) -> Tensor:
+    """Weights `[k]` of which none is more than `share` of their sum: those above are lowered to one common value. Where
+    even equal weights are above it, all are equal."""
+    falling = weights.double().sort(descending=True).values
+    for count in range(len(falling)):
+        if count * share >= 1:
+            break
+        # With the `count` largest at this value each has its share: share (count value + sum of the others) = value.
+        value = share * falling[count:].sum() / (1 - count * share)
+        if falling[count] <= value:
+            return weights if count == 0 else weights.double().clamp(max=value)
+    return torch.ones_like(falling)
+
+
 def recombine(rows: Tensor, units: Sequence[Unit], generator: torch.Generator) -> Tensor:
     """FedMR's model recombination (arXiv 2208.07677, section 4): every unit of `[K, P]` is permuted over the models.
 

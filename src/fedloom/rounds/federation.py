@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, Selection
-from fedloom.engines.base import INTEGERS, ClientTask, Engine, Exchanging, Fault, Reply, row_for
+from fedloom.engines.base import INTEGERS, ClientTask, Engine, Fault, RemoteClients, Reply, row_for
 from fedloom.errors import CheckpointError, Diverged, InvalidValue
 from fedloom.flat.device import moved_back
+from fedloom.flat.population import capped
 from fedloom.round import Round
 from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, RoundLog, without_gap
 from fedloom.rounds.evaluation import Evaluation, Record, newcomers_last
@@ -96,7 +97,7 @@ class Federation:
         algorithm.setup(
             Plan(
                 task.layout, task.initial, trainers, participants, schedule.rounds, schedule.seed,
-                task.dataset.classes, self.task.sizes, task.model, isinstance(engine, Exchanging),
+                task.dataset.classes, self.task.sizes, task.model, isinstance(engine, RemoteClients),
             )
         )  # fmt: skip
         engine.begin(self.task, None if directory is None else directory / "clients")
@@ -188,8 +189,9 @@ class Federation:
             "bytes_down": sum(_row_bytes(rows) for rows in message.values()) * receivers,
             "bytes_up": received_bytes,
             "faults": [{"client": self.numbers[f.client_task.client], "reason": f.reason} for f in [*absent, *faults]],
-            **{name: float(values.mean()) for name, values in replies.metrics.items() if len(values)},
         }
+        measured = {name: float(values.mean()) for name, values in replies.metrics.items() if len(values)}
+        record = {**record, **{name: value for name, value in measured.items() if name not in record}}
         figures, clients = self.evaluation.measure(self.algorithm, round, self.integers)
         self._require_sense(round, figures.get("loss"))
         ended = time.perf_counter()
@@ -265,6 +267,8 @@ class Federation:
         tensors = {name: matrix if whole else matrix[slots] for name, matrix in matrices.items()}
         told = torch.tensor([-1 if r.samples is None else r.samples for r in arrived], dtype=torch.int64)
         sizes = torch.where(told < 0, self.task.sizes(clients), told)
+        if isinstance(self.engine, RemoteClients):
+            sizes = capped(sizes, self.engine.largest_share)
         weights = sizes if selection.weights is None else torch.tensor(selection.weights, dtype=torch.float64)[slots]
         names = {name for reply in arrived for name in reply.metrics}
         metrics = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fedloom.secure.coordinator import Exchanged, ServerKey, run_exchange
 from fedloom.secure.draws import Choices, secret_choices, stream_choices
-from fedloom.secure.exchange import Rehearsal, Rules, rehearse
+from fedloom.secure.exchange import LayerExchange, Rehearsal, Rules, rehearse
 from fedloom.secure.faults import SERVER, ExchangeAborted, ProtocolViolation
 from fedloom.secure.layers import from_layers, layer_sizes, to_layers
 from fedloom.secure.peer import Peer
@@ -22,6 +22,7 @@ __all__ = [
     "ExchangeAborted",
     "Exchanged",
     "InMemoryTransport",
+    "LayerExchange",
     "Peer",
     "ProtocolViolation",
     "Rehearsal",

@@ -1,18 +1,37 @@
-"""The server's part: it calls for an exchange, carries the letters stage by stage, and opens layers that were sealed for it."""
+"""The server's part: it calls for an exchange, carries the letters stage by stage, and opens layers that were sealed for it.
+
+It cannot read parcels, but it sees all the rest, and checks it before anybody is brought it. So it need not believe a peer that
+accuses another of anything but the contents of a parcel.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fedloom.config.checks import require_at_least
 from fedloom.secure.envelopes import unseal
-from fedloom.secure.exchange import Rules
 from fedloom.secure.faults import SERVER, ExchangeAborted, ProtocolViolation
 from fedloom.secure.transport import Transport
-from fedloom.secure.wire import Answer, Letter, Request, Terms
+from fedloom.secure.wire import (
+    ANNOUNCEMENT,
+    CONFIRMATION,
+    RETURNED,
+    SENT,
+    Answer,
+    Introduction,
+    Letter,
+    Note,
+    Request,
+    Terms,
+    announced,
+    read_notes,
+    require_parcels,
+)
 
 
 class ServerKey:
@@ -22,27 +41,30 @@ class ServerKey:
         self.private = X25519PrivateKey.generate() if private is None else private
         self.public = self.private.public_key().public_bytes_raw()
 
-    def open_models(self, uploads: Mapping[int, Sequence[bytes]], terms: Terms) -> dict[int, list[bytes]]:
-        """The layers of every uploaded model. Raises `ProtocolViolation` naming a peer whose upload lacks a layer, holds one that
-        was not sealed under these terms for its place, or one that another model holds too: such a round must be given up."""
-        units = max((len(layers) for layers in uploads.values()), default=0)
-        holders: dict[bytes, int] = {}
-        models: dict[int, list[bytes]] = {}
+    def open_models(
+        self, uploads: Mapping[int, Sequence[bytes]], terms: Terms
+    ) -> tuple[dict[int, list[bytes | None]], list[ProtocolViolation]]:
+        """The layers of every uploaded model, and what is wrong with them.
+
+        None stands for a layer that was not sealed under these terms for its place, or that an earlier upload held too; whoever
+        spoilt it, its uploader may have been given it so. An upload with more or fewer layers, or of other sizes, is left out.
+        """
+        models: dict[int, list[bytes | None]] = {}
+        faults: list[ProtocolViolation] = []
+        seen: set[bytes] = set()
         for peer, layers in uploads.items():
-            if len(layers) != units:
-                raise ProtocolViolation("missing", peer, f"{len(layers)} of {units} layers uploaded")
+            if [len(layer) for layer in layers] != terms.held_sizes():
+                faults.append(ProtocolViolation("invalid", peer, "an upload of other layers"))
+                continue
             models[peer] = []
             for index, layer in enumerate(layers):
-                if layer in holders:
-                    raise ProtocolViolation(
-                        "duplicated", peer, f"layer {index}, which peer {holders[layer]} uploaded too"
-                    )
-                holders[layer] = peer
-                content = unseal(layer, self.private, terms.layer_context(index))
+                content = None if layer in seen else unseal(layer, self.private, terms.layer_context(index))
                 if content is None:
-                    raise ProtocolViolation("invalid", peer, f"layer {index} of its upload cannot be opened")
+                    what = "was uploaded before" if layer in seen else "cannot be opened"
+                    faults.append(ProtocolViolation("spoilt", peer, f"layer {index} of its upload {what}"))
+                seen.add(layer)
                 models[peer].append(content)
-        return models
+        return models, faults
 
 
 @dataclass
@@ -55,63 +77,138 @@ class Exchanged:
     letter_bytes: int = 0
 
 
-def run_exchange(transport: Transport, terms: Terms, rules: Rules, *, fewest: int = 2) -> Exchanged:
+def run_exchange(transport: Transport, terms: Terms, *, fewest: int = 2) -> Exchanged:
     """Let the peers of `terms` exchange their layers. When a peer fails, all others take back their models and begin anew without
-    the peer that was named, as attempt `terms.attempt` + 1 and so on.
+    it, as attempt `terms.attempt` + 1 and so on.
 
-    Raises `ExchangeAborted` when fewer than `fewest` are left, and at once when a peer refuses the server's own doing; every
-    peer then has the model that it had.
+    Raises `ExchangeAborted` when fewer than `fewest` are left; every peer then has the model that it had.
     """
     require_at_least("fewest", fewest, 1)
     outcome = Exchanged(terms)
-    while True:
+    believed: set[int] = set()
+    while len(outcome.terms.peers) >= fewest:  # every attempt but the last loses a peer
         peers = outcome.terms.peers
-        if len(peers) < fewest:
-            raise ExchangeAborted(outcome.faults, len(peers), fewest)
-        faults = _attempt(transport, outcome, rules)
+        attempt = _Attempt(outcome.terms, believed)
+        faults = attempt.run(transport)
+        outcome.letter_bytes += attempt.letter_bytes
         if not faults:
             return outcome
-        transport.carry({peer: Request("abort").encode() for peer in peers})
+        gone = {fault.peer for fault in faults}
+        rest = tuple(peer for peer in peers if peer not in gone)
+        over = peers if len(rest) < fewest else gone  # the others learn it by the terms that follow
+        transport.carry({peer: Request("abort").encode() for peer in over})
         outcome.faults += faults
-        accused = {fault.peer for fault in faults}
-        if SERVER in accused:
-            raise ExchangeAborted(faults, len(peers), fewest)
-        rest = tuple(peer for peer in peers if peer not in accused)
-        last = outcome.terms
-        outcome.terms = Terms(last.run, last.round, last.when, last.attempt + 1, rest, last.server_key)
+        outcome.terms = replace(outcome.terms, attempt=outcome.terms.attempt + 1, peers=rest)
+    raise ExchangeAborted(outcome.faults, len(outcome.terms.peers), fewest)
 
 
-def _attempt(transport: Transport, outcome: Exchanged, rules: Rules) -> list[ProtocolViolation]:
-    """One attempt: each step ends for all before the next begins. The faults that ended it, or none."""
-    terms = outcome.terms
-    requests = {peer: Request("begin", terms) for peer in terms.peers}
-    for _ in range(2 * rules.repeats + 3):
-        answers = transport.carry({peer: request.encode() for peer, request in requests.items()})
-        inboxes: dict[int, list[Letter]] = {peer: [] for peer in terms.peers}
-        faults = []
-        for peer in terms.peers:
-            fault = _sort(peer, answers.get(peer), inboxes)
-            if fault is not None:
-                faults.append(fault)
-        if faults:
-            return faults
-        outcome.letter_bytes += sum(len(letter.body) for inbox in inboxes.values() for letter in inbox)
-        requests = {peer: Request("letters", letters=tuple(inbox)) for peer, inbox in inboxes.items()}
-    return []
+class _Attempt:
+    """One attempt: each step ends for all before the next begins. `believed` are the peers that have accused another once."""
 
+    def __init__(self, terms: Terms, believed: set[int]) -> None:
+        self.terms, self.believed = terms, believed
+        self.letter_bytes = 0
+        self._introductions: dict[int, bytes] = {}
+        self._keys: dict[int, Ed25519PublicKey] = {}
+        self._session = b""
+        self._counts: dict[tuple[int, int], int] = {}  # layers sent in this repeat, from whom to whom
 
-def _sort(peer: int, answer: bytes | None, inboxes: dict[int, list[Letter]]) -> ProtocolViolation | None:
-    """Put the letters of one answer into the inboxes, or say what is wrong with it."""
-    if answer is None:
-        return ProtocolViolation("left", peer)
-    try:
+    def run(self, transport: Transport) -> list[ProtocolViolation]:
+        """The faults that ended the attempt, each naming a peer that must go; or none."""
+        peers = self.terms.peers
+        requests = {peer: Request("begin", self.terms) for peer in peers}
+        for step in range(2 * self.terms.rules.repeats + 3):
+            answers = transport.carry({peer: request.encode() for peer, request in requests.items()})
+            inboxes: dict[int, list[Letter]] = {peer: [] for peer in peers}
+            faults: list[ProtocolViolation] = []
+            accusations: list[ProtocolViolation] = []
+            for peer in peers:
+                try:
+                    for letter in self._letters(step, peer, answers.get(peer)):
+                        inboxes[letter.recipient].append(letter)
+                        self.letter_bytes += len(letter.body)
+                except ProtocolViolation as fault:
+                    (faults if fault.witness is None else accusations).append(fault)
+            faults += self._judged(accusations, requests)
+            if faults:
+                return faults
+            if step == 0:
+                self._session = self.terms.session(self._introductions)
+            requests = {peer: Request("letters", letters=tuple(inbox)) for peer, inbox in inboxes.items()}
+        return []
+
+    def _letters(self, step: int, peer: int, answer: bytes | None) -> tuple[Letter, ...]:
+        """The letters that a peer answers a step with. Raises `ProtocolViolation` with what is wrong with them, or with what the
+        peer says that another has done."""
+        if answer is None:
+            raise ProtocolViolation("left", peer)
         read = Answer.decode(answer, peer)
-    except ProtocolViolation as fault:
-        return fault
-    if read.fault is not None:
-        return read.fault
-    for letter in read.letters:
-        if letter.sender != peer or letter.recipient == peer or letter.recipient not in inboxes:
-            return ProtocolViolation("invalid", peer, "a letter in another's name or to nobody in this exchange")
-        inboxes[letter.recipient].append(letter)
-    return None
+        if read.fault is not None:
+            raise read.fault
+        others = [other for other in self.terms.peers if other != peer]
+        if any(letter.sender != peer or letter.recipient not in others for letter in read.letters):
+            raise ProtocolViolation("invalid", peer, "a letter in another's name or to nobody in this exchange")
+        if step == 0:
+            self._introduce(peer, others, read.letters)
+        else:
+            self._check(step, peer, others, read.letters)
+        return read.letters
+
+    def _introduce(self, peer: int, others: Sequence[int], letters: Sequence[Letter]) -> None:
+        bodies = {letter.body for letter in letters}
+        if sorted(letter.recipient for letter in letters) != sorted(others) or len(bodies) > 1:
+            raise ProtocolViolation("invalid", peer, "not one introduction, the same to all")
+        for body in bodies:
+            keys = Introduction.decode(body, peer)
+            self._introductions[peer] = body
+            self._keys[peer] = Ed25519PublicKey.from_public_bytes(keys.verifying)
+
+    def _check(self, step: int, peer: int, others: Sequence[int], letters: Sequence[Letter]) -> None:
+        """Raise `ProtocolViolation` unless these are the notes that this step asks for, as far as the server can see."""
+        repeats = self.terms.rules.repeats
+        kinds: tuple[int, ...] = (ANNOUNCEMENT, SENT) if step % 2 else (RETURNED,)
+        if step > 2 * repeats:
+            kinds = (CONFIRMATION,) if step == 2 * repeats + 1 else ()
+        repeat = min((step + 1) // 2, repeats)
+        notes = read_notes(letters, self._keys, self.terms, self._session, repeat, kinds)
+        if SENT in kinds:
+            self._check_sent(peer, others, notes, repeat)
+        elif RETURNED in kinds:
+            require_parcels(notes, {(peer, other): self._counts[other, peer] for other in others})
+        elif len(notes) != len(kinds) * len(others):
+            raise ProtocolViolation("missing", peer, "its confirmation")
+
+    def _check_sent(self, peer: int, others: Sequence[int], notes: Sequence[Note], repeat: int) -> None:
+        counts = announced(notes, [(peer, other) for other in others], self.terms)
+        require_parcels([note for note in notes if note.kind == SENT], counts)
+        low, high = self.terms.rules.bounds(len(self.terms.sizes))[repeat - 1]
+        if others and not low <= sum(counts.values()) <= high:
+            raise ProtocolViolation("disagrees", peer, f"{sum(counts.values())} layers sent, not {low} to {high}")
+        self._counts |= counts
+
+    def _judged(
+        self, accusations: Sequence[ProtocolViolation], requests: Mapping[int, Request]
+    ) -> list[ProtocolViolation]:
+        """Who must go for what peers say.
+
+        An accusation of the server, or of what the server has seen not to be so, costs the witness its own place. Everybody is
+        sent the same introduction, so most of the others must find it forged. What a parcel holds nobody but its recipient can
+        tell: once in an exchange a peer is believed, and leaves with the one that it accuses again.
+        """
+        votes = Counter(fault.peer for fault in accusations if fault.kind == "impostor")
+        found = []
+        for fault in accusations:
+            witness = fault.witness
+            assert witness is not None  # the reader of its answer has named it
+            parcels = [e for e in requests[witness].letters if len(e.body) == self.terms.parcel_size()]
+            if fault.kind == "impostor" and 2 * votes[fault.peer] > len(self.terms.peers) - 1:
+                found.append(fault)
+            elif fault.kind == "spoilt" and fault.peer in {parcel.sender for parcel in parcels}:
+                found.append(fault)
+                if witness in self.believed:
+                    found.append(ProtocolViolation("unproved", witness, "for the second time"))
+                self.believed.add(witness)
+            else:
+                kind = "withdrew" if fault.peer == SERVER else "unproved"
+                found.append(ProtocolViolation(kind, witness, str(fault)))
+        return found

@@ -1,4 +1,4 @@
-"""Envelopes and signatures, all from `cryptography`: HPKE (RFC 9180), Ed25519 and, for given identities, ECDSA.
+"""Sealing, signing and padding, all from `cryptography`: HPKE (RFC 9180), Ed25519 and, for given identities, ECDSA.
 
 HPKE draws a fresh X25519 key pair for every envelope, so that no key is ever used with two nonces, and sealing the same
 content twice gives unrelated bytes.
@@ -46,6 +46,16 @@ def unseal(envelope: bytes, key: X25519PrivateKey, context: bytes) -> bytes | No
         return _suite().decrypt(envelope, key, context)
     except (InvalidTag, ValueError):
         return None
+
+
+def can_seal(key: bytes) -> bool:
+    """Whether this is an X25519 public key for which something can be sealed: not one of the few points of low order, with which
+    every shared secret is zero."""
+    try:
+        X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(key))
+    except ValueError:
+        return False
+    return True
 
 
 def pad(content: bytes, size: int) -> bytes:

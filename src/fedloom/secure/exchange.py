@@ -9,15 +9,22 @@ appendix B, algorithm 2; its line 9 must empty the buffer of the layer's index, 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from fedloom.config.checks import require_at_least
+from fedloom.config.checks import require_at_least, require_between
 from fedloom.errors import InvalidValue
-from fedloom.secure.draws import Choices, Draws, sample, shuffled
+from fedloom.secure.draws import Choices, Draw, sample
+
+if TYPE_CHECKING:
+    from fedloom.flat.layout import Unit
 
 T = TypeVar("T")
+
+MOST_REPEATS = 1000
+"""After a few dozen repeats any layer may be with any peer alike; each costs about a model's traffic a peer, and two messages."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class Rules:
     high: int | None = None
 
     def __post_init__(self) -> None:
-        require_at_least("repeats", self.repeats, 1)
+        require_between("repeats", self.repeats, 1, MOST_REPEATS)
         require_at_least("low", self.low, 1)
         if self.high is not None and self.high < self.low:
             raise InvalidValue(f"high must be at least low, which is {self.low}, not {self.high}")
@@ -55,6 +62,26 @@ class Rules:
         return sum(low + high for low, high in self.bounds(units)) / units
 
 
+class LayerExchange(ABC):
+    """What a method that has clients exchange layers says of it, to the engine that carries the exchange out."""
+
+    @abstractmethod
+    def rules(self) -> Rules:
+        """What the clients of an exchange keep to."""
+
+    @abstractmethod
+    def units(self) -> list[Unit]:
+        """The slices of a row that move together."""
+
+    @abstractmethod
+    def exchanges(self, when: str) -> bool:
+        """Whether clients exchange `before_train`, or `before_upload`."""
+
+    @abstractmethod
+    def carried(self, when: str, count: int) -> None:
+        """Clients have exchanged layers in this round, and `count` bytes were carried from one to another."""
+
+
 class Sent(NamedTuple, Generic[T]):
     """One layer on its way: the peer at the other end, the layer's index, and what stands for it."""
 
@@ -68,44 +95,50 @@ def purpose(when: str, repeat: int, stage: str) -> str:
     return f"secure/{when}/{repeat}/{stage}"
 
 
-class Repeat(Generic[T]):
-    """One peer in one repeat. The choices depend on what arrived, never on the order in which it did."""
+class LayerBuffers(Generic[T]):
+    """What one peer holds, by the layer's index: one item each between repeats. The choices depend on what arrived, never on the
+    order in which it did."""
 
     def __init__(self, me: int, peers: Sequence[int], items: Sequence[T]) -> None:
         self.others = [peer for peer in peers if peer != me]
         self.buffers: list[list[T]] = [[item] for item in items]
         self.sent: list[tuple[int, int]] = []  # (recipient, index), what will come back
 
-    def send(self, low: int, high: int, draws: Draws) -> list[Sent[T]]:
+    @property
+    def items(self) -> list[T]:
+        """The model's layers, between repeats."""
+        return [item for (item,) in self.buffers]
+
+    def send(self, low: int, high: int, draw: Draw) -> list[Sent[T]]:
         """Stage 1: n layers, each to another peer, uniformly. A peer on its own keeps all."""
         if not self.others:
             return []
-        count = low + draws.below(high - low + 1)
-        letters = []
-        for index in sample(range(len(self.buffers)), count, draws):
-            peer = self.others[draws.below(len(self.others))]
-            letters.append(Sent(peer, index, self.buffers[index].pop()))
-        self.sent = [(letter.peer, letter.layer) for letter in letters]
-        return letters
+        count = low + draw(high - low + 1)
+        going = []
+        for index in sample(range(len(self.buffers)), count, draw):
+            peer = self.others[draw(len(self.others))]
+            going.append(Sent(peer, index, self.buffers[index].pop()))
+        self.sent = [(sent.peer, sent.layer) for sent in going]
+        return going
 
-    def exchange(self, received: Sequence[Sent[T]], draws: Draws) -> list[Sent[T]]:
+    def exchange(self, received: Sequence[Sent[T]], draw: Draw) -> list[Sent[T]]:
         """Stages 2 and 3: take in all that was sent here, then return for each layer a random one of its index."""
-        ordered = sorted(received, key=lambda letter: (letter.peer, letter.layer))
+        ordered = sorted(received, key=lambda sent: (sent.peer, sent.layer))
         for _, index, item in ordered:
             self.buffers[index].append(item)
-        letters = []
-        for peer, index, _ in shuffled(ordered, draws):
+        returned = []
+        for peer, index, _ in sample(ordered, len(ordered), draw):
             buffer = self.buffers[index]
-            letters.append(Sent(peer, index, buffer.pop(draws.below(len(buffer)))))
-        return letters
+            returned.append(Sent(peer, index, buffer.pop(draw(len(buffer)))))
+        return returned
 
-    def rebuild(self, returned: Sequence[Sent[T]]) -> list[T]:
-        """Stage 4: the new model's layers. Raises `InvalidValue` unless exactly what was sent has been replaced."""
-        if sorted((letter.peer, letter.layer) for letter in returned) != sorted(self.sent):
+    def rebuild(self, returned: Sequence[Sent[T]]) -> None:
+        """Stage 4: take in what came back. Raises `InvalidValue` unless exactly what was sent has been replaced."""
+        if sorted((sent.peer, sent.layer) for sent in returned) != sorted(self.sent):
             raise InvalidValue("what was returned is not what was sent")
         for _, index, item in returned:
             self.buffers[index].append(item)
-        return [item for (item,) in self.buffers]
+        self.sent = []
 
 
 class Rehearsal(NamedTuple):
@@ -127,20 +160,21 @@ def rehearse(peers: Sequence[int], units: int, rules: Rules, choices: Choices, w
     """
     if len(set(peers)) != len(peers):
         raise InvalidValue(f"every peer takes part once, not {list(peers)}")
-    held = {peer: [place] * units for place, peer in enumerate(peers)}
+    held = {peer: LayerBuffers(peer, peers, [place] * units) for place, peer in enumerate(peers)}
     sent: list[list[int]] = []
     for number, (low, high) in enumerate(rules.bounds(units), start=1):
-        repeats = {peer: Repeat(peer, peers, held[peer]) for peer in peers}
         going: dict[int, list[Sent[int]]] = {peer: [] for peer in peers}
         counts = [0] * units
-        for peer, repeat in repeats.items():
-            for letter in repeat.send(low, high, choices(peer, purpose(when, number, "send"))):
-                going[letter.peer].append(letter._replace(peer=peer))
-                counts[letter.layer] += 1
+        for peer, buffers in held.items():
+            for one in buffers.send(low, high, choices(peer, purpose(when, number, "send"))):
+                going[one.peer].append(one._replace(peer=peer))
+                counts[one.layer] += 1
         coming: dict[int, list[Sent[int]]] = {peer: [] for peer in peers}
-        for peer, repeat in repeats.items():
-            for letter in repeat.exchange(going[peer], choices(peer, purpose(when, number, "return"))):
-                coming[letter.peer].append(letter._replace(peer=peer))
-        held = {peer: repeat.rebuild(coming[peer]) for peer, repeat in repeats.items()}
+        for peer, buffers in held.items():
+            for one in buffers.exchange(going[peer], choices(peer, purpose(when, number, "return"))):
+                coming[one.peer].append(one._replace(peer=peer))
+        for peer, buffers in held.items():
+            buffers.rebuild(coming[peer])
         sent.append(counts)
-    return Rehearsal([[held[peer][unit] for peer in peers] for unit in range(units)], sent)
+    ends = [buffers.items for buffers in held.values()]
+    return Rehearsal([[items[unit] for items in ends] for unit in range(units)], sent)

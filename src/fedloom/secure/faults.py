@@ -20,13 +20,15 @@ KINDS = {
     "missing": "something that it announced or owes did not come",
     "unannounced": "it sent more than it announced or owes",
     "invalid": "what it sent does not fit the exchange",
+    "spoilt": "what it sealed cannot be opened, or does not fit the exchange",
+    "unproved": "accuses without proof",
+    "withdrew": "takes no part any more, since it refuses what the server asks",
 }
 
 
 class ProtocolViolation(FedloomError):
     """A peer (or the carrier, who stands between) broke the exchange: `peer`, the `kind` (one of `KINDS`), and, where another
-    peer noticed it, that `witness`. A witness can lie, and cannot tell a sender's deed from the carrier's where a letter was
-    altered or is missing."""
+    peer noticed it, that `witness`, who may lie."""
 
     def __init__(self, kind: str, peer: int, detail: str = "", witness: int | None = None) -> None:
         require_one_of("kind", kind, tuple(KINDS))

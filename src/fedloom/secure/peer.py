@@ -4,45 +4,46 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fedloom.config.checks import require_at_least
 from fedloom.errors import InvalidValue
-from fedloom.secure.draws import Choices, Draws, secret_choices
+from fedloom.secure.draws import Choices, Draw, secret_choices
 from fedloom.secure.envelopes import (
     PrivateIdentity,
     PublicIdentity,
+    can_seal,
     is_signed,
     pad,
-    padded_size,
     seal,
     sign,
     unpad,
     unseal,
 )
-from fedloom.secure.exchange import Repeat, Rules, Sent, purpose
+from fedloom.secure.exchange import LayerBuffers, Rules, Sent, purpose
 from fedloom.secure.faults import SERVER, ProtocolViolation
 from fedloom.secure.wire import (
     ANNOUNCEMENT,
     CONFIRMATION,
+    INDEX,
+    OCCASIONS,
     RETURNED,
     SENT,
     Answer,
+    Introduction,
     Letter,
     Note,
     Request,
     Terms,
-    is_from,
+    announced,
     pack,
-    read_note,
-    unpack,
+    pack_numbers,
+    read_notes,
+    require_parcels,
 )
-
-OCCASIONS = ("before_upload", "before_train")
-_INDEX = 4  # bytes of a layer's index in a parcel
 
 
 class Peer:
@@ -51,10 +52,12 @@ class Peer:
     Before each exchange the model is handed over as layers (`offer`); then every request of the server goes to `handle`, and
     `layers` holds the outcome: the exchanged layers once `committed`, which before an upload are envelopes for the server
     alone, and else the layers that were offered. Nothing is given up before every peer has confirmed that its model is whole,
-    and `abort` takes back even that until the next exchange.
+    and `abort` takes back even that. `upload` gives the envelopes to the server; the model that was offered then enters no
+    other exchange before an upload: between two of them, in other company, the difference would show whose layers are whose.
 
-    `rules` are the peer's own: a peer with other rules is noticed. `fewest` is how many peers an exchange must have. `choices`
-    are secret unless a rehearsal with a run's streams is wanted. Keys for signing and sealing are new in every run.
+    `rules` are the peer's own, and `fewest` is how many peers it must have for company, itself included: of an exchange among
+    fewer, or by other rules, it takes no part. `choices` are secret unless a rehearsal with a run's streams is wanted. Keys for
+    signing and sealing are new in every run.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class Peer:
         identities: Mapping[int, PublicIdentity],
         rules: Rules,
         *,
-        fewest: int = 2,
+        fewest: int = 3,
         choices: Callable[[Terms], Choices] = lambda terms: secret_choices,
     ) -> None:
         require_at_least("fewest", fewest, 1)
@@ -73,12 +76,16 @@ class Peer:
         self.number, self.identity, self.identities = number, identity, dict(identities)
         self.rules, self.fewest, self.choices = rules, fewest, choices
         self.offered: list[bytes] = []
-        self.layers: list[bytes] = []
-        self.held: list[bytes] = []
         self.committed = False
+        self.uploaded: set[bytes] = set()  # digests of models that entered an upload
         self.run: str | None = None
         self.past: set[bytes] = set()  # digests of the terms and sessions of this run
         self.step: str | None = None
+
+    @property
+    def layers(self) -> list[bytes]:
+        """The model's layers: exchanged, or as they were offered."""
+        return self.holding.items if self.committed else self.offered
 
     def offer(self, layers: Sequence[bytes]) -> None:
         """Hand over the model with which to enter the next exchange, and forget the one before. Raises `InvalidValue` when the
@@ -86,12 +93,18 @@ class Peer:
         if not layers or not all(layers):
             raise InvalidValue("a model needs at least one layer, and a layer at least one byte")
         self.rules.bounds(len(layers))
-        self.offered = self.layers = list(layers)
-        self.committed, self.step = False, None
+        self.offered, self.committed, self.step = list(layers), False, None
+
+    def upload(self) -> list[bytes]:
+        """The envelopes for the server, after an exchange before upload. Raises `InvalidValue` where there was none."""
+        if not self.committed or self.terms.when != "before_upload":
+            raise InvalidValue("the exchange before upload did not come to its end here")
+        self.uploaded.add(self._model_digest())
+        return self.layers
 
     def abort(self) -> None:
         """The exchange did not happen: the layers are those that were offered."""
-        self.layers, self.held, self.committed, self.step = self.offered, [], False, None
+        self.committed, self.step = False, None
 
     def handle(self, request: bytes) -> bytes:
         """Answer one request. A fault that the peer notices is its answer, and the exchange is over for it."""
@@ -110,36 +123,39 @@ class Peer:
 
     def _begin(self, terms: Terms) -> list[Letter]:
         self.abort()
-        self._require_sense(terms)
+        detail = self._refusal(terms)
+        if detail:
+            raise ProtocolViolation("invalid", SERVER, detail)
         self._enter(terms)
         self.terms = terms
         self.others = [peer for peer in terms.peers if peer != self.number]
-        sealed = terms.when == "before_upload"
-        self.held = [
-            seal(layer, terms.server_key, terms.layer_context(index)) if sealed else layer
-            for index, layer in enumerate(self.offered)
-        ]
-        self.sizes = [len(item) for item in self.held]
+        items = self.offered
+        if terms.when == "before_upload":
+            items = [seal(item, terms.server_key, terms.layer_context(index)) for index, item in enumerate(items)]
+        self.holding = LayerBuffers(self.number, terms.peers, items)
         self.repeat, self.step = 0, "introductions"
         return [Letter(self.number, peer, self.introduction) for peer in self.others]
 
-    def _require_sense(self, terms: Terms) -> None:
-        if not self.offered:
-            raise InvalidValue(f"peer {self.number} was asked to exchange before it offered a model")
+    def _refusal(self, terms: Terms) -> str:
+        """Why the peer takes no part on these terms, or nothing."""
         strangers = set(terms.peers) - self.identities.keys()
-        detail = ""
+        if not self.offered:
+            return "no model was offered"
         if strangers:
-            detail = f"nobody knows the identity of peer {min(strangers)}"
-        elif self.number not in terms.peers or len(set(terms.peers)) != len(terms.peers):
-            detail = "the list of peers makes no sense"
-        elif len(terms.peers) < self.fewest:
-            detail = f"{len(terms.peers)} of at least {self.fewest} peers"
-        elif terms.when not in OCCASIONS:
-            detail = f"no occasion {terms.when!r}"
-        elif len(terms.server_key) != 32:
-            detail = "no server key"
-        if detail:
-            raise ProtocolViolation("invalid", SERVER, detail)
+            return f"nobody knows the identity of peer {min(strangers)}"
+        if self.number not in terms.peers or len(set(terms.peers)) != len(terms.peers):
+            return "the list of peers makes no sense"
+        if len(terms.peers) < self.fewest:
+            return f"{len(terms.peers)} of at least {self.fewest} peers"
+        if terms.when not in OCCASIONS:
+            return f"no occasion {terms.when!r}"
+        if terms.rules != self.rules or terms.sizes != tuple(map(len, self.offered)):
+            return "other rules or layers than here"
+        if len(terms.server_key) != 32 or not can_seal(terms.server_key):
+            return "no server key"
+        if terms.when == "before_upload" and self._model_digest() in self.uploaded:
+            return "this model was uploaded before"
+        return ""
 
     def _enter(self, terms: Terms) -> None:
         """Make keys for a new run; in a run that goes on, refuse another server key and terms that were used already."""
@@ -147,10 +163,11 @@ class Peer:
             self.run, self.server_key, self.past = terms.run, terms.server_key, set()
             self.signing, self.opening = Ed25519PrivateKey.generate(), X25519PrivateKey.generate()
             keys = self.signing.public_key().public_bytes_raw(), self.opening.public_key().public_bytes_raw()
-            self.introduction = pack(*keys, sign(introduced(terms.run, self.number, *keys), self.identity))
+            content = Introduction(*keys, b"").signed_content(terms.run, self.number)
+            self.introduction = Introduction(*keys, sign(content, self.identity)).encode()
         if terms.server_key != self.server_key:
             raise ProtocolViolation("disagrees", SERVER, "another key than before in this run")
-        used = pack(str(terms.round).encode(), terms.when.encode(), str(terms.attempt).encode())
+        used = pack(terms.when.encode(), pack_numbers((terms.round, terms.attempt)))
         if used in self.past:
             raise ProtocolViolation("replayed", SERVER, "terms that were used already")
         self.past.add(used)
@@ -163,23 +180,16 @@ class Peer:
             if letter.sender in found:
                 raise ProtocolViolation("duplicated", letter.sender, "its introduction")
             found[letter.sender] = letter.body
+        self.verifying: dict[int, Ed25519PublicKey] = {}
+        self.sealing: dict[int, bytes] = {}
         for peer in self.others:
             if peer not in found:
                 raise ProtocolViolation("missing", peer, "its introduction")
-        self.verifying: dict[int, Ed25519PublicKey] = {}
-        self.sealing: dict[int, bytes] = {}
-        for peer, body in found.items():
-            parts = unpack(body, peer)
-            if [len(part) for part in parts[:2]] != [32, 32] or len(parts) != 3:
-                raise ProtocolViolation("damaged", peer, "its introduction")
-            signing, sealing, signature = parts
-            if not is_signed(introduced(self.terms.run, peer, signing, sealing), signature, self.identities[peer]):
+            keys = Introduction.decode(found[peer], peer)
+            if not is_signed(keys.signed_content(self.terms.run, peer), keys.signature, self.identities[peer]):
                 raise ProtocolViolation("impostor", peer)
-            self.verifying[peer], self.sealing[peer] = Ed25519PublicKey.from_public_bytes(signing), sealing
-        found[self.number] = self.introduction
-        rules = repr((self.rules.repeats, self.rules.low, self.rules.high, self.sizes))
-        together = pack(self.terms.encode(), rules.encode(), *(found[peer] for peer in sorted(found)))
-        self.session = hashlib.sha256(together).digest()
+            self.verifying[peer], self.sealing[peer] = Ed25519PublicKey.from_public_bytes(keys.verifying), keys.sealing
+        self.session = self.terms.session(found | {self.number: self.introduction})
         self.past.add(self.session)
 
     # --- the stages ---
@@ -198,35 +208,28 @@ class Peer:
 
     def _send(self) -> list[Letter]:
         """Stage 1 of the next repeat: how many layers follow for each peer, then the layers."""
-        self.repeat += 1
-        low, high = self.rules.bounds(len(self.held))[self.repeat - 1]
-        self.stage = Repeat(self.number, self.terms.peers, self.held)
-        going = self.stage.send(low, high, self._draws("send"))
+        self.repeat, self.step = self.repeat + 1, "sent"
+        low, high = self.rules.bounds(len(self.offered))[self.repeat - 1]
+        going = self.holding.send(low, high, self._draw("send"))
         counts = Counter(sent.peer for sent in going)
-        announcements = [self._letter(peer, ANNOUNCEMENT, counts[peer]) for peer in self.others]
-        self.step = "sent"
-        return announcements + self._parcels(going, SENT)
+        return [self._letter(peer, ANNOUNCEMENT, counts[peer]) for peer in self.others] + self._parcels(going, SENT)
 
     def _return(self, letters: Sequence[Letter]) -> list[Letter]:
         """Stages 2 and 3: once everything announced is here, return a layer for each."""
         notes = self._read(letters, (ANNOUNCEMENT, SENT))
-        announced = {note.sender: note.number for note in notes if note.kind == ANNOUNCEMENT}
-        for peer in self.others:
-            if peer not in announced:
-                raise ProtocolViolation("missing", peer, "its announcement")
-        came = self._open([note for note in notes if note.kind == SENT], announced)
+        due = announced(notes, [(peer, self.number) for peer in self.others], self.terms)
+        came = self._open([note for note in notes if note.kind == SENT], due)
         self.step = "returned"
-        return self._parcels(self.stage.exchange(came, self._draws("return")), RETURNED)
+        return self._parcels(self.holding.exchange(came, self._draw("return")), RETURNED)
 
     def _rebuild(self, letters: Sequence[Letter]) -> list[Letter]:
         """Stage 4: a layer for each that was sent; then the next repeat, or the word to all that the model is whole."""
-        owed = Counter(peer for peer, _ in self.stage.sent)
+        owed = Counter((peer, self.number) for peer, _ in self.holding.sent)
         came = self._open(self._read(letters, (RETURNED,)), owed)
-        expected = Counter(self.stage.sent)
-        for letter in came:
-            if not expected[letter.peer, letter.layer]:
-                raise ProtocolViolation("invalid", letter.peer, "a layer returned that was not sent to it")
-        self.held = self.stage.rebuild(came)
+        for sent in came:
+            if (sent.peer, sent.layer) not in self.holding.sent:
+                raise ProtocolViolation("spoilt", sent.peer, "a layer returned that was not sent to it")
+        self.holding.rebuild(came)
         if self.repeat < self.rules.repeats:
             return self._send()
         self.step = "confirmation"
@@ -237,11 +240,14 @@ class Peer:
         for peer in self.others:
             if peer not in confirmed:
                 raise ProtocolViolation("missing", peer, "its confirmation")
-        self.layers, self.committed, self.step = self.held, True, None
+        self.committed, self.step = True, None
         return []
 
-    def _draws(self, stage: str) -> Draws:
+    def _draw(self, stage: str) -> Draw:
         return self.choices(self.terms)(self.number, purpose(self.terms.when, self.repeat, stage))
+
+    def _model_digest(self) -> bytes:
+        return hashlib.sha256(pack(*self.offered)).digest()
 
     # --- letters ---
 
@@ -251,14 +257,11 @@ class Peer:
             note = note._replace(payload=seal(content, self.sealing[peer], note.header()))
         return Letter(self.number, peer, note.signed(self.signing))
 
-    def _parcels(self, going: Sequence[Sent[bytes]], kind: int) -> list[Letter]:
+    def _parcels(self, going: Iterable[Sent[bytes]], kind: int) -> list[Letter]:
         """Each layer with its index in a parcel of one size, numbered by its recipient."""
-        size = _INDEX + max(self.sizes)
-        numbers: Counter[int] = Counter()
-        letters = []
+        size, numbers, letters = self.terms.parcel_content(), Counter[int](), []
         for peer, index, item in going:
-            content = pad(index.to_bytes(_INDEX) + item, size)
-            letters.append(self._letter(peer, kind, numbers[peer], content))
+            letters.append(self._letter(peer, kind, numbers[peer], pad(index.to_bytes(INDEX) + item, size)))
             numbers[peer] += 1
         return letters
 
@@ -269,61 +272,27 @@ class Peer:
             raise ProtocolViolation("invalid", letter.sender, "it takes no part in this exchange")
 
     def _read(self, letters: Sequence[Letter], kinds: tuple[int, ...]) -> list[Note]:
-        """The notes of this stage, each signed by its sender for this peer, and none of them twice."""
-        seen: set[tuple[int, int, int]] = set()
-        notes = []
         for letter in letters:
             self._require_ends(letter)
-            sender = letter.sender
-            note = read_note(letter.body, sender)
-            if not is_from(letter.body, self.verifying[sender]):
-                raise ProtocolViolation("altered", sender)
-            if note.sender != sender or note.recipient != self.number:
-                raise ProtocolViolation("misdirected", sender)
-            if note.session != self.session:
-                raise ProtocolViolation("replayed" if note.session in self.past else "disagrees", sender)
-            if note.repeat != self.repeat or note.kind not in kinds:
-                raise ProtocolViolation("replayed", sender)
-            counted = 0 if note.kind == ANNOUNCEMENT else note.number
-            if (sender, note.kind, counted) in seen:
-                raise ProtocolViolation("duplicated", sender)
-            seen.add((sender, note.kind, counted))
-            notes.append(note)
-        return notes
+        return read_notes(letters, self.verifying, self.terms, self.session, self.repeat, kinds, self.past)
 
-    def _open(self, notes: Sequence[Note], due: Mapping[int, int]) -> list[Sent[bytes]]:
+    def _open(self, notes: Sequence[Note], due: Mapping[tuple[int, int], int]) -> list[Sent[bytes]]:
         """The layers in these parcels, which must be as many from each peer as are due, and no index twice from one."""
-        numbers: dict[int, set[int]] = {}
-        for note in notes:
-            numbers.setdefault(note.sender, set()).add(note.number)
-        for peer in sorted({*numbers, *due}):
-            found, count = numbers.get(peer, set()), due.get(peer, 0)
-            if not found >= set(range(count)):
-                raise ProtocolViolation("missing", peer, f"{len(found)} of {count} layers came")
-            if len(found) > count:
-                raise ProtocolViolation("unannounced", peer)
+        require_parcels(notes, due)
         came: dict[tuple[int, int], bytes] = {}
         for note in notes:
             index, item = self._layer(note)
             if (note.sender, index) in came:
-                raise ProtocolViolation("duplicated", note.sender, "a layer")
+                raise ProtocolViolation("spoilt", note.sender, "a layer came twice")
             came[note.sender, index] = item
         return [Sent(peer, index, item) for (peer, index), item in came.items()]
 
     def _layer(self, note: Note) -> tuple[int, bytes]:
-        size = _INDEX + max(self.sizes)
-        if len(note.payload) != padded_size(size):
-            raise ProtocolViolation("invalid", note.sender, "a parcel of another size")
         padded = unseal(note.payload, self.opening, note.header())
         content = None if padded is None else unpad(padded)
         if content is None:
-            raise ProtocolViolation("invalid", note.sender, "a parcel that cannot be opened")
-        index, item = int.from_bytes(content[:_INDEX]), content[_INDEX:]
-        if index >= len(self.sizes) or len(item) != self.sizes[index]:
-            raise ProtocolViolation("invalid", note.sender, "a layer of another size")
+            raise ProtocolViolation("spoilt", note.sender, "a parcel that cannot be opened")
+        index, item, sizes = int.from_bytes(content[:INDEX]), content[INDEX:], self.terms.held_sizes()
+        if index >= len(sizes) or len(item) != sizes[index]:
+            raise ProtocolViolation("spoilt", note.sender, "a layer of another size")
         return index, item
-
-
-def introduced(run: str, peer: int, signing: bytes, sealing: bytes) -> bytes:
-    """What a peer's lasting identity signs: the keys that are its own in this run."""
-    return pack(b"fedloom introduction", run.encode(), str(peer).encode(), signing, sealing)

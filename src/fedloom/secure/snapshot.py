@@ -10,7 +10,7 @@ import json
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from fedloom.secure.exchange import Repeat
+from fedloom.secure.exchange import LayerBuffers
 from fedloom.secure.peer import Peer
 from fedloom.secure.wire import Terms, pack, unpack
 
@@ -19,8 +19,6 @@ def snapshot(peer: Peer) -> bytes:
     """All that the peer must remember to go on with the next request; empty before its first exchange."""
     if peer.run is None:
         return b""
-    stage = peer.stage if peer.step in ("sent", "returned") else None
-    buffers = [] if stage is None else stage.buffers
     met = sorted(peer.verifying) if peer.step not in (None, "introductions") else []
     head = {
         "run": peer.run,
@@ -28,44 +26,42 @@ def snapshot(peer: Peer) -> bytes:
         "repeat": peer.repeat,
         "committed": peer.committed,
         "met": met,
-        "buffers": [len(buffer) for buffer in buffers],
-        "sent": [] if stage is None else stage.sent,
+        "buffers": [len(buffer) for buffer in peer.holding.buffers],
+        "sent": peer.holding.sent,
     }
     keys = [key for other in met for key in (peer.verifying[other].public_bytes_raw(), peer.sealing[other])]
     return pack(
         json.dumps(head).encode(),
         pack(peer.signing.private_bytes_raw(), peer.opening.private_bytes_raw(), peer.introduction, peer.server_key),
         pack(*sorted(peer.past)),
+        pack(*sorted(peer.uploaded)),
         pack(peer.terms.encode(), peer.session if met else b""),
         pack(*keys),
         pack(*peer.offered),
-        pack(*peer.held),
-        pack(*peer.layers) if peer.committed else b"",
-        pack(*(item for buffer in buffers for item in buffer)),
+        pack(*(item for buffer in peer.holding.buffers for item in buffer)),
     )
 
 
 def restore(peer: Peer, data: bytes) -> None:
-    """Make a new peer of the same number, identities and rules go on where `snapshot` was taken."""
+    """Make a new peer of the same number and identities go on where `snapshot` was taken, by the rules that it had then."""
     if not data:
         return
     first, *blobs = unpack(data, peer.number)
     head = json.loads(first)
-    secret, past, agreed, keys, offered, held, layers, kept = (unpack(blob, peer.number) for blob in blobs)
-    peer.run, peer.step, peer.repeat = head["run"], head["step"], head["repeat"]
+    secret, past, uploaded, agreed, keys, offered, items = (unpack(blob, peer.number) for blob in blobs)
+    peer.run, peer.step, peer.repeat, peer.committed = (head[key] for key in ("run", "step", "repeat", "committed"))
     peer.signing = Ed25519PrivateKey.from_private_bytes(secret[0])
     peer.opening = X25519PrivateKey.from_private_bytes(secret[1])
     peer.introduction, peer.server_key, peer.past = secret[2], secret[3], set(past)
+    peer.uploaded |= set(uploaded)
     peer.terms, peer.session = Terms.decode(agreed[0]), agreed[1]
+    peer.rules = peer.terms.rules
     peer.others = [other for other in peer.terms.peers if other != peer.number]
     met = head["met"]
     peer.verifying = {k: Ed25519PublicKey.from_public_bytes(key) for k, key in zip(met, keys[::2], strict=True)}
     peer.sealing = dict(zip(met, keys[1::2], strict=True))
-    peer.offered, peer.held, peer.committed = offered, held, head["committed"]
-    peer.layers = layers if peer.committed else offered
-    peer.sizes = [len(item) for item in held]
-    if head["buffers"]:
-        peer.stage = Repeat(peer.number, peer.terms.peers, [])
-        items = iter(kept)
-        peer.stage.buffers = [[next(items) for _ in range(length)] for length in head["buffers"]]
-        peer.stage.sent = [(other, index) for other, index in head["sent"]]
+    peer.offered = offered
+    left = iter(items)
+    peer.holding = LayerBuffers(peer.number, peer.terms.peers, [])
+    peer.holding.buffers = [[next(left) for _ in range(length)] for length in head["buffers"]]
+    peer.holding.sent = [(other, index) for other, index in head["sent"]]

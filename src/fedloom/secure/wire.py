@@ -1,33 +1,157 @@
-"""What travels: terms, letters between peers, and the requests and answers in which the server carries them.
+"""What travels in an exchange, as bytes; docs/secure-messages.md describes every field, for whoever writes the other side.
 
-Everything is bytes that any transport can take; reading them never runs code, and what cannot be read raises `ProtocolViolation`.
+Reading never runs code. What cannot be read, or is not as agreed, raises `ProtocolViolation` naming who sent it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from fedloom.secure.envelopes import SIGNATURE
+from fedloom.errors import one_line
+from fedloom.secure.envelopes import OVERHEAD, SIGNATURE, can_seal, padded_size
+from fedloom.secure.exchange import Rules
 from fedloom.secure.faults import SERVER, ProtocolViolation
 
-_COUNT = struct.Struct(">I")
-_HEADER = struct.Struct(">4s32sIBIII")
-_MAGIC = b"flsx"
+OCCASIONS = ("before_upload", "before_train")
 
 ANNOUNCEMENT, SENT, RETURNED, CONFIRMATION = 1, 2, 3, 4
 """Kinds of notes: how many layers follow (stage 1), a layer sent (stage 1), one returned (stage 3), all is whole (the end)."""
 
+INDEX = 4
+"""Bytes of a layer's index in a parcel."""
+
+_MOST_PARTS = 1 << 17  # more than any message has: a letter is one part
+_LONGEST_DETAIL = 200
+_HEADER = struct.Struct(">4s32sIBIII")
+_MAGIC = b"flsx"
+_ENDS = struct.Struct(">II")
+
+NOTE_OVERHEAD = _HEADER.size + SIGNATURE
+"""Bytes that a note adds to its payload."""
+
+
+def pack(*parts: bytes) -> bytes:
+    """Parts with their lengths before them, so that no two lists of parts give the same bytes."""
+    return b"".join(struct.pack(">Q", len(part)) + part for part in parts)
+
+
+def unpack(data: bytes, culprit: int, count: int | None = None) -> list[bytes]:
+    """What `pack` joined, `count` parts where that is given. Raises `ProtocolViolation` (damaged)."""
+    parts: list[bytes] = []
+    place = 0
+    while place < len(data):
+        start = place + 8
+        place = start + int.from_bytes(data[place:start])
+        if place > len(data) or len(parts) == _MOST_PARTS:
+            raise ProtocolViolation("damaged", culprit)
+        parts.append(data[start:place])
+    if count is not None and len(parts) != count:
+        raise ProtocolViolation("damaged", culprit)
+    return parts
+
+
+def pack_numbers(numbers: Iterable[int]) -> bytes:
+    """Whole numbers, eight bytes each."""
+    return b"".join(number.to_bytes(8) for number in numbers)
+
+
+def _numbers(data: bytes) -> tuple[int, ...]:
+    if len(data) % 8:
+        raise ValueError(len(data))
+    return tuple(int.from_bytes(data[place : place + 8]) for place in range(0, len(data), 8))
+
+
+@dataclass(frozen=True)
+class Terms:
+    """One attempt at one exchange, as the server calls for it.
+
+    `when` is one of `OCCASIONS`, `peers` take part, `server_key` is the X25519 key for which layers are sealed before an upload;
+    `rules` and `sizes`, the bytes of each layer, must be those that every peer has.
+    """
+
+    run: str
+    round: int
+    when: str
+    attempt: int
+    peers: tuple[int, ...]
+    server_key: bytes
+    rules: Rules
+    sizes: tuple[int, ...]
+
+    def encode(self) -> bytes:
+        counts = (self.round, self.attempt, self.rules.repeats, self.rules.low, self.rules.high or 0)
+        lists = (pack_numbers(numbers) for numbers in (counts, self.peers, self.sizes))
+        return pack(b"fedloom terms", self.run.encode(), self.when.encode(), self.server_key, *lists)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Terms:
+        _, run, when, key, *lists = unpack(data, SERVER, 7)
+        try:
+            (round, attempt, repeats, low, high), peers, sizes = map(_numbers, lists)
+            rules = Rules(repeats, low, high or None)
+            terms = cls(run.decode(), round, when.decode(), attempt, peers, key, rules, sizes)
+        except ValueError:
+            raise ProtocolViolation("damaged", SERVER, "the terms") from None
+        if terms.encode() != data:
+            raise ProtocolViolation("damaged", SERVER, "the terms")
+        return terms
+
+    def held_sizes(self) -> list[int]:
+        """Bytes of each layer as peers hold it: before an upload, sealed for the server."""
+        return [size + (OVERHEAD if self.when == "before_upload" else 0) for size in self.sizes]
+
+    def parcel_content(self) -> int:
+        """Bytes to which a layer and its index are padded, the same for every parcel."""
+        return INDEX + max(self.held_sizes())
+
+    def parcel_size(self) -> int:
+        """Bytes of every letter that holds a layer."""
+        return NOTE_OVERHEAD + padded_size(self.parcel_content())
+
+    def layer_context(self, index: int) -> bytes:
+        """What a layer's envelope for the server is bound to: these terms and the layer's index."""
+        return pack(b"fedloom layer", hashlib.sha256(self.encode()).digest(), pack_numbers([index]))
+
+    def session(self, introductions: Mapping[int, bytes]) -> bytes:
+        """What every note names: the digest of all that the peers must agree on."""
+        ordered = (introductions[peer] for peer in sorted(introductions))
+        return hashlib.sha256(pack(b"fedloom session", self.encode(), *ordered)).digest()
+
+
+class Introduction(NamedTuple):
+    """A peer's public keys in this run, for signatures (Ed25519) and for sealing (X25519), signed by its lasting identity."""
+
+    verifying: bytes
+    sealing: bytes
+    signature: bytes
+
+    @classmethod
+    def decode(cls, body: bytes, peer: int) -> Introduction:
+        """Raises `ProtocolViolation` for what is none, or a key for which nothing can be sealed."""
+        found = cls(*unpack(body, peer, 3))
+        if (len(found.verifying), len(found.sealing)) != (32, 32):
+            raise ProtocolViolation("damaged", peer, "its introduction")
+        if not can_seal(found.sealing):
+            raise ProtocolViolation("invalid", peer, "a key for which nothing can be sealed")
+        return found
+
+    def encode(self) -> bytes:
+        return pack(*self)
+
+    def signed_content(self, run: str, peer: int) -> bytes:
+        """What the lasting identity signs."""
+        return pack(b"fedloom introduction", run.encode(), pack_numbers([peer]), self.verifying, self.sealing)
+
 
 class Letter(NamedTuple):
-    """Bytes from one peer to another; the carrier reads just the two numbers."""
+    """Bytes from one peer to another: an introduction, or a note."""
 
     sender: int
     recipient: int
@@ -46,8 +170,12 @@ class Note(NamedTuple):
     number: int
     payload: bytes = b""
 
+    @property
+    def ends(self) -> tuple[int, int]:
+        return self.sender, self.recipient
+
     def header(self) -> bytes:
-        """All but the payload, of one length whatever it says."""
+        """All but the payload, of one length whatever it says; parcels are sealed with it as their context."""
         return _HEADER.pack(_MAGIC, *self[:-1])
 
     def signed(self, key: Ed25519PrivateKey) -> bytes:
@@ -56,64 +184,79 @@ class Note(NamedTuple):
         return body + key.sign(body)
 
 
-PARCEL_OVERHEAD = _HEADER.size + SIGNATURE
-"""Bytes that a letter adds to its payload."""
-
-
 def read_note(body: bytes, sender: int) -> Note:
     """The note in a letter's body, its signature not yet looked at. Raises `ProtocolViolation` (damaged)."""
-    if len(body) < PARCEL_OVERHEAD or body[:4] != _MAGIC:
+    if len(body) < NOTE_OVERHEAD or body[:4] != _MAGIC:
         raise ProtocolViolation("damaged", sender)
     _, session, repeat, kind, one, other, number = _HEADER.unpack_from(body)
     return Note(session, repeat, kind, one, other, number, body[_HEADER.size : -SIGNATURE])
 
 
-def is_from(body: bytes, key: Ed25519PublicKey) -> bool:
-    """Whether the body's signature is this key's."""
+def read_notes(
+    letters: Sequence[Letter],
+    keys: Mapping[int, Ed25519PublicKey],
+    terms: Terms,
+    session: bytes,
+    repeat: int,
+    kinds: tuple[int, ...],
+    past: Collection[bytes] = (),
+) -> list[Note]:
+    """The notes of one stage, each signed by its sender for its recipient, and none of them twice. `past` are sessions that are
+    over. All of this the server can check as well as the recipient."""
+    seen: set[tuple[int, int, int, int]] = set()
+    notes = []
+    for letter in letters:
+        sender, note = letter.sender, read_note(letter.body, letter.sender)
+        if not _is_from(letter.body, keys[sender]):
+            raise ProtocolViolation("altered", sender)
+        if note.ends != (sender, letter.recipient):
+            raise ProtocolViolation("misdirected", sender)
+        if note.session != session:
+            raise ProtocolViolation("replayed" if note.session in past else "disagrees", sender)
+        if note.repeat != repeat or note.kind not in kinds:
+            raise ProtocolViolation("replayed", sender)
+        parcel = note.kind in (SENT, RETURNED)
+        if len(letter.body) != (terms.parcel_size() if parcel else NOTE_OVERHEAD):
+            raise ProtocolViolation("invalid", sender, "a parcel of another size")
+        mark = (*note.ends, note.kind, note.number if parcel else 0)
+        if mark in seen:
+            raise ProtocolViolation("duplicated", sender)
+        seen.add(mark)
+        notes.append(note)
+    return notes
+
+
+def announced(notes: Iterable[Note], ends: Iterable[tuple[int, int]], terms: Terms) -> dict[tuple[int, int], int]:
+    """How many layers follow from whom to whom, which each of these senders must have said. Raises `ProtocolViolation`."""
+    counts = {note.ends: note.number for note in notes if note.kind == ANNOUNCEMENT}
+    for sender, recipient in ends:
+        count = counts.get((sender, recipient))
+        if count is None:
+            raise ProtocolViolation("missing", sender, "its announcement")
+        if count > len(terms.sizes):
+            raise ProtocolViolation("unannounced", sender, f"{count} layers of a model that has {len(terms.sizes)}")
+    return counts
+
+
+def require_parcels(notes: Iterable[Note], due: Mapping[tuple[int, int], int]) -> None:
+    """Raise `ProtocolViolation` unless as many parcels came from whom to whom as are due, numbered from 0."""
+    found: dict[tuple[int, int], set[int]] = {}
+    for note in notes:
+        found.setdefault(note.ends, set()).add(note.number)
+    for ends in sorted({*found, *due}):
+        numbers, count = found.get(ends, set()), due.get(ends, 0)
+        if not numbers >= set(range(count)):
+            raise ProtocolViolation("missing", ends[0], f"{len(numbers)} of {count} layers came")
+        if len(numbers) > count:
+            raise ProtocolViolation("unannounced", ends[0])
+
+
+def _is_from(body: bytes, key: Ed25519PublicKey) -> bool:
     try:
         key.verify(body[-SIGNATURE:], body[:-SIGNATURE])
     except InvalidSignature:
         return False
     return True
-
-
-@dataclass(frozen=True)
-class Terms:
-    """One attempt at one exchange, as the server calls for it: `when` is "before_upload" or "before_train", `peers` takes part,
-    `server_key` is the X25519 key of the run for which layers are sealed before an upload."""
-
-    run: str
-    round: int
-    when: str
-    attempt: int
-    peers: tuple[int, ...]
-    server_key: bytes
-
-    def encode(self) -> bytes:
-        return _pack(
-            {
-                "run": self.run,
-                "round": self.round,
-                "when": self.when,
-                "attempt": self.attempt,
-                "peers": list(self.peers),
-            },
-            [self.server_key],
-        )
-
-    @classmethod
-    def decode(cls, data: bytes) -> Terms:
-        head, (key,) = _unpack(data, SERVER, 1)
-        try:
-            peers = tuple(_number(peer) for peer in head["peers"])
-            when, numbers = str(head["when"]), (_number(head["round"]), _number(head["attempt"]))
-            return cls(str(head["run"]), numbers[0], when, numbers[1], peers, key)
-        except (KeyError, TypeError, ValueError):
-            raise ProtocolViolation("damaged", SERVER, "the terms") from None
-
-    def layer_context(self, index: int) -> bytes:
-        """What a layer's envelope for the server is bound to: these terms and the layer's index."""
-        return b"fedloom layer" + hashlib.sha256(self.encode()).digest() + _COUNT.pack(index)
 
 
 @dataclass(frozen=True)
@@ -126,16 +269,19 @@ class Request:
     letters: tuple[Letter, ...] = ()
 
     def encode(self) -> bytes:
-        terms = [] if self.terms is None else [self.terms.encode()]
-        return _pack({"kind": self.kind, "ends": _ends(self.letters)}, [*terms, *(e.body for e in self.letters)])
+        terms = () if self.terms is None else (self.terms.encode(),)
+        return pack(self.kind.encode(), *terms, *_encoded(self.letters))
 
     @classmethod
     def decode(cls, data: bytes) -> Request:
-        head, blobs = _unpack(data, SERVER)
-        terms = Terms.decode(blobs.pop(0)) if head.get("kind") == "begin" and blobs else None
-        if head.get("kind") not in ("begin", "letters", "abort") or (head["kind"] == "begin" and terms is None):
-            raise ProtocolViolation("damaged", SERVER, "a request")
-        return cls(head["kind"], terms, _letters(head, blobs, SERVER))
+        kind, *parts = unpack(data, SERVER) or [b""]
+        if kind == b"begin" and len(parts) == 1:
+            return cls("begin", Terms.decode(parts[0]))
+        if kind == b"letters":
+            return cls("letters", letters=_letters(parts, SERVER))
+        if kind == b"abort" and not parts:
+            return cls("abort")
+        raise ProtocolViolation("damaged", SERVER, "a request")
 
 
 @dataclass(frozen=True)
@@ -146,74 +292,36 @@ class Answer:
     fault: ProtocolViolation | None = None
 
     def encode(self) -> bytes:
-        fault = None if self.fault is None else [self.fault.kind, self.fault.peer, self.fault.detail]
-        return _pack({"ends": _ends(self.letters), "fault": fault}, [letter.body for letter in self.letters])
+        if self.fault is None:
+            return pack(b"letters", *_encoded(self.letters))
+        kind, detail = self.fault.kind.encode(), one_line(self.fault.detail, _LONGEST_DETAIL).encode()
+        return pack(b"fault", kind, self.fault.peer.to_bytes(8, signed=True), detail)
 
     @classmethod
     def decode(cls, data: bytes, sender: int) -> Answer:
         """The answer of peer `sender`. Raises `ProtocolViolation` naming it when that cannot be read."""
-        head, blobs = _unpack(data, sender)
-        try:
-            told = head["fault"]
-            fault = None
-            if told is not None:
-                kind, accused, detail = told
-                fault = ProtocolViolation(str(kind), _accused(accused), str(detail), witness=sender)
-        except (KeyError, TypeError, ValueError):
-            raise ProtocolViolation("damaged", sender, "an answer") from None
-        return cls(_letters(head, blobs, sender), fault)
+        head, *parts = unpack(data, sender) or [b""]
+        if head == b"letters":
+            return cls(_letters(parts, sender))
+        if head == b"fault" and len(parts) == 3 and len(parts[1]) == 8:
+            accused = int.from_bytes(parts[1], signed=True)
+            detail = one_line(parts[2][: 4 * _LONGEST_DETAIL].decode(errors="replace"), _LONGEST_DETAIL)
+            try:
+                return cls(fault=ProtocolViolation(parts[0].decode(), accused, detail, witness=sender))
+            except ValueError:  # no such kind
+                pass
+        raise ProtocolViolation("damaged", sender, "an answer")
 
 
-def _ends(letters: Sequence[Letter]) -> list[tuple[int, int]]:
-    return [(letter.sender, letter.recipient) for letter in letters]
+def _encoded(letters: Iterable[Letter]) -> list[bytes]:
+    return [_ENDS.pack(letter.sender, letter.recipient) + letter.body for letter in letters]
 
 
-def _letters(head: dict[str, Any], blobs: list[bytes], culprit: int) -> tuple[Letter, ...]:
-    try:
-        ends = [(_number(one), _number(two)) for one, two in head["ends"]]
-        return tuple(Letter(*end, body) for end, body in zip(ends, blobs, strict=True))
-    except (KeyError, TypeError, ValueError):
-        raise ProtocolViolation("damaged", culprit, "a list of letters") from None
-
-
-def _number(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 32:
-        raise ValueError(value)
-    return value
-
-
-def _accused(value: object) -> int:
-    return SERVER if value == SERVER else _number(value)
-
-
-def pack(*parts: bytes) -> bytes:
-    """Parts with their lengths before them, so that no two lists of parts give the same bytes."""
-    return b"".join(struct.pack(">Q", len(part)) + part for part in parts)
-
-
-def unpack(data: bytes, culprit: int) -> list[bytes]:
-    """What `pack` joined. Raises `ProtocolViolation` (damaged)."""
-    parts, place = [], 0
-    while place < len(data):
-        end = place + 8
-        length = int.from_bytes(data[place:end])
-        if end > len(data) or end + length > len(data):
-            raise ProtocolViolation("damaged", culprit)
-        parts.append(data[end : end + length])
-        place = end + length
-    return parts
-
-
-def _pack(head: dict[str, Any], blobs: Sequence[bytes]) -> bytes:
-    return pack(json.dumps(head).encode(), *blobs)
-
-
-def _unpack(data: bytes, culprit: int, count: int | None = None) -> tuple[dict[str, Any], list[bytes]]:
-    parts = unpack(data, culprit)
-    try:
-        head = json.loads(parts[0])
-    except (IndexError, ValueError):
-        raise ProtocolViolation("damaged", culprit) from None
-    if not isinstance(head, dict) or (count is not None and len(parts) != count + 1):
-        raise ProtocolViolation("damaged", culprit)
-    return head, parts[1:]
+def _letters(parts: Sequence[bytes], culprit: int) -> tuple[Letter, ...]:
+    if any(len(part) < _ENDS.size for part in parts):
+        raise ProtocolViolation("damaged", culprit, "a list of letters")
+    letters = []
+    for part in parts:
+        sender, recipient = _ENDS.unpack_from(part)
+        letters.append(Letter(sender, recipient, part[_ENDS.size :]))
+    return tuple(letters)

@@ -50,11 +50,13 @@ class KnownSites:
 
     `greeting` is what every node is asked with; `same` are the words that a site must answer alike, such as the version.
     A site that cannot take part is named in the log and left alone; before the first round (`wait`) it ends the run.
+    `registered` are the samples that each site had when it was first there: it never counts with more.
     """
 
     def __init__(self, mailbox: Mailbox, count: int, greeting: Words, same: dict[str, Any]) -> None:
         self.mailbox, self.count = mailbox, count
         self.known: dict[int, KnownSite] = {}
+        self.registered: dict[int, int] = {}
         self._greeting, self._same = greeting, same
         self._asked: dict[str, int] = {}  # messages without an answer yet, and to which node
         self._left_alone: set[int] = set()
@@ -70,10 +72,10 @@ class KnownSites:
         """
         self._strict = strict
         try:
-            self._until(lambda: len(self._present()) >= wanted and not self._challenges, seconds)
+            self._until(lambda: len(self.present()) >= wanted and not self._challenges, seconds)
         finally:
             self._strict = False
-        present = self._present()
+        present = self.present()
         if len(present) < wanted:
             missing = [number for number in range(self.count) if number not in present]
             raise InvalidValue(
@@ -89,24 +91,24 @@ class KnownSites:
         """
 
         def settled() -> bool:
-            missing = set(wanted) - self._present()
+            missing = set(wanted) - self.present()
             return not (missing and self._asked) and not missing & self._challenges.keys()
 
         self._until(settled, seconds)
-        present = self._present()
+        present = self.present()
         return {number: self.known[number].node for number in wanted if number in present}
 
     def samples(self, number: int) -> int:
-        """Training samples of a site that has introduced itself."""
-        return self.known[number].samples
+        """With how many training samples a site counts that has introduced itself."""
+        return min(self.known[number].samples, self.registered[number])
+
+    def present(self) -> set[int]:
+        """The sites that are there and whose number is not in dispute."""
+        return {n for n, site in self.known.items() if site.node in self._online and n not in self._challenges}
 
     def forget(self, number: int) -> None:
         """The node of this site turned out to be another one: it is asked anew."""
         self.known.pop(number, None)
-
-    def _present(self) -> set[int]:
-        """The sites that are there and whose number is not in dispute."""
-        return {n for n, site in self.known.items() if site.node in self._online and n not in self._challenges}
 
     def _until(self, settled: Callable[[], bool], seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -154,6 +156,7 @@ class KnownSites:
         return KnownSite(number, node, samples, tests, bool(words.get("own")))
 
     def _introduce(self, site: KnownSite) -> None:
+        self.registered.setdefault(site.number, site.samples)
         for number in [n for n, known in self.known.items() if known.node == site.node and n != site.number]:
             del self.known[number]  # the node was set up anew, with another number
         before = self.known.get(site.number)

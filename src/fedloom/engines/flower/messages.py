@@ -9,14 +9,13 @@ from __future__ import annotations
 import io
 import json
 import math
-import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from fedloom.errors import FedloomError, RefusedReply
+from fedloom.errors import FedloomError, RefusedReply, one_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,14 +31,16 @@ PARCEL = "parcel"
 Words = dict[str, Any]
 """Plain values."""
 
-Shape = tuple[int, ...]
-
 _LONGEST_WORDS = 1 << 22
 _LONGEST_HEADER = 4096  # of an array in NumPy's format; the headers of plain arrays take 128 bytes
-_MOST_FIGURES = 64
-_FIGURE = re.compile(r"[a-z][a-z0-9_]{0,63}")
-_RESERVED = {"round", "clients", "bytes_down", "bytes_up", "faults"}  # what the server itself says of a round
 _TYPES = {"float32", "float64", "int64", "int32", "uint8", "bool"}
+
+
+class Expected(NamedTuple):
+    """What a tensor must be: its shape, and the name of its type as NumPy and PyTorch have it, such as `float32`."""
+
+    shape: tuple[int, ...]
+    dtype: str
 
 
 class Refusal(FedloomError):
@@ -52,14 +53,14 @@ class Refusal(FedloomError):
 
 def pack(
     words: Words,
-    arrays: Mapping[str, Array] | None = None,
+    tensors: Mapping[str, Tensor | Array] | None = None,
     figures: Mapping[str, float] | None = None,
     parcel: bytes = b"",
 ) -> RecordDict:
     """The content of a message; `parcel` is what the carrier does not look into."""
     content = RecordDict({RECORD: ConfigRecord({"protocol": PROTOCOL, "words": json.dumps(words)})})
-    if arrays is not None:
-        content[ARRAYS] = ArrayRecord(dict(arrays))
+    if tensors is not None:
+        content[ARRAYS] = ArrayRecord({n: t if isinstance(t, Array) else encoded(t) for n, t in tensors.items()})
     if figures is not None:
         content[FIGURES] = MetricRecord({name: float(value) for name, value in figures.items()})
     if parcel:
@@ -101,40 +102,40 @@ def encoded(tensor: Tensor) -> Array:
     return Array.from_numpy_ndarray(tensor.detach().cpu().contiguous().numpy())
 
 
-def arrays_of(message: Message) -> ArrayRecord:
-    """The arrays of a message, not decoded; none when it has none."""
-    found = message.content.get(ARRAYS)
-    if found is None:
-        return ArrayRecord()
+def expected_tensors(message: Message, expected: Mapping[str, Expected]) -> dict[str, Tensor]:
+    """The tensors of a message, which must have exactly these names, shapes and types. Raises `RefusedReply`."""
+    arrays = _arrays(message)
+    if arrays.keys() != expected.keys():
+        names = one_line(str(sorted(arrays)[:8]), 200)
+        raise RefusedReply(f"tensors {names} where {sorted(expected)} are expected")
+    return {name: decoded(name, array, expected[name]) for name, array in arrays.items()}
+
+
+def any_tensors(message: Message) -> dict[str, Tensor]:
+    """The tensors of a message, whatever their names, shapes and types. Raises `RefusedReply` for what is none."""
+    return {name: decoded(name, array) for name, array in _arrays(message).items()}
+
+
+def _arrays(message: Message) -> ArrayRecord:
+    found = message.content.get(ARRAYS, ArrayRecord())
     if not isinstance(found, ArrayRecord):
         raise RefusedReply("the message's arrays are not arrays")
     return found
 
 
-def expected_tensors(message: Message, expected: Mapping[str, Shape]) -> dict[str, Tensor]:
-    """The tensors of a message that must have exactly these names and shapes. Raises `RefusedReply`."""
-    arrays = arrays_of(message)
-    if arrays.keys() != expected.keys():
-        raise RefusedReply(f"tensors {_names(arrays)} where {sorted(expected)} are expected")
-    return {name: decoded(name, array, tuple(expected[name])) for name, array in arrays.items()}
+def decoded(name: str, array: Array, expected: Expected | None = None) -> Tensor:
+    """The tensor of one array, which must be as expected where that is given; nothing is allocated for another.
 
-
-def any_tensors(message: Message) -> dict[str, Tensor]:
-    """The tensors of a message, whatever their names and shapes. Raises `RefusedReply` for what is none."""
-    return {name: decoded(name, array, None) for name, array in arrays_of(message).items()}
-
-
-def decoded(name: str, array: Array, shape: Shape | None) -> Tensor:
-    """The tensor of one array, which must have the given shape where one is given; nothing is allocated for another.
-
-    Raises `RefusedReply` when its type is none that tensors travel in, when its shape is another, or when its bytes are not what
-    type and shape say.
+    Raises `RefusedReply` when its type is none that tensors travel in, when type or shape are others, or when its bytes are not
+    what type and shape say.
     """
     if array.stype != "numpy.ndarray" or array.dtype not in _TYPES:
         raise RefusedReply(f"{name!r:.80} is of type {array.dtype!r:.40}, not one of {', '.join(sorted(_TYPES))}")
     declared = tuple(array.shape)
-    if shape is not None and declared != shape:
-        raise RefusedReply(f"{name!r:.80} has shape {list(declared)!s:.80}, not {list(shape)}")
+    if expected is not None and array.dtype != expected.dtype:
+        raise RefusedReply(f"{name!r:.80} is {array.dtype}, not {expected.dtype}")
+    if expected is not None and declared != expected.shape:
+        raise RefusedReply(f"{name!r:.80} has shape {list(declared)!s:.80}, not {list(expected.shape)}")
     if any(type(size) is not int or size < 0 for size in declared):
         raise RefusedReply(f"{name!r:.80} has an impossible shape")
     dtype = np.dtype(array.dtype)
@@ -156,7 +157,7 @@ def decoded(name: str, array: Array, shape: Shape | None) -> Tensor:
     return tensor
 
 
-def _read_header(stream: io.BytesIO) -> tuple[Shape, bool, np.dtype[Any]]:
+def _read_header(stream: io.BytesIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     version = np.lib.format.read_magic(stream)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, fortran, dtype = read(stream)
@@ -164,16 +165,16 @@ def _read_header(stream: io.BytesIO) -> tuple[Shape, bool, np.dtype[Any]]:
     return tuple(shape), bool(fortran) and sum(size > 1 for size in shape) > 1, dtype
 
 
-def figures_of(message: Message) -> dict[str, float]:
-    """What was measured. Raises `RefusedReply` for names that are no names of figures, or those of the server's own."""
-    found = message.content.get(FIGURES)
-    if found is None:
-        return {}
-    if not isinstance(found, MetricRecord) or len(found) > _MOST_FIGURES:
-        raise RefusedReply("the message's figures are no figures, or too many")
+def figures_of(message: Message, declared: Collection[str]) -> dict[str, float]:
+    """What was measured, under the names that the method declares. Raises `RefusedReply` for others, and what is not finite."""
+    found = message.content.get(FIGURES, MetricRecord())
+    if not isinstance(found, MetricRecord):
+        raise RefusedReply("the message's figures are no figures")
     for name, value in found.items():
-        if not _FIGURE.fullmatch(name) or name in _RESERVED or not isinstance(value, (int, float)):
-            raise RefusedReply(f"{name!r:.80} is not the name of a figure")
+        if name not in declared:
+            raise RefusedReply(f"{name!r:.80} is no figure of a client: {', '.join(sorted(declared)) or 'none'} is")
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise RefusedReply(f"the figure {name} is not a finite number")
     return {name: float(value) for name, value in found.items() if isinstance(value, (int, float))}
 
 
@@ -188,19 +189,9 @@ def parcel_of(message: Message) -> bytes:
     return found
 
 
-def whole(words: Words, name: str, low: int, high: int) -> int:
+def whole(words: Mapping[str, Any], name: str, low: int, high: int) -> int:
     """A whole number among the words. Raises `RefusedReply` unless it is there and between `low` and `high`."""
     value = words.get(name)
     if type(value) is not int or not low <= value <= high:
         raise RefusedReply(f"{name} must be a whole number between {low} and {high}, not {value!r:.60}")
     return value
-
-
-def one_line(text: str, longest: int = 500) -> str:
-    """Foreign text as it may stand in a log: on one line, without control characters, and not endless."""
-    plain = "".join(c if c.isprintable() else " " for c in text[: 4 * longest])
-    return " ".join(plain.split())[:longest]
-
-
-def _names(arrays: Mapping[str, Any]) -> str:
-    return one_line(str(sorted(arrays)[:8]), 200)

@@ -12,64 +12,39 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-import flwr.app
+import torch
+from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message
-from fedloom.algorithms.secure import Secure
-from fedloom.engines.base import ClientTask, Fault, Reply, inspect_reply
-from fedloom.engines.flower.mailbox import Kind
+from fedloom.engines.base import ClientTask, Fault, Reply
 from fedloom.engines.flower.messages import Words, parcel_of, words_of
+from fedloom.engines.flower.site_messenger import NoAnswer, SiteMessenger
 from fedloom.errors import FedloomError
 from fedloom.round import Round
 from fedloom.secure import (
-    SERVER,
     ExchangeAborted,
+    LayerExchange,
     ProtocolViolation,
     ServerKey,
     Terms,
     from_layers,
     layer_sizes,
     run_exchange,
+    to_layers,
 )
-from fedloom.secure.envelopes import OVERHEAD
 from fedloom.secure.wire import Request, unpack
 from fedloom.task import Task
 
 FEWEST = 2
-"""Peers that an exchange must have: a model that was exchanged with nobody has its owner's name on it."""
+"""Peers that an exchange must have for the server: a model that was exchanged with nobody has its owner's name on it. Sites ask
+for more (`fewest-peers`)."""
 
 _logger = logging.getLogger("flwr.fedloom")
 
 
-class Correspondent(Protocol):
-    """What an exchange asks of the engine that sends its messages."""
-
-    task: Task
-    federation: str
-    numbers: Sequence[int]
-
-    def answers(
-        self,
-        kind: Kind,
-        round: Round,
-        client_tasks: Sequence[ClientTask],
-        words: Callable[[ClientTask], Words],
-        parcels: Mapping[int, bytes] | None = None,
-    ) -> Iterator[tuple[ClientTask, flwr.app.Message | str]]:
-        """Every site's message as it comes, or why there is none."""
-
-    def trained(
-        self,
-        algorithm: Algorithm,
-        round: Round,
-        client_tasks: Sequence[ClientTask],
-        exchanged: bool = False,
-        withheld: bool = False,
-    ) -> Iterator[Reply | Fault]:
-        """What the sites that train answer."""
-
-    def forget(self, client: int) -> None:
-        """What this client did in this round is not taken."""
+def layer_exchange(algorithm: Algorithm, number: int) -> LayerExchange | None:
+    """The exchange of layers that clients of `algorithm` make in round `number`, where they make one."""
+    return next((part for part in algorithm.active(number) if isinstance(part, LayerExchange)), None)
 
 
 class Courier:
@@ -79,9 +54,11 @@ class Courier:
     `lost` says why. `carried` counts the bytes that sites gave it.
     """
 
-    def __init__(self, engine: Correspondent, round: Round, client_tasks: Sequence[ClientTask], terms: Terms) -> None:
-        self.engine, self.round, self.terms = engine, round, terms
-        self.client_tasks = {engine.numbers[client_task.client]: client_task for client_task in client_tasks}
+    def __init__(
+        self, messenger: SiteMessenger, round: Round, client_tasks: Sequence[ClientTask], terms: Terms
+    ) -> None:
+        self.messenger, self.round, self.terms = messenger, round, terms
+        self.client_tasks = {messenger.numbers[client_task.client]: client_task for client_task in client_tasks}
         self.lost: dict[int, str] = {}
         self.carried = 0
 
@@ -95,7 +72,7 @@ class Courier:
         found = {}
         for peer, parcel in self._ask(dict.fromkeys(peers, b""), {"upload": True}).items():
             try:
-                found[peer] = unpack(parcel, peer)
+                found[peer] = unpack(parcel, peer, len(self.terms.sizes))
             except ProtocolViolation as fault:
                 self.lost[peer] = str(fault)
         return found
@@ -108,11 +85,12 @@ class Courier:
         told = {"run": self.terms.run, "when": self.terms.when, **words}
         by_client = {self.client_tasks[peer].client: parcel for peer, parcel in asked.items()}
         answers = {}
-        for client_task, answer in self.engine.answers("exchange", self.round, client_tasks, lambda _: told, by_client):
-            peer = self.engine.numbers[client_task.client]
+        asking = self.messenger.answers("exchange", self.round, client_tasks, lambda _: told, by_client)
+        for client_task, answer in asking:
+            peer = self.messenger.numbers[client_task.client]
             try:
-                if isinstance(answer, str):
-                    raise FedloomError(answer)
+                if isinstance(answer, NoAnswer):
+                    raise FedloomError(answer.reason)
                 words_of(answer)
                 answers[peer] = parcel_of(answer)
             except FedloomError as error:
@@ -126,122 +104,123 @@ class Courier:
         return {"model": self.client_tasks[peer].inbox["model"]} if first else {}
 
 
-class SecureRound:
-    """One round in which sites exchange layers, as `method`, some part of `algorithm`, has them do."""
+class Trains(Protocol):
+    """Lets sites train; `FlowerEngine.trained` of this round says what the arguments are."""
 
-    def __init__(self, engine: Correspondent, method: Secure, algorithm: Algorithm, round: Round) -> None:
-        self.engine, self.method, self.algorithm, self.round = engine, method, algorithm, round
+    def __call__(
+        self, client_tasks: Sequence[ClientTask], exchanged: bool = False, withheld: bool = False
+    ) -> Iterator[Reply | Fault]: ...
+
+
+class SecureRound:
+    """One round in which sites exchange layers, as `method` has them do. `trained` lets them train, and `forget` says that what a
+    client did in this round is not taken."""
+
+    def __init__(
+        self,
+        messenger: SiteMessenger,
+        task: Task,
+        method: LayerExchange,
+        round: Round,
+        trained: Trains,
+        forget: Callable[[int], None],
+    ) -> None:
+        self.messenger, self.task, self.method, self.round = messenger, task, method, round
+        self.trained, self.forget = trained, forget
 
     def train(self, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
         """Exchange, train, exchange again; what the sites then upload. Whoever is lost in an exchange sits out the round."""
         uploading = [client_task for client_task in client_tasks if client_task.slot is not None]
         rest = [client_task for client_task in client_tasks if client_task.slot is None]
+        sent = {client_task.client: client_task.inbox["model"][0] for client_task in uploading}
         exchanged = self.method.exchanges("before_train") and _several_models(uploading)
         if exchanged:
-            uploading, faults = self._exchange_models(uploading)
+            _, _, terms, faults = self._exchanged("before_train", uploading)
             yield from faults
+            peers = () if terms is None else terms.peers
             uploading = [
-                replace(client_task, inbox={name: rows for name, rows in client_task.inbox.items() if name != "model"})
-                for client_task in uploading
+                replace(task, inbox={name: rows for name, rows in task.inbox.items() if name != "model"})
+                for task in uploading
+                if self._number(task) in peers
             ]
         withheld = self.method.exchanges("before_upload")
         trained: list[Reply] = []
-        for result in self.engine.trained(self.algorithm, self.round, [*uploading, *rest], exchanged, withheld):
+        for result in self.trained([*uploading, *rest], exchanged, withheld):
             if withheld and isinstance(result, Reply) and result.client_task.slot is not None:
                 trained.append(result)
             else:
                 yield result
-        if withheld:
-            yield from self._exchange_uploads(sorted(trained, key=lambda reply: reply.client_task.slot or 0))
+        if trained:
+            yield from self._uploads(sorted(trained, key=lambda reply: reply.client_task.slot or 0), sent)
 
-    def _exchange_models(self, client_tasks: Sequence[ClientTask]) -> tuple[list[ClientTask], list[Fault]]:
-        """The orders of the sites that have exchanged the models they were sent, and why the others have not."""
-        courier, _ = self._courier("before_train", client_tasks)
-        done, faults = self._conducted(courier, client_tasks)
-        peers = () if done is None else done.peers
-        return [client_task for client_task in client_tasks if self._number(client_task) in peers], faults
-
-    def _exchange_uploads(self, replies: Sequence[Reply]) -> Iterator[Reply | Fault]:
+    def _uploads(self, replies: Sequence[Reply], sent: Mapping[int, Tensor]) -> Iterator[Reply | Fault]:
         """The replies with the models that the sites hold after the exchange.
 
-        Where one is missing at the end, layers of the others are in it: all of them take back their own and begin anew without
-        it. Nothing of a round is used in which a layer cannot be opened or was uploaded twice.
+        There is one exchange before upload, whatever becomes of it: from a second one among fewer sites the server would learn
+        whose layers were missing. So a site that does not upload takes the layers along that it holds, as in a simulation
+        one does that is lost after the exchange before training. A layer that cannot be used, whoever spoilt it, is that
+        of the model that the server had sent.
         """
-        left = {self._number(reply.client_task): reply for reply in replies}
-        while left:
-            client_tasks = [reply.client_task for reply in left.values()]
-            courier, key = self._courier("before_upload", client_tasks)
-            terms, faults = self._conducted(courier, client_tasks)
-            yield from self._given_up(faults)
-            if terms is None:
-                return
-            left = {peer: left[peer] for peer in terms.peers}
-            uploads = courier.uploads(terms.peers)
-            missing = [
-                Fault(left.pop(peer).client_task, courier.lost[peer]) for peer in terms.peers if peer not in uploads
-            ]
-            if missing:
-                yield from self._given_up(missing)
-                continue
-            yield from self._opened(left, uploads, key, terms)
+        courier, key, terms, faults = self._exchanged("before_upload", [reply.client_task for reply in replies])
+        yield from map(self._given_up, faults)
+        if terms is None:
             return
+        models, spoilt = key.open_models(courier.uploads(terms.peers), terms)
+        for violation in spoilt:
+            _logger.warning("round %d: %s", self.round.number, violation)
+            courier.lost.setdefault(violation.peer, str(violation))
+        for reply in replies:
+            number = self._number(reply.client_task)
+            if number in models:
+                row = self._row(models[number], sent[reply.client_task.client])
+                yield replace(reply, tensors={**reply.tensors, "model": row})
+            elif number in terms.peers:
+                yield self._given_up(Fault(reply.client_task, courier.lost[number]))
 
-    def _opened(
-        self, replies: Mapping[int, Reply], uploads: Mapping[int, list[bytes]], key: ServerKey, terms: Terms
-    ) -> Iterator[Reply | Fault]:
-        units, like = self.method.units(), self.engine.task.initial
-        sizes = [size + OVERHEAD for size in layer_sizes(units, like)]
+    def _row(self, layers: Sequence[bytes | None], sent: Tensor) -> Tensor:
+        """The model of these layers; what is missing or not finite in it is as it was sent."""
+        units, like = self.method.units(), sent.to(self.task.initial)
+        own = to_layers(like, units)
+        whole = [mine if layer is None else layer for layer, mine in zip(layers, own, strict=True)]
+        row = from_layers(whole, units, like)
+        return torch.where(row.isfinite(), row, like)
+
+    def _exchanged(
+        self, when: str, client_tasks: Sequence[ClientTask]
+    ) -> tuple[Courier, ServerKey, Terms | None, list[Fault]]:
+        """One exchange: the last terms, None where there was none; and why some of the sites took no part to the end.
+
+        Its name and the server's key are new in each exchange, so that the peers' keys are.
+        """
+        key, rules = ServerKey(), self.method.rules()
+        name = f"{self.messenger.federation}/{self.round.number}/{when}/{secrets.token_hex(8)}"
+        sizes = tuple(layer_sizes(self.method.units(), self.task.initial))
+        peers = tuple(map(self._number, client_tasks))
+        first = Terms(name, self.round.number, when, 0, peers, key.public, rules, sizes)
+        courier = Courier(self.messenger, self.round, client_tasks, first)
+        terms, abort = None, ""
         try:
-            for peer, layers in uploads.items():
-                if [len(layer) for layer in layers] != sizes:
-                    raise ProtocolViolation("invalid", peer, "an upload of other sizes")
-            models = key.open_models(uploads, terms)
-        except ProtocolViolation as fault:
-            yield from self._given_up([Fault(reply.client_task, str(fault)) for reply in replies.values()])
-            return
-        for peer, reply in replies.items():
-            row = from_layers(models[peer], units, like)
-            try:
-                inspect_reply({"model": row}, {"model": tuple(like.shape)})
-            except FedloomError as error:
-                found = Fault(reply.client_task, f"{error}; whose layer that was, the exchange hides", error)
-                yield from self._given_up([found])
-                continue
-            yield replace(reply, tensors={**reply.tensors, "model": row})
-
-    def _courier(self, when: str, client_tasks: Sequence[ClientTask]) -> tuple[Courier, ServerKey]:
-        """What an exchange needs: its name, new in each, so that the peers' keys are; the server's key, likewise."""
-        key = ServerKey()
-        name = f"{self.engine.federation}/{self.round.number}/{when}/{secrets.token_hex(8)}"
-        terms = Terms(name, self.round.number, when, 0, tuple(map(self._number, client_tasks)), key.public)
-        return Courier(self.engine, self.round, client_tasks, terms), key
-
-    def _conducted(self, courier: Courier, client_tasks: Sequence[ClientTask]) -> tuple[Terms | None, list[Fault]]:
-        """The last terms of an exchange, None where there was none; and why some of the sites took no part to the end."""
-        try:
-            outcome = run_exchange(courier, courier.terms, self.method.rules(), fewest=FEWEST)
-            terms, faults, abort = outcome.terms, outcome.faults, ""
+            outcome = run_exchange(courier, first, fewest=FEWEST)
+            terms, faults = outcome.terms, outcome.faults
         except ExchangeAborted as error:
-            terms, faults, abort = None, error.faults, str(error)
-        self.method.carried(courier.terms.when, courier.carried)
+            faults, abort = error.faults, str(error)
+        self.method.carried(when, courier.carried)
         named: dict[int, str] = {}
         for fault in faults:
-            _logger.warning("round %d: exchange %s: %s", self.round.number, courier.terms.when, fault)
-            if fault.peer != SERVER:
-                reason = courier.lost.get(fault.peer) if fault.kind == "left" else None
-                named.setdefault(fault.peer, f"{fault}: {reason}" if reason else str(fault))
+            _logger.warning("round %d: exchange %s: %s", self.round.number, when, fault)
+            reason = courier.lost.get(fault.peer) if fault.kind == "left" else None
+            named.setdefault(fault.peer, f"{fault}: {reason}" if reason else str(fault))
         staying = () if terms is None else terms.peers
-        given = [(client_task, self._number(client_task)) for client_task in client_tasks]
-        return terms, [Fault(client_task, named.get(n, abort)) for client_task, n in given if n not in staying]
+        given = [(task, self._number(task)) for task in client_tasks]
+        return courier, key, terms, [Fault(task, named.get(n, abort)) for task, n in given if n not in staying]
 
-    def _given_up(self, faults: Sequence[Fault]) -> Sequence[Fault]:
-        """Clients whose work of this round is not taken."""
-        for fault in faults:
-            self.engine.forget(fault.client_task.client)
-        return faults
+    def _given_up(self, fault: Fault) -> Fault:
+        """A client whose work of this round is not taken."""
+        self.forget(fault.client_task.client)
+        return fault
 
     def _number(self, client_task: ClientTask) -> int:
-        return self.engine.numbers[client_task.client]
+        return self.messenger.numbers[client_task.client]
 
 
 def _several_models(client_tasks: Sequence[ClientTask]) -> bool:

@@ -5,32 +5,44 @@ from __future__ import annotations
 import hashlib
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fedloom.config.checks import require_at_least
+from fedloom.config.fields import NonNegative, NonNegativeInt, Share, checked
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.engines.flower.messages import Words
 from fedloom.errors import InvalidValue, RefusedReply, suggestion
 from fedloom.experiment.configuration import Configuration, configuration, load
 from fedloom.flat.layout import Layout
 
-_KEYS = {"configuration": str, "output": str, "deadline": float, "sites": int, "wait": float}
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A Flower app's run configuration (see `fedloom.engines.flower.deploy`), as it is written."""
+
+    configuration: str
+    output: str
+    deadline: NonNegative = 0
+    sites: NonNegativeInt = 0
+    wait: NonNegative = 600
+    largest_share: Share = 0.5
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """A Flower app's run configuration (see `fedloom.engines.flower.deploy`)."""
+    """A federation over real sites, by the run configuration of its app; `text` is its configuration as it is written."""
 
+    text: str
     configuration: Configuration
     output: Path
     deadline: float
     sites: int
     wait: float
+    largest_share: float
 
     @property
     def algorithm(self) -> str:
@@ -45,25 +57,31 @@ class Deployment:
 
 def deployment(run_config: Mapping[str, Any]) -> Deployment:
     """Read and check the run configuration of a Flower app. Raises `InvalidValue` in one line for whatever does not fit."""
-    for key, value in run_config.items():
-        if key not in _KEYS:
+    known = [field.name for field in fields(RunConfig)]
+    for key in run_config:
+        if key not in known:
             raise InvalidValue(
-                f"run configuration: unknown key {key!r}:{suggestion(key, _KEYS)} (there are: {', '.join(_KEYS)})"
+                f"run configuration: unknown key {key!r:.60}:{suggestion(key, known)} (there are: {', '.join(known)})"
             )
-        wanted = (int, float) if _KEYS[key] is float else _KEYS[key]
-        if not isinstance(value, wanted) or isinstance(value, bool):
-            raise InvalidValue(f"run configuration: {key} must be {_KEYS[key].__name__}, not {value!r}")
     for key in ("configuration", "output"):
         if not run_config.get(key):
             raise InvalidValue(f"run configuration: {key} is missing")
-    found = read_configuration(str(run_config["configuration"]))
-    sites, clients = int(run_config.get("sites", 0)), found.data.clients
-    if not 0 <= sites <= clients:
-        raise InvalidValue(f"run configuration: sites must be between 0 and {clients} (data.clients), not {sites}")
-    deadline, wait = float(run_config.get("deadline", 0)), float(run_config.get("wait", 600))
-    require_at_least("run configuration: deadline", deadline, 0)
-    require_at_least("run configuration: wait", wait, 0)
-    return Deployment(found, Path(str(run_config["output"])).expanduser(), deadline, sites or clients, wait)
+    given = RunConfig(**checked(RunConfig, run_config, "run configuration: "))
+    found = read_configuration(given.configuration)
+    clients = found.data.clients
+    if given.sites > clients:
+        raise InvalidValue(
+            f"run configuration: sites must be between 0 and {clients} (data.clients), not {given.sites}"
+        )
+    return Deployment(
+        given.configuration,
+        found,
+        Path(given.output).expanduser(),
+        given.deadline,
+        given.sites or clients,
+        given.wait,
+        given.largest_share,
+    )
 
 
 def read_configuration(text: str) -> Configuration:

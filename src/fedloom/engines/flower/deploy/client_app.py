@@ -9,12 +9,11 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from flwr.app import Context, Message
+from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedloom.engines.flower.deploy.answer import Answer
-from fedloom.engines.flower.messages import Refusal, Words, any_tensors, encoded, one_line, pack, parcel_of, words_of
-from fedloom.errors import FedloomError
+from fedloom.engines.flower.messages import Refusal, Words, any_tensors, pack, parcel_of, words_of
+from fedloom.errors import FedloomError, one_line
 
 if TYPE_CHECKING:
     from fedloom.engines.flower.deploy.site import Site
@@ -34,7 +33,7 @@ def hello(message: Message, context: Context) -> Message:
 def exchange(message: Message, context: Context) -> Message:
     """Exchange layers with other sites."""
 
-    def step(words: Words) -> Answer:
+    def step(words: Words) -> RecordDict:
         from fedloom.engines.flower.deploy.site_peer import go_on
 
         parcel = parcel_of(message)
@@ -62,10 +61,10 @@ def _site(context: Context) -> Site:
     return Site.of(context.run_config, context.node_config)
 
 
-def _answered(message: Message, work: Callable[[Words], Answer]) -> Message:
+def _answered(message: Message, work: Callable[[Words], RecordDict]) -> Message:
     """The site's answer, or its reason for giving none: one line, of which the site's own log tells more."""
     try:
-        answer = work(words_of(message))
+        return Message(work(words_of(message)), reply_to=message)
     except Refusal as refusal:
         words = {**refusal.words, "refused": str(refusal)}
     except FedloomError as error:
@@ -73,8 +72,5 @@ def _answered(message: Message, work: Callable[[Words], Answer]) -> Message:
     except Exception as error:
         _logger.exception("this site could not answer")
         words = {"refused": one_line(f"{type(error).__name__}: {error}")}
-    else:
-        arrays = {name: encoded(tensor) for name, tensor in answer.tensors.items()}
-        return Message(pack(answer.words, arrays, answer.figures, answer.parcel), reply_to=message)
     _logger.error("%s", words["refused"])
     return Message(pack(words), reply_to=message)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fedloom.engines.flower.deploy.answer import federation_folder
 from fedloom.errors import CheckpointError, DamagedCheckpoint
 from fedloom.state.tensors import read_tensors, write_tensors
 
@@ -20,14 +19,10 @@ _NAME = re.compile(r"site-(\d+)\.v(\d+)\.safetensors")
 
 
 class SiteMemory:
-    """The memory of site `number` in one federation, below `folder`.
+    """The memory of site `number` in one federation, which has a `folder` of its own."""
 
-    Raises `RefusedReply` for a name of a federation that could lead elsewhere.
-    """
-
-    def __init__(self, folder: Path, federation: str, number: int) -> None:
-        self.folder = federation_folder(folder, federation)
-        self.number = number
+    def __init__(self, folder: Path, number: int) -> None:
+        self.folder, self.number = folder, number
 
     def read(self, version: int) -> dict[str, Tensor]:
         """What the site remembered after round `version`; nothing for round 0. Raises `DamagedCheckpoint` when it is lost."""

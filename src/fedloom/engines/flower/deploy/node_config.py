@@ -1,12 +1,16 @@
-"""Who a site is to the other sites in a secure exchange: its own key, and everybody's public ones, from files that it was given.
+"""What a site's owner tells its SuperNode (`--node-config`): who the site is, where its data and its memory lie, and by which
+keys it knows the other sites in an exchange of layers.
 
 The list of public keys has a line for each site, as `fedloom flower keys` writes them to `site-<i>/peers.pub`:
 
     ecdsa-sha2-nistp384 AAAA... site-0
+
+Nothing here loads PyTorch: a step of an exchange does without.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,46 +27,86 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
-from fedloom.errors import InvalidValue
+from fedloom.errors import InvalidValue, RefusedReply
 from fedloom.secure.envelopes import PrivateIdentity, PublicIdentity
 
+FEWEST_PEERS = 3
+"""Sites that an exchange must have by default: with one other, a peer that tells the server what it saw leaves no secret."""
+
+_TEXTS = ("data", "memory", "identity", "peers", "choices")
+
 _LINE = re.compile(rb"(\S+ \S+) site-(\d{1,9})")
+
+_FEDERATION = re.compile(r"[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A site's private key and the public keys of all sites, by number. `rehearsed`: its choices are those of a simulation, by
-    the run's seed, and hide nothing."""
+    """A site's private key, and the public keys of all sites by number."""
 
     private: PrivateIdentity
     known: Mapping[int, PublicIdentity]
-    rehearsed: bool = False
+
+
+@dataclass(frozen=True)
+class NodeConfig:
+    """A SuperNode's configuration (see `fedloom.engines.flower.deploy`). `rehearsed`: in an exchange of layers the site chooses
+    as a simulation with the run's seed does, which hides nothing."""
+
+    number: int
+    sites: int | None
+    data: str | None
+    memory: Path
+    identity: Identity | None
+    rehearsed: bool
+    fewest_peers: int
 
     @classmethod
-    def of(cls, node_config: Mapping[str, Any], number: int) -> Identity | None:
-        """The identity of site `number` as its SuperNode names it, None where it names none.
-
-        Raises `InvalidValue` for files that cannot be read, or a key that is not the one listed for this site.
-        """
-        for key in ("identity", "peers", "choices"):
-            if not isinstance(node_config.get(key, ""), str):
-                raise InvalidValue(f"node configuration: {key} must be text, not {node_config[key]!r}")
-        paths = [node_config.get(key) for key in ("identity", "peers")]
-        choices = node_config.get("choices", "secret")
+    def read(cls, given: Mapping[str, Any]) -> NodeConfig:
+        """Raises `InvalidValue` in one line for whatever does not fit, files that cannot be read included."""
+        number, sites, fewest = (given.get(key) for key in ("partition-id", "num-partitions", "fewest-peers"))
+        if type(number) is not int or number < 0:
+            raise InvalidValue(f"node configuration: partition-id must be a whole number, not {number!r:.60}")
+        if sites is not None and type(sites) is not int:
+            raise InvalidValue(f"node configuration: num-partitions must be a whole number, not {sites!r:.60}")
+        if fewest is not None and (type(fewest) is not int or fewest < 2):
+            raise InvalidValue(f"node configuration: fewest-peers must be a whole number from 2 on, not {fewest!r:.60}")
+        for key in _TEXTS:
+            if not isinstance(given.get(key, ""), str):
+                raise InvalidValue(f"node configuration: {key} must be text, not {given[key]!r:.60}")
+        choices = given.get("choices", "secret")
         if choices not in ("secret", "rehearsed"):
             raise InvalidValue(f"node configuration: choices must be 'secret' or 'rehearsed', not {choices!r:.40}")
-        if not any(paths):
-            return None
-        if not all(paths):
-            raise InvalidValue(
-                "node configuration: identity and peers go together: a key file and a list of public keys"
-            )
-        private, known = read_private(Path(str(paths[0])).expanduser()), read_peers(Path(str(paths[1])).expanduser())
-        if number not in known:
-            raise InvalidValue(f"{paths[1]} lists no site-{number}, which is this site (partition-id)")
-        if _bytes(known[number]) != _bytes(private.public_key()):
-            raise InvalidValue(f"{paths[0]} is not the key that {paths[1]} lists for site-{number}, this site")
-        return cls(private, known, choices == "rehearsed")
+        memory = Path(given["memory"]).expanduser() if given.get("memory") else default_folder()
+        identity = _identity(given.get("identity"), given.get("peers"), number)
+        least = FEWEST_PEERS if fewest is None else fewest
+        return cls(number, sites, given.get("data") or None, memory, identity, choices == "rehearsed", least)
+
+    def folder(self, federation: object) -> Path:
+        """Where the site keeps what is of one federation. Raises `RefusedReply` for a name that could lead elsewhere."""
+        if not isinstance(federation, str) or not _FEDERATION.fullmatch(federation):
+            raise RefusedReply(f"{federation!r:.40} is not the name of a federation")
+        return self.memory / federation
+
+
+def default_folder() -> Path:
+    """`fedloom` under FLWR_HOME, or under ~/.flwr where that is not set."""
+    home = os.environ.get("FLWR_HOME")
+    return (Path(home) if home else Path.home() / ".flwr") / "fedloom"
+
+
+def _identity(private: str | None, peers: str | None, number: int) -> Identity | None:
+    """Who the site is, by the files that are named, None where none is."""
+    if not private and not peers:
+        return None
+    if not private or not peers:
+        raise InvalidValue("node configuration: identity and peers go together: a key file and a list of public keys")
+    key, known = read_private(Path(private).expanduser()), read_peers(Path(peers).expanduser())
+    if number not in known:
+        raise InvalidValue(f"{peers} lists no site-{number}, which is this site (partition-id)")
+    if _bytes(known[number]) != _bytes(key.public_key()):
+        raise InvalidValue(f"{private} is not the key that {peers} lists for site-{number}, this site")
+    return Identity(key, known)
 
 
 def read_private(path: Path) -> PrivateIdentity:

@@ -24,9 +24,11 @@ from fedloom.engines.flower.flower_engine import FlowerEngine, require_supported
 from fedloom.engines.flower.known_sites import KnownSite, KnownSites
 from fedloom.engines.flower.mailbox import Mailbox
 from fedloom.engines.flower.messages import Words
+from fedloom.engines.flower.site_messenger import SiteMessenger
 from fedloom.errors import CheckpointError, FedloomError, InvalidValue
 from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.run import run_configured
+from fedloom.flat.population import capped
 from fedloom.report import write_report
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.evaluation import newcomers_last
@@ -87,14 +89,14 @@ class Opening:
     tests: list[int | None]
 
     @classmethod
-    def of(cls, sites: Mapping[int, KnownSite], count: int) -> Opening:
-        """The opening of a new federation of `count` sites, of which these are there."""
-        return cls(
-            secrets.token_hex(8),
-            any(site.own for site in sites.values()),
-            [sites[number].samples if number in sites else None for number in range(count)],
-            [sites[number].tests if number in sites else None for number in range(count)],
-        )
+    def of(cls, sites: Mapping[int, KnownSite], count: int, largest_share: float) -> Opening:
+        """The opening of a new federation of `count` sites, of which these are there. Samples of their own nobody can count but
+        they; so no site is taken to have more than this share of them all."""
+        own = any(site.own for site in sites.values())
+        share = largest_share if own else 1.0
+        samples = _credited({number: site.samples for number, site in sites.items()}, share)
+        tests = _credited({number: site.tests for number, site in sites.items()}, share)
+        return cls(secrets.token_hex(8), own, *([found.get(n) for n in range(count)] for found in (samples, tests)))
 
     @classmethod
     def read(cls, path: Path, count: int) -> Opening | None:
@@ -108,6 +110,21 @@ class Opening:
         except (OSError, ValueError, TypeError):
             pass
         raise CheckpointError(f"{path} is damaged or of another run: use another folder")
+
+
+def _credited(claims: Mapping[int, int], share: float) -> dict[int, int]:
+    """The numbers of samples that sites claim, none above `share` of their sum."""
+    taken = capped(torch.tensor(list(claims.values()), dtype=torch.int64), share)
+    found = dict(
+        zip(claims, taken.round().long().tolist() if taken.is_floating_point() else taken.tolist(), strict=True)
+    )
+    for number, claim in claims.items():
+        if found[number] < claim:
+            _logger.warning(
+                "site %d says it has %d samples: it counts with %d (largest_share = %g)",
+                number, claim, found[number], share,
+            )  # fmt: skip
+    return found
 
 
 class Gathering:
@@ -130,9 +147,10 @@ class Gathering:
         path = self.settings.output / SITES
         opening = Opening.read(path, count)
         if opening is None:
-            opening = Opening.of(self.sites.known, count)
+            opening = Opening.of(self.sites.known, count, self.settings.largest_share)
             write_text(path, json.dumps(asdict(opening)) + "\n")
         self.opening = opening
+        self.sites.registered |= {n: size for n, size in enumerate(opening.samples) if size is not None}
         if opening.own:
             known = [samples for samples in opening.samples if samples is not None]
             mean = max(1, round(sum(known) / len(known)))
@@ -146,7 +164,7 @@ class Gathering:
         """The engine in which the sites train."""
         newcomers = self.settings.configuration.schedule.newcomers(task.clients)
         _, numbers = newcomers_last(task, newcomers, self.settings.configuration.seed)
-        return FlowerEngine(
+        messenger = SiteMessenger(
             self.sites,
             self.opening.federation,
             self.briefing,
@@ -154,6 +172,7 @@ class Gathering:
             patience=self.settings.wait,
             numbers=numbers,
         )
+        return FlowerEngine(messenger, self.settings.largest_share if self.opening.own else 1.0)
 
     def _task_of(self, dataset: Dataset, samples: Sequence[int], tests: Sequence[int] | None, seed: int) -> Task:
         """The task of sites with so many samples of their own; the global test set is the server's."""

@@ -10,32 +10,31 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from flwr.app import RecordDict
 from torch import Tensor
 
 import fedloom
 from fedloom.algorithm import Algorithm, Plan, build
-from fedloom.algorithms.secure import Secure, secured
 from fedloom.data.noise import build_label_noise
 from fedloom.data.partition import Partition
 from fedloom.engines.base import INTEGERS, ClientTask, Fault
 from fedloom.engines.flower.deploy.agreement import Deployment, deployment, described, layout_digest, read_configuration
-from fedloom.engines.flower.deploy.answer import Answer, federation_folder, memory_folder
 from fedloom.engines.flower.deploy.memory import SiteMemory
-from fedloom.engines.flower.deploy.node_config import Identity
+from fedloom.engines.flower.deploy.node_config import Identity, NodeConfig
 from fedloom.engines.flower.deploy.site_data import own_data
-from fedloom.engines.flower.deploy.site_peer import Entry, SitePeer
-from fedloom.engines.flower.messages import Refusal, Words, whole
+from fedloom.engines.flower.deploy.site_peer import SitePeer
+from fedloom.engines.flower.messages import Refusal, Words, pack, whole
+from fedloom.engines.flower.secure_round import layer_exchange
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import DamagedCheckpoint, InvalidValue, RefusedReply
 from fedloom.randomness import stream_seed
 from fedloom.round import Round
-from fedloom.secure import from_layers, to_layers
-from fedloom.secure.peer import OCCASIONS
+from fedloom.secure import LayerExchange, from_layers, to_layers
+from fedloom.secure.wire import OCCASIONS
 from fedloom.task import Task, make_task, mislabelled
 
 _MOST = 1 << 48  # of anything that is counted
@@ -53,46 +52,29 @@ class SiteTask(Task):
 
 
 class Site:
-    """Site `number` of a deployment. `source` names its own data; with None it takes its share of the configuration's.
-    `identity` is who it is to other sites, where they exchange layers."""
+    """The site that `config` describes, in a federation with these `settings`. It has data of its own, or else takes its share of
+    the configuration's."""
 
-    def __init__(
-        self,
-        settings: Deployment,
-        number: int,
-        source: str | None,
-        folder: Path,
-        text: str,
-        identity: Identity | None = None,
-    ) -> None:
-        self.settings, self.number, self.source, self.folder = settings, number, source, folder
-        self._text, self.identity = text, identity
+    def __init__(self, settings: Deployment, config: NodeConfig) -> None:
+        self.settings, self.config, self.number = settings, config, config.number
 
     @classmethod
     def of(cls, run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Site:
-        """The site that its SuperNode describes. Raises `InvalidValue` in one line for whatever does not fit."""
-        settings = deployment(run_config)
-        number, count = node_config.get("partition-id"), node_config.get("num-partitions", settings.clients)
-        if type(number) is not int:
-            raise InvalidValue(f"node configuration: partition-id must be a whole number, not {number!r}")
-        if count != settings.clients:
+        """The site of a SuperNode. Raises `InvalidValue` in one line for whatever does not fit."""
+        settings, config = deployment(run_config), NodeConfig.read(node_config)
+        if config.sites not in (None, settings.clients):
             raise InvalidValue(
-                f"node configuration: num-partitions is {count!r}, but data.clients of the federation {settings.clients}"
+                f"node configuration: num-partitions is {config.sites}, but data.clients of the federation {settings.clients}"
             )
-        if not 0 <= number < settings.clients:
-            raise InvalidValue(f"partition-id {number} is not one of 0 to {settings.clients - 1} (data.clients)")
-        for key in ("data", "memory"):
-            if not isinstance(node_config.get(key, ""), str):
-                raise InvalidValue(f"node configuration: {key} must be text, not {node_config[key]!r}")
-        source = str(node_config["data"]) if node_config.get("data") else None
-        identity = Identity.of(node_config, number)
-        return cls(settings, number, source, memory_folder(node_config), str(run_config["configuration"]), identity)
+        if config.number >= settings.clients:
+            raise InvalidValue(f"partition-id {config.number} is not one of 0 to {settings.clients - 1} (data.clients)")
+        return cls(settings, config)
 
     # --- what it is asked ---
 
-    def hello(self, words: Words) -> Answer:
+    def hello(self, words: Words) -> RecordDict:
         """Who this site is and how many samples it has."""
-        if any(isinstance(part, Secure) for part in build(self.settings.algorithm).nested()):
+        if any(isinstance(part, LayerExchange) for part in build(self.settings.algorithm).nested()):
             self._require_identity()
         task, index = self._whole_task(words)
         tests = 0 if task.local_test is None else len(task.local_test[index])
@@ -100,13 +82,13 @@ class Site:
             "site": self.number,
             "samples": len(task.partition[index]),
             "tests": tests,
-            "own": self.source is not None,
+            "own": self.config.data is not None,
             "fedloom": fedloom.__version__,
             "layout": layout_digest(task.layout),
         }
-        return Answer(told, {}, {})
+        return pack(told)
 
-    def train(self, words: Words, inbox: Mapping[str, Tensor]) -> Answer:
+    def train(self, words: Words, inbox: Mapping[str, Tensor]) -> RecordDict:
         """Train as the client that the words say, from the memory that they say.
 
         Raises `Refusal` where this client cannot, `FedloomError` where the message is not one that it would follow.
@@ -117,81 +99,79 @@ class Site:
         method = self._method(engine.task, round)
         expected = _shapes(words.get("expected"))
         # By the site's own configuration: the server cannot ask for a model that others should have a part in.
-        exchange = None if expected is None else secured(method, round.number)
+        exchange = None if expected is None else layer_exchange(method, round.number)
         peer = None if exchange is None else self._peer(words)
         if peer is not None and exchange is not None and words.get("exchanged") is True:
-            layers = peer.outcome("before_train", round.number)
-            inbox = {**inbox, "model": from_layers(layers, exchange.units(), engine.task.initial).unsqueeze(0)}
+            held, own = (
+                from_layers(layers, exchange.units(), engine.task.initial) for layers in peer.exchanged(round.number)
+            )
+            # Another site may have spoilt a layer: what is not finite is as the server sent it.
+            inbox = {**inbox, "model": torch.where(held.isfinite(), held, own).unsqueeze(0)}
             _require_sound(engine.task, inbox)
         client_task = ClientTask(client, None if expected is None else 0, dict(inbox))
         result = engine.train_one(method, round, client_task, expected or {})
         if isinstance(result, Fault):
             _logger.error("site %d: round %d: %s", self.number, round.number, result.reason, exc_info=result.error)
-            raise Refusal({"refused": result.reason, "diverged": result.diverged})
+            raise Refusal({"refused": result.reason})
         after = engine.store.read(client)
+        written = version
         if any(tensor is not before.get(name) for name, tensor in after.items()):
             memory.write(round.number, after)
             written = round.number
-        else:
-            written = version
-        kept = [kept for kept in words.get("keep", []) if type(kept) is int]
-        memory.forget(round.number, {version, *kept})
-        told = {"site": self.number, "round": round.number, "memory": written}
+        memory.forget(round.number, {version, *(kept for kept in words.get("keep", []) if type(kept) is int)})
         tensors = {} if expected is None else dict(result.tensors)
         if peer is not None and exchange is not None:
             peer.leave()
             if exchange.exchanges("before_upload"):
                 peer.keep(to_layers(tensors.pop("model"), exchange.units()), round.number)
-        return Answer(told, tensors, result.metrics)
+        return pack({"site": self.number, "round": round.number, "memory": written}, tensors, result.metrics)
 
-    def exchange(self, words: Words, inbox: Mapping[str, Tensor], parcel: bytes) -> Answer:
+    def exchange(self, words: Words, inbox: Mapping[str, Tensor], parcel: bytes) -> RecordDict:
         """Enter an exchange of layers with other sites; `site_peer.go_on` takes the steps that follow.
 
         Raises `RefusedReply` where there is no such exchange, `FedloomError` for what the site would not do.
         """
         round, _ = self._addressed(words)
-        when = str(words.get("when"))
-        method = secured(build(self.settings.algorithm), round.number)
+        run, when = str(words.get("run")), str(words.get("when"))
+        method = layer_exchange(build(self.settings.algorithm), round.number)
         if method is None or when not in OCCASIONS or not method.exchanges(when):
             raise RefusedReply(f"nothing is exchanged {when:.40} in round {round.number}")
         peer = self._peer(words)
         layers = peer.trained(round.number) if when == "before_upload" else self._sent(words, round, inbox)
-        entry = Entry(str(words.get("run")), when, round.number, round.seed, method.rules())
-        return Answer({"site": self.number}, parcel=peer.begin(parcel, entry, layers))
+        answer = peer.begin(parcel, run, when, round.number, round.seed, method.rules(), layers)
+        return pack({"site": self.number}, parcel=answer)
 
     def _sent(self, words: Words, round: Round, inbox: Mapping[str, Tensor]) -> list[bytes]:
         """The layers of the model that the server sent to this site, for an exchange before training."""
         task, _ = self._whole_task(words)
         _require_sound(task, inbox)
-        method = secured(self._method(task, round), round.number)
+        method = layer_exchange(self._method(task, round), round.number)
         model = inbox.get("model")
         if method is None or model is None or model.shape != (1, task.layout.size):
             raise RefusedReply("the server sent no whole model to exchange")
         return to_layers(model[0], method.units())
 
-    def evaluate(self, words: Words, inbox: Mapping[str, Tensor]) -> Answer:
+    def evaluate(self, words: Words, inbox: Mapping[str, Tensor]) -> RecordDict:
         """Judge the model that this client would use, or the one that it is sent, on its own test samples."""
         round, client = self._addressed(words)
         engine, _, _ = self._remembering(words, round, client, inbox)
         method = Algorithm() if words.get("given") is True else self._method(engine.task, round)
         (tally,) = engine.evaluate(method, round, [ClientTask(client, None, dict(inbox))])
-        told = {"correct": int(tally.correct), "loss": float(tally.loss), "samples": int(tally.samples)}
-        return Answer(told, {}, {})
+        return pack({"correct": int(tally.correct), "loss": float(tally.loss), "samples": int(tally.samples)})
 
     # --- what it needs for that ---
 
     def _require_identity(self) -> Identity:
         """Raise `InvalidValue` where this site cannot say who it is to the others."""
-        if self.identity is None:
+        if self.config.identity is None:
             raise InvalidValue(
                 f"site {self.number}: {self.settings.algorithm} needs to know who the sites are: name its key and everybody's "
                 "public keys in the node configuration (identity='keys/site-0/site.key' peers='keys/site-0/peers.pub')"
             )
-        return self.identity
+        return self.config.identity
 
     def _peer(self, words: Words) -> SitePeer:
-        folder = federation_folder(self.folder, str(words.get("federation")))
-        return SitePeer(folder, self.number, self._require_identity())
+        return SitePeer(self.config.folder(words.get("federation")), self.config, self._require_identity())
 
     def _addressed(self, words: Words) -> tuple[Round, int]:
         """The round and the client's number in it, when the message is for this site."""
@@ -207,7 +187,7 @@ class Site:
         whole_task, index = self._whole_task(words)
         task = alone(whole_task, index, client, self.settings.clients)
         _require_sound(task, inbox)
-        memory = SiteMemory(self.folder, str(words.get("federation")), self.number)
+        memory = SiteMemory(self.config.folder(words.get("federation")), self.number)
         version = whole(words, "memory", 0, round.number)
         try:
             remembered = memory.read(version)
@@ -235,13 +215,14 @@ class Site:
 
     def _whole_task(self, words: Words) -> tuple[Task, int]:
         """The task with this site's samples, and which of its clients has them."""
-        if self.source is None:
-            return _simulated(self._text), self.number
+        source = self.config.data
+        if source is None:
+            return _simulated(self.settings.text), self.number
         settings = self.settings.configuration
-        train, test = own_data(self.source)
+        train, test = own_data(source)
         samples = train if test is None else train.concatenate(test)
         task = make_task(
-            described(words.get("data"), samples, self.source),
+            described(words.get("data"), samples, source),
             partition=Partition.of([np.arange(len(train))]),
             model=settings.model,
             training=settings.training,

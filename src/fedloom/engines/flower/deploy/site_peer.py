@@ -1,69 +1,71 @@
 """One site in secure exchanges: what it keeps from one message to the next, in files that only it can read.
 
-site-<number>.peer     the peer in the middle of an exchange: the keys that it made for it, the model it offered, the layers it
-                       holds. It is gone when the site has trained on what it was given, or has uploaded
-site-<number>.trained  the layers of the site's own trained model, to be exchanged; the next round writes over it
+site-<number>.peer      the peer in the middle of an exchange: the keys that it made for it, the model it offered, the layers it
+                        holds. It is gone when the site has trained on what it was given, or has uploaded
+site-<number>.trained   the layers of the site's own trained model, to be exchanged; the next round writes over it
+site-<number>.uploaded  digests of the trained models that it has uploaded, each of which it uploads once
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fedloom.engines.flower.deploy.answer import Answer, federation_folder, memory_folder
-from fedloom.engines.flower.deploy.node_config import Identity
+from flwr.app import RecordDict
+
+from fedloom.engines.flower.deploy.node_config import Identity, NodeConfig
+from fedloom.engines.flower.messages import pack as pack_message
 from fedloom.errors import CheckpointError, RefusedReply
 from fedloom.secure import Peer, ProtocolViolation, Rules, Terms, restore, secret_choices, snapshot, stream_choices
 from fedloom.secure.draws import Choices
-from fedloom.secure.wire import Request, pack, unpack
+from fedloom.secure.wire import Request, pack, pack_numbers, unpack
 from fedloom.state.files import remove_unfinished, write_bytes
 
-
-@dataclass(frozen=True)
-class Entry:
-    """The exchange that a site has entered: its name `run`, `when` it is, in which round of a run with which seed, its rules."""
-
-    run: str
-    when: str
-    round: int
-    seed: int
-    rules: Rules
+_DIGEST = 32
 
 
 class SitePeer:
-    """Site `number` as a peer; its files lie in `folder`."""
+    """The site that `config` describes, as a peer named by `identity`; its files lie in `folder`."""
 
-    def __init__(self, folder: Path, number: int, identity: Identity) -> None:
-        self.folder, self.number, self.identity = folder, number, identity
+    def __init__(self, folder: Path, config: NodeConfig, identity: Identity) -> None:
+        self.folder, self.config, self.number, self.identity = folder, config, config.number, identity
 
-    def begin(self, request: bytes, entry: Entry, layers: Sequence[bytes]) -> bytes:
-        """Enter an exchange with these layers, and answer its first request. Raises `RefusedReply` when that is of another."""
+    def begin(
+        self, request: bytes, run: str, when: str, round: int, seed: int, rules: Rules, layers: Sequence[bytes]
+    ) -> bytes:
+        """Enter the exchange `run` with these layers, and answer its first request. Raises `RefusedReply` when that is of
+        another."""
         terms = _terms(request)
-        if terms is None or not _is_of(terms, entry):
+        if terms is None or (terms.run, terms.when, terms.round) != (run, when, round):
             raise RefusedReply("the terms are not those of this exchange")
-        peer = self._peer(entry)
+        peer = self._peer(seed, rules)
         peer.offer(layers)
-        return self._handled(peer, entry, request)
+        return self._handled(peer, seed, request)
 
     def go_on(self, request: bytes, run: str) -> bytes:
         """Answer the next request of the exchange that the site is in. Raises `RefusedReply` when it is in none, or another."""
-        peer, entry = self._kept()
-        terms = _terms(request)
-        if run != entry.run or (terms is not None and not _is_of(terms, entry)):
+        peer, seed = self._kept(run)
+        terms, now = _terms(request), peer.terms
+        if terms is not None and (terms.run, terms.when, terms.round) != (now.run, now.when, now.round):
             raise RefusedReply("this site is in no such exchange")
-        return self._handled(peer, entry, request)
+        return self._handled(peer, seed, request)
 
-    def outcome(self, when: str, round: int | None = None, run: str | None = None) -> list[bytes]:
-        """The layers that the site holds after an exchange. Raises `RefusedReply` unless that came to its end."""
-        peer, entry = self._kept()
-        if round not in (None, entry.round) or run not in (None, entry.run):
-            raise RefusedReply("this site is in no such exchange")
-        if not peer.committed or entry.when != when:
-            raise RefusedReply(f"the exchange {when} did not come to its end here")
-        return list(peer.layers)
+    def exchanged(self, round: int) -> tuple[list[bytes], list[bytes]]:
+        """The layers that the site holds after the exchange before training, and those that it had been sent. Raises
+        `RefusedReply` unless that exchange came to its end."""
+        peer, _ = self._kept()
+        if not peer.committed or (peer.terms.when, peer.terms.round) != ("before_train", round):
+            raise RefusedReply("the exchange before_train did not come to its end here")
+        return peer.layers, peer.offered
+
+    def upload(self, run: str) -> list[bytes]:
+        """The envelopes for the server after the exchange `run` before upload, once for each trained model."""
+        peer, _ = self._kept(run)
+        layers = peer.upload()
+        self._write("uploaded", b"".join(sorted(peer.uploaded)))
+        self.leave()
+        return layers
 
     def leave(self) -> None:
         """The exchange is over: forget its keys and layers."""
@@ -71,71 +73,81 @@ class SitePeer:
 
     def keep(self, layers: Sequence[bytes], round: int) -> None:
         """The site has trained this model; nobody else may see it before it is exchanged."""
-        _write(self._path("trained"), pack(json.dumps({"round": round}).encode(), *layers))
+        self._write("trained", pack(pack_numbers([round]), *layers))
 
     def trained(self, round: int) -> list[bytes]:
         """The model that the site trained in this round. Raises `RefusedReply` when it trained none."""
-        head, layers = self._read("trained")
-        if head.get("round") != round:
+        trained, *layers = self._read("trained") or [b""]
+        if trained != pack_numbers([round]):
             raise RefusedReply("this site has trained no model in this round")
         return layers
 
-    def _handled(self, peer: Peer, entry: Entry, request: bytes) -> bytes:
+    def _handled(self, peer: Peer, seed: int, request: bytes) -> bytes:
         answer = peer.handle(request)
-        _write(self._path("peer"), pack(json.dumps(asdict(entry)).encode(), snapshot(peer)))
+        self._write("peer", pack(pack_numbers([seed]), snapshot(peer)))
         return answer
 
-    def _kept(self) -> tuple[Peer, Entry]:
-        head, data = self._read("peer")
-        if not head:
+    def _kept(self, run: str | None = None) -> tuple[Peer, int]:
+        """The peer in the exchange that the site is in, which must be `run` where that is given, and the run's seed."""
+        parts = self._read("peer")
+        if len(parts) != 2 or not parts[1]:
             raise RefusedReply("this site is in no such exchange")
-        entry = Entry(**{**head, "rules": Rules(**head["rules"])})
-        peer = self._peer(entry)
-        restore(peer, data[0])
-        return peer, entry
+        seed = int.from_bytes(parts[0])
+        peer = self._peer(seed, Rules())
+        try:
+            restore(peer, parts[1])
+        except (ValueError, LookupError, TypeError, ProtocolViolation):
+            raise RefusedReply("what this site kept of the exchange is damaged") from None
+        if run not in (None, peer.terms.run):
+            raise RefusedReply("this site is in no such exchange")
+        return peer, seed
 
-    def _peer(self, entry: Entry) -> Peer:
+    def _peer(self, seed: int, rules: Rules) -> Peer:
         def choices(terms: Terms) -> Choices:
-            if not self.identity.rehearsed:
+            if not self.config.rehearsed:
                 return secret_choices
             from fedloom.randomness import stream
 
-            return stream_choices(lambda purpose, peer: stream(entry.seed, purpose, round=entry.round, client=peer))
+            return stream_choices(lambda purpose, peer: stream(seed, purpose, round=terms.round, client=peer))
 
-        return Peer(self.number, self.identity.private, self.identity.known, entry.rules, choices=choices)
+        identity, fewest = self.identity, self.config.fewest_peers
+        peer = Peer(self.number, identity.private, identity.known, rules, fewest=fewest, choices=choices)
+        path = self._path("uploaded")
+        known = path.read_bytes() if path.exists() else b""
+        peer.uploaded = {known[place : place + _DIGEST] for place in range(0, len(known), _DIGEST)}
+        return peer
 
-    def _read(self, kind: str) -> tuple[dict[str, Any], list[bytes]]:
+    def _read(self, kind: str) -> list[bytes]:
         """What a file of this site holds; nothing when there is none, or what is there cannot be read."""
         try:
-            first, *parts = unpack(self._path(kind).read_bytes(), self.number)
-            return dict(json.loads(first)), parts
-        except (OSError, ValueError, ProtocolViolation):
-            return {}, []
+            return unpack(self._path(kind).read_bytes(), self.number)
+        except (OSError, ProtocolViolation):
+            return []
+
+    def _write(self, kind: str, content: bytes) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise CheckpointError(f"{self.folder} cannot be made ({error.strerror or error})") from None
+        remove_unfinished(self.folder)
+        write_bytes(self._path(kind), content, mode=0o600, durable=kind == "uploaded")
 
     def _path(self, kind: str) -> Path:
         return self.folder / f"site-{self.number:06d}.{kind}"
 
 
-def go_on(node_config: Mapping[str, Any], words: Mapping[str, Any], parcel: bytes) -> Answer | None:
+def go_on(node_config: Mapping[str, Any], words: Mapping[str, Any], parcel: bytes) -> RecordDict | None:
     """The next step of the exchange that this site is in, or what it hands over at its end; None where it is to enter one.
 
     Nothing of a model, a method or data is needed here, and so none of it is loaded: there are 2 r + 2 such messages in an
     exchange, and each is a new process. Raises `RefusedReply` when the site is in no such exchange.
     """
-    number, uploads = node_config.get("partition-id"), words.get("upload") is True
-    if type(number) is not int or words.get("site") != number or (not uploads and _begins(parcel)):
+    config, uploads = NodeConfig.read(node_config), words.get("upload") is True
+    if config.identity is None or words.get("site") != config.number or (not uploads and _begins(parcel)):
         return None
-    identity = Identity.of(node_config, number)
-    if identity is None:
-        return None
-    folder = federation_folder(memory_folder(node_config), str(words.get("federation")))
-    peer = SitePeer(folder, number, identity)
-    run, told = str(words.get("run")), {"site": number}
-    if not uploads:
-        return Answer(told, parcel=peer.go_on(parcel, run))
-    layers = peer.outcome("before_upload", run=run)
-    peer.leave()
-    return Answer(told, parcel=pack(*layers))
+    peer, run = SitePeer(config.folder(words.get("federation")), config, config.identity), str(words.get("run"))
+    answer = pack(*peer.upload(run)) if uploads else peer.go_on(parcel, run)
+    return pack_message({"site": config.number}, parcel=answer)
 
 
 def _begins(request: bytes) -> bool:
@@ -144,23 +156,9 @@ def _begins(request: bytes) -> bool:
     return terms is not None and terms.attempt == 0
 
 
-def _is_of(terms: Terms, entry: Entry) -> bool:
-    return (terms.run, terms.when, terms.round) == (entry.run, entry.when, entry.round)
-
-
 def _terms(request: bytes) -> Terms | None:
     """The terms in a request, where it has any. Raises `RefusedReply` when it cannot be read."""
     try:
         return Request.decode(request).terms
     except ProtocolViolation as fault:
         raise RefusedReply(str(fault)) from None
-
-
-def _write(path: Path, content: bytes) -> None:
-    """A file for its owner's eyes alone, complete or not there. Raises `CheckpointError`."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be written ({error.strerror or error})") from None
-    remove_unfinished(path.parent)
-    write_bytes(path, content, mode=0o600, durable=False)

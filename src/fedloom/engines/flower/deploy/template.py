@@ -15,9 +15,9 @@ import tomli_w
 
 from fedloom import __version__
 from fedloom.algorithm import build
-from fedloom.algorithms.secure import Secure
 from fedloom.errors import InvalidValue
 from fedloom.experiment.configuration import Configuration, configuration, put, read_table
+from fedloom.secure import LayerExchange
 
 EXAMPLE = """\
 algorithm = "fedmr"
@@ -117,7 +117,7 @@ def _contents(app: App, configuration_text: str) -> dict[str, str]:
     """Every file's path in the app and its text."""
     sites, method = app.sites, app.configuration.algorithm
     summary = f"{app.configuration.model} with {method} for {app.configuration.schedule.rounds} rounds"
-    secure = any(isinstance(part, Secure) for part in build(str(method)).nested())
+    secure = any(isinstance(part, LayerExchange) for part in build(str(method)).nested())
     blanks = {
         "name": app.name,
         "folder": app.folder.name or app.name,

@@ -1,4 +1,4 @@
-"""Who a site is to other sites: its key, the list of all public keys, and what is wrong with files that do not fit."""
+"""What a site's owner tells its SuperNode: who it is to other sites, and what is wrong with files and values that do not fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fedloom.engines.flower.deploy.keys import make_keys
-from fedloom.engines.flower.deploy.node_config import Identity, read_peers
+from fedloom.engines.flower.deploy.node_config import FEWEST_PEERS, NodeConfig, read_peers
 from fedloom.errors import InvalidValue
 
 
@@ -48,6 +48,8 @@ WRONG: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
     "not a line": (edited("peers.pub", lambda text: b"hello\n" + text), {}, "line 1 is not a public key followed by"),
     "empty": (edited("peers.pub", lambda _: b"\n"), {}, "lists no public key"),
     "a number": (lambda _: None, {"identity": 3}, "identity must be text, not 3"),
+    "too little company": (lambda _: None, {"fewest-peers": 1}, "fewest-peers must be a whole number from 2 on, not 1"),
+    "no number": (lambda _: None, {"partition-id": True}, "partition-id must be a whole number, not True"),
     "no such choices": (lambda _: None, {"choices": "open"}, "choices must be 'secret' or 'rehearsed', not 'open'"),
 }
 
@@ -60,9 +62,10 @@ def test_an_identity_that_does_not_fit_gets_one_line(kind: str, tmp_path: Path) 
     place = tmp_path / "site-0"
     config = {"identity": str(place / "site.key"), "peers": str(place / "peers.pub"), **changes}
     with pytest.raises(InvalidValue, match=message) as caught:
-        Identity.of(config, 0)
+        NodeConfig.read({"partition-id": 0} | config)
     assert "\n" not in str(caught.value)
 
 
 def test_a_site_that_names_no_key_has_none() -> None:
-    assert Identity.of({}, 0) is None
+    found = NodeConfig.read({"partition-id": 3})
+    assert (found.number, found.identity, found.data, found.fewest_peers) == (3, None, None, FEWEST_PEERS)

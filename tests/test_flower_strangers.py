@@ -1,0 +1,314 @@
+"""What sites say is input from strangers: it decides neither what the run reports, nor who is heard, nor whether it goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Message, MetricRecord
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from every_method import EVERY_METHOD
+from fedloom.algorithm import build
+from fedloom.engines.base import INTEGERS, ClientTask, Reply
+from fedloom.engines.flower.deploy import server_app
+from fedloom.engines.flower.deploy.agreement import deployment
+from fedloom.engines.flower.mailbox import Mailbox
+from fedloom.engines.rows import RowsEngine
+from fedloom.errors import FedloomError
+from fedloom.flat.layout import Layout
+from fedloom.flat.population import capped
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
+from flower_support import (
+    CLIENTS,
+    LocalGrid,
+    NormNet,
+    Tamper,
+    flower,
+    nodes,
+    run_config,
+    schedule,
+    selected,
+    site,
+    with_array,
+    with_words,
+)
+from small_task import small_task
+
+ONE, TWO, THREE = selected(1)
+SIZE, TRAINABLE = Layout(NormNet()).size, Layout(NormNet()).trainable
+
+
+def with_figures(**figures: float) -> Tamper:
+    """Answers with more figures."""
+
+    def tamper(reply: Message) -> Message:
+        measured = reply.content.metric_records.get("figures", MetricRecord())
+        reply.content["figures"] = MetricRecord({**dict(measured), **figures})
+        return reply
+
+    return tamper
+
+
+# --- figures ---
+
+
+@pytest.mark.parametrize("name", ["accuracy", "loss", "bytes_up", "round", "peer_bytes", "personal_accuracy", "mood"])
+def test_a_site_reports_only_what_the_method_has_it_measure(name: str, tmp_path: Path) -> None:
+    config = run_config("fedavg", tmp_path / "run", rounds=2)
+    grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
+    site(grid, ONE).tamper = with_figures(**{name: 1.0})
+    record, _ = flower(config, grid).step()
+    ((client, reason),) = [(fault["client"], fault["reason"]) for fault in record["faults"]]
+    assert client == ONE
+    assert reason == f"{name!r} is no figure of a client: training_loss is"
+    assert record.get("accuracy") is None, "round 1 is not evaluated"
+    assert record["training_loss"] > 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_figures_are_finite(value: float, tmp_path: Path) -> None:
+    config = run_config("fedavg", tmp_path / "run", rounds=2)
+    grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
+    site(grid, ONE).tamper = with_figures(training_loss=value)
+    record, _ = flower(config, grid).step()
+    assert [fault["reason"] for fault in record["faults"]] == ["the figure training_loss is not a finite number"]
+
+
+def test_no_figure_of_clients_takes_the_place_of_the_servers_own() -> None:
+    """Not even where a method measures something under such a name."""
+
+    class Boastful(RowsEngine):
+        def train(self, *arguments: Any) -> Any:
+            for result in super().train(*arguments):
+                assert isinstance(result, Reply)
+                yield Reply(result.client_task, result.tensors, {"bytes_up": 1.0, "clients": 7.0, "training_loss": 2.0})
+
+    task = small_task()
+    record, _ = Federation(build("fedavg"), task, Boastful(task), Schedule(rounds=1)).step()
+    assert record["bytes_up"] > 1
+    assert len(record["clients"]) > 0
+    assert record["training_loss"] == 2.0
+
+
+@pytest.mark.parametrize("expression", EVERY_METHOD)
+def test_every_method_declares_its_figures_and_the_types_of_its_replies(expression: str) -> None:
+    """Real sites are refused with anything else."""
+    task = small_task()
+    method = build("pfedme(regularisation=2)" if expression == "pfedme" else expression)  # 15 is too much at this rate
+    seen: list[Reply] = []
+
+    class Watching(RowsEngine):
+        def train(self, *arguments: Any) -> Any:
+            for result in super().train(*arguments):
+                assert isinstance(result, Reply), result
+                seen.append(result)
+                yield result
+
+    federation = Federation(method, task, Watching(task), Schedule(rounds=2, participation=1.0))
+    federation.run()
+    figures = {name for part in method.nested() for name in part.client_figures}
+    types = {name: dtype for part in method.nested() for name, dtype in part.reply_dtypes.items()}
+    types[INTEGERS] = torch.int64
+    for reply in seen:
+        assert reply.metrics.keys() <= figures
+        if reply.client_task.slot is not None:
+            for name, tensor in reply.tensors.items():
+                assert tensor.dtype == types.get(name, task.layout.dtype), name
+
+
+# --- types ---
+
+
+@pytest.mark.parametrize("name", ["variate", "integers"])
+def test_the_first_reply_does_not_say_what_the_others_must_be(name: str, tmp_path: Path) -> None:
+    config = run_config("scaffold", tmp_path / "run", rounds=1)
+    grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
+    wrong = {"variate": np.zeros(TRAINABLE, np.float64), "integers": np.zeros(1, np.int32)}
+    for number in selected(1)[:1]:
+        site(grid, number).tamper = with_array(name, wrong[name])
+    record, _ = flower(config, grid).step()
+    assert [fault["client"] for fault in record["faults"]] == [ONE]
+    assert f"{name!r} is {wrong[name].dtype}, not " in record["faults"][0]["reason"]
+
+
+# --- a round without replies ---
+
+
+def alone(config: dict[str, Any]) -> dict[str, Any]:
+    """One site a round."""
+    return config | {
+        "configuration": config["configuration"].replace("participation = 0.5", "participation = 0.1666667")
+    }
+
+
+@pytest.mark.parametrize(
+    ("tamper", "reason"),
+    [
+        (with_array("model", np.zeros(3, np.float32)), "has shape [3]"),
+        (with_array("model", np.full(SIZE, np.nan, np.float32)), "'model' is not finite"),
+        (with_words('{"refused": "training diverged", "diverged": true}'), "training diverged"),
+        (with_words("["), "not JSON"),
+    ],
+)
+def test_a_round_whose_only_site_is_refused_ends_without_replies(tamper: Tamper, reason: str, tmp_path: Path) -> None:
+    config = alone(run_config("fedavg", tmp_path / "run", rounds=5))
+    grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
+    federation = flower(config, grid)
+    before = federation.algorithm.model()
+    for node in grid.nodes.values():
+        node.tamper = tamper
+    record, _ = federation.step()
+    (fault,) = record["faults"]
+    assert reason in fault["reason"]
+    assert record["bytes_up"] == 0
+    assert torch.equal(federation.algorithm.model(), before)
+    for node in grid.nodes.values():
+        node.tamper = None
+    federation.run()
+    assert not torch.equal(federation.algorithm.model(), before)
+
+
+def test_a_run_ends_with_the_reason_when_every_site_has_failed_and_none_between(tmp_path: Path) -> None:
+    config = run_config("fedavg", tmp_path / "run", rounds=20)
+    grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
+    federation = flower(config, grid)
+    for node in grid.nodes.values():
+        node.tamper = with_words('{"refused": "no more\\nroom"}')
+    with pytest.raises(FedloomError, match=r"^round \d+: every site has failed, .*: no more room$"):
+        federation.run()
+    assert 1 <= federation.finished < 20
+    site(grid, 4).tamper = None  # one that works is enough to go on
+    federation = flower(config, grid)
+    federation.run()
+    assert federation.finished == 20
+
+
+# --- numbers of samples ---
+
+
+@given(st.lists(st.integers(1, 1 << 48), min_size=1, max_size=8), st.floats(0.01, 1.0))
+@settings(max_examples=200, deadline=None)
+def test_no_weight_is_more_than_its_share(weights: list[int], share: float) -> None:
+    given_ = torch.tensor(weights)
+    found = capped(given_, share).double()
+    if share * len(weights) < 1:
+        assert found.tolist() == [1.0] * len(weights)
+        return
+    assert float(found.max()) <= share * float(found.sum()) * (1 + 1e-9)
+    top = float(found.max())
+    assert all(
+        new == old or (new == top and old >= new * (1 - 1e-9)) for new, old in zip(found.tolist(), weights, strict=True)
+    )
+    if max(weights) <= share * sum(weights):
+        assert found.tolist() == weights
+
+
+def own_data(grid: LocalGrid, folder: Path, sizes: list[int]) -> None:
+    """Each site has samples of its own."""
+    generator = np.random.default_rng(0)
+    for number, size in enumerate(sizes):
+        inputs = generator.random((size + 4, 1, 8, 8)).astype(np.float32)
+        labels = generator.integers(0, 10, size + 4)
+        np.savez(
+            folder / f"{number}.npz",
+            inputs=inputs[4:], labels=labels[4:], test_inputs=inputs[:4], test_labels=labels[:4],
+        )  # fmt: skip
+        site(grid, number).config["data"] = str(folder / f"{number}.npz")
+
+
+def weights_of(folder: Path, prepare: Callable[[LocalGrid], None], **more: Any) -> list[dict[int, float]]:
+    """What each site weighs in each round of a run in which all take part."""
+    config = run_config("fedavg", folder / "run", rounds=2, **more)
+    config["configuration"] = config["configuration"].replace("participation = 0.5", "participation = 1.0")
+    config["configuration"] = config["configuration"].replace("local_test = 0.25", "").replace("personal_every = 5", "")
+    grid = LocalGrid(nodes(CLIENTS, folder), config)
+    own_data(grid, folder, [10, 20, 30, 40, 50, 60])
+    prepare(grid)
+    found = deployment(config)
+    gathering = server_app.Gathering(found, Mailbox(grid, 0.01))
+    (folder / "run").mkdir()
+    task = gathering.task(3)
+    federation = Federation(build("fedavg"), task, gathering.engine(task), schedule(found))
+    weighed: list[dict[int, float]] = []
+
+    def receive(_: Any, replies: Any) -> None:
+        shares = replies.weights.double() / replies.weights.sum()
+        weighed.append(dict(zip(replies.clients.tolist(), shares.tolist(), strict=True)))
+
+    federation.algorithm.receive = receive  # type: ignore[method-assign]
+    federation.step()
+    for node in grid.nodes.values():
+        node.says.pop("late", None)
+    federation.step()
+    return weighed
+
+
+def test_a_site_that_claims_a_milliard_of_samples_does_not_own_the_mean(tmp_path: Path) -> None:
+    def lie(grid: LocalGrid) -> None:
+        site(grid, 2).says = {"samples": 10**9}
+
+    for weights in weights_of(tmp_path, lie):
+        assert weights[2] == pytest.approx(0.5, abs=0.01)
+        others = {number: weight / (1 - weights[2]) for number, weight in weights.items() if number != 2}
+        assert others == pytest.approx({n: (10 + 10 * n) / 180 for n in others}, rel=0.01)
+
+
+def test_the_largest_share_is_the_operators_choice(tmp_path: Path) -> None:
+    weights = weights_of(tmp_path, lambda grid: None, largest_share=0.2)
+    for found in weights:
+        assert max(found.values()) == pytest.approx(0.2)
+        assert found[0] < found[1] < found[2]
+    (tmp_path / "whole").mkdir()
+    for found in weights_of(tmp_path / "whole", lambda grid: None, largest_share=1.0):
+        assert found == pytest.approx({n: (10 + 10 * n) / 210 for n in range(CLIENTS)})
+
+
+def test_a_site_counts_with_no_more_than_it_had_at_the_start(tmp_path: Path) -> None:
+    config = run_config("fedavg", tmp_path / "run", rounds=4)
+    config["configuration"] = config["configuration"].replace("local_test = 0.25", "").replace("personal_every = 5", "")
+    grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
+    own_data(grid, tmp_path, [10, 20, 30, 40, 50, 60])
+    found = deployment(config)
+    gathering = server_app.Gathering(found, Mailbox(grid, 0.01))
+    (tmp_path / "run").mkdir()
+    gathering.task(3)
+    for key, node in list(grid.nodes.items()):  # they come back and say that they have more
+        node.says = {"samples": 60}
+        grid.nodes[key + 5000] = grid.nodes.pop(key)
+    assert len(gathering.sites.find(range(CLIENTS), 1.0)) == CLIENTS
+    assert [gathering.sites.samples(number) for number in range(CLIENTS)] == [10, 20, 30, 40, 50, 60]
+    assert gathering.opening.samples == [10, 20, 30, 40, 50, 60]
+
+
+def test_test_samples_weigh_as_many_as_there_were_at_the_start(tmp_path: Path) -> None:
+    config = run_config("fedavg", tmp_path / "run", rounds=5)
+    grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
+    federation = flower(config, grid)
+    own = federation.task.local_test
+    assert own is not None
+    engine, method = federation.engine, federation.algorithm
+    tasks = [ClientTask(number, None, {"model": method.model().unsqueeze(0)}) for number in range(CLIENTS)]
+    if federation.task.layout.integers:
+        tasks = [ClientTask(t.client, None, {**t.inbox, INTEGERS: federation.integers.unsqueeze(0)}) for t in tasks]
+    site(grid, 1).says = {"samples": 10**9, "correct": 10**9, "loss": 1e9}
+    site(grid, 3).says = {"loss": float("inf")}
+    site(grid, 4).says = {"correct": 10**9}
+    tallies = {int(t.clients): t for t in engine.evaluate(method, federation._first, tasks)}
+    assert tallies.keys() == {0, 1, 2, 5}
+    assert int(tallies[1].samples) == int(own.sizes[1])
+    assert int(tallies[1].correct) == int(own.sizes[1])
+    assert float(tallies[1].loss) == pytest.approx(int(own.sizes[1]))
+
+
+def test_what_sites_say_of_themselves_is_in_the_opening_only_within_bounds(tmp_path: Path) -> None:
+    weights_of(tmp_path, lambda grid: site(grid, 5).says.update({"tests": 10**9}))
+    opening = json.loads((tmp_path / "run" / "sites.json").read_text())
+    assert opening["tests"] == [4, 4, 4, 4, 4, 20]
