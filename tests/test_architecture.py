@@ -25,15 +25,8 @@ IMPORTS_TO_TURN = {
     ("local", "algorithm"),
     ("rounds", "engines"),
 }
-METHODS_IN_ENGINES = {"fedloom.engines.flower.flower_engine", "fedloom.engines.flower.secure_round"}
-CLASSES_TO_RENAME = {
-    "Answer", "Briefing", "Entry", "Note", "Pool", "Share",
-    "Site", "Trained", "Trial", "_Pickler", "_Step", "_Worker",
-}  # fmt: skip
-MODULES_TO_RENAME = {
-    "engine", "exchange", "flower", "identity", "messages", "models", "peer", "recording",
-    "secure", "server",
-}  # fmt: skip
+CLASSES_TO_RENAME = {"Briefing", "Note", "Pool", "Share", "Trained", "Trial", "_Pickler", "_Step", "_Worker"}
+MODULES_TO_RENAME = {"engine", "models", "recording"}
 
 # Functions whose parameters are what a user sets.
 MOST_PARAMETERS = 8
@@ -149,7 +142,7 @@ def test_engines_import_no_method() -> None:
     found = {
         f"{name}:{each.line} imports {each.module}"
         for name in modules()
-        if room(name) == "engines" and name not in METHODS_IN_ENGINES
+        if room(name) == "engines"
         for each in imports(name)
         if each.module.startswith("fedloom.algorithms")
     }
