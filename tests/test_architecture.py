@@ -25,8 +25,8 @@ IMPORTS_TO_TURN = {
     ("local", "algorithm"),
     ("rounds", "engines"),
 }
-CLASSES_TO_RENAME = {"Briefing", "Note", "Pool", "Share", "Trained", "Trial", "_Pickler", "_Step", "_Worker"}
-MODULES_TO_RENAME = {"engine", "models", "recording"}
+CLASSES_TO_RENAME = {"Answer", "Entry", "Note", "Trial", "_Step"}
+MODULES_TO_RENAME = {"recording", "secure"}
 
 # Functions whose parameters are what a user sets.
 MOST_PARAMETERS = 8

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedloom.config.registry import Registry
-from fedloom.data.formats.arrays import read_arrays
+from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.errors import DataError, InvalidValue
 from fedloom.randomness import stream_seed
 from fedloom.state.files import replacing

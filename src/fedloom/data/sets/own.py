@@ -13,8 +13,8 @@ from torch import Tensor
 from fedloom.config.fields import Count
 from fedloom.config.plugins import found_at
 from fedloom.data.dataset import Dataset, Samples, datasets
-from fedloom.data.formats.arrays import read_arrays
 from fedloom.data.formats.labels import class_labels, same_length
+from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.formats.pictures import class_folders, pictures, read_image_folder
 from fedloom.data.sets.holdout import hold_out
 from fedloom.data.sets.normalisation import Normalise, image_dataset

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedloom.data.dataset import Dataset, Samples
-from fedloom.data.formats.arrays import read_arrays
+from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.sets.own import call_source, own_samples, triple
 from fedloom.errors import DataError
 
