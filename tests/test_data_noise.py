@@ -15,7 +15,7 @@ from scipy import stats
 import fedloom as fl
 from fedloom.data.noise import LabelNoise, build_label_noise, label_noises
 from fedloom.data.partition import Partition
-from fedloom.engines.processes.worker import slim
+from fedloom.engines.client_work import slim
 from fedloom.errors import FedloomError
 from fedloom.experiment.configuration import load
 from fedloom.experiment.directory import RunDirectory
