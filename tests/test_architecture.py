@@ -25,8 +25,8 @@ IMPORTS_TO_TURN = {
     ("local", "algorithm"),
     ("rounds", "engines"),
 }
-CLASSES_TO_RENAME = {"Answer", "Entry", "Note", "Trial", "_Step"}
-MODULES_TO_RENAME = {"recording", "secure"}
+CLASSES_TO_RENAME = {"Answer", "Entry", "Trial", "_Step"}
+MODULES_TO_RENAME = {"secure"}
 
 # Functions whose parameters are what a user sets.
 MOST_PARAMETERS = 8

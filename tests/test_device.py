@@ -422,7 +422,7 @@ def test_a_replica_takes_its_precision_from_each_cohort() -> None:
 
 
 def test_auto_takes_no_engine_that_recorders_cannot_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Clients of other processes are out of a recorder's hearing; which recorder and method it is decides."""
+    """Recorders that hook client training need it in this process; which recorder and method it is decides."""
     asked: list[bool] = []
 
     def told(task: Task, schedule: Schedule, options: dict[str, Any], *, in_process: bool) -> RowsEngine:
@@ -442,7 +442,7 @@ def test_auto_takes_no_engine_that_recorders_cannot_use(monkeypatch: pytest.Monk
     assert asked == [*(expected for _, _, expected in cases), True]
 
 
-def test_auto_within_hearing_tries_no_worker_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_in_process_tries_no_worker_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedloom.engines.trial._has_cores", lambda task: True)
     monkeypatch.setattr("fedloom.engines.trial.SECONDS", 0.01)
     task = make_task("digits", clients=4, partition="iid", model="logistic")

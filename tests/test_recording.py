@@ -21,7 +21,9 @@ import fedloom as fl
 from fedloom.algorithm import Message, Replies, build
 from fedloom.algorithms.ala import Ala
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.engines.flower.flower_engine import FlowerEngine
 from fedloom.engines.processes.parent import ProcessesEngine
+from fedloom.engines.ray.driver import RayEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.experiment.comparison import Comparison
@@ -31,7 +33,7 @@ from fedloom.experiment.events import RunName
 from fedloom.local.cohort import Cohort
 from fedloom.recording.plane import principal_plane
 from fedloom.recording.recorder import build_recorders, expression, recorders
-from fedloom.recording.recording import Recording
+from fedloom.recording.run_recording import Recording
 from fedloom.report.page import render
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
@@ -290,7 +292,7 @@ def test_the_report_shows_it(folder: Path) -> None:
             "memorisation, objective, similarity, trajectory)",
         ),
         ("ala(clent=3)", "ala has no parameter 'clent': did you mean 'client'? (it has: client)"),
-        ("objective(every=0)", "every must be at least 1, not 0"),
+        ("objective(every=0)", "objective: every must be at least 1, not 0"),
         ("objective(every=often)", "objective: every must be a whole number, not 'often'"),
         ("trajectory(first=5, last=3)", "last must be at least 5, not 3"),
         ("objective:3", "objective:3: nothing may follow here, but :3 does"),
@@ -302,7 +304,7 @@ def test_what_is_wrong_is_said_at_the_start(text: str, message: str) -> None:
     assert str(refused.value) == message
     with pytest.raises(InvalidValue) as refused:
         configuration({"algorithm": "fedala", "record": [text]})
-    assert str(refused.value) == f"record = {text!r}: {message}"
+    assert str(refused.value) == f"record = {[text]!r}: {message}"
 
 
 @pytest.mark.parametrize(
@@ -327,16 +329,24 @@ def test_methods_without_whole_models_are_left_out_with_a_word(caplog: pytest.Lo
     assert "its clients download several models" in caplog.text
 
 
-def test_engines_whose_clients_are_elsewhere_are_refused() -> None:
-    task, schedule = small_task(), Schedule(rounds=1)
-    federation = Federation(FedAvg(), task, RowsEngine(task), schedule)
-    federation.engine = object()  # type: ignore[assignment]
-    with pytest.raises(InvalidValue, match=r"record works in simulations, .* not in object"):
+@pytest.mark.parametrize("engine", [RayEngine, FlowerEngine])
+def test_engines_whose_clients_are_elsewhere_are_refused(engine: type[Any]) -> None:
+    task = small_task()
+    federation = Federation(FedAvg(), task, RowsEngine(task), Schedule(rounds=1))
+    federation.engine = engine.__new__(engine)
+    with pytest.raises(InvalidValue, match=rf"record works in simulations on one machine, .* not in {engine.__name__}"):
         Recording(build_recorders(["objective"])).begin(federation)
-    federation = Federation(build("ala(fedavg)"), task, RowsEngine(task), schedule)
+
+
+def test_what_hooks_client_training_needs_it_in_this_process() -> None:
+    task = small_task()
+    federation = Federation(build("ala(fedavg)"), task, RowsEngine(task), Schedule(rounds=1))
     federation.engine = ProcessesEngine.__new__(ProcessesEngine)
-    with pytest.raises(InvalidValue, match="record: ala of client 0: the clients learn in other processes"):
+    with pytest.raises(
+        InvalidValue, match="record: ala of client 0: it hooks client training, which is in other processes"
+    ):
         Recording(build_recorders(["ala"])).begin(federation)
+    Recording(build_recorders(["objective"])).begin(federation)
 
 
 def test_a_comparison_records_where_there_is_something(tmp_path: Path) -> None:

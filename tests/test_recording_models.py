@@ -24,7 +24,7 @@ from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout
 from fedloom.recording.landscape import Landscape, filter_normalised, gaussian
 from fedloom.recording.recorder import build_recorders
-from fedloom.recording.recording import Recording
+from fedloom.recording.run_recording import Recording
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -191,12 +191,12 @@ def test_the_same_landscape_comes_out_later_of_the_model_alone(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("similarity(every=0)", "every must be at least 1, not 0"),
-        ("aggregate(models=0)", "models must be at least 1, not 0"),
+        ("similarity(every=0)", "similarity: every must be at least 1, not 0"),
+        ("aggregate(models=0)", "aggregate: models must be at least 1, not 0"),
         ("landscape(grid=2)", "grid must be at least 3, not 2"),
         ("landscape(grid=4)", "grid must be odd, so that the model itself lies on it, not 4"),
-        ("landscape(radius=0)", "radius must be greater than 0, not 0.0"),
-        ("landscape(data=tests)", "data 'tests' is not allowed: did you mean 'test'? (allowed: train, test)"),
+        ("landscape(radius=0)", "landscape: radius must be greater than 0 and at most 3.4e+38, not 0"),
+        ("landscape(data=tests)", "landscape: data must be 'train' or 'test', not 'tests': did you mean 'test'?"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(text: str, message: str) -> None:

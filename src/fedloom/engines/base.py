@@ -80,6 +80,9 @@ class Choice:
 class Engine(Protocol):
     """Runs the client half of a method. Results may come in any order; the federation puts them in theirs."""
 
+    in_process: bool | None
+    """Whether clients train in this process (True), in others of this machine (False), or away from it (None)."""
+
     def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
         """Let every client of `orders` train."""
 

@@ -84,6 +84,7 @@ class WorkerEngine(KeepsClientMemory, ABC):
     with the same result. A client whose worker dies three times fails, and says so.
     """
 
+    in_process: bool | None = None
     chosen: Choice | None = None  # how it came to be this engine, where `make_engine` made it
     name: ClassVar[str]
     kind: ClassVar[str]  # what its workers are called

@@ -41,6 +41,7 @@ class RowsEngine(KeepsClientMemory):
     part of a minute once for a machine.
     """
 
+    in_process: bool | None = True
     chosen: Choice | None = None  # how it came to be this engine, where `make_engine` made it
 
     def __init__(self, task: Task, *, memory_budget: int = BUDGET, compiled: bool = False) -> None:

@@ -16,7 +16,7 @@ from fedloom.experiment.finished import REPORT_LOCK, StoredRun, by_setting, comp
 from fedloom.experiment.jobs import Job, Tasks, placed, require_possible
 from fedloom.experiment.pages import setting_folder
 from fedloom.experiment.pools import ProcessPool, RayPool, RunPool, SerialPool
-from fedloom.experiment.trajectories import draw_together, scene_of
+from fedloom.experiment.trajectories import context_of, draw_together
 from fedloom.report import summary as figures
 from fedloom.report.export import differences_to_csv, to_csv, to_data, to_latex, to_markdown
 from fedloom.report.page import ReportOptions
@@ -115,7 +115,7 @@ class Comparison:
             for setting, own in by_setting(stored).items():
                 told = self.configuration.settings[setting]
                 recorded = [(run.place, run.summary) for run in own]
-                draw_together(setting_folder(folder, setting), recorded, partial(scene_of, told))
+                draw_together(setting_folder(folder, setting), recorded, partial(context_of, told))
             write_reports(folder, stored, self._options)
 
     @property

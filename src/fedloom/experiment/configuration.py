@@ -298,7 +298,7 @@ def _check(found: Configuration) -> None:
         if method in described[:position]:
             raise InvalidValue(f"algorithms lists {method!r} twice")
     for recorder in _named("record", found.record, build_recorders):
-        reasons = [recorder.unfit(build(text)) for text in found.methods]
+        reasons = [recorder.inapplicable(build(text)) for text in found.methods]
         if reasons and all(reasons):
             listed = ", ".join(found.methods)
             raise InvalidValue(f"record: {recorder.name}: nothing to record for {listed}: {reasons[0]}")

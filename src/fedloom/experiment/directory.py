@@ -32,7 +32,7 @@ from filelock import FileLock, Timeout
 from fedloom.algorithm import Algorithm, describe
 from fedloom.errors import CheckpointError
 from fedloom.experiment.environment import environment, version_changes
-from fedloom.recording.recording import RESULT as RECORDED
+from fedloom.recording.run_recording import RESULT as RECORDED
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.checkpoint import RoundLog
 from fedloom.state.files import remove_unfinished, slug, write_text

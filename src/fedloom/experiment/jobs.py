@@ -20,7 +20,7 @@ from fedloom.experiment.directory import RunDirectory, fingerprint, finished_run
 from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.run import run_configured, run_directory
 from fedloom.recording.recorder import build_recorders
-from fedloom.recording.recording import Recording
+from fedloom.recording.run_recording import Recording
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.federation import Federation
 from fedloom.task import Task, make_dataset

@@ -30,7 +30,7 @@ from fedloom.experiment.identity import identity
 from fedloom.experiment.trackers.tracker import Tracker
 from fedloom.experiment.trackers.tracking import Tracking
 from fedloom.recording.recorder import Recorder, build_recorders, expression
-from fedloom.recording.recording import Recording
+from fedloom.recording.run_recording import Recording
 from fedloom.report import summary as figures
 from fedloom.report import write_report
 from fedloom.report.summary import RunSummary
@@ -171,7 +171,7 @@ def run(
     )  # fmt: skip
     recorders = build_recorders(record)
     for recorder in recorders:
-        if reason := recorder.unfit(method):
+        if reason := recorder.inapplicable(method):
             raise InvalidValue(f"record: {recorder.name}: nothing to record for {describe(method)}: {reason}")
     described = {
         "algorithm": describe(method),
@@ -287,8 +287,8 @@ class _RunPlan:
         over = place is not None and place.ended(self.described)
         path = None if place is None else place.path
         recording = Recording(self.recorders, path) if self.recorders else None
-        hears = any(type(one).attach is not Recorder.attach and not one.unfit(self.method) for one in self.recorders)
-        with closing(self.engine(hears)) as engine:
+        hooked = any(one.hooks_training and not one.inapplicable(self.method) for one in self.recorders)
+        with closing(self.engine(hooked)) as engine:
             federation = self._federation(engine, recording, place)
             chosen = engine.chosen if isinstance(engine, LocalEngine) else None
             if chosen is not None and chosen.seconds:

@@ -1,4 +1,4 @@
-"""The ways of one client's models with several methods, in one plane over one surface of its loss (FedALA, figure 4).
+"""The trajectories of one client's models with several methods, in one plane over one surface of its loss (FedALA, figure 4).
 
 trajectories.json    in the folder of the page that shows them: what is drawn, and the digest of the records it was made of
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from fedloom.experiment.configuration import Configuration
 from fedloom.recording.plane import principal_plane
 from fedloom.recording.recorder import RunContext
-from fedloom.recording.recording import RESULT, kept_file
+from fedloom.recording.run_recording import RESULT, kept_file
 from fedloom.recording.trajectory import Trajectory, surroundings
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.evaluation import newcomers_last
@@ -32,18 +32,18 @@ Run = tuple[Path, RunSummary]
 """A run of one setting, and where it lies."""
 
 
-def draw_together(folder: Path, runs: Sequence[Run], scene: Callable[[int], RunContext]) -> None:
+def draw_together(folder: Path, runs: Sequence[Run], context: Callable[[int], RunContext]) -> None:
     """Keep in `folder` what is to be drawn of these runs together.
 
     All models of a client that the methods recorded with one seed span the plane (`principal_plane`); its surface is as of one
-    trajectory (`Trajectory`), the floating-point buffers the mean of all these models'. `scene` is that of a seed, and asked
+    trajectory (`Trajectory`), the floating-point buffers the mean of all these models'. `context` is that of a seed, and asked
     for only where two methods recorded the same client's trajectory and that is not kept yet.
     """
     groups = _groups(runs)
     if not groups or _known(folder, groups) is not None:
         return
     seed = next(iter(groups.values()))[0][1].seed
-    found = [one for client, group in groups.items() if (one := _in_one_plane(client, group, scene(seed))) is not None]
+    found = [one for client, group in groups.items() if (one := _in_one_plane(client, group, context(seed))) is not None]
     write_text(folder / FILE, json.dumps({"of": _digest(groups), "trajectories": found}) + "\n")
 
 
@@ -59,7 +59,7 @@ def together(folder: Path, runs: Sequence[Run]) -> list[RunSummary]:
     ]  # fmt: skip
 
 
-def scene_of(told: Configuration, seed: int) -> RunContext:
+def context_of(told: Configuration, seed: int) -> RunContext:
     """What recorders saw of a run with this configuration and seed."""
     schedule, whole = dataclasses.replace(told.schedule, seed=seed), told.task(seed)
     newcomers = schedule.newcomers(whole.clients)
@@ -104,12 +104,12 @@ def _digest(groups: Mapping[int, Sequence[Run]]) -> str:
     return digest.hexdigest()
 
 
-def _in_one_plane(client: int, group: Sequence[Run], scene: RunContext) -> dict[str, Any] | None:
-    """The ways of a client's models with all these methods; None where the models span no plane."""
+def _in_one_plane(client: int, group: Sequence[Run], context: RunContext) -> dict[str, Any] | None:
+    """The trajectories of a client's models with all these methods; None where the models span no plane."""
     entries = [_entry(run, client) for _, run in group]
     models = [_models(place, one["rounds"], client) for (place, _), one in zip(group, entries, strict=True)]
     rows = torch.stack([one["model"] for found in models for one in found])
-    plane = principal_plane(rows[:, : scene.task.layout.trainable].cpu())
+    plane = principal_plane(rows[:, : context.task.layout.trainable].cpu())
     if plane is None:
         return None
     points = plane.points.split([len(found) for found in models])
@@ -119,7 +119,7 @@ def _in_one_plane(client: int, group: Sequence[Run], scene: RunContext) -> dict[
     }
     grid = len(next((one["x"] for one in entries if "x" in one), range(Trajectory.grid)))
     integers = models[0][-1].get("integers")
-    around = surroundings(plane, grid, rows.double().mean(0).to(rows), integers, client, scene)
+    around = surroundings(plane, grid, rows.double().mean(0).to(rows), integers, client, context)
     seed = group[0][1].seed
     return {"kind": "trajectories", "client": client, "seed": seed, "methods": methods, **around}
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
-from fedloom.config.checks import require_at_least, require_one_of, require_positive
+from fedloom.config.checks import require_at_least
+from fedloom.config.fields import Count, NonNegativeInt, Positive
 from fedloom.data.dataset import Samples
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout
 from fedloom.randomness import stream
-from fedloom.recording.recorder import Exchange, Note, Recorder, RunContext, Series, recorders
+from fedloom.recording.recorder import Exchange, Kept, Measurement, Recorder, RunContext, Series, recorders
 from fedloom.rounds.scoring import Evaluator
 from fedloom.task import Task
 
@@ -36,35 +37,28 @@ class Landscape(Recorder):
     """
 
     grid: int = 21
-    radius: float = 1.0
-    samples: int = 1000
-    data: str = "train"
-    directions: int = 0
+    radius: Positive = 1.0
+    samples: Count = 1000
+    data: Literal["train", "test"] = "train"
+    directions: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_at_least("grid", self.grid, 3)
         if self.grid % 2 == 0:
             raise InvalidValue(f"grid must be odd, so that the model itself lies on it, not {self.grid}")
-        require_positive("radius", self.radius)
-        require_at_least("samples", self.samples, 1)
-        require_one_of("data", self.data, ("train", "test"))
-        require_at_least("directions", self.directions, 0)
 
-    @property
-    def name(self) -> str:
-        return "landscape"
-
-    def require(self, scene: RunContext) -> None:
+    def require(self, context: RunContext) -> None:
         if self.data == "test":
-            scene.require_test_samples()
+            context.require_test_samples()
 
-    def note(self, number: int, exchanges: Sequence[Exchange], scene: RunContext) -> Note | None:
-        return Note({}) if number == scene.rounds else None
+    def measure(self, number: int, exchanges: Sequence[Exchange], context: RunContext) -> Measurement | None:
+        return Measurement({}) if number == context.rounds else None
 
-    def settle(self, value: Any, method: Algorithm, integers: Tensor, scene: RunContext) -> Any:
-        return self.around(method.model(), scene.task, integers, scene.evaluator)
+    def complete(self, value: Any, method: Algorithm, integers: Tensor, context: RunContext) -> Any:
+        return self.around(method.model(), context.task, integers, context.evaluator)
 
-    def result(self, series: Series, tensors: Mapping[int, Mapping[str, Tensor]], scene: RunContext) -> dict[str, Any]:
+    def result(self, series: Series, kept: Kept, context: RunContext) -> dict[str, Any]:
         return dict(series[-1][1])
 
     def around(
@@ -72,8 +66,8 @@ class Landscape(Recorder):
     ) -> dict[str, Any]:
         """The landscape around the model `[P]` on the task's samples, as reports draw it.
 
-        `surface[i][j]` is the loss at b = `y[i]`, a = `x[j]`; `loss` and `accuracy` are the model's own on the same samples. A
-        loss beyond all figures is None.
+        `surface[i][j]` is the loss at b = `y[i]`, a = `x[j]`, None where it is not finite; `loss` and `accuracy` are the model's
+        own on the same samples.
         """
         judge = evaluator or Evaluator(task.model, task.layout, task.dataset)
         samples = self._chosen(task)

@@ -1,4 +1,4 @@
-"""What a recorder is: something to be written down of chosen rounds, without any influence on the run."""
+"""What a recorder is: it writes down chosen values of chosen rounds, without any influence on the run."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from fedloom.rounds.scoring import Evaluator, Score
 from fedloom.task import Task
 
 Series = Sequence[tuple[int, Any]]
-"""(round, what was noted in it), in the order of the rounds."""
+"""(round, value measured in it), in the order of the rounds."""
+
+Kept = Mapping[int, Mapping[str, Tensor]]
+"""The tensors kept with measurements, by round and name."""
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """The run as recorders see it. Clients count as in `task`; `numbers` are those that the user knows."""
+    """The run as recorders see it. Clients are numbered as in `task`; `numbers` are the numbers that the user knows them by."""
 
     task: Task
     rounds: int
@@ -31,7 +34,7 @@ class RunContext:
     evaluator: Evaluator
 
     def training_loss(self, row: Tensor, client: int, integers: Tensor | None) -> tuple[float, int]:
-        """Cross entropy of the model `row [P]` in evaluation mode, summed over a client's training samples; their number."""
+        """Cross entropy of the model `row [P]` in evaluation mode, summed over a client's training samples, and their number."""
         tally = self.evaluator.tally(row, self.task.train, self.task.partition, [client], integers)
         return float(tally.loss[0]), int(tally.samples[0])
 
@@ -44,7 +47,7 @@ class RunContext:
         """The model `row [P]` on the global test set, in evaluation mode."""
         return self.evaluator.score(row, self.task.test, integers)
 
-    def place(self, number: int) -> int:
+    def client(self, number: int) -> int:
         """The client that the user knows by this number. Raises `InvalidValue` when there is none, or it never trains."""
         known = list(self.numbers)
         if number not in known:
@@ -70,7 +73,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Note:
+class Measurement:
     """What is written down of one round: a value ready for JSON and, where models are kept, named tensors."""
 
     value: Any
@@ -79,48 +82,69 @@ class Note:
 
 @dataclass(frozen=True)
 class Recorder:
-    """Notes one thing, round by round."""
+    """Writes down one thing, round by round."""
 
     def __post_init__(self) -> None:
         """Check the options against the types of their fields, ranges included (`fedloom.config.fields`)."""
         require_fields(self)
 
     @property
-    def name(self) -> str:
-        """Under which name its notes are kept; two recorders of one run have different ones."""
-        raise NotImplementedError
+    def kind(self) -> str:
+        """The name under which it is registered."""
+        return next(entry.name for entry in recorders if entry.make is type(self))
 
-    def unfit(self, method: Algorithm) -> str:
+    @property
+    def name(self) -> str:
+        """The name of its measurements; two recorders of one run have different ones."""
+        return self.kind
+
+    @property
+    def hooks_training(self) -> bool:
+        """Whether it hooks into the clients' training, which then must take place in this process."""
+        return type(self).hook is not Recorder.hook
+
+    @property
+    def needs_models(self) -> bool:
+        """Whether it needs the models that clients receive and upload."""
+        return type(self).measure is not Recorder.measure
+
+    def inapplicable(self, method: Algorithm) -> str:
         """Why this method, not yet set up, has nothing to be recorded; empty where it has."""
         return ""
 
-    def require(self, scene: RunContext) -> None:
+    def require(self, context: RunContext) -> None:
         """Raise `InvalidValue` when this run has no such client or round."""
 
-    def attach(self, method: Algorithm, scene: RunContext) -> Callable[[int], Any] | None:
-        """Listen to the method itself, where what it reports is recorded; the answer hands out what a round reported."""
+    def hook(self, method: Algorithm, context: RunContext) -> Callable[[int], Any] | None:
+        """Hook into the method itself, where it reports what is recorded; the function returned gives what a round reported."""
         return None
 
-    def note(self, number: int, exchanges: Sequence[Exchange], scene: RunContext) -> Note | None:
-        """What there is to note of round `number`, in which the clients exchanged these models, in the order of the slots."""
+    def measure(self, number: int, exchanges: Sequence[Exchange], context: RunContext) -> Measurement | None:
+        """The measurement of round `number`, in which the clients exchanged these models, in the order of the slots."""
         return None
 
-    def settle(self, value: Any, method: Algorithm, integers: Tensor, scene: RunContext) -> Any:
-        """A round's noted value once the method has received the replies: what it makes of them may be added here."""
+    def complete(self, value: Any, method: Algorithm, integers: Tensor, context: RunContext) -> Any:
+        """The value of a round's measurement once the method has received the replies: what it makes of them may be added."""
         return value
 
-    def result(self, series: Series, tensors: Mapping[int, Mapping[str, Tensor]], scene: RunContext) -> dict[str, Any]:
-        """All notes as what reports draw; `tensors` are those noted, by round."""
-        raise NotImplementedError
+    def result(self, series: Series, kept: Kept, context: RunContext) -> dict[str, Any]:
+        """All measurements as reports draw them: here the rounds and, by name, the values of each."""
+        names = series[0][1]
+        return {"rounds": rounds_of(series), **{name: [value[name] for _, value in series] for name in names}}
 
 
 recorders: Registry[type[Recorder]] = Registry("recorder", "fedloom.recording")
 
 
+def rounds_of(series: Series) -> list[int]:
+    """The rounds that were measured."""
+    return [number for number, _ in series]
+
+
 def build_recorders(expressions: Sequence[str]) -> list[Recorder]:
     """The recorders of expressions such as `objective(every=10)` or `ala(client=8)`.
 
-    Raises `UnknownName` or `InvalidValue`, in one line, for whatever does not fit, and for two that would note the same thing.
+    Raises `UnknownName` or `InvalidValue`, in one line, for whatever does not fit, and for two that would record the same thing.
     """
     found: list[Recorder] = []
     for text in expressions:
@@ -132,13 +156,12 @@ def build_recorders(expressions: Sequence[str]) -> list[Recorder]:
 
 
 def expression(recorder: Recorder) -> str:
-    """The expression that builds this recorder again, every parameter given."""
-    entry = next(entry for entry in recorders if entry.make is type(recorder))
+    """The expression that builds this recorder again, with every parameter."""
     given = ", ".join(f"{f.name}={show(getattr(recorder, f.name))}" for f in fields(recorder))
-    return f"{entry.name}({given})"
+    return f"{recorder.kind}({given})"
 
 
-def whole_models(method: Algorithm) -> str:
+def partial_models(method: Algorithm) -> str:
     """Why the method's clients do not receive one model and upload one, both whole; empty where they do. The method is set up."""
     for part in method.nested():
         if not part.single_download:

@@ -1,8 +1,8 @@
-"""The way of one client's models over the surface of its local loss (FedALA, figure 4)."""
+"""The trajectory of one client's models over the surface of its local loss (FedALA, figure 4)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from fedloom.config.checks import require_at_least
+from fedloom.config.fields import Count, NonNegativeInt
 from fedloom.errors import InvalidValue
 from fedloom.recording.plane import Plane, principal_plane
-from fedloom.recording.recorder import Exchange, Note, Recorder, RunContext, Series, recorders
+from fedloom.recording.recorder import Exchange, Kept, Measurement, Recorder, RunContext, Series, recorders, rounds_of
 
 MARGIN = 0.2
 """How far the surface goes beyond the path on each side, as a share of the path's extent."""
@@ -29,14 +30,13 @@ class Trajectory(Recorder):
     Source: Zhang et al. 2023 (FedALA), figure 4.
     """
 
-    client: int = 0
-    first: int = 1
-    last: int | None = None
+    client: NonNegativeInt = 0
+    first: Count = 1
+    last: Count | None = None
     grid: int = 21
 
     def __post_init__(self) -> None:
-        require_at_least("client", self.client, 0)
-        require_at_least("first", self.first, 1)
+        super().__post_init__()
         if self.last is not None:
             require_at_least("last", self.last, self.first)
         require_at_least("grid", self.grid, 2)
@@ -45,66 +45,57 @@ class Trajectory(Recorder):
     def name(self) -> str:
         return f"trajectory of client {self.client}"
 
-    def require(self, scene: RunContext) -> None:
-        scene.place(self.client)
+    def require(self, context: RunContext) -> None:
+        context.client(self.client)
         for key, number in (("first", self.first), ("last", self.last)):
-            if number is not None and number > scene.rounds:
-                raise InvalidValue(f"{key} must be at most {scene.rounds}, the number of rounds, not {number}")
+            if number is not None and number > context.rounds:
+                raise InvalidValue(f"{key} must be at most {context.rounds}, the number of rounds, not {number}")
 
-    def note(self, number: int, exchanges: Sequence[Exchange], scene: RunContext) -> Note | None:
+    def measure(self, number: int, exchanges: Sequence[Exchange], context: RunContext) -> Measurement | None:
         if number < self.first or (self.last is not None and number > self.last):
             return None
-        client = scene.place(self.client)
-        for one in exchanges:
-            if one.client == client:
-                loss, samples = scene.training_loss(one.uploaded, client, one.uploaded_integers)
-                tensors = {"model": one.uploaded.clone()}
-                if one.uploaded_integers is not None:
-                    tensors["integers"] = one.uploaded_integers.clone()
-                return Note(loss / samples, tensors)
-        return None
+        client = context.client(self.client)
+        one = next((one for one in exchanges if one.client == client), None)
+        if one is None:
+            return None
+        loss, samples = context.training_loss(one.uploaded, client, one.uploaded_integers)
+        tensors = {"model": one.uploaded, "integers": one.uploaded_integers}
+        return Measurement(
+            loss / samples, {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
+        )
 
-    def result(self, series: Series, tensors: Mapping[int, Mapping[str, Tensor]], scene: RunContext) -> dict[str, Any]:
-        numbers = [number for number, _ in series]
-        found: dict[str, Any] = {
-            "kind": "trajectory",
-            "client": self.client,
-            "rounds": numbers,
-            "losses": [value for _, value in series],
-        }
-        if len(numbers) < 3:
-            return found
-        rows = torch.stack([tensors[number]["model"] for number in numbers])
-        trainable = scene.task.layout.trainable
-        plane = principal_plane(rows[:, :trainable].cpu())
+    def result(self, series: Series, kept: Kept, context: RunContext) -> dict[str, Any]:
+        numbers = rounds_of(series)
+        found: dict[str, Any] = {"client": self.client, "rounds": numbers, "losses": [value for _, value in series]}
+        rows = torch.stack([kept[number]["model"] for number in numbers])
+        plane = principal_plane(rows[:, : context.task.layout.trainable].cpu())
         if plane is None:
             return found
-        integers = tensors[numbers[-1]].get("integers")
+        buffers, integers = rows.double().mean(0).to(rows), kept[numbers[-1]].get("integers")
         return found | {
             "points": plane.points.tolist(),
-            **surroundings(plane, self.grid, rows.double().mean(0).to(rows), integers, self.client, scene),
+            **surroundings(plane, self.grid, buffers, integers, self.client, context),
         }
 
 
 def surroundings(
-    plane: Plane, grid: int, model: Tensor, integers: Tensor | None, client: int, scene: RunContext
+    plane: Plane, grid: int, model: Tensor, integers: Tensor | None, client: int, context: RunContext
 ) -> dict[str, Any]:
-    """What the plane explains, the coordinates `x` and `y` of a grid around its points, and the client's loss on it.
+    """The variance that the plane explains, the coordinates `x` and `y` of a grid around its points, and the client's loss on it.
 
-    The loss stands line by line from the lowest y up; `model [P]` lends its buffers.
+    `surface` has a line for each y, from the lowest up; the buffers are those of `model [P]`.
     """
-    place, trainable = scene.place(client), scene.task.layout.trainable
+    index, trainable = context.client(client), context.task.layout.trainable
     x, y = (_ticks(plane.points[:, axis], grid) for axis in (0, 1))
     row = model.clone()
-    lines: list[list[float]] = []
-    for up in y:
-        line: list[float] = []
-        for along in x:
-            row[:trainable] = plane.at(along, up)
-            loss, samples = scene.training_loss(row, place, integers)
-            line.append(loss / samples)
-        lines.append(line)
-    return {"explained": plane.explained.tolist(), "x": x, "y": y, "surface": lines}
+
+    def loss_at(along: float, up: float) -> float:
+        row[:trainable] = plane.at(along, up)
+        loss, samples = context.training_loss(row, index, integers)
+        return loss / samples
+
+    surface = [[loss_at(along, up) for along in x] for up in y]
+    return {"explained": plane.explained.tolist(), "x": x, "y": y, "surface": surface}
 
 
 def _ticks(values: Tensor, count: int) -> list[float]:

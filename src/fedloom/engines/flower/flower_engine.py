@@ -66,6 +66,7 @@ class FlowerEngine(RemoteClients):
     """Lets the sites behind `messenger` train. `largest_share` bounds a site's part in a round's mean, where sites say themselves
     how many samples they have."""
 
+    in_process: bool | None = None
     chosen: Choice | None = None
 
     def __init__(self, messenger: SiteMessenger, largest_share: float = 1.0) -> None:

@@ -62,6 +62,7 @@ class ProcessesEngine(WorkerEngine):
     name = "processes"
     kind = "worker process"
     shares_memory = True
+    in_process: bool | None = False
 
     def __init__(
         self,

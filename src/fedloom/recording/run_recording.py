@@ -1,4 +1,4 @@
-"""The recording of one run: it watches the federation's rounds, keeps the notes through kills, and gathers them at the end.
+"""The recording of one run: it observes the rounds, keeps the measurements, also when the run is killed, and gathers them.
 
 In the run's directory: `recorded.jsonl`, a line a round; `recorded/round-*.safetensors`, the models that are kept;
 `recording.json`, all of it as reports draw it, when the run is finished.
@@ -16,10 +16,8 @@ from torch import Tensor
 
 from fedloom.algorithm import Replies, describe
 from fedloom.engines.base import INTEGERS, ClientTask
-from fedloom.engines.processes.parent import ProcessesEngine
-from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
-from fedloom.recording.recorder import Exchange, Note, Recorder, RunContext, whole_models
+from fedloom.recording.recorder import Exchange, Kept, Measurement, Recorder, RunContext, partial_models
 from fedloom.round import Round
 from fedloom.rounds.checkpoint import RoundLog, without_gap
 from fedloom.rounds.federation import Federation
@@ -31,10 +29,10 @@ RESULT = "recording.json"
 
 
 class Recording:
-    """Lets recorders note what they want of each round; the run itself is the same with and without.
+    """Lets recorders measure what they want of each round; the run itself is the same with and without.
 
-    A round's notes are kept when the round is, so that a run that is resumed records the same bytes. `notices`: which
-    recorders were left out because this method has nothing for them, a line each.
+    A round's measurements are kept when the round is, so that a run that is resumed records the same bytes. `notices`: which
+    recorders were left out because they do not apply to this method, a line each.
     """
 
     def __init__(self, recorders: Sequence[Recorder], directory: Path | None = None) -> None:
@@ -43,44 +41,43 @@ class Recording:
         self.notices: list[str] = []
         self._log = None if directory is None else RoundLog(directory / "recorded.jsonl")
         self._lines: list[dict[str, Any]] = []
-        self._tensors: dict[int, dict[str, Tensor]] = {}  # without a directory, of all rounds; else of none
-        self._pending: dict[str, Note] = {}
+        self._tensors: dict[int, dict[str, Tensor]] = {}  # of all rounds, where there is no directory
+        self._pending: dict[str, Measurement] = {}
         self._unsynced: list[Path] = []
 
     def begin(self, federation: Federation) -> None:
         """Take the federation, which is set up. Raises `InvalidValue` when a recorder asks for what it cannot have."""
-        if not isinstance(federation.engine, RowsEngine | ProcessesEngine):
+        in_process = federation.engine.in_process
+        if in_process is None:
+            name = type(federation.engine).__name__
             raise InvalidValue(
-                f"record works in simulations, where the clients' samples are at hand, not in {type(federation.engine).__name__}"
+                f"record works in simulations on one machine, which has the clients' samples, not in {name}"
             )
         self._federation = federation
         task, method = federation.task, federation.algorithm
         evaluator = Evaluator(task.model, task.layout, task.dataset)
         trainers = task.clients - federation.schedule.newcomers(task.clients)
-        self._scene = RunContext(task, federation.schedule.rounds, trainers, federation.numbers, evaluator)
-        whole, fit = whole_models(method), []
+        self._context = RunContext(task, federation.schedule.rounds, trainers, federation.numbers, evaluator)
+        partial, applicable = partial_models(method), []
         for recorder in self.recorders:
             try:
-                recorder.require(self._scene)
+                recorder.require(self._context)
             except InvalidValue as error:
                 raise InvalidValue(f"record: {recorder.name}: {error}") from None
-            reason = recorder.unfit(method) or (whole if type(recorder).note is not Recorder.note else "")
+            reason = recorder.inapplicable(method) or (partial if recorder.needs_models else "")
             if reason:
                 self.notices.append(f"{recorder.name} is not recorded for {describe(method)}: {reason}")
             else:
-                fit.append(recorder)
-        self.recorders = fit
-        self._attach(federation)
+                applicable.append(recorder)
+        self.recorders = applicable
+        hooks = {recorder.name: recorder.hook(method, self._context) for recorder in self.recorders}
+        self._hooks = {name: reported for name, reported in hooks.items() if reported is not None}
+        if self._hooks and not in_process:
+            raise InvalidValue(
+                f"record: {next(iter(self._hooks))}: it hooks client training, which is in other processes here"
+            )
         if self.directory is not None:
             remove_unfinished(self._folder)
-
-    def _attach(self, federation: Federation) -> None:
-        attached = {r.name: r.attach(federation.algorithm, self._scene) for r in self.recorders}
-        self._heard = {name: hear for name, hear in attached.items() if hear is not None}
-        if self._heard and isinstance(federation.engine, ProcessesEngine):
-            raise InvalidValue(
-                f"record: {next(iter(self._heard))}: the clients learn in other processes, out of hearing"
-            )
 
     @property
     def _folder(self) -> Path:
@@ -92,34 +89,41 @@ class Recording:
         return kept_file(self.directory, number)
 
     def finished(self) -> int:
-        """How many rounds from the first on have all their notes on disk."""
+        """How many rounds from the first on have all their measurements on disk."""
         lines = [] if self._log is None else self._log.read()
         whole = without_gap(lines)
         lost = (k for k, line in enumerate(lines[:whole]) if line["kept"] and not self._path(line["round"]).exists())
         return next(lost, whole)
 
     def resume(self, finished: int) -> None:
-        """Go on after round `finished`; what was noted of later ones is dropped."""
+        """Go on after round `finished`; what was recorded of later ones is dropped."""
         if self._log is not None:
             self._lines = self._log.resume(finished)
 
     def observe(self, round: Round, client_tasks: Sequence[ClientTask], replies: Replies) -> None:
-        """Note what recorders want of this round, which may still fail. Nothing given is changed or kept without a copy."""
+        """Measure what recorders want of this round, which may still fail. Nothing given is changed or kept without a copy."""
         exchanges = _exchanges(client_tasks, replies)
         self._pending = {}
         for recorder in self.recorders:
-            hear = self._heard.get(recorder.name)
-            heard = None if hear is None else hear(round.number)
-            note = recorder.note(round.number, exchanges, self._scene) if heard is None else Note(heard)
-            if note is not None:
-                self._pending[recorder.name] = note
+            reported = self._hooks[recorder.name](round.number) if recorder.name in self._hooks else None
+            found = (
+                recorder.measure(round.number, exchanges, self._context) if reported is None else Measurement(reported)
+            )
+            if found is not None:
+                self._pending[recorder.name] = found
 
     def commit(self, number: int) -> None:
-        """The round has succeeded: its notes are kept. Models are on disk before the line that counts on them."""
-        self._settle()
-        tensors = {f"{name}/{key}": t for name, note in self._pending.items() for key, t in note.tensors.items()}
-        notes = {name: _plain(note.value) for name, note in self._pending.items()}
-        line = {"round": number, "kept": bool(tensors), "notes": notes}
+        """The round has succeeded: its measurements are kept, models before the line that refers to them."""
+        method, integers = self._federation.algorithm, self._federation.integers
+        values = {
+            recorder.name: _plain(
+                recorder.complete(self._pending[recorder.name].value, method, integers, self._context)
+            )
+            for recorder in self.recorders
+            if recorder.name in self._pending
+        }
+        tensors = {f"{name}/{key}": t for name, found in self._pending.items() for key, t in found.tensors.items()}
+        line = {"round": number, "kept": bool(tensors), "values": values}
         self._pending = {}
         if self._log is None:
             self._tensors[number] = tensors
@@ -131,16 +135,8 @@ class Recording:
         if self._log is not None:
             self._log.append(line)
 
-    def _settle(self) -> None:
-        """Add to the pending notes what the method made of the round."""
-        method, integers = self._federation.algorithm, self._federation.integers
-        for recorder in self.recorders:
-            if (note := self._pending.get(recorder.name)) is not None:
-                value = recorder.settle(note.value, method, integers, self._scene)
-                self._pending[recorder.name] = Note(value, note.tensors)
-
     def sync(self) -> None:
-        """Wait until all notes are on the disk."""
+        """Wait until all measurements are on the disk."""
         for path in self._unsynced:
             flush(path)
         self._unsynced = []
@@ -148,34 +144,30 @@ class Recording:
             self._log.sync()
 
     def results(self) -> list[dict[str, Any]]:
-        """What each recorder has found, ready for JSON and for reports; recorders without a single note are left out.
+        """What each recorder has found, ready for JSON and for reports; recorders without a single measurement are left out.
 
         Raises `DamagedCheckpoint` when a model that was kept cannot be read.
         """
         found = []
         for recorder in self.recorders:
-            series = [
-                (line["round"], line["notes"][recorder.name]) for line in self._lines if recorder.name in line["notes"]
-            ]
-            if series:
-                found.append(
-                    recorder.result(series, self._kept(recorder, [number for number, _ in series]), self._scene)
-                )
-        return [_plain(one) for one in found]
+            lines = [line for line in self._lines if recorder.name in line["values"]]
+            if series := [(line["round"], line["values"][recorder.name]) for line in lines]:
+                kept = self._kept(recorder, [line["round"] for line in lines if line["kept"]])
+                found.append(_plain({"kind": recorder.kind, **recorder.result(series, kept, self._context)}))
+        return found
 
     def write(self, results: Sequence[Mapping[str, Any]]) -> None:
         """Write the results into the run's directory."""
         if self.directory is not None:
             write_text(self.directory / RESULT, json.dumps(list(results)) + "\n")
 
-    def _kept(self, recorder: Recorder, numbers: Sequence[int]) -> dict[int, Mapping[str, Tensor]]:
+    def _kept(self, recorder: Recorder, numbers: Sequence[int]) -> Kept:
+        """The tensors that a recorder kept in these rounds."""
         prefix = f"{recorder.name}/"
-        kept = {line["round"] for line in self._lines if line["kept"]}
-        found: dict[int, Mapping[str, Tensor]] = {}
+        found = {}
         for number in numbers:
-            if number in kept:
-                tensors = self._tensors[number] if self._log is None else read_tensors(self._path(number))[0]
-                found[number] = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+            tensors = self._tensors[number] if self._log is None else read_tensors(self._path(number))[0]
+            found[number] = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
         return found
 
 
@@ -207,7 +199,7 @@ def _exchanges(client_tasks: Sequence[ClientTask], replies: Replies) -> list[Exc
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no word for infinite or undefined figures."""
+    """The value with None for figures that are not finite, which JSON has no word for."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

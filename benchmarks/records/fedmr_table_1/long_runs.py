@@ -1,4 +1,4 @@
-"""The runs of one method, one after another, from this folder: `python queue.py fedavg` or `python queue.py fedmr`.
+"""The runs of one method, one after another, from this folder: `python long_runs.py fedavg` or `python long_runs.py fedmr`.
 
 It calls the `fedloom` beside the Python that runs it, with one thread, and takes CIFAR-10 from FEDLOOM_DATA.
 """
