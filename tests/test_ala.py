@@ -314,7 +314,7 @@ def test_idle_clients_of_umf_learn_nothing_that_lasts() -> None:
         ("ala(fedavg, p=0)", "p must be at least 1"),
         ("ala(fedavg, p=4)", "p must be at most 3"),
         ("ala(fedrep, p=3)", "p must be at most 2"),
-        ("fedala(percent=101)", "percent must be between 0 and 100"),
+        ("fedala(percent=101)", r"percent must be in \(0, 100\]"),
         ("fedala(sampling=windw)", "sampling"),
         ("fedala(method=fedavg)", "no parameter 'method'"),
         ("ala", "needs method"),

@@ -41,6 +41,30 @@ def test_the_code_on_the_page_about_own_methods_prints_what_the_page_says(tmp_pa
     assert printed == pytest.approx(said, abs=0.04)
 
 
+COMPARED = """
+import warnings; warnings.simplefilter("ignore")
+import fedloom as fl
+training = fl.Training(learning_rate=0.1, epochs=2, batch_size=10)
+task = fl.make_task("digits", clients=4, partition="dirichlet(0.3)", model="mlp(hidden=[8])", training=training)
+for wrapper in ("{}", "umf({})", "ala({}, max_epochs=3)"):
+    found = fl.run(wrapper.format("half_step(step=1.0, mu=0.5)"), task, rounds=4, participation=0.5).model
+    expected = fl.run(wrapper.format("fedprox(mu=0.5)"), task, rounds=4, participation=0.5).model
+    for one, two in zip(found.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one, two)
+"""
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/own-method.md"])
+def test_the_proximal_term_on_a_page_is_that_of_fedprox_under_wrappers_too(page: str, tmp_path: Path) -> None:
+    """With a full step of the server, the method on the page is FedProx, whose term holds clients to what the server sent."""
+    code = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
+    (block,) = (block for block in code if '("half_step")' in block)
+    program = tmp_path / "page.py"
+    program.write_text("import torch\ntorch.set_num_threads(1)\n" + block.split("\n\n\ntask = ")[0] + COMPARED)
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("page", ["index.md", "secure.md", "methods/composing.md"])
 def test_the_code_on_a_page_runs(page: str, tmp_path: Path) -> None:
     program = tmp_path / "page.py"

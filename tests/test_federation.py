@@ -131,8 +131,18 @@ def test_clients_that_drop_out_send_nothing_and_the_round_goes_on() -> None:
     assert 4 < absent < 26  # 36 draws of 0.4
     row = 4 * task.layout.size + 8 * task.layout.integers
     for record in run.history:
-        assert record["bytes_up"] == (3 - len(record["faults"])) * row
+        assert record["bytes_up"] == record["bytes_down"] == (3 - len(record["faults"])) * row
         assert {fault["reason"] for fault in record["faults"]} <= {"dropped out"}
+
+
+def test_a_broadcast_reaches_all_but_those_who_dropped_out() -> None:
+    task = small_task()
+    run = federation(build("umf(fedavg)"), task, 6, dropout=0.4)
+    run.run()
+    row = 4 * task.layout.size + 8 * task.layout.integers
+    assert any(record["faults"] for record in run.history)
+    for record in run.history:
+        assert record["bytes_down"] == (task.clients - len(record["faults"])) * row
 
 
 def test_when_nobody_answers_the_model_stays() -> None:

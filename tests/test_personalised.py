@@ -15,12 +15,14 @@ import naive_methods as methods
 from fedloom.algorithm import Algorithm, build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
+from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import InvalidValue
 from fedloom.randomness import stream
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.training import Training
 from naive_personal import Moment, Run, Setting, World, assert_same, parameters, shared_model, vector
+from small_task import TRAIN_SIZES, small_task
 
 Method = Callable[..., list[Moment]]
 PLAIN = Training(learning_rate=0.1, decay=0.9, epochs=2, batch_size=4)
@@ -316,6 +318,41 @@ def test_traffic_in_models(expression: str, down: int, up: int) -> None:
     beside = 5 * 8 * world.clients  # FedFomo's values and APPLE's shares: a number a model
     assert record["bytes_down"] - down * size * world.clients in (0, beside)
     assert record["bytes_up"] - up * size * world.clients in (0, beside)
+
+
+@pytest.mark.parametrize("engine", [RowsEngine, StackedEngine])
+@pytest.mark.parametrize("method", ["silobn", "fedbn", "fedper", "fedper(buffers=average)"])
+def test_counters_of_batch_norm_stay_with_clients_whose_model_does_in_part(
+    method: str, engine: type[RowsEngine]
+) -> None:
+    """Each client's counter is the number of its own batches, nobody else's, and is neither sent nor counted."""
+    task = replace(small_task(), training=Training(learning_rate=0.05, batch_size=4))
+    made = engine(task)
+    run = Federation(build(method), task, made, Schedule(rounds=4, participation=0.5, seed=1, personal_every=1))
+    run.run()
+    assert task.layout.integers == 1
+    expected = run.algorithm.expects(run._first)["model"][0]
+    uploads = [client for record in run.history for client in record["clients"]]
+    for record in run.history:
+        assert not record["faults"]
+        assert record["bytes_up"] == 4 * expected * len(record["clients"])
+    assert run.integers.tolist() == [0]
+    after = run._first.at(5)
+    for block in run.evaluation._orders(run.algorithm, after, range(task.clients), run.integers):
+        for client_task in block:
+            _, counter = made.personalise(run.algorithm, after, client_task)
+            batches = uploads.count(client_task.client) * -(-TRAIN_SIZES[client_task.client] // 4)
+            skipped = uploads.count(client_task.client) * (TRAIN_SIZES[client_task.client] % 4 == 1)
+            assert counter is not None
+            assert counter.tolist() == [batches - skipped]
+
+
+def test_counters_of_batch_norm_travel_with_whole_models() -> None:
+    task = replace(small_task(), training=Training(learning_rate=0.05, batch_size=4))
+    run = Federation(build("silobn(buffers=average)"), task, RowsEngine(task), Schedule(rounds=2, participation=1.0))
+    run.run()
+    assert run.history[0]["bytes_down"] == run.history[0]["bytes_up"] == 6 * (4 * task.layout.size + 8)
+    assert run.integers.tolist() == [2 * 3]
 
 
 @pytest.mark.parametrize(

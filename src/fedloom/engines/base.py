@@ -14,6 +14,7 @@ from fedloom.algorithm import Algorithm, Message
 from fedloom.config.registry import Registry
 from fedloom.errors import NotFinite, RefusedReply
 from fedloom.flat.layout import Layout
+from fedloom.local.cohort import Cohort
 from fedloom.round import Round
 from fedloom.rounds.scoring import Tally
 from fedloom.state.store import ClientStore
@@ -58,6 +59,7 @@ class Fault:
     client_task: ClientTask
     reason: str
     error: Exception | None = None
+    sent: bool = True  # whether the message went out to it
 
     @property
     def diverged(self) -> bool:
@@ -128,9 +130,29 @@ def row_for(rows: Tensor, place: int) -> Tensor:
 
 
 def expectations(algorithm: Algorithm, round: Round, layout: Layout) -> dict[str, tuple[int, ...]]:
-    """Name and shape of each tensor in a client's reply, integer buffers included."""
+    """Name and shape of each tensor in a client's reply. Integer buffers, such as the counters of batch norm, travel with whole
+    models; where part of the model stays with the client, so do they."""
     expected = dict(algorithm.expects(round))
-    return expected | {INTEGERS: (layout.integers,)} if layout.integers else expected
+    whole = expected.get("model", (layout.size,)) == (layout.size,)
+    return expected | {INTEGERS: (layout.integers,)} if layout.integers and whole else expected
+
+
+def load_integers(cohort: Cohort, inbox: Message, initial: Tensor) -> bool:
+    """Load the integer buffers that were sent, which the inbox then lacks, or else each client's own (`initial [Z]` at first).
+    Returns whether they were sent."""
+    sent = inbox.pop(INTEGERS, None)
+    if cohort.layout.integers:
+        own = cohort.memory.get(INTEGERS, initial.unsqueeze(0)) if sent is None else sent
+        cohort.flat_module.load_integers(own)
+    return sent is not None
+
+
+def keep_integers(cohort: Cohort, reply: Message, sent: bool) -> None:
+    """Put the integer buffers after training into the reply where they were `sent`, else into the memory of who uploads."""
+    if sent:
+        reply[INTEGERS] = cohort.flat_module.integers()
+    elif cohort.layout.integers:
+        cohort.memory.write(INTEGERS, cohort.flat_module.integers(), cohort.uploads)
 
 
 class KeepsClientMemory:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm
 from fedloom.engines.base import (
-    INTEGERS,
     Choice,
     ClientTask,
     Fault,
@@ -20,6 +19,8 @@ from fedloom.engines.base import (
     engines,
     expectations,
     inspect_reply,
+    keep_integers,
+    load_integers,
 )
 from fedloom.errors import FedloomError, InvalidValue, RefusedReply
 from fedloom.flat.allocator import keep_pages
@@ -88,13 +89,10 @@ class RowsEngine(KeepsClientMemory):
     ) -> Reply:
         cohort = self.cohort(round, client_task)
         inbox = dict(client_task.inbox)
-        integers = inbox.pop(INTEGERS, None)
-        if integers is not None:
-            self.flat_module.load_integers(integers)
+        sent = load_integers(cohort, inbox, self.task.initial_integers)
         with self._drawing_layers(round, client_task.client):
             message = algorithm.train(cohort, inbox)
-        if integers is not None:
-            message[INTEGERS] = self.flat_module.integers()
+        keep_integers(cohort, message, sent)
         tensors = {name: rows[0] for name, rows in message.items()}
         if client_task.slot is not None:
             inspect_reply(tensors, expected)
@@ -113,12 +111,11 @@ class RowsEngine(KeepsClientMemory):
         """The model `[P]` that one client would use in `round`, and its integer buffers if it has any. Nothing of it lasts:
         the method works on a copy of the inbox, and what it writes to the client's memory is dropped."""
         inbox = {name: rows.clone() for name, rows in client_task.inbox.items()}
-        integers = inbox.pop(INTEGERS, None)
-        if integers is not None:
-            self.flat_module.load_integers(integers)
+        cohort = self.cohort(round, client_task)
+        load_integers(cohort, inbox, self.task.initial_integers)
         with self._drawing_layers(round, client_task.client):
-            row = algorithm.personalise(self.cohort(round, client_task), inbox)[0]
-        return row, None if integers is None else self.flat_module.integers()[0]
+            row = algorithm.personalise(cohort, inbox)[0]
+        return row, self.flat_module.integers()[0] if self.task.layout.integers else None
 
     def _drawing_layers(self, round: Round, client: int) -> AbstractContextManager[None]:
         """Dropout and other layers that draw in `forward` know only torch's global generator: inside, the client's stream."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, describe
 from fedloom.config.fields import Count, checked
-from fedloom.engines.base import INTEGERS, ClientTask, Fault, Reply, engines, inspect_reply
+from fedloom.engines.base import ClientTask, Fault, Reply, engines, inspect_reply, keep_integers, load_integers
 from fedloom.engines.rows import RowsEngine, full_batch, measured
 from fedloom.errors import FedloomError, InvalidValue, RefusedReply
 from fedloom.flat.module import Batch, FlatModule, cross_entropy, generator_state
@@ -78,7 +78,7 @@ class StackedEngine(RowsEngine):
         if len(client_tasks) == 1:
             yield self.train_one(algorithm, round, client_tasks[0], expected)
             return
-        cohort, inbox = self._together(round, client_tasks)
+        cohort, inbox, sent = self._together(round, client_tasks)
         try:
             message = algorithm.train(cohort, inbox)
         except FedloomError:
@@ -93,8 +93,7 @@ class StackedEngine(RowsEngine):
             self.alone[describe(algorithm)] = f"{type(error).__name__}: {error}"
             yield from super().train_expecting(algorithm, round, client_tasks, expected)
             return
-        if self.task.layout.integers:
-            message[INTEGERS] = self.stack.integers()
+        keep_integers(cohort, message, sent)
         yield from _answers(client_tasks, message, cohort, expected)
 
     def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
@@ -105,7 +104,7 @@ class StackedEngine(RowsEngine):
             if len(chunk) == 1:
                 yield from super().evaluate(algorithm, round, chunk)
                 continue
-            cohort, inbox = self._together(round, chunk)
+            cohort, inbox, _ = self._together(round, chunk)
             rows = algorithm.personalise(cohort, {name: tensor.clone() for name, tensor in inbox.items()})
             integers = self.stack.integers()
             for place, client_task in enumerate(chunk):
@@ -124,17 +123,14 @@ class StackedEngine(RowsEngine):
         edges = [place * len(client_tasks) // max(1, count) for place in range(count + 1)]
         return [[client_tasks[k] for k in falling[a:b]] for a, b in pairwise(edges)]
 
-    def _together(self, round: Round, client_tasks: Sequence[ClientTask]) -> tuple[Cohort, Message]:
-        """The cohort of several clients, and their inboxes with one row each."""
+    def _together(self, round: Round, client_tasks: Sequence[ClientTask]) -> tuple[Cohort, Message, bool]:
+        """The cohort of several clients, their inboxes with one row each, and whether integer buffers were sent."""
         clients = [client_task.client for client_task in client_tasks]
         inbox = {
             name: _joined([client_task.inbox[name] for client_task in client_tasks]) for name in client_tasks[0].inbox
         }
-        integers = inbox.pop(INTEGERS, None)
         streams = [round.stream("layers", client) for client in clients] if self._draws else []
         self.stack.begin(len(clients), streams)
-        if integers is not None:
-            self.stack.load_integers(integers)
         cohort = Cohort(
             clients,
             [self.task.samples(client) for client in clients],
@@ -145,7 +141,8 @@ class StackedEngine(RowsEngine):
             Memory(self.store, clients),
             [client_task.slot is not None for client_task in client_tasks],
         )
-        return cohort, inbox
+        sent = load_integers(cohort, inbox, self.task.initial_integers)
+        return cohort, inbox, sent
 
 
 def apart(algorithm: Algorithm) -> str | None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message
-from fedloom.engines.base import INTEGERS, ClientTask, Engine, row_for
+from fedloom.engines.base import INTEGERS, ClientTask, Engine, expectations, row_for
 from fedloom.errors import InvalidValue
 from fedloom.randomness import stream
 from fedloom.round import Round
@@ -103,7 +103,7 @@ class Evaluation:
         assert own is not None  # else there are no clients to evaluate
         if self.task.elsewhere:
             given = Algorithm()  # with it, clients use what they are sent
-            given.state = {"model": algorithm.model()}
+            given.plan, given.state = algorithm.plan, {"model": algorithm.model()}
             return self._personal(given, upcoming, clients, integers)
         return self.evaluator.tally(algorithm.model(), self.task.train, own, clients, integers)
 
@@ -119,7 +119,7 @@ class Evaluation:
         for start in range(0, len(clients), BLOCK):
             block = tuple(clients[start : start + BLOCK])
             message: Message = dict(algorithm.deploy(upcoming, block))
-            if self.task.layout.integers:
+            if INTEGERS in expectations(algorithm, upcoming, self.task.layout):
                 message[INTEGERS] = integers.unsqueeze(0)
             yield [
                 ClientTask(client, None, {name: row_for(rows, place) for name, rows in message.items()})

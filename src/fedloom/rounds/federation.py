@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, Selection
-from fedloom.engines.base import INTEGERS, ClientTask, Engine, Fault, RemoteClients, Reply, row_for
+from fedloom.engines.base import INTEGERS, ClientTask, Engine, Fault, RemoteClients, Reply, expectations, row_for
 from fedloom.errors import CheckpointError, Diverged, InvalidValue
 from fedloom.flat.device import moved_back
 from fedloom.flat.population import capped
@@ -167,7 +167,7 @@ class Federation:
         selection = self.algorithm.select(round)
         round = replace(round, selected=selection.clients)
         message = dict(self.algorithm.send(round))
-        if self.task.layout.integers:
+        if INTEGERS in expectations(self.algorithm, round, self.task.layout):
             message[INTEGERS] = self.integers.unsqueeze(0)
         client_tasks, absent = self._orders(round, selection, message)
         results = self.engine.train(self.algorithm, round, client_tasks)
@@ -183,6 +183,7 @@ class Federation:
         self.algorithm.finish(round)
         received = time.perf_counter()
         receivers = selection.receivers or len(selection.clients) + len(selection.idle)
+        receivers -= len(absent) + sum(not fault.sent for fault in faults)
         record: Record = {
             "round": round.number,
             "clients": [self.numbers[client] for client in selection.clients],

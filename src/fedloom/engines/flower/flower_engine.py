@@ -115,7 +115,7 @@ class FlowerEngine(RemoteClients):
 
         for client_task, answer in self.messenger.answers("train", round, client_tasks, words):
             if isinstance(answer, NoAnswer):
-                yield Fault(client_task, answer.reason)
+                yield Fault(client_task, answer.reason, sent=answer.sent)
                 continue
             try:
                 wanted = {} if client_task.slot is None else expected

@@ -51,7 +51,7 @@ class Courier:
     """Carries what peers send each other in one exchange, as messages between the server and the sites (a `Transport`).
 
     Peers have their sites' numbers. A site that does not answer once, or not as agreed, is asked no more in this exchange:
-    `lost` says why. `carried` counts the bytes that sites gave it.
+    `lost` says why, `reached` whom a message went out to. `carried` counts the bytes that sites gave it.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Courier:
         self.messenger, self.round, self.terms = messenger, round, terms
         self.client_tasks = {messenger.numbers[client_task.client]: client_task for client_task in client_tasks}
         self.lost: dict[int, str] = {}
+        self.reached: set[int] = set()
         self.carried = 0
 
     def carry(self, requests: Mapping[int, bytes]) -> dict[int, bytes]:
@@ -89,6 +90,8 @@ class Courier:
         for client_task, answer in asking:
             peer = self.messenger.numbers[client_task.client]
             try:
+                if not isinstance(answer, NoAnswer) or answer.sent:
+                    self.reached.add(peer)
                 if isinstance(answer, NoAnswer):
                     raise FedloomError(answer.reason)
                 words_of(answer)
@@ -212,7 +215,12 @@ class SecureRound:
             named.setdefault(fault.peer, f"{fault}: {reason}" if reason else str(fault))
         staying = () if terms is None else terms.peers
         given = [(task, self._number(task)) for task in client_tasks]
-        return courier, key, terms, [Fault(task, named.get(n, abort)) for task, n in given if n not in staying]
+        lost = [
+            Fault(task, named.get(n, abort), sent=when == "before_upload" or n in courier.reached)
+            for task, n in given
+            if n not in staying
+        ]
+        return courier, key, terms, lost
 
     def _given_up(self, fault: Fault) -> Fault:
         """A client whose work of this round is not taken."""
