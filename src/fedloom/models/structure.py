@@ -60,7 +60,7 @@ def block_parameters(module: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def _declared(module: nn.Module) -> Blocks | None:
-    """The attribute `blocks` if it is such a grouping. Many models call a list of submodules so: that is none."""
+    """The attribute `blocks` if it is a tuple of tuples of names; None otherwise, as for lists of submodules of that name."""
     found = getattr(module, "blocks", None)
     if not isinstance(found, tuple) or not found:
         return None

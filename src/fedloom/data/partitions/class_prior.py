@@ -42,9 +42,9 @@ def class_prior(
 
 
 def draw_turns(room: Indices, rng: np.random.Generator) -> Indices:
-    """Whose turn it is, step by step, `[sum(room)]`: always a random client among those with fewer than `room[i]` turns.
+    """The client that draws in each step, `[sum(room)]`: a random one among those with fewer than `room[i]` steps so far.
 
-    Drawn by rejection, many steps at once: random clients, those left out that are full by then.
+    By rejection, many steps at once: draw random clients, drop the draws of clients that are full by then, and repeat.
     """
     room = room.copy()
     blocks = []

@@ -1,4 +1,4 @@
-"""Unbalanced clients: sizes that follow a log-normal distribution, labels alike."""
+"""Unbalanced clients: their sizes follow a log-normal distribution, and all have the same distribution of labels."""
 
 from __future__ import annotations
 

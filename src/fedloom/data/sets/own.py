@@ -142,7 +142,7 @@ def triple(part: object, source: str) -> tuple[Any, Any, Any]:
 
 
 def call_source(source: str) -> Any:
-    """What the function named by `source` returns; any failure of it is the user's to mend, told in one line."""
+    """What the function named by `source` returns. Raises `DataError`, in one line, for whatever it raises."""
     function = found_at(source, "source", "'module:function'")
     try:
         return function()
