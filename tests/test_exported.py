@@ -20,6 +20,7 @@ METHODS = {entry.make.__name__: entry.make for entry in algorithms if entry.make
 # What a user may write; a comment names the error that a type checker must find on its line.
 USER = """\
 import fedloom as fl
+from fedloom.algorithm import algorithms
 
 method: fl.FedMR = fl.FedMR(unit="tensor", local=fl.FedProx(mu=0.1))
 staged = fl.Stages([(fl.FedAvg(), 2), (method, None)])
@@ -28,6 +29,7 @@ accuracy: float = fl.run(staged, task, rounds=2).accuracy
 fl.FedMR(unit="row")  # arg-type
 fl.FedProx(nu=0.1)  # call-arg
 fl.FedNothing()  # attr-defined
+reveal_type(algorithms.register("mine"))
 """
 
 
@@ -64,7 +66,9 @@ def test_a_type_checker_knows_every_name_and_finds_a_users_mistakes(tmp_path: Pa
     assert trouble == ""
     expected = [(str(n), line.split("# ")[1]) for n, line in enumerate(USER.splitlines(), 1) if "# " in line]
     assert re.findall(r"^.*user\.py:(\d+): error: .*\[([\w-]+)\]$", found, re.M) == expected, found
-    types = re.findall(r'note: Revealed type is "(.*)"$', found, re.M)
+    decorator, *types = re.findall(r'note: Revealed type is "(.*)"$', found, re.M)
+    # Pyright, unlike mypy, takes a class for what its decorator returns.
+    assert re.fullmatch(r"def \[(\w+).*\] \(\1.*\) -> \1.*", decorator), decorator
     assert len(types) == len(fedloom.__all__)
     assert "Any" not in types
     assert sum("-> fedloom.algorithms." in each for each in types) == len(METHODS)

@@ -11,7 +11,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from fedloom.config.expression import Call, parse, plain
 from fedloom.config.fields import checked, parameters
@@ -19,6 +19,7 @@ from fedloom.config.plugins import import_from_environment
 from fedloom.errors import InvalidValue, UnknownName, suggestion
 
 T = TypeVar("T", bound=Callable[..., Any])
+Registered = TypeVar("Registered", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -76,14 +77,14 @@ class Registry(Generic[T]):
         self._entries: dict[str, Entry[T]] = {}
         self._imported = False
 
-    def register(self, name: str) -> Callable[[T], T]:
-        """Decorator: file the function or class under `name`."""
+    def register(self, name: str) -> Callable[[Registered], Registered]:
+        """Decorator: file the function or class under `name`. For type checkers it stays what it is."""
 
-        def add(make: T) -> T:
+        def add(make: Registered) -> Registered:
             known = self._entries.get(name)
             if known is not None and known.make is not make:
                 raise InvalidValue(f"two {self.kind}s are named {name!r}")
-            self._entries[name] = Entry(name, make)
+            self._entries[name] = Entry(name, cast(T, make))
             return make
 
         return add
