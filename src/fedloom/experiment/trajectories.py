@@ -43,7 +43,9 @@ def draw_together(folder: Path, runs: Sequence[Run], context: Callable[[int], Ru
     if not groups or _known(folder, groups) is not None:
         return
     seed = next(iter(groups.values()))[0][1].seed
-    found = [one for client, group in groups.items() if (one := _in_one_plane(client, group, context(seed))) is not None]
+    found = [
+        one for client, group in groups.items() if (one := _in_one_plane(client, group, context(seed))) is not None
+    ]
     write_text(folder / FILE, json.dumps({"of": _digest(groups), "trajectories": found}) + "\n")
 
 
