@@ -51,6 +51,7 @@ def test_it_loads_without_a_complaint_or_a_request(
     assert [url for url in browser.requests if not url.startswith(("file:", "data:"))] == []
     assert browser.run("document.querySelectorAll('.js-plotly-plot .main-svg').length") >= 8
     assert browser.run("document.documentElement.scrollWidth") <= width  # nothing sticks out sideways
+    assert browser.run("[...document.querySelectorAll('.tile')].filter(e => e.scrollWidth > e.clientWidth).length") == 0
     assert browser.run("window.broken") is None
     ground = browser.run("getComputedStyle(document.documentElement).backgroundColor")
     assert (ground == "rgb(18, 21, 26)") is dark

@@ -266,7 +266,7 @@ def test_every_setting_says_how_often_clients_failed_where_any_did(
     overview, *pages = [page.read_text() for page in write_pages(tmp_path, "Epochs", parts, "")]
     for page, one, text in zip(pages, sheets, wanted, strict=True):
         assert ("a client was absent" in page) is bool(text)
-        assert not text or f" {text[0].upper()}{text[1:]}." in page
+        assert not text or f"{text[0].upper()}{text[1:]}." in page
         assert (f"{one.setting}</a> <small>{text}</small></li>" if text else f"{one.setting}</a></li>") in overview
 
 

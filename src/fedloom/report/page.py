@@ -139,7 +139,7 @@ def render(
         first=first,
         several=len(sheet.rows) > 1,
         table=_worth_showing(sheet.table),
-        captions=[_explained(sheet), *reading([sheet])],
+        captions=[*_explained(sheet), *reading([sheet])],
         differences=sheet.tests[sheet.measure],
         difference_title=difference_title(sheet),
         difference_cells=difference_cells,
@@ -299,23 +299,27 @@ def _spread(seeds: set[int]) -> str:
     return "" if seeds == {1} else f"Mean ± standard deviation over {counts} seeds. "
 
 
-def _explained(one: Sheet) -> str:
+def _explained(one: Sheet) -> list[str]:
     """What the figures of the comparison are."""
     rows = one.rows
-    text = (
+    found = [
         f"{_spread({row.seeds for row in rows})}Accuracy on the test set: final after the last round, best of any evaluation "
         f"(selected on the test data), mean of the last {one.last} evaluations."
-    )
+    ]
     if any(row.personal is not None for row in rows):
-        text += (
-            " Clients' own: accuracy of each client's own model on its own test data, over all samples (where these models "
+        found.append(
+            "Clients' own: accuracy of each client's own model on its own test data, over all samples (where these models "
             "were not evaluated, of the global model); std over clients: standard deviation of the clients' accuracies, "
             "unweighted; worst tenth: mean over the tenth of the clients with the lowest."
         )
     if rows[0].reaches:
-        text += " Rounds, and bytes down and up, until the first evaluation at or above the target; * never reached"
-        text += f", 2×: in half as many rounds as {rows[0].algorithm}." if len(rows) > 1 else "."
-    return f"{text} {sentence[0].upper()}{sentence[1:]}." if (sentence := faults_in(one)) else text
+        faster = f"; 2×: in half as many rounds as {rows[0].algorithm}" if len(rows) > 1 else ""
+        found.append(
+            f"Rounds, and bytes down and up, until the first evaluation at or above the target; * never reached{faster}."
+        )
+    if sentence := faults_in(one):
+        found.append(f"{sentence[0].upper()}{sentence[1:]}.")
+    return found
 
 
 def _common(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
