@@ -74,7 +74,7 @@ class Apple(PartlyShared):
         relation = cohort.memory.get("apple_relation", self._first_relation(shares, own)).clone()
         state = {"core": cores[own, :count], "relation": relation, "shares": shares, "own": own.unsqueeze(1)}
         state["model"] = self.complete(cohort, relation @ cores)
-        step = _Step(self, cohort, cores)
+        step = _RelationStep(self, cohort, cores)
         cohort.metrics["training_loss"] = cohort.each_batch(step, state)
         step.mix(state)
         cohort.memory["apple_relation"], cohort.memory["apple_model"] = state["relation"], state["model"]
@@ -103,7 +103,7 @@ class Apple(PartlyShared):
         return cohort.memory.get("apple_model", self.complete(cohort, inbox["model"]))
 
 
-class _Step:
+class _RelationStep:
     """One batch of local training; `cores [N, m]` as they were downloaded."""
 
     def __init__(self, method: Apple, cohort: Cohort, cores: Tensor) -> None:

@@ -42,7 +42,7 @@ class PartialFed(PartlyShared):
     bias: Finite = 0.0
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
-        step = _Step(self, cohort)
+        step = _StrategyStep(self, cohort)
         state = {
             "global": start.clone(),
             "local": cohort.memory.get("partialfed_model", start).clone(),
@@ -64,7 +64,7 @@ class PartialFed(PartlyShared):
         return torch.where(chosen, model, cohort.memory.get("partialfed_model", model))
 
 
-class _Step:
+class _StrategyStep:
     """One batch of local training, on weights or on the strategy."""
 
     def __init__(self, method: PartialFed, cohort: Cohort) -> None:
