@@ -168,8 +168,10 @@ def measure(name: str, clients: int, engines: list[str], rounds: int) -> list[di
             began, used = time.perf_counter(), processor_seconds(made[engine])
             run.step()
             taken[engine].append(Cost(time.perf_counter() - began, processor_seconds(made[engine]) - used))
-    for each in (*made.values(), bare, tuned):
+    for each in made.values():
         each.close()
+    for process in (bare, tuned):
+        process.close()
     return [
         {
             "task": name,

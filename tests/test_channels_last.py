@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom.flat import module as replicas
 from fedloom.flat.layout import Layout
-from fedloom.flat.module import Batch, FlatModule, channels_last, convolutions_weigh_little, cross_entropy
+from fedloom.flat.module import Batch, FlatModule, Shortcuts, channels_last, convolutions_weigh_little, cross_entropy
 
 
 def convolutions(channels: int = 8) -> nn.Module:
@@ -33,17 +32,17 @@ def stepped(flat_module: FlatModule) -> tuple[Tensor, Tensor, Tensor]:
     return loss, gradient.clone(), rows
 
 
-def test_the_numbers_are_those_of_channels_first_and_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_numbers_are_those_of_channels_first_and_repeat() -> None:
     module = convolutions()
     seen: list[bool] = []
     module[0].register_forward_pre_hook(
         lambda _, inputs: seen.append(inputs[0].is_contiguous(memory_format=torch.channels_last))
     )
-    found, again = stepped(FlatModule(module, Layout(module))), stepped(FlatModule(module, Layout(module)))
+    last = Shortcuts(channels_last=True)
+    found, again = stepped(FlatModule(module, Layout(module), last)), stepped(FlatModule(module, Layout(module), last))
     assert seen[-1]
     for one, two in zip(found, again, strict=True):
         assert torch.equal(one, two)
-    monkeypatch.setattr(replicas, "FILTERS_PER_ACTIVATION", 0)
     expected = stepped(FlatModule(module, Layout(module)))
     assert not seen[-1]
     for one, two in zip(found, expected, strict=True):

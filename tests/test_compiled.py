@@ -63,7 +63,7 @@ def test_compiled_stacks_give_the_numbers_of_rows(taken: list[tuple[int, ...]]) 
 
 def test_methods_with_a_loss_of_their_own_train_as_ever(taken: list[tuple[int, ...]]) -> None:
     flat_module = FlatModule(small_task().model, small_task().layout)
-    flat_module.compile_for(4)
+    flat_module.compile_for(4, print)
     batch = Batch(torch.randn(1, 4, 5), torch.tensor([[0, 1, 2, 3]]))
     rows = small_task().initial.clone().unsqueeze(0)
     flat_module.gradient(rows, batch._replace(inputs=torch.randn(1, 4, 6)), head_cross_entropy, {})

@@ -23,7 +23,7 @@ from fedloom.errors import InvalidValue
 from fedloom.experiment.configuration import configuration
 from fedloom.experiment.run import run
 from fedloom.flat.device import find_device, moved, moved_back, present
-from fedloom.flat.linear_chain import LinearChain
+from fedloom.flat.linear_chain import FoldedSGD
 from fedloom.flat.module import Batch, FlatModule
 from fedloom.flat.stacked_module import StackedModule
 from fedloom.local import batches
@@ -187,7 +187,7 @@ def test_an_operation_that_waits_is_noticed() -> None:
 def without_waiting() -> Iterator[list[int]]:
     """Every step of local training, and the gathering of its batch, raises where it would wait; how many there were."""
     steps: list[int] = []
-    over, each_batch, gradient = LocalOptimizer.over, Cohort.each_batch, Cohort.gradient
+    each_batch, gradient = Cohort.each_batch, Cohort.gradient
 
     def watched(step: Callable[..., Any]) -> Callable[..., Any]:
         def run_step(*context: Any) -> Any:
@@ -213,13 +213,14 @@ def without_waiting() -> Iterator[list[int]]:
         return each_batch(self, watched(step), *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalOptimizer, "over", lambda self, *args: watched(over(self, *args)))
+        patch.setattr(LocalOptimizer, "step", watched(LocalOptimizer.step))
+        patch.setattr(FoldedSGD, "__call__", watched(FoldedSGD.__call__))
         patch.setattr(Cohort, "each_batch", each)
         patch.setattr(
             Cohort, "gradient", lambda self, *args, **kwargs: watched(partial(gradient, self, **kwargs))(*args)
         )
         patch.setattr("fedloom.local.cohort.alone", gathered(batches.alone))
-        patch.setattr("fedloom.local.batches._lock_step", gathered(batches._lock_step))
+        patch.setattr("fedloom.local.batches._batches", gathered(batches._batches))
         yield steps
 
 
@@ -239,7 +240,7 @@ def test_no_step_of_a_local_epoch_waits_for_a_figure(method: str, make: Callable
     assert steps
     assert not any(record["faults"] for record in federation.history)
     if isinstance(engine, StackedEngine):
-        assert all("one client at a time" in reason for reason in engine.alone.values())
+        assert all("one client at a time" in notice for notice in engine.notices)
 
 
 READS = {
@@ -394,20 +395,18 @@ def test_stacks_in_half_precision_are_near_rows(method: str) -> None:
     task = replace(task, training=replace(task.training, momentum=0.0))
     one, many = (run(method, task, rounds=2, participation=0.5, engine=name) for name in ("rows", "stacked"))
     assert isinstance(many.federation.engine, StackedEngine)
-    assert not many.federation.engine.alone
+    assert many.federation.notices == []
     ours, reference = many.federation.algorithm.model(), one.federation.algorithm.model()
     assert float((ours - reference).norm()) < 0.1 * float((reference - task.initial).norm())
 
 
 def test_steps_in_half_precision_are_not_folded() -> None:
     task = digits("bfloat16")
-    chain = LinearChain.of(task.model, task.layout)
-    assert chain is not None
-    assert chain.folded(task.training, 0.1) is None
-    assert chain.folded(replace(task.training, autocast="none"), 0.1) is not None
+    assert not StackedEngine(task).proof.shortcuts.folded
+    assert StackedEngine(digits("none")).proof.shortcuts.folded
 
 
-def test_a_replica_takes_its_precision_from_each_cohort() -> None:
+def test_precision_is_that_of_the_task_that_begins() -> None:
     task = digits("bfloat16")
     engine = RowsEngine(task)
     federation = Federation(build("fedavg"), task, engine, Schedule(rounds=1, participation=0.2))

@@ -15,7 +15,7 @@ from fedloom.engines.dispatch import WorkerHandle
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.engines.trial import Trial, mean_steps
+from fedloom.engines.trial import TrialRound, _mean_steps
 from fedloom.errors import FedloomError, UnknownName
 from fedloom.experiment import run as experiments
 from fedloom.experiment.configuration import configuration
@@ -49,9 +49,9 @@ NAMES = ("rows", "stacked", "processes", "processes(inside=stacked)")
 def timed(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> list[str]:
     """Let trials take so many seconds, by the engine's name, on a machine of two cores; the names as they are tried."""
     tried: list[str] = []
-    run = Trial._run
+    run = TrialRound._run
 
-    def told(trial: Trial, engine: RowsEngine | ProcessesEngine, count: int) -> float:
+    def told(trial: TrialRound, engine: RowsEngine | ProcessesEngine, count: int) -> float:
         run(trial, engine, count)
         name = {RowsEngine: "rows", StackedEngine: "stacked", ProcessesEngine: "processes"}[type(engine)]
         if isinstance(engine, ProcessesEngine) and engine.inside == "stacked":
@@ -59,7 +59,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> list[st
         tried.extend([name] if name not in tried else [])
         return seconds[name]
 
-    monkeypatch.setattr(Trial, "_run", told)
+    monkeypatch.setattr(TrialRound, "_run", told)
     monkeypatch.setattr("fedloom.engines.trial.torch.get_num_threads", lambda: 2)
     return tried
 
@@ -107,17 +107,17 @@ def test_auto_starts_no_workers_for_few_short_rounds(monkeypatch: pytest.MonkeyP
 def test_a_trial_counts_what_the_rounds_to_come_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """World: 6 clients with 3, 6, 2, 4, 4 and 2 batches of 4, two epochs, so 7 steps each on average."""
     task = world()
-    assert mean_steps(task) == 7
-    assert mean_steps(replace(task, training=replace(task.training, steps=5))) == 5
-    assert mean_steps(replace(task, training=replace(task.training, batch_size=None))) == 2
+    assert _mean_steps(task) == 7
+    assert _mean_steps(replace(task, training=replace(task.training, steps=5))) == 5
+    assert _mean_steps(replace(task, training=replace(task.training, batch_size=None))) == 2
     timed(monkeypatch, {"rows": 0.2})
-    trial = Trial(task, RowsEngine(task))
+    trial = TrialRound(task, RowsEngine(task))
     assert trial.clients == 4  # a step took longer than LONG_STEP
     assert trial.task.training.steps == trial.steps == 1
     assert trial.to_come(0.2, Schedule(rounds=10, participation=0.5)) == pytest.approx(10 * 0.2 * 7 * 3 / 4)
     assert trial.to_come(0.2, None) == float("inf")
     timed(monkeypatch, {"rows": 0.01})
-    assert Trial(task, RowsEngine(task)).task is task
+    assert TrialRound(task, RowsEngine(task)).task is task
 
 
 def test_auto_passes_over_stacks_of_models_that_cannot_be_stacked() -> None:

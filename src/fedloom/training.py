@@ -102,6 +102,20 @@ class Training:
         settings = {name: getattr(self, name) for name in ("momentum", "weight_decay") if name in known}
         return kind(parameters, lr=rate, **settings, **self.optimizer_options)
 
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """What forward and loss compute in, where that is another type than the weights'."""
+        return None if self.autocast == "none" else torch.bfloat16
+
+    def local_steps(self, samples: Tensor, smallest: int = 1) -> Tensor:
+        """Local steps in a round of clients with so many samples, `[k]`; batches smaller than `smallest` are skipped. Of a mean
+        number of samples, which may be a fraction, the last batch counts wherever it has a part of a sample."""
+        size = samples if self.batch_size is None else samples.clamp(max=self.batch_size)
+        whole = (samples / size.clamp_min(1)).floor()
+        short = (samples - whole * size > smallest - 1) & (not self.drop_last)
+        steps = self.epochs * (whole + short) if self.steps is None else torch.full_like(whole, self.steps)
+        return torch.where(size < smallest, 0, steps)
+
     def rate(self, round: int) -> float:
         """Learning rate of a round (from 1)."""
         return self.learning_rate * self.decay ** (round - 1)

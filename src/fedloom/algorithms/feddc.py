@@ -12,7 +12,7 @@ from torch import Tensor
 from fedloom.algorithm import Message, Plan, Replies, algorithms, server_model
 from fedloom.algorithms.feddyn import Drifting
 from fedloom.local.cohort import Cohort, Context
-from fedloom.local.statistics import mean_gradient, mean_steps, relative_sizes, require_sgd
+from fedloom.local.statistics import mean_gradient, relative_sizes, require_sgd
 from fedloom.round import Round
 
 
@@ -59,7 +59,7 @@ class FedDC(Drifting):
         trained = cohort.fit(start, correction=_decoupled, context=context)
         moved = trained.model[:, :count]
         rate = round.learning_rate if self.divisor == "current" else round.initial_learning_rate
-        steps = mean_steps(cohort.training, inbox) if self.nominal_steps else trained.steps
+        steps = cohort.training.local_steps(inbox["mean_size"][:, 0]) if self.nominal_steps else trained.steps
         new = mean_gradient(start[:, :count], moved, steps, rate).sub_(offset)
         new = torch.where((trained.steps > 0).to(new.device).unsqueeze(1), new, own)
         cohort.memory.write("feddc_drift", drift + moved - sent, cohort.uploads)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import ceil
 from typing import Annotated, ClassVar
 
 import torch
@@ -172,9 +171,8 @@ class FedGen(Algorithm):
 
     def _client_draws(self, cohort: Cohort, like: Tensor) -> dict[str, Tensor]:
         """What each client draws for all of its steps, `[k, steps, ...]`, padded to the longest run and largest batch."""
-        settings, sizes = cohort.training, cohort.sizes.tolist()
-        batches = [min(settings.batch_size or size, size) for size in sizes]
-        steps = [settings.steps or settings.epochs * ceil(n / b) for n, b in zip(sizes, batches, strict=True)]
+        batches = [min(cohort.training.batch_size or size, size) for size in cohort.sizes.tolist()]
+        steps = cohort.training.local_steps(cohort.sizes).int().tolist()
         labels, imagined, noise = [], [], []
         for stream, count, batch in zip(cohort.stream("generator"), steps, batches, strict=True):
             missing = max(steps) - count

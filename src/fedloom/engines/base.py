@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message
 from fedloom.config.registry import Registry
-from fedloom.errors import NotFinite, RefusedReply
+from fedloom.data.partition import Partition
+from fedloom.errors import InvalidValue, NotFinite, RefusedReply
 from fedloom.flat.layout import Layout
 from fedloom.local.cohort import Cohort
 from fedloom.round import Round
@@ -80,7 +81,12 @@ class Choice:
 
 
 class Engine(Protocol):
-    """Runs the client half of a method. Results may come in any order; the federation puts them in theirs."""
+    """Runs the client half of a method. Results may come in any order; the federation puts them in theirs.
+
+    `notices`: what there is to say of how clients train, a line each, in the order in which it came up.
+    """
+
+    notices: list[str]
 
     in_process: bool | None
     """Whether clients train in this process (True), in others of this machine (False), or away from it (None)."""
@@ -155,10 +161,29 @@ def keep_integers(cohort: Cohort, reply: Message, sent: bool) -> None:
         cohort.memory.write(INTEGERS, cohort.flat_module.integers(), cohort.uploads)
 
 
-class KeepsClientMemory:
-    """The half of an engine that keeps what its clients remember in one store."""
+class LocalEngine(Engine):
+    """The half of an engine that this process directs: what clients remember lies in one store here.
 
-    store: ClientStore
+    `chosen`: how it came to be this engine, where `make_engine` made it.
+    """
+
+    chosen: Choice | None = None
+    task: Task
+
+    def __init__(self, memory_budget: int) -> None:
+        self.store = ClientStore(budget=memory_budget)
+        self.notices: list[str] = []
+
+    def notice(self, text: str) -> None:
+        """Have the run say something, once."""
+        if text not in self.notices:
+            self.notices.append(text)
+
+    def local_test(self) -> Partition:
+        """The clients' own test samples. Raises `InvalidValue` where they have none."""
+        if self.task.local_test is None:
+            raise InvalidValue("the clients have no test data of their own: give the task local_test, such as 0.25")
+        return self.task.local_test
 
     def commit(self) -> None:
         self.store.commit()
@@ -174,6 +199,9 @@ class KeepsClientMemory:
 
     def restore_memory(self, memory: dict[str, Tensor]) -> None:
         self.store.restore(memory)
+
+    def close(self) -> None:
+        self.store.close()
 
 
 def inspect_reply(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:

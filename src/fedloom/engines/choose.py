@@ -7,18 +7,12 @@ from typing import Any
 
 from fedloom.config.expression import Call, parse
 from fedloom.config.registry import Entry
-from fedloom.engines.base import Choice, engines
-from fedloom.engines.processes.parent import ProcessesEngine
-from fedloom.engines.ray.driver import RayEngine
-from fedloom.engines.rows import RowsEngine
+from fedloom.engines.base import Choice, LocalEngine, engines
 from fedloom.engines.trial import fastest
 from fedloom.errors import InvalidValue
 from fedloom.flat.device import require_device
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
-
-LocalEngine = RowsEngine | ProcessesEngine | RayEngine
-"""An engine that this process directs (the stacked engine is a kind of the rows engine)."""
 
 WHERE = ("workers", "threads", "cpus", "gpus", "address", "memory_budget", "object_store")
 """Options that say where and how fast clients train, not what comes of it (but for the last digits of sums)."""

@@ -21,6 +21,7 @@ from fedloom.engines.pickling import load
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import FedloomError
+from fedloom.local.proof import Proof
 from fedloom.round import Round
 from fedloom.rounds.scoring import Tally
 from fedloom.task import Task
@@ -38,6 +39,7 @@ class Setup:
     task: Task
     inside: str = "rows"
     chunk: int | None = None
+    proof: Proof | None = None  # which shortcuts the task allows, where workers have what that was found on
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     precision: str = field(default_factory=torch.get_float32_matmul_precision)
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
@@ -53,8 +55,8 @@ class Setup:
                 raise FedloomError("Ray gave an actor a GPU, but PyTorch finds none there")
             task = task.to(device)
         if self.inside == "rows":
-            return RowsEngine(task, memory_budget=sys.maxsize)
-        return StackedEngine(task, memory_budget=sys.maxsize, chunk=self.chunk)
+            return RowsEngine(task, self.proof, memory_budget=sys.maxsize)
+        return StackedEngine(task, self.proof, memory_budget=sys.maxsize, chunk=self.chunk)
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,13 @@ class ClientResult:
     written: Tensors
 
 
-Answers = tuple[ClientResult | Fault | Tally, ...]
-"""One for each client that trained, in their order; or what scoring gave, in any."""
+@dataclass(frozen=True)
+class Answers:
+    """One result for each client that trained, in their order, or what scoring gave, in any; and what there is to say of how
+    clients train."""
+
+    results: tuple[ClientResult | Fault | Tally, ...]
+    notices: tuple[str, ...]
 
 
 class ClientTrainer:
@@ -149,13 +156,14 @@ class ClientTrainer:
         client_tasks = [ClientTask(client.client, client.slot, self._inbox(client)) for client in work.clients]
         if work.kind == "evaluate":
             try:
-                return tuple(engine.evaluate(algorithm, round, client_tasks))
+                return Answers(tuple(engine.evaluate(algorithm, round, client_tasks)), tuple(engine.notices))
             except Exception as error:
                 return _portable(error)
         found = engine.train_expecting(algorithm, round, client_tasks, assignment.expected)
         results = {id(result.client_task): result for result in found}
         pairs = zip(work.clients, client_tasks, strict=True)
-        return tuple(_answer(engine, client, results[id(client_task)]) for client, client_task in pairs)
+        answers = tuple(_answer(engine, client, results[id(client_task)]) for client, client_task in pairs)
+        return Answers(answers, tuple(engine.notices))
 
     def _inbox(self, client: ClientWork) -> Tensors:
         if self.device is None:

@@ -14,13 +14,15 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
-from fedloom.engines.base import Choice, ClientTask, Fault, KeepsClientMemory, Reply, expectations
+from fedloom.engines.base import ClientTask, Fault, LocalEngine, Reply, expectations
 from fedloom.engines.client_work import Answers, Assignment, ClientResult, ClientWork, Setup, Work
+from fedloom.engines.rows import RowsEngine
+from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.flat.allocator import keep_pages
+from fedloom.local.proof import Proof
 from fedloom.round import Round
 from fedloom.rounds.scoring import Tally
-from fedloom.state.store import ClientStore
 from fedloom.task import Task
 
 ATTEMPTS = 3
@@ -76,7 +78,7 @@ class WorkerHandle(ABC):
         """End it, whatever it is doing: it holds nothing that anybody would miss."""
 
 
-class WorkerEngine(KeepsClientMemory, ABC):
+class WorkerEngine(LocalEngine, ABC):
     """Lets `workers` train the clients; subclasses start workers and pack messages for them.
 
     What a client does depends on the round, the seed, its number, its inbox and its memory alone, and its memory changes here,
@@ -85,15 +87,14 @@ class WorkerEngine(KeepsClientMemory, ABC):
     """
 
     in_process: bool | None = None
-    chosen: Choice | None = None  # how it came to be this engine, where `make_engine` made it
     name: ClassVar[str]
     kind: ClassVar[str]  # what its workers are called
     shares_memory: ClassVar[bool]  # whether they write replies where this process reads them
 
     def __init__(self, workers: int, inside: Literal["rows", "stacked"], memory_budget: int) -> None:
+        super().__init__(memory_budget)
         self.workers = workers
         self.inside: Literal["rows", "stacked"] = inside
-        self.store = ClientStore(budget=memory_budget)
         self._handles: list[WorkerHandle] = []
         self._failed_starts = 0
 
@@ -127,6 +128,15 @@ class WorkerEngine(KeepsClientMemory, ABC):
     def _groups(self, algorithm: Algorithm, client_tasks: Sequence[ClientTask]) -> list[list[ClientTask]]:
         """What the workers are given, in this order."""
 
+    def _proof_and_chunk(self, task: Task, chunk: int | None = None) -> tuple[Proof, int]:
+        """Which shortcuts a task allows, so that workers need not find out, and how many clients may advance together: one where
+        models of this task cannot be stacked."""
+        stack = StackedEngine(task, chunk=chunk) if self.inside == "stacked" else None
+        engine = stack or RowsEngine(task)
+        for text in engine.notices:
+            self.notice(text)
+        return engine.proof, 1 if stack is None or stack.proof.unstackable else stack.chunk
+
     # --- the engine ---
 
     def begin(self, task: Task, directory: Path | None) -> None:
@@ -152,8 +162,7 @@ class WorkerEngine(KeepsClientMemory, ABC):
                 yield Reply(client_task, _tensors(answer, matrices, client_task.slot), answer.metrics, matrices)
 
     def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
-        if self.task.local_test is None:
-            raise InvalidValue("the clients have no test data of their own: give the task local_test, such as 0.25")
+        self.local_test()
         assignment = Assignment(algorithm, round, {}, _common(client_tasks))
         for _, answers in self._answers("evaluate", assignment, client_tasks, {}):
             for answer in answers:
@@ -174,7 +183,7 @@ class WorkerEngine(KeepsClientMemory, ABC):
         assignment: Assignment,
         client_tasks: Sequence[ClientTask],
         matrices: Mapping[str, Tensor],
-    ) -> Iterator[tuple[Sequence[ClientTask], Answers]]:
+    ) -> Iterator[tuple[Sequence[ClientTask], tuple[ClientResult | Fault | Tally, ...]]]:
         """The answers of every group of clients as they come. Leaving early, those still to come are not waited for."""
         self._forget()
         known = {id(rows): place for place, rows in enumerate(assignment.common)}
@@ -212,8 +221,10 @@ class WorkerEngine(KeepsClientMemory, ABC):
                         raise answers
                     if waiting:
                         give(handle)  # before the answers are dealt with, so that the worker does not wait for that
-                    if group and not isinstance(answers, Exception):
-                        yield group, answers
+                    if group and isinstance(answers, Answers):
+                        for text in answers.notices:
+                            self.notice(text)
+                        yield group, answers.results
         finally:
             self._forget()
 

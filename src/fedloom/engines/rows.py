@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import ClassVar
 
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
 from fedloom.engines.base import (
-    Choice,
     ClientTask,
     Fault,
-    KeepsClientMemory,
+    LocalEngine,
     Reply,
     engines,
     expectations,
@@ -22,38 +23,44 @@ from fedloom.engines.base import (
     keep_integers,
     load_integers,
 )
-from fedloom.errors import FedloomError, InvalidValue, RefusedReply
+from fedloom.errors import FedloomError, RefusedReply
 from fedloom.flat.allocator import keep_pages
 from fedloom.flat.module import FlatModule
 from fedloom.local.cohort import Cohort
+from fedloom.local.proof import Proof, prove
 from fedloom.randomness import global_stream
 from fedloom.round import Round
 from fedloom.rounds.scoring import Evaluator, Tally
-from fedloom.state.store import BUDGET, ClientStore, Memory
+from fedloom.state.store import BUDGET, Memory
 from fedloom.task import Task
 
 
 @engines.register("rows")
-class RowsEngine(KeepsClientMemory):
+class RowsEngine(LocalEngine):
     """Trains each client's row in place through a module whose parameters are views of it.
 
-    `memory_budget`: bytes of client memory kept here; the clients not used for longest spill to files beyond it. `compiled`:
-    steps on full batches without an objective of the method's own run as one function of torch.compile, which takes the better
-    part of a minute once for a machine.
+    `proof`: which shortcuts the task allows, where that is known already. `memory_budget`: bytes of client memory kept here; the
+    clients not used for longest spill to files beyond it. `compiled`: steps on full batches without an objective of the method's
+    own run as one function of torch.compile, which takes the better part of a minute once for a machine.
     """
 
     in_process: bool | None = True
-    chosen: Choice | None = None  # how it came to be this engine, where `make_engine` made it
+    stacks: ClassVar[bool] = False
 
-    def __init__(self, task: Task, *, memory_budget: int = BUDGET, compiled: bool = False) -> None:
+    def __init__(
+        self, task: Task, proof: Proof | None = None, *, memory_budget: int = BUDGET, compiled: bool = False
+    ) -> None:
+        super().__init__(memory_budget)
         self.task, self.compiled = task, compiled
-        self.store = ClientStore(budget=memory_budget)
-        self.flat_module = FlatModule(task.model, task.layout)
+        self.proof = proof or prove(task.model, task.dataset, task.train, task.training, stack=self.stacks)
+        self.notices += self.proof.notices
+        self.flat_module = FlatModule(task.model, task.layout, self.proof.shortcuts, task.training.autocast_dtype)
         self.evaluator = Evaluator(task.model, task.layout, task.dataset)
 
     def begin(self, task: Task, directory: Path | None) -> None:
         self.task = task
-        self.flat_module.compile_for(full_batch(task) if self.compiled else None)
+        self.flat_module.autocast = task.training.autocast_dtype
+        self.flat_module.compile_for(full_batch(task) if self.compiled else None, self.notice)
         self.store.begin(directory)
         keep_pages()
 
@@ -82,6 +89,7 @@ class RowsEngine(KeepsClientMemory):
         except FedloomError:
             raise  # a mistake in the configuration is not the client's
         except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # which hold what the failed step has computed
             return Fault(client_task, f"{type(error).__name__}: {error}", error)
 
     def _train_one(
@@ -100,9 +108,7 @@ class RowsEngine(KeepsClientMemory):
         return Reply(client_task, tensors, measured(cohort)[0])
 
     def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
-        own = self.task.local_test
-        if own is None:
-            raise InvalidValue("the clients have no test data of their own: give the task local_test, such as 0.25")
+        own = self.local_test()
         for client_task in client_tasks:
             row, integers = self.personalise(algorithm, round, client_task)
             yield self.evaluator.tally(row, self.task.train, own, [client_task.client], integers)
@@ -135,9 +141,6 @@ class RowsEngine(KeepsClientMemory):
             Memory(self.store, [client_task.client]),
             [client_task.slot is not None],
         )
-
-    def close(self) -> None:
-        self.store.close()
 
 
 def full_batch(task: Task) -> int:

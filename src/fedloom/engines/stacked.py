@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, describe
 from fedloom.config.fields import Count, checked
+from fedloom.data.partition import Partition
 from fedloom.engines.base import ClientTask, Fault, Reply, engines, inspect_reply, keep_integers, load_integers
 from fedloom.engines.rows import RowsEngine, full_batch, measured
-from fedloom.errors import FedloomError, InvalidValue, RefusedReply
-from fedloom.flat.module import Batch, FlatModule, cross_entropy, generator_state
+from fedloom.errors import FedloomError, RefusedReply
+from fedloom.flat.module import Batch, FlatModule, cross_entropy
 from fedloom.flat.stacked_module import StackedModule
 from fedloom.local.cohort import Cohort
+from fedloom.local.proof import Proof
 from fedloom.round import Round
 from fedloom.rounds.scoring import Tally
 from fedloom.state.store import BUDGET, Memory
 from fedloom.task import Task
+
+T = TypeVar("T")
 
 STACK_VALUES = 1 << 21
 """Numbers in the weights of one stack on a CPU: ten models of 200,000. Larger stacks leave its caches and get slower."""
@@ -38,25 +43,35 @@ class StackedEngine(RowsEngine):
     """Trains clients in lock step, `chunk` of them at a time, with the numbers of the rows engine to float tolerance.
 
     `chunk` is by default what suits the processor: as many models as its caches or, on an accelerator, its free memory hold.
-    Clients with most samples share a chunk, so that few stand still. `unstackable` tells why models of this task cannot be
-    stacked (None where they can), `alone` why methods were not, by their expressions: there clients train one after another.
-    `compiled` is as in the rows engine, for steps that a whole chunk takes together.
+    Clients with most samples share a chunk, so that few stand still. Where models of the task or a method's clients cannot be
+    stacked, clients train one after another, and a notice says why. `compiled` is as in the rows engine, for steps that a whole
+    chunk takes together.
     """
 
+    stacks = True
+
     def __init__(
-        self, task: Task, *, memory_budget: int = BUDGET, chunk: Count | None = None, compiled: bool = False
+        self,
+        task: Task,
+        proof: Proof | None = None,
+        *,
+        memory_budget: int = BUDGET,
+        chunk: Count | None = None,
+        compiled: bool = False,
     ) -> None:
-        super().__init__(task, memory_budget=memory_budget, compiled=compiled)
+        super().__init__(task, proof, memory_budget=memory_budget, compiled=compiled)
         checked(StackedEngine, {"chunk": chunk, "compiled": compiled})
-        self.stack = StackedModule(task.model, task.layout)
-        self.alone: dict[str, str] = {}
-        trial = _Trial(task, self.flat_module, self.stack)
-        self.unstackable, self._draws = trial.unstackable, trial.draws
+        self.stack = StackedModule(task.model, task.layout, self.proof.shortcuts, task.training.autocast_dtype)
         self.chunk = chunk or default_chunk(task, self.flat_module)
+        if self.proof.unstackable:
+            self.notice(
+                f"clients train one by one, since models of this kind cannot be stacked: {self.proof.unstackable}"
+            )
 
     def begin(self, task: Task, directory: Path | None) -> None:
         super().begin(task, directory)
-        self.stack.compile_for(full_batch(task) if self.compiled else None)
+        self.stack.autocast = task.training.autocast_dtype
+        self.stack.compile_for(full_batch(task) if self.compiled else None, self.notice)
 
     def train_expecting(
         self,
@@ -78,45 +93,72 @@ class StackedEngine(RowsEngine):
         if len(client_tasks) == 1:
             yield self.train_one(algorithm, round, client_tasks[0], expected)
             return
-        cohort, inbox, sent = self._together(round, client_tasks)
-        try:
+
+        def train() -> list[Reply | Fault]:
+            cohort, inbox, sent = self._together(round, client_tasks)
             message = algorithm.train(cohort, inbox)
+            keep_integers(cohort, message, sent)
+            return _answers(client_tasks, message, cohort, expected)
+
+        answers, again = self._attempt(algorithm, client_tasks, train)
+        yield from answers
+        for part in again:
+            yield from self._train(algorithm, round, part, expected)
+
+    def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
+        own = self.local_test()
+        for chunk in self._chunks(algorithm, client_tasks):
+            yield from self._evaluate(algorithm, round, chunk, own)
+
+    def _evaluate(
+        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask], own: Partition
+    ) -> Iterator[Tally]:
+        if len(client_tasks) == 1:
+            yield from super().evaluate(algorithm, round, client_tasks)
+            return
+
+        def personalise() -> list[Tally]:
+            cohort, inbox, _ = self._together(round, client_tasks)
+            rows = algorithm.personalise(cohort, {name: tensor.clone() for name, tensor in inbox.items()})
+            integers = self.stack.integers() if self.task.layout.integers else [None] * len(rows)
+            models = zip(client_tasks, rows, integers, strict=True)
+            return [self.evaluator.tally(row, self.task.train, own, [one.client], held) for one, row, held in models]
+
+        tallies, again = self._attempt(algorithm, client_tasks, personalise)
+        yield from tallies
+        for part in again:
+            yield from self._evaluate(algorithm, round, part, own)
+
+    def _attempt(
+        self, algorithm: Algorithm, client_tasks: Sequence[ClientTask], work: Callable[[], list[T]]
+    ) -> tuple[list[T], list[Sequence[ClientTask]]]:
+        """What `work` makes of several clients together, and, where it failed, in which parts they are to try again.
+
+        They try after this has returned: while an exception is handled, the frames that it came through hold all that the failed
+        step has computed.
+        """
+        try:
+            return work(), []
         except FedloomError:
             raise  # a mistake in the configuration is not the clients'
         except torch.OutOfMemoryError:
-            self.chunk = max(1, len(client_tasks) // 2)
-            for part in (client_tasks[: self.chunk], client_tasks[self.chunk :]):
-                yield from self._train(algorithm, round, part, expected)
-            return
+            size = self.chunk = max(1, len(client_tasks) // 2)
+            self.notice(
+                f"a stack of {len(client_tasks)} models does not fit in memory: {size} train together from now on"
+            )
         except Exception as error:
-            # One client's failure is not that of the others: each trains by itself, with the same result.
-            self.alone[describe(algorithm)] = f"{type(error).__name__}: {error}"
-            yield from super().train_expecting(algorithm, round, client_tasks, expected)
-            return
-        keep_integers(cohort, message, sent)
-        yield from _answers(client_tasks, message, cohort, expected)
-
-    def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
-        own = self.task.local_test
-        if own is None:
-            raise InvalidValue("the clients have no test data of their own: give the task local_test, such as 0.25")
-        for chunk in self._chunks(algorithm, client_tasks):
-            if len(chunk) == 1:
-                yield from super().evaluate(algorithm, round, chunk)
-                continue
-            cohort, inbox, _ = self._together(round, chunk)
-            rows = algorithm.personalise(cohort, {name: tensor.clone() for name, tensor in inbox.items()})
-            integers = self.stack.integers()
-            for place, client_task in enumerate(chunk):
-                held = integers[place] if self.task.layout.integers else None
-                yield self.evaluator.tally(rows[place], self.task.train, own, [client_task.client], held)
+            # One client's failure is not that of the others: each works by itself, with the same result.
+            size = 1
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            self.notice(f"{describe(algorithm)}: clients train one by one where they fail in lock step: {reason}")
+        return [], [client_tasks[first : first + size] for first in range(0, len(client_tasks), size)]
 
     def _chunks(self, algorithm: Algorithm, client_tasks: Sequence[ClientTask]) -> list[list[ClientTask]]:
-        """The orders in chunks of about equal length, largest clients first; one by one where they cannot be stacked."""
+        """The clients in chunks of about equal length, largest first; one by one where they cannot be stacked."""
         reason = apart(algorithm)
         if reason:
-            self.alone[describe(algorithm)] = reason
-        size = 1 if reason or self.unstackable else self.chunk
+            self.notice(f"{describe(algorithm)}: {reason}")
+        size = 1 if reason or self.proof.unstackable else self.chunk
         clients = torch.tensor([client_task.client for client_task in client_tasks], dtype=torch.int64)
         falling = self.task.sizes(clients).argsort(descending=True, stable=True).tolist()
         count = math.ceil(len(client_tasks) / size)
@@ -129,7 +171,7 @@ class StackedEngine(RowsEngine):
         inbox = {
             name: _joined([client_task.inbox[name] for client_task in client_tasks]) for name in client_tasks[0].inbox
         }
-        streams = [round.stream("layers", client) for client in clients] if self._draws else []
+        streams = [round.stream("layers", client) for client in clients] if self.proof.draws else []
         self.stack.begin(len(clients), streams)
         cohort = Cohort(
             clients,
@@ -153,7 +195,7 @@ def apart(algorithm: Algorithm) -> str | None:
 
 def _answers(
     client_tasks: Sequence[ClientTask], message: Message, cohort: Cohort, expected: Mapping[str, tuple[int, ...]]
-) -> Iterator[Reply | Fault]:
+) -> list[Reply | Fault]:
     """One answer a client; whoever's is refused remembers nothing of the round."""
     answers: list[Reply | Fault] = []
     kept = []
@@ -169,7 +211,7 @@ def _answers(
         kept.append(place)
         answers.append(Reply(client_task, tensors, figures[place]))
     cohort.memory.commit(kept)
-    yield from answers
+    return answers
 
 
 def _joined(rows: Sequence[Tensor]) -> Tensor:
@@ -178,59 +220,6 @@ def _joined(rows: Sequence[Tensor]) -> Tensor:
     if all(row.data_ptr() == first.data_ptr() and row.shape == first.shape for row in rows):
         return first.expand(len(rows), *first.shape[1:])
     return torch.cat(list(rows))
-
-
-class _Trial:
-    """Two small clients take a gradient alone and together: whether that comes to the same, and whether layers draw.
-
-    `unstackable` is the reason where models of this architecture cannot be stacked: it branches on its data, draws by itself
-    in a way that cannot be given to each client, keeps statistics that a stack would lose, or has several number types.
-    """
-
-    def __init__(self, task: Task, one: FlatModule, many: StackedModule) -> None:
-        self.draws = False
-        self.unstackable: str | None = None
-        index = torch.arange(4, device=task.train.labels.device) % len(task.train)
-        samples = task.train[index]
-        inputs = task.dataset.prepare(samples.inputs)
-        self.batch = Batch(inputs.unflatten(0, (2, 2)), samples.labels.unflatten(0, (2, 2)))
-        self.rows = torch.stack([task.initial, 0.9 * task.initial])
-        self.integers = task.initial_integers.repeat(2, 1)
-        try:
-            apart = self._apart(one)
-            together = self._together(many)
-        except Exception as error:
-            self.unstackable = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            return
-        scale = max(1.0, *(float(expected.abs().max()) for expected in apart[:3]))
-        tolerance = scale * (1e-9 if task.layout.dtype == torch.float64 else 1e-3)
-        alike = all(
-            torch.allclose(a.double(), b.double(), rtol=0, atol=tolerance, equal_nan=True)
-            for a, b in zip(apart, together, strict=True)
-        )
-        if not alike and not (self.draws and self.rows.is_cuda):
-            self.unstackable = "a stack of two models does not compute what each of them does"
-
-    def _apart(self, one: FlatModule) -> tuple[Tensor, ...]:
-        found: list[tuple[Tensor, ...]] = []
-        for client in range(2):
-            rows = self.rows[client : client + 1].clone()
-            one.load_integers(self.integers[client : client + 1])
-            with torch.random.fork_rng(devices=[rows.device] if rows.is_cuda else []):
-                torch.manual_seed(client)
-                before = generator_state(rows)
-                batch = Batch(self.batch.inputs[client : client + 1], self.batch.labels[client : client + 1])
-                loss, gradient = one.gradient(rows, batch, cross_entropy, {})
-                self.draws |= not torch.equal(before, generator_state(rows))
-            found.append((loss, gradient.clone(), rows, one.integers()))
-        return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
-
-    def _together(self, many: StackedModule) -> tuple[Tensor, ...]:
-        rows = self.rows.clone()
-        many.begin(2, [torch.Generator().manual_seed(client) for client in range(2)] if self.draws else [])
-        many.load_integers(self.integers)
-        loss, gradient = many.gradient(rows, self.batch, cross_entropy, {})
-        return loss, gradient.clone(), rows, many.integers()
 
 
 def default_chunk(task: Task, flat_module: FlatModule) -> int:

@@ -17,6 +17,7 @@ from fedloom.engines.processes.worker import VARIABLE
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import FedloomError
+from fedloom.local.proof import prove
 from fedloom.round import Round
 from fedloom.rounds.schedule import Schedule
 from fedloom.state.store import BUDGET
@@ -49,17 +50,18 @@ def fastest(
     they are taken to be many. Compiled steps are tried likewise, and on CUDA alone. With `in_process`, clients learn in this
     process, where a recorder can listen.
     """
-    rows, stacked = RowsEngine(task, memory_budget=memory_budget), StackedEngine(task, memory_budget=memory_budget)
+    proof = prove(task.model, task.dataset, task.train, task.training, stack=True)
+    rows = RowsEngine(task, proof, memory_budget=memory_budget)
     made: dict[str, RowsEngine | ProcessesEngine] = {"rows": rows}
-    trial = Trial(task, rows)
+    trial = TrialRound(task, rows)
     seconds = {"rows": trial.seconds(rows)}
-    if not stacked.unstackable:
-        made["stacked"] = stacked
-        seconds["stacked"] = trial.seconds(stacked)
+    if not proof.unstackable:
+        made["stacked"] = StackedEngine(task, proof, memory_budget=memory_budget)
+        seconds["stacked"] = trial.seconds(made["stacked"])
     worth_compiling = trial.to_come(min(seconds.values()), schedule) > 10 * COMPILING
     if "stacked" in made and _launches_kernels(task) and worth_compiling:
         name = "stacked(compiled=True)"
-        made[name] = StackedEngine(task, compiled=True, memory_budget=memory_budget)
+        made[name] = StackedEngine(task, proof, compiled=True, memory_budget=memory_budget)
         with suppress(FedloomError):  # no compiler here, or none that knows these layers
             seconds[name] = trial.seconds(made[name])
     if not in_process and _has_cores(task) and trial.to_come(min(seconds.values()), schedule) > 2 * START:
@@ -93,7 +95,7 @@ def _launches_kernels(task: Task) -> bool:
     return task.initial.is_cuda
 
 
-class Trial:
+class TrialRound:
     """A round of plain averaging over the task's first clients, the same for every engine.
 
     It is a whole round where that takes the rows engine little longer than half of `SECONDS`, else one of fewer steps.
@@ -114,7 +116,7 @@ class Trial:
 
     def _take(self, rows: RowsEngine, steps: int) -> None:
         """Let clients make so many steps in the trial, or as many as the task asks for."""
-        asked = mean_steps(self._asked)
+        asked = _mean_steps(self._asked)
         self.steps = min(float(steps), asked)
         self.task = self._asked if steps >= asked else _with_steps(self._asked, steps)
         rows.begin(self.task, None)
@@ -131,7 +133,7 @@ class Trial:
         if schedule is None:
             return float("inf")
         participants = schedule.participants(self._asked.clients)
-        longer = mean_steps(self._asked) / self.steps
+        longer = _mean_steps(self._asked) / self.steps
         return schedule.rounds * seconds * longer * participants / self.clients
 
     def _run(self, engine: RowsEngine | ProcessesEngine, count: int) -> float:
@@ -156,11 +158,6 @@ def _with_steps(task: Task, steps: int) -> Task:
     return replace(task, training=replace(task.training, steps=steps))
 
 
-def mean_steps(task: Task) -> float:
+def _mean_steps(task: Task) -> float:
     """Local steps of a client in a round, on average."""
-    settings = task.training
-    if settings.steps is not None:
-        return settings.steps
-    sizes = torch.from_numpy(task.partition.sizes).double()
-    batches = torch.ones(()) if settings.batch_size is None else (sizes / settings.batch_size).ceil()
-    return settings.epochs * float(batches.mean())
+    return float(task.training.local_steps(torch.from_numpy(task.partition.sizes).double()).mean())

@@ -18,8 +18,8 @@ from torch import nn
 
 from fedloom.algorithm import Algorithm, build, describe
 from fedloom.config.plugins import import_plugins
-from fedloom.engines.base import Engine
-from fedloom.engines.choose import LocalEngine, make_engine, settled_by
+from fedloom.engines.base import Engine, LocalEngine
+from fedloom.engines.choose import make_engine, settled_by
 from fedloom.errors import InvalidValue
 from fedloom.experiment.artifact import save_model
 from fedloom.experiment.configuration import Configuration, schedule_values
@@ -327,8 +327,13 @@ class _RunPlan:
     def _track(self, result: Result, tracking: Tracking) -> None:
         """Run the remaining rounds; trackers hear of each before anybody else does."""
 
+        said = set(result.federation.notices)
+
         def told(record: Record, timing: Record) -> None:
             tracking.record(record, timing)
+            for notice in timing.get("notices", ()):
+                if notice not in said:
+                    self._say(notice)
             self.watch(Event("round", self.name, record["round"], record, timing["seconds"], timing=timing))
 
         label = f"{folder_name(str(self.described['algorithm']))}/seed-{self.schedule.seed}"

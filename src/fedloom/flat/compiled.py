@@ -19,6 +19,8 @@ Tensors = Sequence[Tensor]
 _Function = Callable[[Tensors, Tensors, Tensor, Tensor], tuple[Tensors, tuple[Tensor, Tensors]]]
 """(trained, held, inputs, labels) -> the gradients, and the loss with what layers have moved."""
 
+_Arguments = tuple[Tensors, Tensors, Tensor, Tensor]
+
 
 class CompiledGradient:
     """The mean cross entropy of a batch and its gradient, forward and backward pass in one function that torch.compile made.
@@ -27,15 +29,18 @@ class CompiledGradient:
     process (in `compiled` in the cache folder, unless TORCHINDUCTOR_CACHE_DIR says where). Sums come in another order than in
     eager torch, so numbers agree to float tolerance; random numbers are torch's own. On CUDA it is captured as a CUDA graph. Of
     `module`, in training mode, only the architecture counts: it is called with the tensors that are given.
+
+    The first step of each shape is computed in eager torch too. Where the two differ, compiled code is not used for this shape,
+    and `notice` is told.
     """
 
-    def __init__(self, module: nn.Module, batch_size: int) -> None:
+    def __init__(self, module: nn.Module, batch_size: int, notice: Callable[[str], None]) -> None:
         # Set before torch's compiler is imported, which settles on a folder then; the import takes seconds.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
         from torch._dynamo.exc import TorchDynamoException
 
         self.batch_size = batch_size
-        self._module = module
+        self._module, self._notice = module, notice
         self._functions: dict[tuple[Any, ...], _Function] = {}
         self._refusal: type[Exception] = TorchDynamoException
 
@@ -48,16 +53,33 @@ class CompiledGradient:
         compiled.
         """
         key = (tuple(trained), labels.shape)
-        if key not in self._functions:
-            function = self._function(tuple(trained), tuple(held), stacked=labels.dim() == 2)
-            self._functions[key] = _compiled(function, cuda=labels.is_cuda)
         moving = [tensor.detach() for tensor in trained.values()]
-        try:
-            gradients, (loss, after) = self._functions[key](moving, list(held.values()), inputs, labels)
-        except self._refusal as error:
-            raise FedloomError(f"compiled=true: torch.compile has no way here: {_first(error)}") from error
+        arguments = moving, list(held.values()), inputs, labels
+        if key not in self._functions:
+            eager = self._function(tuple(trained), tuple(held), stacked=labels.dim() == 2)
+            self._functions[key] = self._proven(eager, arguments)
+        gradients, (loss, after) = self._functions[key](*arguments)
         found = loss.clone()  # a graph's next run overwrites what this one gave
         return found, gradients, dict(zip(held, after, strict=True))
+
+    def _proven(self, eager: _Function, arguments: _Arguments) -> _Function:
+        """The function compiled, or as it is where that gives other numbers."""
+        compiled = _compiled(eager, cuda=arguments[3].is_cuda)
+        devices = [arguments[3].device] if arguments[3].is_cuda else []
+        with torch.random.fork_rng(devices=devices):
+            expected = _numbers(eager(*arguments))
+        try:
+            with torch.random.fork_rng(devices=devices):
+                found = _numbers(compiled(*arguments))
+        except self._refusal as error:
+            raise FedloomError(f"compiled=true: torch.compile has no way here: {_first(error)}") from error
+        scale = max(1.0, *(float(tensor.abs().max()) for tensor in expected if tensor.numel()))
+        tolerance = scale * (1e-9 if arguments[0][0].dtype == torch.float64 else 1e-3)
+        pairs = zip(found, expected, strict=True)
+        if all(torch.allclose(a, b, rtol=0, atol=tolerance, equal_nan=True) for a, b in pairs):
+            return compiled
+        self._notice("steps are not compiled: for this model torch.compile gives other numbers than PyTorch without it")
+        return eager
 
     def _function(self, trained: Sequence[str], held: Sequence[str], stacked: bool) -> _Function:
         def loss_of_one(moving: Tensors, resting: Tensors, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensors]:
@@ -75,6 +97,12 @@ def _compiled(function: _Function, cuda: bool) -> _Function:
     options: dict[str, Any] = {"fallback_random": True, "triton.cudagraphs": cuda, "compile_threads": 1}
     compiled: _Function = torch.compile(function, fullgraph=True, dynamic=False, options=options)
     return compiled
+
+
+def _numbers(answer: tuple[Tensors, tuple[Tensor, Tensors]]) -> list[Tensor]:
+    """Everything that a function found: the loss, the gradients, what layers have moved."""
+    gradients, (loss, after) = answer
+    return [tensor.detach().double() for tensor in (loss, *gradients, *after)]
 
 
 def _first(error: Exception) -> str:

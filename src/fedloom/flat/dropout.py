@@ -27,22 +27,6 @@ def dropout_of(streams: Sequence[torch.Generator]) -> AbstractContextManager[Any
     return _Dropout(streams) if streams else nullcontext()
 
 
-class NotesDropout(TorchFunctionMode):
-    """Notes whether images `[b, c, h, w]` pass through dropout, which draws their masks in the order in which they lie."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = False
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        options = kwargs or {}
-        if func in _SHARED_AXES and (args[0] if args else options["input"]).dim() == 4:
-            self.found = True
-        return func(*args, **options)
-
-
 class _Dropout(TorchFunctionMode):
     def __init__(self, streams: Sequence[torch.Generator]) -> None:
         super().__init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -12,8 +13,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedloom.flat.compiled import CompiledGradient
-from fedloom.flat.dropout import NotesDropout
-from fedloom.flat.layout import Layout, Unit
+from fedloom.flat.layout import Layout, TensorSlice, Unit
 from fedloom.flat.precision import autocast
 from fedloom.models.structure import head_name
 from fedloom.training import Training
@@ -27,11 +27,11 @@ class Batch(NamedTuple):
 
     inputs: Tensor
     labels: Tensor
-    step: int = 0  # which step of this call, from 0 (`Cohort.turns(in_step=False)`: that of whoever has made fewest)
-    clients: Rows | None = None  # whose samples they are, where that is not everybody in the cohort
-    share: Tensor | None = (
-        None  # `[k, b]`, each sample's part in its client's mean: 0 for one that only fills the batch up
+    step: int = (
+        0  # which step of this call, from 0 (`Cohort.lock_steps(in_step=False)`: that of whoever has made fewest)
     )
+    clients: Rows | None = None  # whose samples they are, where that is not everybody in the cohort
+    share: Tensor | None = None  # `[k, b]`, each sample's share of its client's mean: 0 for padding
 
 
 class Net(Protocol):
@@ -139,15 +139,35 @@ def _features_and_logits(classifier: nn.Module, forward: Callable[[], Tensor]) -
     return caught[0], logits
 
 
+@dataclass(frozen=True)
+class Shortcuts:
+    """Faster ways to compute a local step that may be taken, since they were held against the plain way (`local.proof`)."""
+
+    channels_last: bool = False  # images lie with the channels last
+    folded: bool = False  # linear layers are updated in the products that give their gradients
+    joint_optimizer: bool = False  # one optimizer of torch moves all rows of a stack
+
+
+PLAIN = Shortcuts()
+"""None of them."""
+
+
 class FlatModule:
     """One copy of the task's module, reused for every client that trains in this process, one at a time.
 
     `weights [1, P]` given to `gradient` is trained in place: parameters and statistics of the module are views of it. So
-    loading a client's model costs one copy of its row, and one optimizer tensor covers every parameter.
+    loading a client's model costs one copy of its row, and one optimizer tensor covers every parameter. Forward and loss
+    compute in `autocast`, where there is one and it does no harm.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout) -> None:
-        self.layout = layout
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        shortcuts: Shortcuts = PLAIN,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self.layout, self.shortcuts, self.autocast = layout, shortcuts, autocast
         self._original = module
         self.module = layout.shell(module).train()
         self.frozen = layout.shell(module).eval().requires_grad_(False)
@@ -155,12 +175,10 @@ class FlatModule:
         self.needs_pairs = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
         self._row: Tensor | None = None
         self._gradient = torch.zeros(1, layout.trainable, dtype=layout.dtype, device=next(module.parameters()).device)
-        self.autocast: torch.dtype | None = None  # what forward and loss compute in, where that does no harm
-        self._channels_last: bool | None = None  # of images, as soon as there are any
         self._compiled: CompiledGradient | None = None
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
         self._slices = layout.slices[: len(self._parameters)]
-        self._trained = list(self._parameters)
+        self._moving = self._slices  # those of the parameters that train
 
     @cached_property
     def initial(self) -> Tensor:
@@ -169,7 +187,7 @@ class FlatModule:
 
     @property
     def like(self) -> Tensor:
-        """Nothing, of the rows' type and where they lie."""
+        """Empty tensor with the rows' dtype and device."""
         return self._gradient[0, :0]
 
     def bind(self, rows: Tensor) -> None:
@@ -182,40 +200,43 @@ class FlatModule:
     def gradient(
         self, rows: Tensor, batch: Batch, objective: Objective, context: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Loss `[1]` and its gradient `[1, T]` at `rows [1, P]`; the gradient is a buffer that the next call overwrites.
+        """Loss `[k]` and its gradient `[k, T]` at `rows [k, P]`; the gradient is a buffer that the next call overwrites.
         Statistics in `rows[:, T:]` move as training mode moves them."""
         loss, gradients = self.tensor_gradients(rows, batch, objective, context)
-        row = self._gradient[0]
+        buffer = self._gradient[: len(rows)]
         if len(gradients) == len(self._slices):
             # One pass. Letting autograd add into views of the buffer would clear, read and write it once more.
-            torch.cat([gradient.reshape(-1) for gradient in gradients], out=row)
+            torch.cat(self._as_rows(gradients), 1, out=buffer)
         else:
-            row.zero_()
-            trained = [part for part, p in zip(self._slices, self._parameters, strict=True) if p.requires_grad]
-            for part, gradient in zip(trained, gradients, strict=True):
-                row[part.slice].copy_(gradient.reshape(-1))
-        return loss, self._gradient
+            buffer.zero_()
+            for part, gradient in zip(self._moving, self._as_rows(gradients), strict=True):
+                buffer[:, part.slice] = gradient
+        return loss, buffer
 
     def partial_gradient(
         self, rows: Tensor, batch: Batch, objective: Objective, context: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Loss `[1]` and the gradient of what `train_only` left, its slices side by side, `[1, n]`."""
+        """Loss `[k]` and the gradient of what `train_only` left, its slices side by side, `[k, n]`."""
         loss, gradients = self.tensor_gradients(rows, batch, objective, context)
-        return loss, torch.cat([gradient.reshape(1, -1) for gradient in gradients], 1)
+        return loss, torch.cat(self._as_rows(gradients), 1)
+
+    def _as_rows(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        pairs = zip(gradients, self._moving, strict=True)
+        return [gradient.reshape(-1, part.stop - part.start) for gradient, part in pairs]
 
     def pieces(self, rows: Tensor) -> list[Tensor]:
-        """The parameters that train, as views of `rows [1, T or more]`; `tensor_gradients` gives one gradient for each."""
-        parts = [part for part, p in zip(self._slices, self._parameters, strict=True) if p.requires_grad]
-        return [rows[0, part.slice].view(part.shape) for part in parts]
+        """The parameters that train, as views `[k, ...]` of `rows [k, T or more]`; `tensor_gradients` gives one gradient each."""
+        return [piece(rows, part) for part in self._moving]
 
     def folded(self, settings: Training, rate: float) -> FoldedStep | None:
-        """A whole step of SGD in one, where this replica knows a way (it does not)."""
+        """A whole step of SGD in one, where there is a way."""
         return None
 
     def tensor_gradients(
         self, rows: Tensor, batch: Batch, objective: Objective, context: Mapping[str, Tensor]
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Loss `[1]` and the gradient of every tensor of `pieces(rows)`, zero for one that the loss does not use."""
+        """Loss `[k]` and the gradient of every tensor of `pieces(rows)`, zero for one that the loss does not use. Gradients may
+        share memory: they are not to be changed in place."""
         self.bind(rows)
         one = Batch(self._laid_out(batch.inputs[0]), batch.labels[0], batch.step)
         compiled = self._compiled_for(batch, objective)
@@ -223,15 +244,18 @@ class FlatModule:
             return self._by_compiled(compiled, one)
         with autocast(self.autocast, rows.device):
             loss = objective(self.net, one, {name: value[0] for name, value in context.items()})
-        return loss.detach().to(rows).unsqueeze(0), torch.autograd.grad(loss, self._trained, materialize_grads=True)
+        trained = [p for p in self._parameters if p.requires_grad]
+        gradients = torch.autograd.grad(loss, trained, materialize_grads=True)
+        return loss.detach().to(rows).unsqueeze(0), [gradient.unsqueeze(0) for gradient in gradients]
 
-    def compile_for(self, batch_size: int | None) -> None:
+    def compile_for(self, batch_size: int | None, notice: Callable[[str], None]) -> None:
         """Have the data loss and its gradient on batches of so many samples compiled, and others not (None: none at all).
-        Which steps are compiled depends on their shape alone, so that a run can be repeated bit for bit."""
+        Which steps are compiled depends on their shape alone, so that a run can be repeated bit for bit. `notice` is told of
+        compiled steps that are left out, since they differ from the others."""
         if batch_size is None:
             self._compiled = None
         elif self._compiled is None or self._compiled.batch_size != batch_size:
-            self._compiled = CompiledGradient(self.layout.shell(self._original).train(), batch_size)
+            self._compiled = CompiledGradient(self.layout.shell(self._original).train(), batch_size, notice)
 
     def _compiled_for(self, batch: Batch, objective: Objective) -> CompiledGradient | None:
         """What computes this step, where it is one that is compiled."""
@@ -246,23 +270,18 @@ class FlatModule:
         loss, gradients, after = compiled(trained, tensors, one.inputs, one.labels)
         for name, tensor in after.items():
             tensors[name].detach().copy_(tensor)
-        return loss.unsqueeze(0), gradients
+        return loss.unsqueeze(0), [gradient.unsqueeze(0) for gradient in gradients]
 
     def _laid_out(self, inputs: Tensor) -> Tensor:
-        """Images `[b, c, h, w]` as convolutions are fastest on them: on a CPU with the channels last, which every layer then
-        hands on. Filters stay as they lie in the row. It depends on the architecture and the images' size alone, never on a
-        measurement, so that a run can be repeated bit for bit."""
-        if inputs.dim() != 4 or inputs.is_cuda or not inputs.is_floating_point():
-            return inputs
-        if self._channels_last is None:
-            self._channels_last = convolutions_weigh_little(self.frozen, inputs[:1])
-        return channels_last(inputs) if self._channels_last else inputs
+        """Images `[b, c, h, w]` as convolutions are fastest on them. Filters stay as they lie in the row."""
+        return channels_last(inputs) if self.shortcuts.channels_last and inputs.dim() == 4 else inputs
 
     def train_only(self, units: Unit | None) -> None:
         """Let gradients reach only the parameters inside `units` (None: all), so that backward goes no deeper."""
-        for parameter, part in zip(self._parameters, self._slices, strict=True):
+        pairs = list(zip(self._parameters, self._slices, strict=True))
+        for parameter, part in pairs:
             parameter.requires_grad_(units is None or any(u.start <= part.start and part.stop <= u.stop for u in units))
-        self._trained = [p for p in self._parameters if p.requires_grad]
+        self._moving = tuple(part for parameter, part in pairs if parameter.requires_grad)
 
     @torch.no_grad()
     def features(self, rows: Tensor, inputs: Tensor) -> Tensor | None:
@@ -282,7 +301,7 @@ class FlatModule:
 
     @torch.no_grad()
     def logits(self, rows: Tensor, inputs: Tensor) -> Tensor:
-        """`[1, b, classes]` in evaluation mode for `inputs [1, b, ...]` or shared `[b, ...]` given as `[1, b, ...]`."""
+        """`[1, b, classes]` in evaluation mode for `inputs [1, b, ...]`."""
         self.layout.bind(self.frozen, rows[0])
         logits: Tensor = self.frozen(self._laid_out(inputs[0]))
         return logits.unsqueeze(0)
@@ -296,10 +315,15 @@ class FlatModule:
         return self.layout.flatten_integers(self.module).unsqueeze(0)
 
 
+def piece(rows: Tensor, part: TensorSlice) -> Tensor:
+    """A view of one tensor of every row, `[k, *shape]`."""
+    return rows[:, part.slice].view(len(rows), *part.shape)
+
+
 @torch.no_grad()
 def convolutions_weigh_little(module: nn.Module, image: Tensor) -> bool:
-    """Whether the module has convolutions of images, with few weights beside what they put out for one image `[1, c, h, w]`,
-    and no dropout of images: its masks would be others, and engines would not agree."""
+    """Whether the module has convolutions of images, with few weights beside what they put out for one image `[1, c, h, w]`: then
+    they are faster on a CPU where the channels lie last, which every layer then hands on."""
     convolutions = [part for part in module.modules() if isinstance(part, nn.Conv2d)]
     put_out = 0
 
@@ -309,14 +333,12 @@ def convolutions_weigh_little(module: nn.Module, image: Tensor) -> bool:
 
     handles = [part.register_forward_hook(note) for part in convolutions]
     try:
-        with torch.random.fork_rng(devices=[image.device] if image.is_cuda else []), NotesDropout() as dropout:
+        with torch.random.fork_rng(devices=[]):
             module(image)
     finally:
         for handle in handles:
             handle.remove()
-    return (
-        not dropout.found and 0 < sum(part.weight.numel() for part in convolutions) <= FILTERS_PER_ACTIVATION * put_out
-    )
+    return 0 < sum(part.weight.numel() for part in convolutions) <= FILTERS_PER_ACTIVATION * put_out
 
 
 def generator_state(tensor: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ from torch.func import vmap
 from fedloom.flat.compiled import CompiledGradient
 from fedloom.flat.device import moved
 from fedloom.flat.dropout import dropout_of
-from fedloom.flat.layout import Layout, TensorSlice
-from fedloom.flat.linear_chain import LinearChain
-from fedloom.flat.module import Batch, CalledNet, FlatModule, FoldedStep, Objective, Rows
+from fedloom.flat.layout import Layout
+from fedloom.flat.linear_chain import FoldedSGD, linear_layers
+from fedloom.flat.module import PLAIN, Batch, CalledNet, FlatModule, FoldedStep, Objective, Rows, Shortcuts, piece
 from fedloom.flat.precision import stacked_autocast
 from fedloom.training import Training
 
@@ -25,67 +25,45 @@ class StackedModule(FlatModule):
     mixed between rows. `features` and `logits` still take one row at a time.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout) -> None:
-        super().__init__(module, layout)
-        self._chain = LinearChain.of(self.module, layout)
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        shortcuts: Shortcuts = PLAIN,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(module, layout, shortcuts, autocast)
+        self._layers = linear_layers(self.module, layout) if shortcuts.folded else []
         names = dict(module.named_buffers())
         self._statistics = [part for part in layout.slices if part.name in names]
         self._fixed = [part for part in layout.slices[len(self._slices) :] if part.name not in names]
         self._counts: Tensor | None = None
-        self._places: tuple[Tensor, Tensor] | None = None  # a turn's clients, and the same beside the counts
+        self._places: tuple[Tensor, Tensor] | None = None  # some clients' places, and the same beside the counts
         self._streams: Sequence[torch.Generator] = ()
 
     def begin(self, clients: int, streams: Sequence[torch.Generator]) -> None:
         """Another cohort of `clients` clients. `streams`, one a client, are what dropout draws from; without them no layer may
         draw."""
         self._streams = streams
-        self._counts = self._counts_of(clients)
+        self._counts = self.layout.flatten_integers(self.module).repeat(clients, 1)
         if len(self._gradient) < clients:
             self._gradient = self._gradient.new_zeros(clients, self.layout.trainable)
 
-    def _counts_of(self, clients: int) -> Tensor:
-        return self.layout.flatten_integers(self.module).repeat(clients, 1)
-
-    def trained_slices(self) -> list[TensorSlice]:
-        """Where the parameters that train lie."""
-        return [part for part, p in zip(self._slices, self._parameters, strict=True) if p.requires_grad]
-
-    def pieces(self, rows: Tensor) -> list[Tensor]:
-        return [_piece(rows, part) for part in self.trained_slices()]
-
     def folded(self, settings: Training, rate: float) -> FoldedStep | None:
-        everything = len(self.trained_slices()) == len(self._slices)
-        return None if self._chain is None or not everything else self._chain.folded(settings, rate)
-
-    def gradient(
-        self, rows: Tensor, batch: Batch, objective: Objective, context: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        loss, gradients = self.tensor_gradients(rows, batch, objective, context)
-        buffer = self._gradient[: len(rows)]
-        if len(gradients) == len(self._slices):
-            torch.cat([gradient.reshape(len(rows), -1) for gradient in gradients], 1, out=buffer)
-        else:
-            buffer.zero_()
-            for part, gradient in zip(self.trained_slices(), gradients, strict=True):
-                buffer[:, part.slice] = gradient.reshape(len(rows), -1)
-        return loss, buffer
-
-    def partial_gradient(
-        self, rows: Tensor, batch: Batch, objective: Objective, context: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        loss, gradients = self.tensor_gradients(rows, batch, objective, context)
-        return loss, torch.cat([gradient.reshape(len(rows), -1) for gradient in gradients], 1)
+        whole = len(self._moving) == len(self._slices)
+        return (
+            FoldedSGD(self._layers, settings, rate) if self._layers and whole and FoldedSGD.covers(settings) else None
+        )
 
     def tensor_gradients(
         self, rows: Tensor, batch: Batch, objective: Objective, context: Mapping[str, Tensor]
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        parts = self.trained_slices()
-        trained = {part.name: _piece(rows, part).detach().requires_grad_() for part in parts}
+        trained = {part.name: piece(rows, part).detach().requires_grad_() for part in self._moving}
         names = trained.keys()
-        others = {s.name: _piece(rows, s).detach() for s in (*self._slices, *self._fixed) if s.name not in names}
+        others = {s.name: piece(rows, s).detach() for s in (*self._slices, *self._fixed) if s.name not in names}
         # Under vmap batch norm moves its statistics in place only where they are one contiguous block; a row's slice is none,
         # and the move would be lost without a word.
-        statistics = {part.name: _piece(rows, part).detach().contiguous() for part in self._statistics}
+        statistics = {part.name: piece(rows, part).detach().contiguous() for part in self._statistics}
         counts = self._counts_for(batch.clients)
         integers = {part.name: counts[:, part.slice].view(len(rows), *part.shape).to(part.dtype)
                     for part in self.layout.integer_slices}  # fmt: skip
@@ -99,7 +77,7 @@ class StackedModule(FlatModule):
         else:
             losses, gradients = self._by_vmap(trained, held, batch, objective, context)
         for part in self._statistics:
-            _piece(rows, part).detach().copy_(statistics[part.name])
+            piece(rows, part).detach().copy_(statistics[part.name])
         self._keep_counts(batch.clients, integers)
         return losses.detach().to(rows), gradients
 
@@ -134,7 +112,7 @@ class StackedModule(FlatModule):
         return [self._streams[place] for place in torch.arange(len(self._streams))[clients].tolist()]
 
     def _here(self, clients: Rows) -> Rows:
-        """The clients' places where the counts are; they are sent there once for all steps of a turn."""
+        """The clients' places where the counts are; they are sent there once for all steps that the clients take together."""
         if not isinstance(clients, Tensor):
             return clients
         if self._places is None or self._places[0] is not clients:
@@ -161,8 +139,3 @@ class StackedModule(FlatModule):
 
     def integers(self) -> Tensor:
         return self._counts_for(None).clone()
-
-
-def _piece(rows: Tensor, part: TensorSlice) -> Tensor:
-    """A view of one tensor of every row, `[k, *shape]`."""
-    return rows[:, part.slice].view(len(rows), *part.shape)

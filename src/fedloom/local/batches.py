@@ -1,8 +1,7 @@
-"""The batches of local training, with a leading client axis: of one client, or of several that advance together.
+"""The batches of local training, with a leading client axis: of one client, or of several that advance in lock step.
 
-Clients of unequal sizes have different numbers of batches, and short ones at different steps. Nobody's batch is padded with
-samples that a model would see as real: clients take a turn together while the sizes of their batches are the same, and one that
-has finished stands still.
+Clients of unequal sizes have different numbers of batches, and short ones at different steps. Padding never contributes to the
+loss: clients advance together while the sizes of their batches are the same, and one that has finished stands still.
 """
 
 from __future__ import annotations
@@ -28,11 +27,12 @@ Epochs = Iterable[tuple[Tensor, list[int]]]
 
 
 @dataclass(frozen=True)
-class Turn:
-    """Some clients of a cohort (None: all of them) and the batches that these take, one after another."""
+class LockStep:
+    """Some of the `count` clients of a cohort (None: all of them) and the batches that these take together, one after another."""
 
     clients: Rows | None
     batches: Iterator[Batch]
+    count: int
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """These clients' rows of tensors `[k, ...]`: views where the rows follow one another, else copies to be `put` back."""
@@ -47,9 +47,9 @@ class Turn:
                 if tensors[name].stride(0):
                     tensors[name][self.clients] = part
 
-    def members(self, count: int) -> list[int]:
-        """The places of these clients among the `count` of the cohort."""
-        everybody = torch.arange(count)
+    def members(self) -> list[int]:
+        """The places of these clients in the cohort."""
+        everybody = torch.arange(self.count)
         places: list[int] = (everybody if self.clients is None else everybody[self.clients]).tolist()
         return places
 
@@ -78,36 +78,36 @@ class ClientLoader:
         return like.new_empty(*size, *like.shape[1:])
 
 
-def alone(feed: ClientLoader, epochs: Epochs, noise: torch.Generator | None) -> Iterator[Batch]:
+def alone(loader: ClientLoader, epochs: Epochs, noise: torch.Generator | None) -> Iterator[Batch]:
     """The batches `[1, b, ...]` of one client; with `noise`, augmented by what that draws for each epoch."""
     step = 0
     for order, sizes in epochs:
-        device = feed.samples.labels.device
+        device = loader.samples.labels.device
         order = moved(order, device)
         drawn = None if noise is None else moved(draw_flip_crop(len(order), noise), device)
-        at_once = max(1, AHEAD // (feed.values * sizes[0]))
+        at_once = max(1, AHEAD // (loader.values * sizes[0]))
         for first in range(0, len(sizes), at_once):
             chosen = sizes[first : first + at_once]
             start = sum(sizes[:first])
             part = slice(start, start + sum(chosen))
             index = order[part]
-            inputs = feed.inputs(index, None if drawn is None else drawn[part]).unsqueeze(0).split(chosen, 1)
-            labels = feed.samples.labels[index].unsqueeze(0).split(chosen, 1)
+            inputs = loader.inputs(index, None if drawn is None else drawn[part]).unsqueeze(0).split(chosen, 1)
+            labels = loader.samples.labels[index].unsqueeze(0).split(chosen, 1)
             for one, two in zip(inputs, labels, strict=True):
                 yield Batch(one, two, step)
                 step += 1
 
 
-class _Run:
-    """What one client has before it: the order of all of its samples, what is drawn for each, the sizes of its batches.
-    `send` brings the first two to where the samples are, once for all steps.
+class _ClientPlan:
+    """What one client has before it: the order of all of its samples, what augmentation draws for each, the sizes of its batches.
+    `send` brings these to where the samples are, once for all steps.
 
-    Batch i holds the samples from `starts[i]` on, and batches up to `until[i]` are as large as it. `share`, where the client
-    was `padded`: the part of each place in the mean over its batch, 0 where nothing real stands.
+    Batch i holds the samples from `starts[i]` on, and batches up to `until[i]` are as large as it. `share [n]`, where the client
+    was `padded`: each sample's share of the mean over its batch, 0 for padding.
     """
 
-    def __init__(self, feed: ClientLoader, epochs: Epochs, noise: torch.Generator | None) -> None:
-        self.feed = feed
+    def __init__(self, loader: ClientLoader, epochs: Epochs, noise: torch.Generator | None) -> None:
+        self.loader = loader
         orders: list[Tensor] = []
         drawn: list[Tensor] = []
         self.sizes: list[int] = []
@@ -134,70 +134,71 @@ class _Run:
         first = torch.arange(len(sizes)) * size - (sizes.cumsum(0) - sizes)
         places = torch.arange(len(self.index)) + first.repeat_interleave(sizes)
         index = self.index.new_zeros(size * len(sizes))
-        self.share = torch.zeros(len(index))
-        self.share[places] = sizes.to(self.share).reciprocal().repeat_interleave(sizes)
+        self.share = torch.zeros(len(index), dtype=torch.float64)
+        self.share[places] = sizes.double().reciprocal().repeat_interleave(sizes)
         index[places] = self.index
         self.index = index
         self.sizes = [size] * len(sizes)
         self._measure()
 
     def send(self) -> None:
-        """Bring the order and what was drawn to the samples' device."""
-        device = self.feed.samples.labels.device
+        device = self.loader.samples.labels.device
         self.index = moved(self.index, device)
         self.drawn = None if self.drawn is None else moved(self.drawn, device)
         self.share = None if self.share is None else moved(self.share, device)
 
     def write(self, part: slice, inputs: Tensor, labels: Tensor) -> None:
+        """Write some of its samples, in its order, into `inputs [n, ...]` and `labels [n]`."""
         index = self.index[part]
-        self.feed.inputs(index, None if self.drawn is None else self.drawn[part], inputs)
-        torch.index_select(self.feed.samples.labels, 0, index, out=labels)
+        self.loader.inputs(index, None if self.drawn is None else self.drawn[part], inputs)
+        torch.index_select(self.loader.samples.labels, 0, index, out=labels)
 
 
 def together(
-    feeds: Sequence[ClientLoader],
+    loaders: Sequence[ClientLoader],
     epochs: Sequence[Epochs],
     noises: Sequence[torch.Generator | None],
     *,
     in_step: bool = True,
     pad: bool = False,
-) -> Iterator[Turn]:
-    """The turns of several clients. Each client's batches come in their order and hold the samples that `alone` gives it; the
-    batches of a turn have to be used up before the next one.
+) -> Iterator[LockStep]:
+    """Several clients in lock step. Each client's batches come in their order and hold the samples that `alone` gives it; the
+    batches that clients take together have to be used up before the next ones.
 
     Clients keep in step where `in_step` says that their steps are counted; else whoever has a short batch before it takes it
     first, and then all go on together. With `pad`, short batches are filled up with samples whose `share` of the mean is 0,
     unless those would be more than the real ones: for steps that heed it.
     """
-    runs = [_Run(*each) for each in zip(feeds, epochs, noises, strict=True)]
+    plans = [_ClientPlan(*each) for each in zip(loaders, epochs, noises, strict=True)]
     if pad:
-        _pad(runs)
-    for run in runs:
-        run.send()
-    made = [0] * len(runs)
-    while waiting := [k for k, run in enumerate(runs) if made[k] < len(run.sizes)]:
+        _pad(plans)
+    for plan in plans:
+        plan.send()
+    made = [0] * len(plans)
+    while waiting := [k for k, plan in enumerate(plans) if made[k] < len(plan.sizes)]:
         alike: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
         for k in waiting:
-            alike[runs[k].sizes[made[k]], made[k] > 0].append(k)
-        left = {k: runs[k].until[made[k]] - made[k] for k in waiting}  # batches as large as the next one
+            alike[plans[k].sizes[made[k]], made[k] > 0].append(k)
+        left = {k: plans[k].until[made[k]] - made[k] for k in waiting}  # batches as large as the next one
         largest = max(size for size, _ in alike)
         shorter = [] if in_step else [members for (size, _), members in alike.items() if size < largest]
         for members in shorter or list(alike.values()):
             steps = min(left[k] for k in (waiting if in_step else members))
-            share = [(runs[k], runs[k].starts[made[k]]) for k in members]
-            clients, size = _rows(members, len(runs)), runs[members[0]].sizes[made[members[0]]]
-            yield Turn(clients, _lock_step(share, clients, size, min(made[k] for k in members), steps))
+            chosen = [(plans[k], plans[k].starts[made[k]]) for k in members]
+            clients, size = _rows(members, len(plans)), plans[members[0]].sizes[made[members[0]]]
+            batches = _batches(chosen, clients, size, min(made[k] for k in members), steps)
+            yield LockStep(clients, batches, len(plans))
             for k in members:
                 made[k] += steps
 
 
-def _pad(runs: Sequence[_Run]) -> None:
+def _pad(plans: Sequence[_ClientPlan]) -> None:
     """Make all batches as large as the largest, where some are shorter but not so many that it would cost too much."""
-    largest = max((size for run in runs for size in run.sizes), default=0)
-    steps, real = sum(len(run.sizes) for run in runs), sum(len(run.index) for run in runs)
-    if real < steps * largest <= 2 * real and all(run.drawn is None for run in runs):
-        for run in runs:
-            run.padded(largest)
+    largest = max((size for plan in plans for size in plan.sizes), default=0)
+    steps, real = sum(len(plan.sizes) for plan in plans), sum(len(plan.index) for plan in plans)
+    if real < steps * largest <= 2 * real and all(plan.drawn is None for plan in plans):
+        for plan in plans:
+            plan.padded(largest)
 
 
 def _rows(members: list[int], count: int) -> Rows | None:
@@ -208,21 +209,21 @@ def _rows(members: list[int], count: int) -> Rows | None:
     return torch.tensor(members)
 
 
-def _lock_step(
-    share: list[tuple[_Run, int]], clients: Rows | None, size: int, first: int, steps: int
+def _batches(
+    chosen: list[tuple[_ClientPlan, int]], clients: Rows | None, size: int, first: int, steps: int
 ) -> Iterator[Batch]:
-    """`steps` batches `[g, size, ...]`, numbered from `first`, of g clients whose samples before were taken already."""
-    feed = share[0][0].feed
-    at_once = max(1, AHEAD // (feed.values * size * len(share)))
+    """`steps` batches `[g, size, ...]`, numbered from `first`, of g clients, each from its sample number `start` on."""
+    loader = chosen[0][0].loader
+    at_once = max(1, AHEAD // (loader.values * size * len(chosen)))
     for done in range(0, steps, at_once):
         count = min(at_once, steps - done) * size
-        inputs = feed.empty(len(share), count)
-        labels = feed.samples.labels.new_empty(len(share), count)
-        part = [run.share[taken + done * size :][:count] for run, taken in share if run.share is not None]
-        shares = torch.stack(part).split(size, 1) if part else repeat(None)
-        for row, (run, taken) in enumerate(share):
-            start = taken + done * size
-            run.write(slice(start, start + count), inputs[row], labels[row])
-        batches = zip(inputs.split(size, 1), labels.split(size, 1), shares, strict=False)
-        for step, (one, two, counted) in enumerate(batches, start=first + done):
-            yield Batch(one, two, step, clients, counted)
+        inputs = loader.empty(len(chosen), count)
+        labels = loader.samples.labels.new_empty(len(chosen), count)
+        shares = [plan.share[start + done * size :][:count] for plan, start in chosen if plan.share is not None]
+        for row, (plan, start) in enumerate(chosen):
+            begin = start + done * size
+            plan.write(slice(begin, begin + count), inputs[row], labels[row])
+        by_step = torch.stack(shares).split(size, 1) if shares else repeat(None)
+        batches = zip(inputs.split(size, 1), labels.split(size, 1), by_step, strict=False)
+        for step, (one, two, share) in enumerate(batches, start=first + done):
+            yield Batch(one, two, step, clients, share)

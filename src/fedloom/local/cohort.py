@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.module import Batch, FlatModule, Objective, cross_entropy
-from fedloom.local.batches import ClientLoader, Turn, alone, together
+from fedloom.local.batches import ClientLoader, LockStep, alone, together
 from fedloom.local.optimizer import Context as Context
 from fedloom.local.optimizer import Correction as Correction
 from fedloom.local.optimizer import GradientFn as GradientFn
@@ -65,14 +65,13 @@ class Cohort:
         self.training = training
         self.memory = memory
         self.flat_module = flat_module
-        flat_module.autocast = None if training.autocast == "none" else getattr(torch, training.autocast)
         self.layout: Layout = flat_module.layout
         self.sizes = torch.tensor([len(s) for s in samples])
         self.uploads = torch.tensor([True] * len(self.clients) if uploads is None else list(uploads))
         self.metrics: dict[str, Tensor] = {}
         self._dataset = dataset
         self._samples = samples
-        self._feeds = [ClientLoader(own, dataset) for own in samples]
+        self._loaders = [ClientLoader(own, dataset) for own in samples]
 
     def stream(self, purpose: str) -> list[torch.Generator]:
         """One random stream a client, at its beginning."""
@@ -90,16 +89,8 @@ class Cohort:
 
     def _with(self, samples: Sequence[Samples]) -> Cohort:
         """The same clients with other samples."""
-        part = Cohort(
-            self.clients,
-            samples,
-            self._dataset,
-            self.flat_module,
-            self.training,
-            self.round,
-            self.memory,
-            self.uploads.tolist(),
-        )
+        held = self._dataset, self.flat_module, self.training, self.round, self.memory
+        part = Cohort(self.clients, samples, *held, self.uploads.tolist())
         part.metrics = self.metrics
         return part
 
@@ -139,7 +130,7 @@ class Cohort:
         """The model that the task starts from, `[1, P]`: what a client has of the parts that it was never sent."""
         return self.flat_module.initial.unsqueeze(0)
 
-    def turns(
+    def lock_steps(
         self,
         *,
         purpose: str = "batches",
@@ -151,14 +142,14 @@ class Cohort:
         active: Tensor | None = None,
         in_step: bool = True,
         pad: bool = False,
-    ) -> Iterator[Turn]:
-        """The batches of local training with a leading client axis, in the order of each client's stream; clients take turns
-        where they cannot go on together.
+    ) -> Iterator[LockStep]:
+        """The batches of local training with a leading client axis, in the order of each client's stream: those that all clients
+        take together, or, where that is not possible, some clients and then others.
 
         Whatever is not given comes from `training`. A second pass in the same round draws another order under another
         `purpose`. With `active [k]` bool, only the clients marked there have batches. Without `in_step`, `Batch.step`
-        only tells a client's first step from the others. With `pad`, batches may hold samples that do not count
-        (`Batch.share`), for steps that heed that.
+        only tells a client's first step from the others. With `pad`, batches may hold padding, for steps that heed
+        `Batch.share`.
         """
         settings = self.training
         own_length = epochs is not None or steps is not None
@@ -180,8 +171,8 @@ class Cohort:
         augmented = settings.augmentation == "flip_crop"
         noises = self.stream(f"{purpose}/augmentation") if augmented else [None] * len(orders)
         if len(orders) == 1:
-            return iter([Turn(None, alone(self._feeds[0], orders[0], noises[0]))])
-        return together(self._feeds, orders, noises, in_step=in_step, pad=pad)
+            return iter([LockStep(None, alone(self._loaders[0], orders[0], noises[0]), 1)])
+        return together(self._loaders, orders, noises, in_step=in_step, pad=pad)
 
     def gradient(
         self, rows: Tensor, batch: Batch, objective: Objective = cross_entropy, context: Context | None = None
@@ -212,7 +203,7 @@ class Cohort:
         drop_last: bool | None = None,
         learning_rate: float | None = None,
     ) -> Trained:
-        """Local SGD from `start [k, P]`, which is left as it is (spec: LocalSGD; FedAvg, algorithm 1).
+        """Local SGD from `start [k, P]`, which is left as it is (FedAvg, algorithm 1).
 
         Each step takes one batch, the gradient of `objective` (or what `gradient_fn` gives in its place), then `correction`,
         clipping, weight decay and momentum as `training` says. With `only`, just those slices of the parameters move.
@@ -226,22 +217,21 @@ class Cohort:
         losses = _Losses(len(self.clients))
         self.flat_module.train_only(only)
         try:
-            descent = LocalOptimizer(
+            optimizer = LocalOptimizer(
                 self.flat_module, settings, rate, weights, only, objective, gradient_fn, correction
             )
-            for turn in self.turns(
+            for group in self.lock_steps(
                 purpose=purpose,
                 epochs=epochs,
                 steps=steps,
                 batch_size=batch_size,
                 drop_last=drop_last,
                 in_step=gradient_fn is not None or objective is not cross_entropy,
-                pad=descent.fold is not None,
+                pad=optimizer.folded is not None,
             ):
-                part = turn.take(state)
-                step = descent.over(turn.members(len(weights)), part, turn.take(context or {}))
-                losses.add(turn, [step(batch) for batch in turn.batches])
-                turn.put(state, part)
+                part = group.take(state)
+                losses.add(group, optimizer.take(group, part, group.take(context or {})))
+                group.put(state, part)
         finally:
             self.flat_module.train_only(None)
         mean = losses.mean(weights)
@@ -269,18 +259,20 @@ class Cohort:
         losses = _Losses(len(self.clients))
         self.flat_module.train_only(only)
         try:
-            for turn in self.turns(purpose=purpose, epochs=epochs, shuffle=shuffle, drop_last=drop_last, active=active):
-                part = turn.take(state)
-                losses.add(turn, [step(part, batch) for batch in turn.batches])
-                turn.put(state, part)
+            for group in self.lock_steps(
+                purpose=purpose, epochs=epochs, shuffle=shuffle, drop_last=drop_last, active=active
+            ):
+                part = group.take(state)
+                losses.add(group, [step(part, batch) for batch in group.batches])
+                group.put(state, part)
         finally:
             self.flat_module.train_only(None)
         return losses.mean(self.flat_module.like)
 
     def batches(self, purpose: str = "batches") -> Iterator[Batch]:
         """All batches of local training, one after another."""
-        for turn in self.turns(purpose=purpose):
-            yield from turn.batches
+        for group in self.lock_steps(purpose=purpose):
+            yield from group.batches
 
     def loss(self, rows: Tensor, *, samples: Sequence[Samples] | None = None, batch_size: int = 1024) -> Tensor:
         """Mean cross entropy `[k]` of each row on its client's samples (or on those given), in evaluation mode."""
@@ -301,26 +293,26 @@ class _Losses:
 
     def __init__(self, clients: int) -> None:
         self.clients = clients
-        self.found: list[tuple[Turn, list[Tensor]]] = []
+        self.found: list[tuple[LockStep, list[Tensor]]] = []
 
-    def add(self, turn: Turn, losses: list[Tensor]) -> None:
-        """One turn's losses, `[g]` each."""
+    def add(self, group: LockStep, losses: list[Tensor]) -> None:
+        """The losses, `[g]` each, of steps that some clients took together."""
         if losses:
-            self.found.append((turn, losses))
+            self.found.append((group, losses))
 
     def counts(self) -> Tensor:
         """The steps of each client, `[k]`."""
         counts = torch.zeros(self.clients, dtype=torch.int64)
-        for turn, losses in self.found:
-            counts[turn.members(self.clients)] += len(losses)
+        for group, losses in self.found:
+            counts[group.members()] += len(losses)
         return counts
 
     def mean(self, like: Tensor) -> Tensor:
         """Over the steps of each client, `[k]`; NaN for one without a step."""
-        if all(turn.clients is None for turn, _ in self.found):
+        if all(group.clients is None for group, _ in self.found):
             every = [loss for _, losses in self.found for loss in losses]
             return torch.stack(every).mean(0) if every else like.new_full((self.clients,), torch.nan)
         total = like.new_zeros(self.clients)
-        for turn, losses in self.found:
-            total[turn.members(self.clients)] += torch.stack(losses).sum(0)
+        for group, losses in self.found:
+            total[group.members()] += torch.stack(losses).sum(0)
         return total / self.counts().to(total)

@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fedloom.flat.layout import Unit
 from fedloom.flat.module import Batch, FlatModule, Objective, cross_entropy
+from fedloom.local.batches import LockStep
 from fedloom.training import Training
 
 Context = Mapping[str, Tensor]
 """What a method hands to its hooks: named tensors with one row a client, `[k, ...]`."""
 
 Correction = Callable[[Tensor, Tensor, Context], Tensor]
-"""(weights `[k, T]`, gradient `[k, T]`, given) -> the gradient to use; it may change the gradient in place."""
+"""(weights `[k, T]`, gradient `[k, T]`, context) -> the gradient to use; it may change the gradient in place."""
 
 GradientFn = Callable[[Tensor, Batch, Context], tuple[Tensor, Tensor]]
-"""(weights `[k, P]`, batch, given) -> loss `[k]` and the gradient `[k, T]` to use, from `Cohort.gradient` wherever the method
+"""(weights `[k, P]`, batch, context) -> loss `[k]` and the gradient `[k, T]` to use, from `Cohort.gradient` wherever the method
 wants it taken."""
-
-Update = Callable[[Tensor, bool], None]
-"""(gradient `[k, T]`, whether it is the clients' first) -> the weights are moved in place."""
 
 
 class LocalOptimizer:
     """One local training: how each batch moves the rows of the clients whose it is.
 
     Per step the gradient of `objective` (or what `gradient_fn` gives in its place), then `correction`, clipping, weight decay and
-    momentum as the settings say. `weights [k, P]` are those of the whole cohort.
+    momentum as the settings say. `weights [k, P]` are those of the whole cohort; with `only`, just these slices move.
     """
 
     def __init__(
@@ -46,65 +44,53 @@ class LocalOptimizer:
     ) -> None:
         self.flat_module, self.settings, self.rate = flat_module, settings, rate
         self.objective, self.gradient_fn, self.correction = objective, gradient_fn, correction
-        self.trainable = flat_module.layout.trainable
-        self.parts = movable(only, self.trainable)
+        trainable = flat_module.layout.trainable
+        self.parts = (slice(0, trainable),) if only is None else tuple(part for part in only if part.stop <= trainable)
         # Where nothing looks at the whole gradient, each tensor is updated from where autograd left its gradient.
-        self.plain = (
-            settings.optimizer == "sgd" and settings.clip is None and gradient_fn is None and correction is None
-        )
-        self.fold = flat_module.folded(settings, rate) if self.plain and objective is cross_entropy else None
-        self.optimizers: TorchOptimizers | None = None
-        if settings.optimizer != "sgd":
-            self.optimizers = TorchOptimizers(settings, rate, weights[:, : self.trainable], self.parts)
+        sgd = settings.optimizer == "sgd"
+        self.by_tensor = sgd and settings.clip is None and gradient_fn is None and correction is None
+        folds = self.by_tensor and objective is cross_entropy
+        self.folded = flat_module.folded(settings, rate) if folds else None
+        joint = flat_module.shortcuts.joint_optimizer
+        self.optimizers = None if sgd else TorchOptimizers(settings, rate, weights, self.parts, joint)
 
-    def over(self, members: Sequence[int], state: Mapping[str, Tensor], context: Context) -> Callable[[Batch], Tensor]:
-        """The step of the clients at the places `members`: a batch to its loss `[g]`. It moves their rows of the state, `weights
-        [g, P]` and with momentum `velocity [g, T]`."""
+    def take(self, group: LockStep, state: Mapping[str, Tensor], context: Context) -> list[Tensor]:
+        """Let clients take their batches; the answer is the loss of each, `[g]`. Their rows of the state move: `weights [g, P]`
+        and with momentum `velocity [g, T]`."""
         rows, velocity = state["weights"], state.get("velocity")
-        fold = self.fold
-        if fold is not None:
-            return lambda batch: fold(rows, velocity, batch)
-        if self.plain:
-            return self._by_tensor(rows, velocity, context)
-        return self._by_row(rows, self._update(members, rows[:, : self.trainable], velocity), context)
-
-    def _by_tensor(self, rows: Tensor, velocity: Tensor | None, context: Context) -> Callable[[Batch], Tensor]:
-        flat_module, objective = self.flat_module, self.objective
-        velocities = [] if velocity is None else flat_module.pieces(velocity)
-        apply = sgd(self.settings, self.rate, flat_module.pieces(rows), velocities)
-
-        def step(batch: Batch) -> Tensor:
-            loss, gradients = flat_module.tensor_gradients(rows, batch, objective, context)
-            apply(gradients, batch.step == 0)
-            return loss
-
-        return step
-
-    def _by_row(self, rows: Tensor, update: Update, context: Context) -> Callable[[Batch], Tensor]:
-        trainable, limit, correction = rows[:, : self.trainable], self.settings.clip, self.correction
-
-        def step(batch: Batch) -> Tensor:
-            if self.gradient_fn is None:
-                loss, gradient = self.flat_module.gradient(rows, batch, self.objective, context)
-            else:
-                loss, gradient = self.gradient_fn(rows, batch, context)
-            with torch.no_grad():
-                if correction is not None:
-                    gradient = correction(trainable, gradient, context)
-                if limit is not None:
-                    gradient = clipped(gradient, limit)
-                update(gradient, batch.step == 0)
-            return loss
-
-        return step
-
-    def _update(self, members: Sequence[int], weights: Tensor, velocity: Tensor | None) -> Update:
+        if self.folded is not None:
+            return [self.folded(rows, velocity, batch) for batch in group.batches]
+        moved = self._moved(rows)
         if self.optimizers is not None:
-            return self.optimizers.over(members, weights)
-        parts = self.parts
-        velocities = [] if velocity is None else [velocity[:, part] for part in parts]
-        apply = sgd(self.settings, self.rate, [weights[:, part] for part in parts], velocities)
-        return lambda gradient, first: apply([gradient[:, part] for part in parts], first)
+            update: Update = self.optimizers.of(group.members(), moved)
+        else:
+            update = SGD(self.settings, self.rate, moved, [] if velocity is None else self._moved(velocity))
+        return [self.step(rows, batch, context, update) for batch in group.batches]
+
+    def step(self, rows: Tensor, batch: Batch, context: Context, update: Update) -> Tensor:
+        """One step of clients whose models are `rows [g, P]`; the answer is their loss before, `[g]`."""
+        loss, gradients = self._gradients(rows, batch, context)
+        update.step(gradients, batch.step == 0)
+        return loss
+
+    def _moved(self, rows: Tensor) -> list[Tensor]:
+        """What moves of `rows [g, T or more]`, as views."""
+        return self.flat_module.pieces(rows) if self.by_tensor else [rows[:, part] for part in self.parts]
+
+    def _gradients(self, rows: Tensor, batch: Batch, context: Context) -> tuple[Tensor, Sequence[Tensor]]:
+        """The loss `[g]`, and a gradient for each of `_moved(rows)`."""
+        if self.by_tensor:
+            return self.flat_module.tensor_gradients(rows, batch, self.objective, context)
+        if self.gradient_fn is None:
+            loss, gradient = self.flat_module.gradient(rows, batch, self.objective, context)
+        else:
+            loss, gradient = self.gradient_fn(rows, batch, context)
+        with torch.no_grad():
+            if self.correction is not None:
+                gradient = self.correction(rows[:, : self.flat_module.layout.trainable], gradient, context)
+            if self.settings.clip is not None:
+                gradient = clipped(gradient, self.settings.clip)
+        return loss, [gradient[:, part] for part in self.parts]
 
 
 def clipped(gradient: Tensor, limit: float) -> Tensor:
@@ -114,78 +100,73 @@ def clipped(gradient: Tensor, limit: float) -> Tensor:
     return scaled
 
 
-def movable(only: Unit | None, trainable: int) -> Unit:
-    """The slices of the parameters that move."""
-    return (slice(0, trainable),) if only is None else tuple(part for part in only if part.stop <= trainable)
+class Update(Protocol):
+    """Moves the weights of some clients."""
+
+    def step(self, gradients: Sequence[Tensor], first: bool) -> None:
+        """Apply one gradient for each tensor of weights; `first` says that it is the clients' first."""
 
 
-def sgd(
-    settings: Training, rate: float, weights: list[Tensor], velocity: list[Tensor]
-) -> Callable[[Sequence[Tensor], bool], None]:
-    """SGD over `weights` as a function that applies one gradient for each in place (it may overwrite them).
+class SGD:
+    """SGD over `weights`, with a `velocity` for each where there is momentum; what that holds before the first step does not
+    matter. Gradients stay as they are: two may lie in the same memory."""
 
-    With momentum there is a `velocity` for each; what it holds before the first gradient does not matter.
-    """
-    momentum = settings.momentum
-    nesterov = bool(settings.optimizer_options.get("nesterov", False))
-    dampening = float(settings.optimizer_options.get("dampening", 0.0))
+    def __init__(self, settings: Training, rate: float, weights: list[Tensor], velocity: list[Tensor]) -> None:
+        self.weights, self.velocity, self.rate = weights, velocity, rate
+        self.momentum, self.weight_decay = settings.momentum, settings.weight_decay
+        self.nesterov = bool(settings.optimizer_options.get("nesterov", False))
+        self.dampening = float(settings.optimizer_options.get("dampening", 0.0))
 
     @torch.no_grad()
-    def apply(gradients: Sequence[Tensor], first: bool) -> None:
+    def step(self, gradients: Sequence[Tensor], first: bool) -> None:
         step = list(gradients)
-        if settings.weight_decay:
-            torch._foreach_add_(step, weights, alpha=settings.weight_decay)
-        if momentum:
+        if self.weight_decay:
+            step = list(torch._foreach_add(step, self.weights, alpha=self.weight_decay))
+        if self.momentum:
             if first:
-                torch._foreach_copy_(velocity, step)
+                torch._foreach_copy_(self.velocity, step)
             else:
-                torch._foreach_mul_(velocity, momentum)
-                torch._foreach_add_(velocity, step, alpha=1 - dampening)
-            step = list(torch._foreach_add(step, velocity, alpha=momentum) if nesterov else velocity)
-        torch._foreach_add_(weights, step, alpha=-rate)
-
-    return apply
+                torch._foreach_mul_(self.velocity, self.momentum)
+                torch._foreach_add_(self.velocity, step, alpha=1 - self.dampening)
+            step = (
+                list(torch._foreach_add(step, self.velocity, alpha=self.momentum)) if self.nesterov else self.velocity
+            )
+        torch._foreach_add_(self.weights, step, alpha=-self.rate)
 
 
 TOGETHER = 1 << 20
 """Weights of several clients that an optimizer of torch moves at a time on a CPU. It passes over them several times in a step,
-slower than client by client where not all fit the caches: in times of rows, ten models of 200,000 took 1.5 together, 1.3 apart;
-twenty of 5,000 took 0.2 and 0.4."""
+slower than client by client where not all fit the caches: beside clients that train one after another (1.0), ten models of
+200,000 weights took 1.5 of the time with one optimizer and 1.3 with one each, twenty models of 5,000 took 0.2 and 0.4."""
 
 
 class TorchOptimizers:
-    """A fresh optimizer of torch for each client, over the `parts` of its row of `weights [k, T]` that move.
+    """A fresh optimizer of torch for each client, over the `parts` of its row of `weights [k, P]` that move.
 
-    It is one for all of them where that is faster, since these optimizers treat every number alike, until a batch is not
-    everybody's: from then on what each keeps of its steps differs.
+    It is one for all of them where that is allowed (`joint`) and faster, since these optimizers treat every number alike, until a
+    batch is not everybody's: from then on what each keeps of its steps differs.
     """
 
-    def __init__(self, settings: Training, rate: float, weights: Tensor, parts: Unit) -> None:
-        self.parts = parts
+    def __init__(self, settings: Training, rate: float, weights: Tensor, parts: Unit, joint: bool) -> None:
         self.clients = len(weights)
-        self._together = _Optimizer(settings, rate, [weights[:, part] for part in parts])
-        together = self.clients == 1 or weights.is_cuda or weights.numel() <= TOGETHER
-        self._apart = [] if together else self._split()
+        self._joint = _Optimizer(settings, rate, [weights[:, part] for part in parts])
+        joint = joint and (weights.is_cuda or weights.numel() <= TOGETHER)
+        self._apart = [] if joint or self.clients == 1 else self._split()
 
-    def over(self, members: Sequence[int], rows: Tensor) -> Update:
-        """The update of `rows [g, T]`, which are those of the clients at the places `members`."""
+    def of(self, members: Sequence[int], tensors: Sequence[Tensor]) -> Update:
+        """What moves `tensors [g, n]`, which are those of the clients at the places `members`."""
         if not self._apart and list(members) == list(range(self.clients)):
-            pairs = [(self._together, slice(None))]
-        else:
-            self._apart = self._apart or self._split()
-            pairs = [(self._apart[k], slice(place, place + 1)) for place, k in enumerate(members)]
-        for optimizer, place in pairs:
-            optimizer.lie_in([rows[place, part] for part in self.parts])
-
-        def apply(gradient: Tensor, first: bool) -> None:
-            for optimizer, place in pairs:
-                optimizer.step([gradient[place, part] for part in self.parts])
-
-        return apply
+            self._joint.lie_in(tensors)
+            return self._joint
+        self._apart = self._apart or self._split()
+        chosen = [self._apart[k] for k in members]
+        for place, optimizer in enumerate(chosen):
+            optimizer.lie_in([tensor[place : place + 1] for tensor in tensors])
+        return _Apart(chosen)
 
     def _split(self) -> list[_Optimizer]:
-        apart = [self._together.of_row(k) for k in range(self.clients)]
-        self._together.optimizer.state.clear()
+        apart = [self._joint.of_row(k) for k in range(self.clients)]
+        self._joint.optimizer.state.clear()
         return apart
 
 
@@ -195,14 +176,14 @@ class _Optimizer:
     def __init__(self, settings: Training, rate: float, tensors: Sequence[Tensor]) -> None:
         self.settings, self.rate = settings, rate
         self.tensors = [torch.nn.Parameter(tensor) for tensor in tensors]
-        self.optimizer = _torch_optimizer(settings, rate, self.tensors)
+        self.optimizer = torch_optimizer(settings, rate, self.tensors)
 
     def lie_in(self, tensors: Sequence[Tensor]) -> None:
         """Move these from now on."""
         for own, tensor in zip(self.tensors, tensors, strict=True):
             own.data = tensor
 
-    def step(self, gradients: Sequence[Tensor]) -> None:
+    def step(self, gradients: Sequence[Tensor], first: bool) -> None:
         for own, gradient in zip(self.tensors, gradients, strict=True):
             own.grad = gradient
         self.optimizer.step()
@@ -216,6 +197,17 @@ class _Optimizer:
         return one
 
 
+class _Apart:
+    """One optimizer for each client."""
+
+    def __init__(self, optimizers: Sequence[_Optimizer]) -> None:
+        self.optimizers = optimizers
+
+    def step(self, gradients: Sequence[Tensor], first: bool) -> None:
+        for place, optimizer in enumerate(self.optimizers):
+            optimizer.step([gradient[place : place + 1] for gradient in gradients], first)
+
+
 def _of_row(value: Any, k: int, shape: torch.Size) -> Any:
     """Row k of what has a number for each weight, a copy of what is the same for all."""
     if not isinstance(value, Tensor):
@@ -223,11 +215,12 @@ def _of_row(value: Any, k: int, shape: torch.Size) -> Any:
     return (value[k : k + 1] if value.shape == shape else value).clone()
 
 
-def _torch_optimizer(settings: Training, rate: float, tensors: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def torch_optimizer(settings: Training, rate: float, tensors: Sequence[Tensor]) -> torch.optim.Optimizer:
+    """The optimizer of torch that the settings name, over these tensors."""
     known = {name.lower(): name for name in dir(torch.optim)}
     kind = getattr(torch.optim, known[settings.optimizer])
     options = dict(settings.optimizer_options)
-    if settings.momentum and settings.optimizer == "rmsprop":
+    if settings.momentum and settings.optimizer in ("sgd", "rmsprop"):
         options["momentum"] = settings.momentum
     if settings.weight_decay:
         options["weight_decay"] = settings.weight_decay

@@ -27,17 +27,6 @@ def mean_gradient(before: Tensor, after: Tensor, steps: Tensor, rate: float) -> 
     return (before - after) / (steps.to(before).clamp_min(1) * rate).unsqueeze(1)
 
 
-def mean_steps(training: Training, inbox: Message) -> Tensor:
-    """Local steps of a client with the mean number of samples, `[k]`, from the `mean_size [k, 1]` of the message:
-    E ceil(mean n / B), or the number that the settings fix."""
-    mean = inbox["mean_size"][:, 0]
-    if training.steps is not None:
-        return torch.full_like(mean, training.steps)
-    batches = torch.ones_like(mean) if training.batch_size is None else mean / training.batch_size
-    whole = batches.floor() if training.drop_last else batches.ceil()
-    return training.epochs * whole.clamp_min(1)
-
-
 def require_sgd(method: str, training: Training) -> None:
     """Raise `InvalidValue` unless clients train by SGD: with another optimizer a displacement says nothing of gradients."""
     if training.optimizer != "sgd":

@@ -88,9 +88,7 @@ def cost(own: Configuration, algorithm: str, data: DataFacts, each: float) -> Co
     total = data.train + (data.test if own.data.merge else 0)
     samples = total * (1 - (own.data.local_test or 0.0)) / clients
     batch = min(training.batch_size or samples, samples)
-    count = samples / batch
-    batches = training.epochs * (math.floor(count) if training.drop_last else math.ceil(count))
-    local = training.steps or max(1, batches)
+    local = int(training.local_steps(torch.tensor(samples, dtype=torch.float64)))
     steps = schedule.rounds * schedule.participants(clients) * local
     call = parse(algorithm)
     each *= batch / (training.batch_size or samples)  # a client with less than a batch takes smaller steps

@@ -54,8 +54,9 @@ class Federation:
     """One method on one task in one engine, round after round.
 
     With a `directory`, figures are appended to `metrics.jsonl` and, client by client, to `clients.jsonl` (the same in every
-    repetition), times to `timings.jsonl`; checkpoints are kept there, and under `clients` what the clients remember where that
-    is much. A federation made again with the same arguments continues from the newest checkpoint of the same `identity`.
+    repetition), times and new notices to `timings.jsonl`; checkpoints are kept there, and under `clients` what the clients
+    remember where that is much. A federation made again with the same arguments continues from the newest checkpoint of the
+    same `identity`.
 
     Clients have the task's numbers in all figures. Where some never train (`Schedule.new_clients`), `self.task` has these
     last, and methods and engine count by that order. `observers` are told of every round.
@@ -81,6 +82,7 @@ class Federation:
         self.history: list[Record] = []
         self.timings: list[Record] = []
         self.client_history: list[Record] = []
+        self._noted: set[str] = set()  # the notices that stand in `timings` by now
         self._midway = False  # a round has begun and not ended: the state belongs to no round
         participants = schedule.participants(trainers)
         training = task.training
@@ -115,8 +117,8 @@ class Federation:
 
     @property
     def notices(self) -> list[str]:
-        """What there is to say about the checkpoints found at the start, a line each."""
-        return [] if self.checkpoints is None else self.checkpoints.notices
+        """What there is to say of the checkpoints found at the start, and of how clients train, a line each."""
+        return [*([] if self.checkpoints is None else self.checkpoints.notices), *self.engine.notices]
 
     def run(self, on_round: Callable[[Record, Record], None] | None = None) -> None:
         """Run the remaining rounds; `on_round` is called after each with its figures and its times.
@@ -205,6 +207,9 @@ class Federation:
         }
         if self.observers:
             timing["record_seconds"] = observed - trained
+        if new := [text for text in self.notices if text not in self._noted]:
+            timing["notices"] = new
+            self._noted.update(new)
         return {name: _finite(value) for name, value in (record | figures).items()}, timing, clients
 
     def _require_sense(self, round: Round, loss: float | None) -> None:

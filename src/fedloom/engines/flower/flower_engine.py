@@ -72,6 +72,7 @@ class FlowerEngine(RemoteClients):
     def __init__(self, messenger: SiteMessenger, largest_share: float = 1.0) -> None:
         self.messenger, self.sites, self.numbers = messenger, messenger.sites, messenger.numbers
         self.largest_share = largest_share
+        self.notices: list[str] = []
 
     def begin(self, task: Task, directory: Path | None) -> None:
         self.task = task

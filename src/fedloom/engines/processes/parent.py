@@ -32,7 +32,7 @@ from fedloom.engines.pickling import load
 from fedloom.engines.processes.channel import Channel, Parcel, pack
 from fedloom.engines.processes.shared_memory import SharedMemory
 from fedloom.engines.processes.worker import VARIABLE
-from fedloom.engines.stacked import StackedEngine, apart
+from fedloom.engines.stacked import apart
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.state.store import BUDGET
 from fedloom.task import Task
@@ -95,11 +95,8 @@ class ProcessesEngine(WorkerEngine):
             if self.shared_memory.find(tensor) is None:
                 tensor.data = self.shared_memory.place([tensor])[0]
         self.shared_memory.trim()
-        self.chunk = 1
-        if self.inside == "stacked":
-            stack = StackedEngine(task, chunk=self._wanted_chunk)
-            self.chunk = 1 if stack.unstackable else stack.chunk
-        return Setup(slim(task), "rows" if self.chunk == 1 else "stacked", self.chunk)
+        proof, self.chunk = self._proof_and_chunk(task, self._wanted_chunk)
+        return Setup(slim(task), "rows" if self.chunk == 1 else "stacked", self.chunk, proof)
 
     def _start(self) -> WorkerHandle:
         return WorkerProcess(self.threads, self.shared_memory)

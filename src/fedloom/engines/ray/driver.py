@@ -134,7 +134,10 @@ class RayEngine(WorkerEngine):
             raise InvalidValue(
                 f"engine 'ray' takes a task on the CPU, not on {task.initial.device}: its actors move it"
             )
-        return Setup(slim(task), self.inside)
+        if self.gpus:
+            return Setup(slim(task), self.inside)  # the shortcuts of a GPU show where there is one
+        proof, chunk = self._proof_and_chunk(task)
+        return Setup(slim(task), "rows" if chunk == 1 else "stacked", chunk, proof)
 
     def _pack(self, message: object, known: Mapping[int, int]) -> PackedArrays:
         return pack_arrays(message, known)
@@ -219,7 +222,7 @@ class ActorHandle(WorkerHandle):
         except self.ray.exceptions.RayError as error:
             raise WorkerDied(ending(error)) from None
         if not self.ready:
-            return ()
+            return Answers((), ())
         answers: Answers | Exception = load(*unpack_arrays(result))
         return answers
 

@@ -1,4 +1,4 @@
-"""Clients that train together take the batches that each would take alone, in few turns; padded ones count nothing."""
+"""Clients in lock step take the batches that each would take alone; padding counts nothing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fedloom.data.dataset import Dataset, Samples
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.local.batches import ClientLoader, alone, together
-from fedloom.training import epoch_orders
-from test_stacked import assert_same, federated, linear_layers, world
+from fedloom.training import Training, epoch_orders
+from test_stacked import assert_same, federated, perceptron, world
 
 
-def feeds(sizes: list[int]) -> list[ClientLoader]:
+def loaders(sizes: list[int]) -> list[ClientLoader]:
     """Clients whose samples are numbered through, as inputs and as labels."""
     total = torch.arange(sum(sizes))
     samples = Samples(total.float().unsqueeze(1), total)
@@ -34,20 +34,21 @@ def client_tasks(sizes: list[int], batch: int, epochs: int) -> list[list[tuple[T
     ]
 
 
-Turns = list[tuple[list[int], int]]
+Steps = list[tuple[list[int], int]]
+"""Who goes on together, and for how many steps."""
 
 
 def taken(
     sizes: list[int], batch: int, epochs: int, *, in_step: bool = False, pad: bool = False
-) -> tuple[list[list[list[int]]], Turns]:
-    """The samples of each batch of each client, without those that do not count; and the turns, members and steps."""
+) -> tuple[list[list[list[int]]], Steps]:
+    """The samples of each batch of each client, without padding; and who took steps together."""
     found: list[list[list[int]]] = [[] for _ in sizes]
-    turns = []
-    for turn in together(
-        feeds(sizes), client_tasks(sizes, batch, epochs), [None] * len(sizes), in_step=in_step, pad=pad
+    steps_of = []
+    for group in together(
+        loaders(sizes), client_tasks(sizes, batch, epochs), [None] * len(sizes), in_step=in_step, pad=pad
     ):
-        members, steps = turn.members(len(sizes)), 0
-        for one in turn.batches:
+        members, steps = group.members(), 0
+        for one in group.batches:
             steps += 1
             assert torch.equal(one.inputs[..., 0], one.labels.float())
             for row, client in enumerate(members):
@@ -56,10 +57,10 @@ def taken(
                 if one.share is not None:
                     share = one.share[row]
                     real = real[share > 0]
-                    torch.testing.assert_close(share[share > 0], torch.full((len(real),), 1 / len(real)))
+                    assert share[share > 0].tolist() == [1 / len(real)] * len(real)  # in double precision
                 found[client].append(real.tolist())
-        turns.append((members, steps))
-    return found, turns
+        steps_of.append((members, steps))
+    return found, steps_of
 
 
 @settings(deadline=None, max_examples=25)
@@ -74,31 +75,58 @@ def test_everybody_takes_the_batches_it_would_take_alone(
     sizes: list[int], batch: int, epochs: int, in_step: bool, pad: bool
 ) -> None:
     found, _ = taken(sizes, batch, epochs, in_step=in_step, pad=pad)
-    for feed, own, seen in zip(feeds(sizes), client_tasks(sizes, batch, epochs), found, strict=True):
-        assert seen == [one.labels[0].tolist() for one in alone(feed, own, None)]
+    for loader, own, seen in zip(loaders(sizes), client_tasks(sizes, batch, epochs), found, strict=True):
+        assert seen == [one.labels[0].tolist() for one in alone(loader, own, None)]
 
 
 def test_short_batches_are_taken_apart_and_the_others_together() -> None:
     """17 and 13 samples in batches of 4: four and three full ones an epoch, with one sample over each time."""
-    _, turns = taken([17, 13], 4, 2)
-    together_steps = sum(steps for members, steps in turns if members == [0, 1])
-    apart_steps = sum(steps for members, steps in turns if len(members) == 1)
+    _, groups = taken([17, 13], 4, 2)
+    together_steps = sum(steps for members, steps in groups if members == [0, 1])
+    apart_steps = sum(steps for members, steps in groups if len(members) == 1)
     assert together_steps == 6  # the shorter client's full batches
     assert apart_steps == 2 + 2 + 2  # everybody's last of each epoch, and what the longer client has more
 
 
-def test_padded_clients_advance_in_one_turn_until_one_has_finished() -> None:
-    _, turns = taken([17, 13, 5], 4, 2, pad=True)
-    assert turns == [([0, 1, 2], 4), ([0, 1], 4), ([0], 2)]
+def test_padded_clients_advance_together_until_one_has_finished() -> None:
+    _, groups = taken([17, 13, 5], 4, 2, pad=True)
+    assert groups == [([0, 1, 2], 4), ([0, 1], 4), ([0], 2)]
 
 
 def test_nobody_is_padded_where_it_would_double_the_work() -> None:
-    padded, turns = taken([16, 2, 2], 16, 1, pad=True)
-    assert (padded, turns) == taken([16, 2, 2], 16, 1)
+    assert taken([16, 2, 2], 16, 1, pad=True) == taken([16, 2, 2], 16, 1)
 
 
 @pytest.mark.parametrize("changes", [{}, {"momentum": 0.0}, {"steps": 7}, {"batch_size": None}], ids=str)
 def test_chains_of_unequal_clients_give_the_numbers_of_rows(changes: dict[str, object]) -> None:
-    task = replace(world(epochs=3), model=linear_layers(5, 7, 4))
+    task = replace(world(epochs=3), model=perceptron(5, 7, 4))
     task = replace(task, training=replace(task.training, **changes))
     assert_same(federated(RowsEngine, task, "fedavg"), federated(StackedEngine, task, "fedavg"))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(1, 40),
+    st.one_of(st.none(), st.integers(1, 9)),
+    st.integers(1, 3),
+    st.one_of(st.none(), st.integers(1, 9)),
+    st.booleans(),
+    st.sampled_from([1, 2]),
+)
+def test_local_steps_are_those_that_clients_make(
+    samples: int, batch_size: int | None, epochs: int, steps: int | None, drop_last: bool, smallest: int
+) -> None:
+    training = Training(batch_size=batch_size, epochs=epochs, steps=steps, drop_last=drop_last)
+    made = epoch_orders(
+        samples, None, batch_size=batch_size, epochs=epochs, steps=steps, drop_last=drop_last, smallest=smallest
+    )
+    expected = sum(len(sizes) for _, sizes in made)
+    assert training.local_steps(torch.tensor([samples, samples]), smallest).tolist() == [expected, expected]
+
+
+def test_a_mean_number_of_samples_makes_the_steps_of_its_parts() -> None:
+    """E ceil(mean n / B), as FedDC counts them."""
+    mean = torch.tensor([10.0, 10.2, 3.0])
+    assert Training(batch_size=5, epochs=2).local_steps(mean).tolist() == [4, 6, 2]
+    assert Training(batch_size=5, drop_last=True).local_steps(mean).tolist() == [2, 2, 1]
+    assert Training(steps=7).local_steps(mean).tolist() == [7, 7, 7]

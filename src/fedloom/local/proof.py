@@ -1,0 +1,252 @@
+"""A shortcut proves itself: whatever computes local steps in a faster way is held against PyTorch's own modules and optimizers,
+on the run's model, data and settings, before it is taken."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedloom.data.dataset import Dataset, Samples
+from fedloom.flat.layout import Layout
+from fedloom.flat.linear_chain import FoldedSGD, linear_layers
+from fedloom.flat.module import PLAIN, FlatModule, Shortcuts, convolutions_weigh_little, generator_state
+from fedloom.flat.precision import autocast
+from fedloom.flat.stacked_module import StackedModule
+from fedloom.local.cohort import Cohort
+from fedloom.local.optimizer import torch_optimizer
+from fedloom.randomness import global_stream, stream
+from fedloom.round import Round
+from fedloom.state.store import ClientStore, Memory
+from fedloom.training import Training
+
+SAMPLES, BATCH = (8, 5), 3
+"""Samples of the two clients that train here, with batches of 3, 3, 2 and 3, 2: short ones come at different steps."""
+
+RATE, CLIP = 0.05, 0.1
+"""Their learning rate, so that weights move by what can be compared, and the norm that gradients are clipped to at most where the
+settings ask for clipping, so that it matters."""
+
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-2, torch.bfloat16: 0.3}
+"""Largest difference that rounding may make, as a share of how far the weights moved."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Which shortcuts a model and its settings allow. `unstackable` is the reason where several models cannot train in lock step;
+    `draws` tells whether layers draw random numbers, as dropout does; `notices` name what is left out, and why."""
+
+    shortcuts: Shortcuts = PLAIN
+    unstackable: str | None = None
+    draws: bool = False
+    notices: tuple[str, ...] = ()
+
+
+def prove(module: nn.Module, dataset: Dataset, samples: Samples, training: Training, *, stack: bool) -> Proof:
+    """Hold the shortcuts against plain steps; with `stack`, those of several models in lock step too.
+
+    It is done in float64, where rounding hides no difference that matters, or, where the model has none of it, in its own type.
+    """
+    try:
+        plain = _compared(module, dataset, samples, training)
+    except Exception as error:
+        return Proof(unstackable=_one_line(error))
+    notices: list[str] = []
+
+    def allowed(what: str, difference: str | None) -> bool:
+        if difference is not None:
+            notices.append(f"{what}, {difference}")
+        return difference is None
+
+    allowed("training with all weights in one vector", plain.rows(PLAIN))
+    shortcuts = PLAIN
+    if plain.suits_channels_last():
+        drawing = ", layers draw other numbers" if plain.draws else ""
+        what = f"images keep their layout in memory: with the channels last{drawing}"
+        last = allowed(what, plain.rows(Shortcuts(channels_last=True)))
+        shortcuts = replace(shortcuts, channels_last=last)
+    if not stack:
+        return Proof(shortcuts, draws=plain.draws, notices=tuple(notices))
+    unstackable = plain.stack(PLAIN)
+    if unstackable is None and training.autocast != "none":
+        unstackable = _Comparison(module, dataset, samples, training, training.autocast_dtype).stack(PLAIN)
+    if unstackable is None and FoldedSGD.covers(training) and linear_layers(plain.module, plain.layout):
+        folded = allowed("linear layers train by autograd: without it", plain.stack(Shortcuts(folded=True)))
+        shortcuts = replace(shortcuts, folded=folded)
+    if unstackable is None and training.optimizer != "sgd":
+        joint = allowed(
+            "each client has an optimizer of its own: with one", plain.stack(Shortcuts(joint_optimizer=True))
+        )
+        shortcuts = replace(shortcuts, joint_optimizer=joint)
+    return Proof(shortcuts, unstackable, plain.draws, tuple(notices))
+
+
+def _compared(module: nn.Module, dataset: Dataset, samples: Samples, training: Training) -> _Comparison:
+    try:
+        wide = copy.deepcopy(module).double()
+        found = _Comparison(wide, dataset, samples, training)
+    except Exception:
+        found = _Comparison(module, dataset, samples, training)
+    if not found.draws or found.start.device.type == "cpu":
+        return found
+    # An accelerator draws other masks for a stack than for one model, so what is alike there shows on the CPU alone.
+    return _compared(copy.deepcopy(module).cpu(), dataset, samples.to(torch.device("cpu")), training)
+
+
+class _Comparison:
+    """Two small clients that have trained by PyTorch's own modules and optimizers, and how far other results are from theirs."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        dataset: Dataset,
+        samples: Samples,
+        training: Training,
+        kind: torch.dtype | None = None,
+    ) -> None:
+        self.module, self.layout, self.kind = module, Layout(module), kind
+        index = torch.arange(sum(SAMPLES), device=samples.labels.device) % len(samples)
+        inputs = dataset.prepare(samples.inputs[index])
+        inputs = inputs.to(self.layout.dtype) if inputs.is_floating_point() else inputs
+        chosen = Samples(inputs, samples.labels[index])
+        self.samples = [chosen[: SAMPLES[0]], chosen[SAMPLES[0] :]]
+        self.dataset = Dataset("samples", chosen, chosen, dataset.classes)
+        self.settings = replace(
+            training, learning_rate=RATE, epochs=1, steps=None, batch_size=BATCH, drop_last=False, augmentation="none",
+            clip=None if training.clip is None else min(training.clip, CLIP),
+        )  # fmt: skip
+        self.round = Round(1, 1, 0, 2, 2, RATE, RATE)
+        initial = self.layout.flatten(module)
+        self.start = torch.stack([initial, 0.9 * initial])
+        self.integers = self.layout.flatten_integers(module).repeat(2, 1)
+        self.draws = False
+        self.expected = self._plain()
+
+    def rows(self, shortcuts: Shortcuts) -> str | None:
+        """How clients that train one after another differ, or None where they do not."""
+
+        def train() -> list[Tensor]:
+            one, found = FlatModule(self.module, self.layout, shortcuts, self.kind), []
+            for k in range(2):
+                one.load_integers(self.integers[k : k + 1])
+                with self._stream(k):
+                    trained = self._cohort([k], one).fit(self.start[k : k + 1])
+                found.append([*trained, one.integers()])
+            return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+        return self._difference(train)
+
+    def stack(self, shortcuts: Shortcuts) -> str | None:
+        """How clients that train in lock step differ, likewise."""
+
+        def train() -> list[Tensor]:
+            many = StackedModule(self.module, self.layout, shortcuts, self.kind)
+            many.begin(2, [stream(0, "layers", client=k) for k in range(2)] if self.draws else [])
+            many.load_integers(self.integers)
+            with _no_loop_over_models():
+                return [*self._cohort([0, 1], many).fit(self.start), many.integers()]
+
+        return self._difference(train)
+
+    def suits_channels_last(self) -> bool:
+        """Whether the samples are images, on a CPU, that the model's convolutions take faster with the channels last."""
+        image = self.samples[0].inputs[:1]
+        if image.dim() != 4 or image.is_cuda or not image.is_floating_point():
+            return False
+        return convolutions_weigh_little(copy.deepcopy(self.module).eval(), image)
+
+    def _difference(self, train: Callable[[], list[Tensor]]) -> str | None:
+        try:
+            found = train()
+        except Exception as error:
+            return _one_line(error)
+        (model, steps, loss, integers), (weights, made, mean, counts) = found, self.expected
+        if not torch.equal(steps, made) or not torch.equal(integers, counts):
+            return "steps or integer buffers are not those of plain PyTorch"
+        moved = float((weights - self.start).abs().nan_to_num().max().clamp_min(1e-6))
+        tolerance = TOLERANCE[self.layout.dtype if self.kind is None else self.kind] * moved
+        for one, other in ((model, weights), (loss, mean)):
+            if not torch.allclose(one, other, rtol=0, atol=tolerance, equal_nan=True):
+                off = float((one - other).abs().max())
+                return f"after {int(made.max())} steps the numbers are {off:.2g} off those of plain PyTorch"
+        return None
+
+    def _plain(self) -> list[Tensor]:
+        """Models `[2, P]`, steps `[2]`, mean losses `[2]` and integer buffers `[2, Z]`, by the fewest lines of PyTorch."""
+        found = []
+        for k in range(2):
+            module = copy.deepcopy(self.module).train()
+            self.layout.load(module, self.start[k], self.integers[k])
+            trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+            optimizer = _optimizer(self.settings, trained)
+            losses = []
+            with self._stream(k):
+                before = generator_state(self.start)
+                for batch in self._cohort([k], FlatModule(self.module, self.layout)).batches():
+                    for parameter in trained:  # not to None, so that a parameter that the loss does not use decays too
+                        parameter.grad = torch.zeros_like(parameter)
+                    with autocast(self.kind, self.start.device):
+                        loss = F.cross_entropy(module(batch.inputs[0]), batch.labels[0])
+                    loss.backward()
+                    if self.settings.clip is not None:
+                        nn.utils.clip_grad_norm_(trained, self.settings.clip)
+                    optimizer()
+                    losses.append(loss.detach().to(self.start))
+                self.draws |= not torch.equal(before, generator_state(self.start))
+            mean = torch.stack(losses).mean()
+            counts = self.layout.flatten_integers(module)
+            found.append((self.layout.flatten(module), torch.tensor(len(losses)), mean, counts))
+        return [torch.stack(parts) for parts in zip(*found, strict=True)]
+
+    def _stream(self, client: int) -> AbstractContextManager[None]:
+        device = self.start.device
+        return global_stream(0, "layers", client=client, devices=[device.index or 0] if device.type == "cuda" else [])
+
+    def _cohort(self, clients: Sequence[int], flat_module: FlatModule) -> Cohort:
+        held = [self.samples[client] for client in clients]
+        memory = Memory(ClientStore(), clients)
+        return Cohort(clients, held, self.dataset, flat_module, self.settings, self.round, memory)
+
+
+def _optimizer(settings: Training, parameters: Sequence[Tensor]) -> Callable[[], object]:
+    """A step of the optimizer. SGD is written out: those of torch import its compiler, which takes seconds."""
+    if settings.optimizer != "sgd":
+        return torch_optimizer(settings, RATE, parameters).step
+    nesterov = bool(settings.optimizer_options.get("nesterov", False))
+    dampening = float(settings.optimizer_options.get("dampening", 0.0))
+    velocities: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def step() -> None:
+        for parameter in parameters:
+            assert parameter.grad is not None
+            gradient = parameter.grad + settings.weight_decay * parameter
+            before = velocities.get(parameter)
+            velocity = gradient if before is None else settings.momentum * before + (1 - dampening) * gradient
+            if settings.momentum:
+                velocities[parameter] = velocity
+            parameter -= RATE * (gradient + settings.momentum * velocity if nesterov else velocity)
+
+    return step
+
+
+@contextmanager
+def _no_loop_over_models() -> Iterator[None]:
+    """Inside, `vmap` raises where it would take the models one by one, slower than without it."""
+    functorch: Any = torch._C._functorch
+    before = functorch._is_vmap_fallback_enabled()
+    functorch._set_vmap_fallback_enabled(False)
+    try:
+        yield
+    finally:
+        functorch._set_vmap_fallback_enabled(before)
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
