@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout
+from fedloom.task import make_task
 
 
 class Odd(nn.Module):
@@ -115,6 +116,14 @@ def test_training_in_mixed_or_complex_numbers_is_refused(kind: str) -> None:
     for what in (module, module[1]) if kind in ("complex64", "float16") else (module,):
         with pytest.raises(InvalidValue, match=name.replace("1.", "" if what is module[1] else "1[.]")):
             Layout(what).shell(what)
+
+
+def test_a_hook_on_a_parameter_is_refused_since_copies_lose_it() -> None:
+    module = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    module[1].weight.register_hook(lambda gradient: 0 * gradient)
+    for use in (lambda: Layout(module).shell(module), lambda: make_task("digits", model=module)):
+        with pytest.raises(InvalidValue, match=r"^parameter '1.weight' of the model has a hook, [^\n]+$"):
+            use()
 
 
 def test_a_row_of_another_length_is_refused() -> None:

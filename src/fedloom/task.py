@@ -18,7 +18,7 @@ from fedloom.data.noise import LabelNoise, build_label_noise
 from fedloom.data.partition import Partition, partitions, split_train_test
 from fedloom.errors import InvalidValue
 from fedloom.flat.device import find_device
-from fedloom.flat.layout import Layout
+from fedloom.flat.layout import Layout, require_no_tensor_hooks
 from fedloom.models.build import build_model
 from fedloom.training import Training
 
@@ -155,6 +155,8 @@ def make_task(
     if local_test is not None:
         shared, kept = split_train_test(shared, seed, local_test)
     test = pool[torch.from_numpy(np.sort(kept.indices))] if merge and kept is not None else dataset.test
+    if isinstance(model, nn.Module):
+        require_no_tensor_hooks(model)
     module = build_model(model, dataset.spec, seed) if isinstance(model, str) else copy.deepcopy(model)
     settings = training if isinstance(training, Training) else Training(**(training or {}))
     task = Task(dataset, pool, test, shared, module, settings, kept)

@@ -126,6 +126,7 @@ class Layout:
         Raises `InvalidValue` where tensors are of several types, or of another than float32 and float64: a row holds numbers of
         one type, and a view of it cannot convert them.
         """
+        require_no_tensor_hooks(module)
         tensors = _tensors(module)
         for part in self.slices:
             if part.dtype != self.dtype:
@@ -180,6 +181,16 @@ class Layout:
             if not any(_is_inside(part.layer, name) for part in self.slices):
                 raise InvalidValue(f"no module {name!r} with parameters (there are: {', '.join(self.layers)})")
         return self.unit(lambda part: any(_is_inside(part.layer, name) for name in modules))
+
+
+def require_no_tensor_hooks(module: nn.Module) -> None:
+    """Raise `InvalidValue` for a parameter with a hook of its own: a copy of the module would be without."""
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise InvalidValue(
+                f"parameter {name!r} of the model has a hook, which copies of the model lose: "
+                "put it on its module, with register_full_backward_hook"
+            )
 
 
 def _is_inside(layer: str, module: str) -> bool:

@@ -300,11 +300,11 @@ class FlatModule:
         return None if drawn or not torch.equal(self.net.head(features), logits) else features.unsqueeze(0)
 
     @torch.no_grad()
-    def logits(self, rows: Tensor, inputs: Tensor) -> Tensor:
-        """`[1, b, classes]` in evaluation mode for `inputs [1, b, ...]`."""
-        self.layout.bind(self.frozen, rows[0])
-        logits: Tensor = self.frozen(self._laid_out(inputs[0]))
-        return logits.unsqueeze(0)
+    def logits(self, row: Tensor, inputs: Tensor) -> Tensor:
+        """`[b, classes]` of the model `row [P]` in evaluation mode for `inputs [b, ...]`."""
+        self.layout.bind(self.frozen, row)
+        logits: Tensor = self.frozen(self._laid_out(inputs))
+        return logits
 
     def load_integers(self, integers: Tensor) -> None:
         """Restore the integer buffers from `[1, Z]`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -274,18 +275,32 @@ class Cohort:
         for group in self.lock_steps(purpose=purpose):
             yield from group.batches
 
-    def loss(self, rows: Tensor, *, samples: Sequence[Samples] | None = None, batch_size: int = 1024) -> Tensor:
-        """Mean cross entropy `[k]` of each row on its client's samples (or on those given), in evaluation mode."""
-        means = []
-        for place, held in enumerate(self._samples if samples is None else samples):
-            total = torch.zeros((), dtype=rows.dtype, device=rows.device)
-            for first in range(0, len(held), batch_size):
-                part = held[first : first + batch_size]
-                inputs = self._dataset.prepare(part.inputs).unsqueeze(0)
-                logits = self.flat_module.logits(rows[place : place + 1], inputs)[0]
-                total += F.cross_entropy(logits, part.labels, reduction="sum")
-            means.append(total / len(held))
-        return torch.stack(means)
+    def loss(self, rows: Tensor) -> Tensor:
+        """Mean cross entropy `[k]` of each row on its client's samples, in evaluation mode."""
+        pairs = zip(rows, self._samples, strict=True)
+        found = [judged(partial(self.flat_module.logits, row), self._dataset, held) for row, held in pairs]
+        return torch.stack([loss.mean() for _, loss in found]).to(rows)
+
+
+@torch.no_grad()
+def judged(
+    predict: Callable[[Tensor], Tensor],
+    dataset: Dataset,
+    samples: Samples,
+    index: Tensor | None = None,
+    batch_size: int = 500,
+) -> tuple[Tensor, Tensor]:
+    """Whether each sample (of `index`, or of all) is classified right by logits `predict`, and its cross entropy as float64."""
+    count, device = len(samples) if index is None else len(index), samples.labels.device
+    correct = torch.empty(count, dtype=torch.bool, device=device)
+    loss = torch.empty(count, dtype=torch.float64, device=device)
+    for start in range(0, count, batch_size):
+        part = slice(start, start + batch_size)
+        batch = samples[part] if index is None else samples[index[part].to(device)]
+        logits = predict(dataset.prepare(batch.inputs))
+        correct[part] = logits.argmax(1) == batch.labels
+        loss[part] = F.cross_entropy(logits, batch.labels, reduction="none").double()
+    return correct, loss
 
 
 class _Losses:

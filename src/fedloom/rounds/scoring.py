@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
 from fedloom.flat.layout import Layout
+from fedloom.local.cohort import judged
 
 WORST = 0.1
 """Share of the clients, those with the lowest accuracy, whose mean is called the worst."""
@@ -113,21 +113,10 @@ class Evaluator:
         losses = np.bincount(owner, weights=loss.cpu().numpy(), minlength=len(clients))
         return Tally(torch.tensor(clients), torch.from_numpy(hits), torch.from_numpy(losses), torch.from_numpy(sizes))
 
-    @torch.no_grad()
     def _judge(
         self, row: Tensor, samples: Samples, index: Tensor | None, integers: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Whether each sample (of `index`, or of all) is classified right, and its cross entropy as float64."""
         # Into tensors of its own, not by binding: how numbers lie in memory moves the last digits of products.
         self.layout.load(self.module, row, integers)
-        count = len(samples) if index is None else len(index)
-        device = samples.labels.device
-        correct = torch.empty(count, dtype=torch.bool, device=device)
-        loss = torch.empty(count, dtype=torch.float64, device=device)
-        for start in range(0, count, self.batch_size):
-            part = slice(start, start + self.batch_size)
-            batch = samples[part] if index is None else samples[index[part].to(device)]
-            logits = self.module(self.dataset.prepare(batch.inputs))
-            correct[part] = logits.argmax(1) == batch.labels
-            loss[part] = F.cross_entropy(logits, batch.labels, reduction="none").double()
-        return correct, loss
+        return judged(self.module, self.dataset, samples, index, self.batch_size)
