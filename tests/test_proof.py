@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -85,7 +85,7 @@ def by_plain_pytorch(task: Task, seed: int) -> dict[str, Tensor]:
     }
 
 
-def assert_plain(task: Task, engine: LocalEngine, seed: int = 0) -> None:
+def assert_plain(task: Task, engine: LocalEngine, seed: int = 0, plain: dict[str, Tensor] | None = None) -> None:
     """One round of plain averaging over everybody gives what plain PyTorch gives."""
     schedule = Schedule(rounds=1, participation=1.0, seed=seed)
     federation = Federation(build("fedavg"), task, engine, schedule)
@@ -94,7 +94,7 @@ def assert_plain(task: Task, engine: LocalEngine, seed: int = 0) -> None:
     task.layout.load_integers(module, federation.integers)
     found = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     tolerance = 1e-9 if task.layout.dtype == torch.float64 else 1e-5
-    for name, tensor in by_plain_pytorch(task, seed).items():
+    for name, tensor in (plain or by_plain_pytorch(task, seed)).items():
         torch.testing.assert_close(
             found[name].detach(), tensor, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
         )
@@ -123,15 +123,13 @@ def test_every_part_of_a_module_trains_as_in_plain_pytorch(part: str, make: type
 
 
 SETTINGS = st.one_of(
+    st.just({}),
     st.builds(
         dict,
-        momentum=st.sampled_from([0.0, 0.5, 0.9]),
-        optimizer_options=st.sampled_from([{}, {"dampening": 0.3}]),
+        momentum=st.sampled_from([0.5, 0.9]),
+        optimizer_options=st.sampled_from([{}, {"dampening": 0.3}, {"nesterov": True}]),
     ),
-    st.just({"momentum": 0.9, "optimizer_options": {"nesterov": True}}),
-    st.builds(
-        dict, momentum=st.just(0.0), optimizer=st.sampled_from(["adam", "adamw", "adagrad", "rmsprop", "adamax"])
-    ),
+    st.builds(dict, optimizer=st.sampled_from(["adam", "adamw", "adagrad", "rmsprop", "adamax"])),
 )
 
 
@@ -162,18 +160,22 @@ def test_every_engine_trains_as_plain_pytorch(
     if not wide and "optimizer" in optimizer:
         optimizer = {}  # in float32 these blow up rounding where a gradient is zero
     training = Training(
-        learning_rate=0.05, epochs=2, weight_decay=weight_decay, clip=clip, batch_size=batch_size,
+        learning_rate=0.02, epochs=2, weight_decay=weight_decay, clip=clip, batch_size=batch_size,
         drop_last=drop_last, **optimizer,
     )  # fmt: skip
     module = build_module(("linear", *names), torch.float64 if wide else torch.float32, repeated)
     task = task_of(module, training)
-    assert_plain(task, RowsEngine(task), seed)
-    assert_plain(task, StackedEngine(task), seed)
+    plain = by_plain_pytorch(task, seed)
+    assume(
+        all(float(tensor.abs().max()) < 3 for tensor in plain.values() if tensor.is_floating_point())
+    )  # no divergence
+    assert_plain(task, RowsEngine(task), seed, plain)
+    assert_plain(task, StackedEngine(task), seed, plain)
     if {"parametrization", "weight norm"} & set(names):
         with pytest.raises(InvalidValue, match="parametrized modules"):
             workers.begin(task, None)
     else:
-        assert_plain(task, workers, seed)
+        assert_plain(task, workers, seed, plain)
 
 
 @pytest.mark.parametrize("engine", ["rows", "stacked", "auto", "processes"])
