@@ -220,6 +220,26 @@ def test_a_second_site_with_a_number_that_comes_later_is_left_alone(tmp_path: Pa
     assert intruder.trained == []
 
 
+def test_a_newcomer_takes_a_number_only_when_its_holder_is_gone(tmp_path: Path) -> None:
+    """However long the holder is silent, which it is while it trains."""
+    config = run_config("fedavg", tmp_path / "run", rounds=4)
+    grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
+    found = flower(config, grid)
+    found.engine.messenger.deadline = 0.05  # type: ignore[attr-defined]
+    holder = site(grid, ONE)
+    newcomer = replace(holder, trained=[])
+    holder.silent = True
+    grid.nodes[7] = newcomer
+    record, _ = found.step()
+    assert [fault["client"] for fault in record["faults"]] == [ONE]
+    assert newcomer.trained == []
+    holder.online = False
+    while found.finished < 4:
+        record, _ = found.step()
+        assert record["faults"] == []
+    assert newcomer.trained
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -40,6 +40,7 @@ from flower_support import (
     with_array,
     with_words,
 )
+from secure_sites import peers
 from small_task import small_task
 
 ONE, TWO, THREE = selected(1)
@@ -312,3 +313,23 @@ def test_what_sites_say_of_themselves_is_in_the_opening_only_within_bounds(tmp_p
     weights_of(tmp_path, lambda grid: site(grid, 5).says.update({"tests": 10**9}))
     opening = json.loads((tmp_path / "run" / "sites.json").read_text())
     assert opening["tests"] == [4, 4, 4, 4, 4, 20]
+
+
+# --- what is counted ---
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "secure(fedmr, repeats=1)"])
+def test_no_bytes_are_counted_for_sites_that_are_not_there(algorithm: str, tmp_path: Path) -> None:
+    config = run_config(algorithm, tmp_path / "run", rounds=3)
+    grid = peers(tmp_path, config)
+    found = flower(config, grid)
+    found.step()
+    (gone,) = set(selected(2)) - {*selected(2)[:2]}
+    late = selected(2)[0]
+    site(grid, gone).online = False
+    site(grid, late).late = True
+    found.engine.messenger.deadline = 0.05  # type: ignore[attr-defined]
+    record, _ = found.step()
+    assert {fault["client"] for fault in record["faults"]} >= {gone, late}
+    one = found.history[0]["bytes_down"] // 3
+    assert record["bytes_down"] == 2 * one  # what is late was sent all the same

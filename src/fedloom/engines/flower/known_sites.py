@@ -17,9 +17,6 @@ from fedloom.engines.flower.mailbox import Mailbox
 from fedloom.engines.flower.messages import Words, pack, whole, words_of
 from fedloom.errors import FedloomError, InvalidValue, RefusedReply
 
-CHALLENGE = 20.0
-"""Seconds that a node has to say that it is still there, when another one comes with its number."""
-
 MOST_SAMPLES = 1 << 48
 
 _logger = logging.getLogger("flwr.fedloom")  # Flower shows and keeps what goes to its own logger
@@ -37,19 +34,12 @@ class KnownSite:
     own: bool
 
 
-@dataclass
-class _Challenge:
-    """A newcomer with the number of a node that seems to be there, which is asked whether it is."""
-
-    newcomer: KnownSite
-    until: float
-
-
 class KnownSites:
     """The sites 0 to `count - 1` of one federation, found by asking nodes.
 
     `greeting` is what every node is asked with; `same` are the words that a site must answer alike, such as the version.
-    A site that cannot take part is named in the log and left alone; before the first round (`wait`) it ends the run.
+    A site that cannot take part is named in the log and left alone; before the first round (`wait`) it ends the run. A node that
+    says it has the number of one that is connected waits until that one is gone, so nobody can take a busy site's place.
     `registered` are the samples that each site had when it was first there: it never counts with more.
     """
 
@@ -60,7 +50,7 @@ class KnownSites:
         self._greeting, self._same = greeting, same
         self._asked: dict[str, int] = {}  # messages without an answer yet, and to which node
         self._left_alone: set[int] = set()
-        self._challenges: dict[int, _Challenge] = {}
+        self._claimants: dict[int, int] = {}  # nodes with a number that another node has, and which
         self._online: set[int] = set()
         self._strict = False
 
@@ -72,7 +62,7 @@ class KnownSites:
         """
         self._strict = strict
         try:
-            self._until(lambda: len(self.present()) >= wanted and not self._challenges, seconds)
+            self._until(lambda: len(self.present()) >= wanted, seconds)
         finally:
             self._strict = False
         present = self.present()
@@ -91,8 +81,7 @@ class KnownSites:
         """
 
         def settled() -> bool:
-            missing = set(wanted) - self.present()
-            return not (missing and self._asked) and not missing & self._challenges.keys()
+            return set(wanted) <= self.present() or not self._asked
 
         self._until(settled, seconds)
         present = self.present()
@@ -103,8 +92,8 @@ class KnownSites:
         return min(self.known[number].samples, self.registered[number])
 
     def present(self) -> set[int]:
-        """The sites that are there and whose number is not in dispute."""
-        return {n for n, site in self.known.items() if site.node in self._online and n not in self._challenges}
+        """The sites that are there."""
+        return {number for number, site in self.known.items() if site.node in self._online}
 
     def forget(self, number: int) -> None:
         """The node of this site turned out to be another one: it is asked anew."""
@@ -124,25 +113,27 @@ class KnownSites:
         self._online = self.mailbox.nodes()
         self._asked = {sent: node for sent, node in self._asked.items() if node in self._online}
         self._left_alone &= self._online
-        known = {site.node for site in self.known.values()} | {c.newcomer.node for c in self._challenges.values()}
-        for node in sorted(self._online - known - self._left_alone - set(self._asked.values())):
-            self._ask(node)
+        present = self.present()
+        self._claimants = {node: number for node, number in self._claimants.items() if number in present}
+        settled = {site.node for site in self.known.values()} | self._left_alone | self._claimants.keys()
+        for node in sorted(self._online - settled - set(self._asked.values())):
+            sent = self.mailbox.send(node, "hello", pack(self._greeting))
+            if sent is not None:
+                self._asked[sent] = node
         for reply in self.mailbox.pull(self._asked):
             sent = reply.metadata.reply_to_message_id
             if sent in self._asked:
                 self._take(self._asked.pop(sent), reply)
-        self._settle_challenges()
-
-    def _ask(self, node: int) -> None:
-        sent = self.mailbox.send(node, "hello", pack(self._greeting))
-        if sent is not None:
-            self._asked[sent] = node
 
     def _take(self, node: int, reply: Message) -> None:
         try:
             self._introduce(self._site(node, words_of(reply)))
         except FedloomError as error:
-            self._leave_alone(node, str(error))
+            if node not in self._claimants:
+                self._left_alone.add(node)
+            if self._strict:
+                raise InvalidValue(str(error)) from None
+            _logger.warning("node %d takes no part: %s", node, error)
 
     def _site(self, node: int, words: Words) -> KnownSite:
         """The site that a node says it is. Raises `RefusedReply` when it cannot take part."""
@@ -156,46 +147,16 @@ class KnownSites:
         return KnownSite(number, node, samples, tests, bool(words.get("own")))
 
     def _introduce(self, site: KnownSite) -> None:
-        self.registered.setdefault(site.number, site.samples)
+        """Raises `RefusedReply` when another node has this site's number."""
         for number in [n for n, known in self.known.items() if known.node == site.node and n != site.number]:
             del self.known[number]  # the node was set up anew, with another number
-        before = self.known.get(site.number)
-        challenge = self._challenges.get(site.number)
-        if challenge is not None and before is not None and site.node == before.node:  # it is still there
-            del self._challenges[site.number]
-            self._leave_alone(challenge.newcomer.node, _taken(site.number, site.node, challenge.newcomer.node))
-        elif before is None or before.node == site.node or before.node not in self._online:
-            if before is not None and before.node != site.node:
-                _logger.info("site %d is back", site.number)
-            self.known[site.number] = site
-        elif challenge is None:
-            self._challenges[site.number] = _Challenge(site, time.monotonic() + CHALLENGE)
-            self._ask(before.node)
-        else:
-            self._leave_alone(site.node, _taken(site.number, challenge.newcomer.node, site.node))
-
-    def _settle_challenges(self) -> None:
-        """A node that is gone, or does not answer, loses its number to the newcomer."""
-        for number, challenge in list(self._challenges.items()):
-            if challenge.newcomer.node not in self._online:
-                del self._challenges[number]
-            elif (
-                (before := self.known.get(number)) is None
-                or before.node not in self._online
-                or time.monotonic() >= challenge.until
-            ):
-                if before is not None:
-                    self._left_alone.add(before.node)
-                del self._challenges[number]
-                self.known[number] = challenge.newcomer
-                _logger.info("site %d is back", number)
-
-    def _leave_alone(self, node: int, reason: str) -> None:
-        self._left_alone.add(node)
-        if self._strict:
-            raise InvalidValue(reason)
-        _logger.warning("node %d takes no part: %s", node, reason)
-
-
-def _taken(number: int, one: int, other: int) -> str:
-    return f"two sites have partition-id {number} (nodes {one} and {other}): give each its own"
+        holder = self.known.get(site.number)
+        if holder is not None and holder.node != site.node:
+            if holder.node in self._online:
+                self._claimants[site.node] = site.number
+                raise RefusedReply(
+                    f"two sites have partition-id {site.number} (nodes {holder.node} and {site.node}): give each its own"
+                )
+            _logger.info("site %d is back", site.number)
+        self.known[site.number] = site
+        self.registered.setdefault(site.number, site.samples)

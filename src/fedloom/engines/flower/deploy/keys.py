@@ -28,11 +28,11 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     PublicFormat,
     load_pem_private_key,
-    load_ssh_private_key,
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedloom.config.checks import require_at_least, require_between
+from fedloom.engines.flower.deploy.node_config import read_private
 from fedloom.errors import DataError, InvalidValue
 from fedloom.state.files import remove_unfinished, write_bytes
 
@@ -44,6 +44,11 @@ SERVER_DAYS = 825
 
 HOME = ("localhost", "127.0.0.1")
 """Names every server certificate holds."""
+
+_USAGES = (
+    "digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
+    "key_cert_sign", "crl_sign", "encipher_only", "decipher_only",
+)  # fmt: skip
 
 _SKEW = timedelta(hours=1)  # clocks of sites differ
 
@@ -112,7 +117,7 @@ def _authority(keys: Keys, made: list[Path]) -> x509.Certificate:
         raise DataError(f"{keys.authority_key} is there but {path} is not: put it back, or make all anew (--fresh)")
     key = ec.generate_private_key(ec.SECP384R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedloom federation authority")])
-    usage = _usage(key_cert_sign=True, crl_sign=True)
+    usage = _usage("key_cert_sign", "crl_sign")
     identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     certificate = (
         _builder(name, name, key.public_key(), AUTHORITY_DAYS)
@@ -146,7 +151,7 @@ def _server(
     certificate = (
         _builder(name, authority.subject, key.public_key(), days)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(digital_signature=True), critical=True)
+        .add_extension(_usage("digital_signature"), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
@@ -166,7 +171,7 @@ def _site(keys: Keys, site: int, authority: bytes, made: list[Path]) -> None:
     if not path.exists() and public_path.exists():
         return
     if path.exists():
-        key = _read_ssh_key(path)
+        key = read_private(path)
     else:
         key = ec.generate_private_key(ec.SECP384R1())
         _write(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()), made, private=True)
@@ -202,18 +207,8 @@ def _builder(
     )
 
 
-def _usage(digital_signature: bool = False, key_cert_sign: bool = False, crl_sign: bool = False) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=digital_signature,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=key_cert_sign,
-        crl_sign=crl_sign,
-        encipher_only=False,
-        decipher_only=False,
-    )
+def _usage(*granted: str) -> x509.KeyUsage:
+    return x509.KeyUsage(**{name: name in granted for name in _USAGES})
 
 
 def _general_name(host: str) -> x509.GeneralName:
@@ -253,16 +248,6 @@ def _read_pem_key(path: Path) -> ec.EllipticCurvePrivateKey:
         key = None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise DataError(f"{path} is not a private key on an elliptic curve, in PEM and without a password")
-    return key
-
-
-def _read_ssh_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    try:
-        key = load_ssh_private_key(path.read_bytes(), password=None)
-    except (ValueError, TypeError):
-        key = None
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise DataError(f"{path} is not a private key on an elliptic curve, in OpenSSH's format and without a password")
     return key
 
 
