@@ -4,7 +4,7 @@ Twenty clients, ten a round, 400 rounds of 5 local epochs, batch 50, learning ra
 A run is one line of the record, appended when it ends: started again, the script goes on with the runs that are missing. The
 most telling come first, and the tables show those that are there.
 
-    python benchmarks/label_noise.py [--mnist FOLDER] [--record FILE]     # an hour and more on one core
+    python benchmarks/label_noise.py [--mnist FOLDER] [--record FILE]     # 2 hours of one core, and 4 for MNIST
     python benchmarks/label_noise.py --tables                              # only print
 """
 
@@ -25,7 +25,6 @@ import fedloom as fl
 from fedloom.data import Dataset
 from fedloom.recording.memorisation import CURVES
 from fedloom.task import make_dataset
-from outcome import tell
 
 ROUNDS, SEEDS = 400, 5
 PARTITIONS = ("dirichlet(1.0)", "dirichlet(0.1)", "iid")
@@ -98,43 +97,51 @@ def recorded(path: Path) -> dict[Cell, dict[str, Any]]:
     return {Cell(*(run[name] for name in Cell._fields)): run for run in map(json.loads, lines)}
 
 
-def summary(runs: Iterable[dict[str, Any]]) -> dict[str, str]:
-    """Best and last accuracy of a method over the seeds, the largest fall between two evaluations of the second half, and what
-    its last model does with wrong labels; mean ± sample deviation, in %."""
-    found = list(runs)
+def summary(runs: list[dict[str, Any]], averaged: list[dict[str, Any]]) -> dict[str, str]:
+    """A method's runs: best and last accuracy, the mean of the last ten evaluations and by how much that is above the runs of
+    FedAvg with the same seeds, the largest fall between two evaluations in the second half, and which shares of the training
+    samples with wrong labels the last model classifies as given and as is true. Mean ± sample deviation over seeds, in %."""
 
     def percent(values: Iterable[float | None]) -> str:
         known = [100 * value for value in values if value is not None]
         spread = f" ± {statistics.stdev(known):.1f}" if len(known) > 1 else ""
         return f"{statistics.fmean(known):.1f}{spread}" if known else "-"
 
-    def fall(accuracy: list[float]) -> float:
-        late = accuracy[len(accuracy) // 2 :]
-        return max(before - after for before, after in pairwise(late))
+    def late(run: dict[str, Any]) -> float:
+        return statistics.fmean(run["accuracy"][-10:])
 
+    def fall(accuracy: list[float]) -> float:
+        return max(before - after for before, after in pairwise(accuracy[len(accuracy) // 2 :]))
+
+    base = {run["seed"]: late(run) for run in averaged}
+    above = [late(run) - base[run["seed"]] for run in runs if run["seed"] in base and run not in averaged]
+    seeds = f" ({sum(one > 0 for one in above)} of {len(above)})" if above else ""
     return {
-        "best": percent(max(run["accuracy"]) for run in found),
-        "last": percent(run["accuracy"][-1] for run in found),
-        "last_ten": percent(statistics.fmean(run["accuracy"][-10:]) for run in found),
-        "largest_fall": percent(fall(run["accuracy"]) for run in found),
-        "memorised": percent(run.get("memorised", [None])[-1] for run in found),
-        "corrected": percent(run.get("corrected", [None])[-1] for run in found),
-        "seeds": str(len(found)),
+        "best": percent(max(run["accuracy"]) for run in runs),
+        "last": percent(run["accuracy"][-1] for run in runs),
+        "last ten": percent(map(late, runs)),
+        "above FedAvg (in seeds)": percent(above) + seeds,
+        "largest fall": percent(fall(run["accuracy"]) for run in runs),
+        "as given": percent(run.get("memorised", [None])[-1] for run in runs),
+        "as is true": percent(run.get("corrected", [None])[-1] for run in runs),
+        "seeds": str(len(runs)),
     }
 
 
 def tables(done: dict[Cell, dict[str, Any]]) -> None:
-    """One table for each data set, model and share of noise."""
-    blocks: dict[tuple[str, str, float], list[Cell]] = {}
-    for cell in plan():
-        if cell in done:
-            blocks.setdefault((cell.data, cell.model, cell.noise), []).append(cell)
-    for (data, model, noise), cells in blocks.items():
-        rows = []
-        for partition, method in dict.fromkeys((cell.partition, cell.method) for cell in cells):
-            runs = [done[cell] for cell in cells if (cell.partition, cell.method) == (partition, method)]
-            rows.append({"partition": partition, "method": method, **summary(runs)})
-        tell(f"{data}, {model}, {noise:.0%} of the labels replaced, {ROUNDS} rounds", rows)
+    """Print a Markdown table for each data set, model and share of noise, and how many runs are missing."""
+    cells = list(plan())
+    for data, model, noise in dict.fromkeys((cell.data, cell.model, cell.noise) for cell in cells if cell in done):
+        block = [cell for cell in cells if cell in done and (cell.data, cell.model, cell.noise) == (data, model, noise)]
+        print(f"\n{data}, `{model}`, {noise:.0%} of the labels replaced:\n")
+        for number, (partition, method) in enumerate(dict.fromkeys((cell.partition, cell.method) for cell in block)):
+            here = [cell for cell in block if cell.partition == partition]
+            runs, averaged = ([done[c] for c in here if c.method == name] for name in (method, "fedavg"))
+            row = {"partition": partition, "method": method, **summary(runs, averaged)}
+            if number == 0:
+                print(f"| {' | '.join(row)} |\n|{' --- |' * len(row)}")
+            print(f"| {' | '.join(row.values())} |")
+    print(f"\n{sum(cell in done for cell in cells)} of {len(cells)} runs")
 
 
 def main() -> None:
