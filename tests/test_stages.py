@@ -118,9 +118,9 @@ def test_when_a_loss_has_stopped_improving() -> None:
 def held_out(world: World, client: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions of the samples that a client keeps back, and of the others."""
     size = world.sizes[client]
-    order = torch.randperm(size, generator=stream(world.seed, "held_out", client=client))
+    client_task = torch.randperm(size, generator=stream(world.seed, "held_out", client=client))
     kept = max(1, round(0.1 * size))
-    return order[:kept], order[kept:]
+    return client_task[:kept], client_task[kept:]
 
 
 def naive_fedavg_that_waits(world: World, selected: list[list[int]]) -> tuple[list[State], list[float]]:
@@ -142,14 +142,14 @@ def naive_fedavg_that_waits(world: World, selected: list[list[int]]) -> tuple[li
                 momentum=settings.momentum,
                 weight_decay=settings.weight_decay,
             )
-            order = batch_order(
+            client_task = batch_order(
                 len(rest),
                 stream(world.seed, "batches", round=number, client=client),
                 batch_size=settings.batch_size,
                 epochs=settings.epochs,
                 smallest=2 if world.norm else 1,
             )
-            for index in order:
+            for index in client_task:
                 optimizer.zero_grad()
                 F.cross_entropy(module(inputs[rest][index]), labels[rest][index]).backward()
                 torch.nn.utils.clip_grad_norm_(module.parameters(), settings.clip or 1e9)

@@ -35,20 +35,20 @@ Record = dict[str, Any]
 """Figures ready for JSON."""
 
 SHARE = 0.1
-"""What evaluation may cost, as a share of training, where the schedule leaves open how often to evaluate."""
+"""The part of a run's work, in training, that evaluation may cost when its cadence is chosen here."""
 
 TRAINING_PASSES = 3
-"""A training step costs about three forward passes: the backward pass takes twice as long as the forward pass."""
+"""A training step costs about three forward passes: one forward, and backward twice that."""
 
 BLOCK = 64
-"""How many clients' messages are made at a time."""
+"""For so many clients at once a method is asked what they would be sent."""
 
 
 class Evaluation:
-    """Measures the models of one federation, in which clients from number `trainers` on never train.
+    """Measures the models of one federation. The clients numbered from `trainers` on never train.
 
-    `numbers` are the clients' numbers in figures, where those differ. Raises `InvalidValue` when the schedule asks for figures
-    that the task has no data for.
+    `numbers` are the clients' numbers as the user knows them, where those differ. Raises `InvalidValue` when the schedule asks
+    for what the task cannot give.
     """
 
     def __init__(
@@ -108,12 +108,12 @@ class Evaluation:
         return self.evaluator.tally(algorithm.model(), self.task.train, own, clients, integers)
 
     def _personal(self, algorithm: Algorithm, upcoming: Round, clients: Sequence[int], integers: Tensor) -> Tally:
-        client_tasks = self._client_tasks(algorithm, upcoming, clients, integers)
+        client_tasks = self._orders(algorithm, upcoming, clients, integers)
         return Tally.joined(
             [tally for block in client_tasks for tally in self.engine.evaluate(algorithm, upcoming, block)]
         )
 
-    def _client_tasks(
+    def _orders(
         self, algorithm: Algorithm, upcoming: Round, clients: Sequence[int], integers: Tensor
     ) -> Iterator[list[ClientTask]]:
         for start in range(0, len(clients), BLOCK):
@@ -176,6 +176,6 @@ def newcomers_last(task: Task, count: int, seed: int) -> tuple[Task, Sequence[in
 
 
 def _chosen(able: Any, schedule: Schedule) -> tuple[int, ...]:
-    """At most `personal_clients` of the clients, drawn by the seed, in the order of their numbers."""
-    order = torch.randperm(len(able), generator=stream(schedule.seed, "evaluated clients"))
-    return tuple(sorted(able[order[: schedule.personal_clients].numpy()].tolist()))
+    """`personal_clients` of the clients, drawn by the seed, in the order of their numbers."""
+    client_task = torch.randperm(len(able), generator=stream(schedule.seed, "evaluated clients"))
+    return tuple(sorted(able[client_task[: schedule.personal_clients].numpy()].tolist()))

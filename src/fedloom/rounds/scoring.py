@@ -32,8 +32,8 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Tally:
-    """Scores of n clients on their own test samples: the clients' numbers, how many samples were classified right, the sum of
-    the cross entropy (float64), and how many samples there are, `[n]` each."""
+    """What n clients' own test samples gave: the clients' numbers, samples classified right, cross entropy summed (float64)
+    and samples, `[n]` each."""
 
     clients: Tensor
     correct: Tensor
@@ -42,17 +42,17 @@ class Tally:
 
     @classmethod
     def joined(cls, parts: Sequence[Tally]) -> Tally:
-        """All parts as one, ordered by the clients' numbers."""
+        """All parts in one, in the order of the clients' numbers."""
         if not parts:
             nothing = torch.empty(0, dtype=torch.int64)
             return cls(nothing, nothing, nothing.double(), nothing)
         clients = torch.cat([part.clients for part in parts])
-        order = clients.argsort()
+        client_task = clients.argsort()
         return cls(
-            clients[order],
-            torch.cat([part.correct for part in parts])[order],
-            torch.cat([part.loss for part in parts])[order],
-            torch.cat([part.samples for part in parts])[order],
+            clients[client_task],
+            torch.cat([part.correct for part in parts])[client_task],
+            torch.cat([part.loss for part in parts])[client_task],
+            torch.cat([part.samples for part in parts])[client_task],
         )
 
     @property
@@ -89,7 +89,7 @@ class Evaluator:
 
     @cached_property
     def module(self) -> nn.Module:
-        """The module, copied when it is first needed, since most engines score no model."""
+        """The module, made when it is first needed: engines often have no models to score."""
         return copy.deepcopy(self._original).eval().requires_grad_(False)
 
     def score(self, row: Tensor, samples: Samples, integers: Tensor | None = None) -> Score:
@@ -100,7 +100,7 @@ class Evaluator:
     def tally(
         self, row: Tensor, samples: Samples, own: Partition, clients: Sequence[int], integers: Tensor | None = None
     ) -> Tally:
-        """Scores of one model `row [P]` on the samples that `own` assigns to each of `clients`.
+        """What the one model `row [P]` gives on the samples that `own` assigns to each of `clients`.
 
         Clients share batches, so that many small test sets cost no more than one large one.
         """
