@@ -18,11 +18,10 @@ from fedloom.errors import InvalidValue
 from fedloom.round import Round
 
 TOGETHER = 1 << 23
-"""Numbers of remembered displacements that are compared at a time (64 MiB in double precision)."""
+"""How many numbers of remembered displacements are compared at a time (64 MiB in double precision)."""
 
 Distribution = dict[int, int]
-"""A cluster as the mass of each of its clients. Client i has mass n_i m over all clusters, a full cluster sum_j n_j, so that
-masses are whole numbers and sums of them exact."""
+"""One cluster: the mass of each of its clients. Client i has n_i m in all, a full cluster sum_j n_j: exact whole numbers."""
 
 
 @algorithms.register("clustered")

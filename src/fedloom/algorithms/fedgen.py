@@ -195,7 +195,7 @@ class FedGen(Algorithm):
         return Generator(classes, self.noise, self.hidden, features)
 
     def _empty(self, weight: TensorSlice, bias: TensorSlice | None) -> Generator:
-        """The generator without weights, which are then loaded from a row: drawing them would be wasted."""
+        """The generator's architecture without numbers: nothing is drawn for weights that a row replaces."""
         with torch.device("meta"):
             return self._generator(weight, bias).to(weight.dtype)
 

@@ -103,8 +103,8 @@ class _StrategyStep:
         product = torch.zeros_like(noisy[:, :, 0])
         product.index_add_(1, self.layer[:count], gradient * (server_model - own)[:, :count])
         soft = torch.softmax(noisy / self.temperature, 2)
-        derivative = soft[:, :, 0] * soft[:, :, 1] * product / self.temperature
-        logits.sub_(torch.stack([derivative, -derivative], 2), alpha=rate)
+        slope = soft[:, :, 0] * soft[:, :, 1] * product / self.temperature
+        logits.sub_(torch.stack([slope, -slope], 2), alpha=rate)
         return loss
 
 
