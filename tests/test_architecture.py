@@ -35,7 +35,7 @@ LONGER = {
     "fedloom.data.sets.synthetic.synthetic_feddc",
     "fedloom.experiment.run.run",
     "fedloom.local.cohort.fit",
-    "fedloom.local.cohort.turns",
+    "fedloom.local.cohort.lock_steps",
     "fedloom.task.make_task",
 }
 

@@ -95,7 +95,7 @@ class Training:
                 f"optimizer_options: {self.optimizer} refuses {show(self.optimizer_options)}: {error}"
             ) from None
 
-    def torch_optimizer(self, parameters: Sequence[nn.Parameter], rate: float) -> torch.optim.Optimizer:
+    def torch_optimizer(self, parameters: Sequence[Tensor], rate: float) -> torch.optim.Optimizer:
         """torch's optimizer of these settings, at a learning rate of its own."""
         kind = _TORCH_OPTIMIZERS[self.optimizer]
         known = inspect.signature(kind).parameters

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import fedloom.engines.ray.driver  # noqa: F401  registers the engine
 from fedloom.config.expression import Call, parse
 from fedloom.config.registry import Entry
 from fedloom.engines.base import Choice, LocalEngine, engines

@@ -176,7 +176,7 @@ class _Optimizer:
     def __init__(self, settings: Training, rate: float, tensors: Sequence[Tensor]) -> None:
         self.settings, self.rate = settings, rate
         self.tensors = [torch.nn.Parameter(tensor) for tensor in tensors]
-        self.optimizer = torch_optimizer(settings, rate, self.tensors)
+        self.optimizer = settings.torch_optimizer(self.tensors, rate)
 
     def lie_in(self, tensors: Sequence[Tensor]) -> None:
         """Move these from now on."""
@@ -213,16 +213,3 @@ def _of_row(value: Any, k: int, shape: torch.Size) -> Any:
     if not isinstance(value, Tensor):
         return value
     return (value[k : k + 1] if value.shape == shape else value).clone()
-
-
-def torch_optimizer(settings: Training, rate: float, tensors: Sequence[Tensor]) -> torch.optim.Optimizer:
-    """The optimizer of torch that the settings name, over these tensors."""
-    known = {name.lower(): name for name in dir(torch.optim)}
-    kind = getattr(torch.optim, known[settings.optimizer])
-    options = dict(settings.optimizer_options)
-    if settings.momentum and settings.optimizer in ("sgd", "rmsprop"):
-        options["momentum"] = settings.momentum
-    if settings.weight_decay:
-        options["weight_decay"] = settings.weight_decay
-    optimizer: torch.optim.Optimizer = kind(tensors, lr=rate, **options)
-    return optimizer

@@ -20,7 +20,6 @@ from fedloom.flat.module import PLAIN, FlatModule, Shortcuts, convolutions_weigh
 from fedloom.flat.precision import autocast
 from fedloom.flat.stacked_module import StackedModule
 from fedloom.local.cohort import Cohort
-from fedloom.local.optimizer import torch_optimizer
 from fedloom.randomness import global_stream, stream
 from fedloom.round import Round
 from fedloom.state.store import ClientStore, Memory
@@ -217,7 +216,7 @@ class _Comparison:
 def _optimizer(settings: Training, parameters: Sequence[Tensor]) -> Callable[[], object]:
     """A step of the optimizer. SGD is written out: those of torch import its compiler, which takes seconds."""
     if settings.optimizer != "sgd":
-        return torch_optimizer(settings, RATE, parameters).step
+        return settings.torch_optimizer(parameters, RATE).step
     nesterov = bool(settings.optimizer_options.get("nesterov", False))
     dampening = float(settings.optimizer_options.get("dampening", 0.0))
     velocities: dict[Tensor, Tensor] = {}
