@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import signal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from fedloom.engines.processes.parent import ProcessesEngine
+    from fedloom.engines.ray.driver import RayEngine
 
 # The models here are so small that threads which wait for each other cost more than the work: on busy cores a hundredfold.
 torch.set_num_threads(1)
@@ -44,7 +50,31 @@ TOGETHER = {
     "test_flower_sites.py": "sites",
     "test_flower_secure_sites.py": "secure sites",
     "test_processes.py": "processes",
+    "test_stacked_processes.py": "processes",
 }
+
+
+@pytest.fixture(scope="session")
+def worker_processes() -> Iterator[ProcessesEngine]:
+    """Two worker processes for whatever test needs some: it tells them of its own task."""
+    from fedloom.engines.processes.parent import ProcessesEngine
+    from small_task import small_task
+
+    engine = ProcessesEngine(small_task())
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def ray_actors() -> Iterator[RayEngine]:
+    """Two actors on a local Ray cluster, as `worker_processes`."""
+    from fedloom.engines.ray.driver import RayEngine
+    from small_task import small_task
+
+    pytest.importorskip("ray", reason="Ray is not installed")
+    engine = RayEngine(small_task(), workers=2)
+    yield engine
+    engine.close()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -16,6 +16,7 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.local.cohort import Cohort
 
 SCRIPT = """
+import os
 import sys
 import ray
 import torch
@@ -57,8 +58,20 @@ engine.close()
 assert ray.is_initialized(), "the program's own cluster stays"
 print(*descendants(), flush=True)
 ray.shutdown()
+before = os.environ.get("RAY_AUTH_MODE")
+engine = make_engine("ray", task, workers=1)
+assert engine.session.started
+print(*descendants(), flush=True)
+assert {*engine.processes} <= {*descendants()}
+folder = engine.session.folder
+engine.close()
+engine.close()
+assert folder is None or not folder.exists()
+assert not ray.is_initialized()
+assert os.environ.get("RAY_AUTH_MODE") == before, "Ray's setting for the whole program is taken back"
 """
-"""A program with a cluster and a method of its own, run as `python script.py FOLDER`; it prints the cluster's processes."""
+"""A program with a cluster and a method of its own, run as `python script.py FOLDER`, and then with a cluster that is started
+for it; it prints the processes of both."""
 
 
 @dataclass

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -45,11 +44,10 @@ CLIENTS = len(TRAIN_SIZES)
 TASK = wide_task()
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[ProcessesEngine]:
-    made = ProcessesEngine(TASK)
-    yield made
-    made.close()
+@pytest.fixture
+def engine(worker_processes: ProcessesEngine) -> ProcessesEngine:
+    worker_processes.begin(TASK, None)
+    return worker_processes
 
 
 def run(

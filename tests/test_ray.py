@@ -1,6 +1,6 @@
 """The Ray engine gives the numbers of the rows engine, whatever dies; and leaves nothing behind.
 
-One local cluster of two actors serves the whole file. That methods give the numbers of other places: test_places.py.
+Two actors on a local cluster serve all tests. That methods give the numbers of other places: test_places.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -36,7 +35,7 @@ from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
 from process_support import Deadly, Failing, Misconfigured, Peeking, wide_task
-from ray_support import SCRIPT, Greedy, counted, descendants, gone, stopped
+from ray_support import SCRIPT, Greedy, counted, gone, stopped
 from small_task import TRAIN_SIZES, KeepsClientMemory, small_task
 
 pytest.importorskip("ray", reason="Ray is not installed")
@@ -45,17 +44,10 @@ CLIENTS = len(TRAIN_SIZES)
 TASK = wide_task()
 
 
-@pytest.fixture(scope="module")
-def others() -> set[int]:
-    """The processes that tests before these have started and kept."""
-    return {*descendants()}
-
-
-@pytest.fixture(scope="module")
-def engine(others: set[int]) -> Iterator[RayEngine]:
-    made = RayEngine(TASK, workers=2)
-    yield made
-    made.close()
+@pytest.fixture
+def engine(ray_actors: RayEngine) -> RayEngine:
+    ray_actors.begin(TASK, None)
+    return ray_actors
 
 
 @cache
@@ -424,7 +416,7 @@ def test_the_command_runs_on_ray_and_goes_on_elsewhere(
 # --- nothing is left behind ---
 
 
-def test_a_program_keeps_its_own_cluster_and_may_define_its_own_method(tmp_path: Path) -> None:
+def test_a_program_keeps_its_own_cluster_and_one_started_for_it_goes_when_it_is_closed(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with tempfile.TemporaryDirectory(prefix="r") as short:  # Ray's sockets have no room for more
@@ -432,20 +424,6 @@ def test_a_program_keeps_its_own_cluster_and_may_define_its_own_method(tmp_path:
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    cluster = [int(word) for word in done.stdout.split()]
-    assert len(cluster) >= 2, done.stdout
-    assert gone(cluster)
-
-
-def test_closing_ends_every_process_and_removes_the_folder(engine: RayEngine, others: set[int]) -> None:
-    cluster = {*descendants()} - others
-    assert {*engine.processes} <= cluster
-    folder = engine.session.folder
-    engine.close()
-    engine.close()
-    assert gone(cluster)
-    assert folder is None or not folder.exists()
-    assert not sys.modules["ray"].is_initialized()
-    assert os.environ.get("RAY_AUTH_MODE") == engine.session.security, (
-        "Ray's setting for the whole program is taken back"
-    )
+    for line in done.stdout.splitlines():
+        assert len(line.split()) >= 2, done.stdout
+        assert gone(int(word) for word in line.split())

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from fedloom.engines.ray.driver import RayEngine
 from fedloom.errors import InvalidValue
 from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import Configuration, configuration
 from fedloom.experiment.events import Event
+from ray_support import descendants, gone
 
 pytest.importorskip("ray")
+
+
+def command(process: int) -> str:
+    """What a process runs, as it says itself."""
+    with suppress(OSError):
+        return Path(f"/proc/{process}/cmdline").read_text()
+    return ""
 
 
 def plan(folder: Path, **more: object) -> Configuration:
@@ -30,12 +40,12 @@ def plan(folder: Path, **more: object) -> Configuration:
     )
 
 
-def test_runs_in_actors_are_those_made_here_and_fail_alone(tmp_path: Path) -> None:
-    import ray
-
+def test_runs_in_actors_are_those_made_here_and_fail_alone(tmp_path: Path, ray_actors: RayEngine) -> None:
+    before = {*descendants()}
     events: list[Event] = []
     failed = Comparison.of(plan(tmp_path / "ray", pool="ray")).run(events.append)
-    assert not ray.is_initialized()  # the cluster was ours, and is gone
+    assert ray_actors.processes, "the cluster stays for the engine"
+    assert gone({process for process in {*descendants()} - before if "RunActor" in command(process)})
     assert [name.algorithm for name in failed] == ["fedavgm(learning_rate=1e+38)"]
     assert "diverged" in next(iter(failed.values()))
     assert sum(event.kind == "round" and event.run.algorithm == "fedmr" for event in events) == 5

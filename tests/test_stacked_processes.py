@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from fedloom.algorithm import Algorithm, build
 from fedloom.engines.base import ClientTask
-from fedloom.engines.choose import make_engine
 from fedloom.engines.dispatch import grouped
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
@@ -28,11 +27,12 @@ TASK = world()
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[ProcessesEngine]:
-    made = make_engine("processes(inside=stacked, chunk=3)", TASK)
-    assert isinstance(made, ProcessesEngine)
-    yield made
-    made.close()
+def engine(worker_processes: ProcessesEngine) -> Iterator[ProcessesEngine]:
+    """The shared workers as `processes(inside=stacked, chunk=3)` has them."""
+    worker_processes.inside, worker_processes.wanted_chunk = "stacked", 3
+    worker_processes.begin(TASK, None)
+    yield worker_processes
+    worker_processes.inside, worker_processes.wanted_chunk = "rows", None
 
 
 def run(algorithm: Algorithm, engine: ProcessesEngine | RowsEngine, participation: float = 1.0) -> Federation:

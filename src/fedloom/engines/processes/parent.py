@@ -82,7 +82,7 @@ class ProcessesEngine(WorkerEngine):
                 "a worker process began the run anew: put what starts it below if __name__ == '__main__':"
             )
         super().__init__(workers, inside, memory_budget)
-        self.threads, self._wanted_chunk = threads, chunk
+        self.threads, self.wanted_chunk = threads, chunk
         self.shared_memory = SharedMemory()
         weakref.finalize(self, end_all, self._handles)
         self._announce(task)
@@ -95,7 +95,7 @@ class ProcessesEngine(WorkerEngine):
             if self.shared_memory.find(tensor) is None:
                 tensor.data = self.shared_memory.place([tensor])[0]
         self.shared_memory.trim()
-        proof, self.chunk = self._proof_and_chunk(task, self._wanted_chunk)
+        proof, self.chunk = self._proof_and_chunk(task, self.wanted_chunk)
         return Setup(slim(task), "rows" if self.chunk == 1 else "stacked", self.chunk, proof)
 
     def _start(self) -> WorkerHandle:
