@@ -1,6 +1,6 @@
-"""What workers are told and answer, and how they train: the same in a process of this machine and in a Ray actor.
+"""The messages between an engine and its workers, and the worker's side: the same in a local process and in a Ray actor.
 
-A worker remembers nothing between two pieces of work, so that its answer depends on what it was sent alone.
+A worker keeps nothing between two pieces of work, so its answer depends only on what it was sent.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker is told first: the task, how its clients train, and how torch computes there."""
+    """The first message: the task, how clients train in the worker, and the settings of PyTorch."""
 
     task: Task
     inside: str = "rows"
@@ -45,7 +45,7 @@ class Setup:
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
 
     def make_engine(self, device: torch.device | None) -> RowsEngine:
-        """The engine that trains this worker's clients, on a device of the worker's own if it has one."""
+        """Apply the settings and make the engine that trains clients in this worker, on `device` where one is given."""
         torch.set_default_dtype(self.dtype)
         torch.set_float32_matmul_precision(self.precision)
         torch.use_deterministic_algorithms(self.deterministic)
@@ -61,7 +61,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What all work of a round needs: the method, what a reply must hold, and the tensors that several clients are sent."""
+    """What holds for a whole round: the method, the names and shapes expected in a reply, and tensors sent to several clients."""
 
     algorithm: Algorithm
     round: Round
@@ -71,18 +71,16 @@ class Assignment:
 
 @dataclass(frozen=True)
 class ClientWork:
-    """One client: what it was sent, what it remembers, and where its reply is to be written (elsewhere it is sent back)."""
+    """One client: its task, its memory, and the shared tensors to write its reply into (others are sent back)."""
 
-    client: int
-    slot: int | None
-    inbox: Tensors
+    client_task: ClientTask
     memory: Tensors
     places: Tensors
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a worker does in one go: the clients that train, or whose models are scored."""
+    """One piece of work: clients that train, or whose models are evaluated."""
 
     kind: Literal["train", "evaluate"]
     clients: tuple[ClientWork, ...]
@@ -90,7 +88,7 @@ class Work:
 
 @dataclass(frozen=True)
 class ClientResult:
-    """A client has trained: the tensors that had no place, the names of those that had one, and what it wrote to its memory."""
+    """A trained client: tensors that are sent back, names of those written to their places, and what it stored in its memory."""
 
     tensors: Tensors
     placed: tuple[str, ...]
@@ -100,17 +98,17 @@ class ClientResult:
 
 @dataclass(frozen=True)
 class Answers:
-    """One result for each client that trained, in their order, or what scoring gave, in any; and what there is to say of how
-    clients train."""
+    """One result for each client that trained, in order, or the tallies of an evaluation, in any order; and the notices of the
+    worker's engine so far."""
 
     results: tuple[ClientResult | Fault | Tally, ...]
     notices: tuple[str, ...]
 
 
 class ClientTrainer:
-    """What runs in a worker. Whatever goes wrong is the answer to the next piece of work.
+    """The worker's side. An error in `begin` or `assign` is returned by the next `work`, since only that has an answer.
 
-    With a `device`, the task and what clients are sent are copied there. Without, both are used where they lie.
+    With a `device`, the task and the clients' inboxes are copied to it. Without, both are used where they are.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -121,15 +119,15 @@ class ClientTrainer:
         self._packed_assignment: Packed | None = None
 
     def begin(self, setup: Packed) -> None:
-        """Take up a task."""
+        """Keep a packed `Setup`."""
         self._packed_setup, self._engine = setup, None
 
     def assign(self, assignment: Packed) -> None:
-        """Take up a method and a round; the ones before may go."""
+        """Keep a packed `Assignment`, and free the one before."""
         self._packed_assignment, self._assignment = assignment, None
 
     def work(self, work: Packed) -> Answers | Exception:
-        """The answers to a piece of work, or what keeps this worker from any."""
+        """Do a packed piece of `Work`: its answers, or the exception that prevented them."""
         try:
             if self._engine is None:
                 assert self._packed_setup is not None
@@ -151,9 +149,9 @@ class ClientTrainer:
         engine.store.begin(None)
         for client in work.clients:
             if client.memory:
-                engine.store.write(client.client, client.memory)
+                engine.store.write(client.client_task.client, client.memory)
         engine.store.commit()
-        client_tasks = [ClientTask(client.client, client.slot, self._inbox(client)) for client in work.clients]
+        client_tasks = [self._here(client.client_task) for client in work.clients]
         if work.kind == "evaluate":
             try:
                 return Answers(tuple(engine.evaluate(algorithm, round, client_tasks)), tuple(engine.notices))
@@ -165,32 +163,33 @@ class ClientTrainer:
         answers = tuple(_answer(engine, client, results[id(client_task)]) for client, client_task in pairs)
         return Answers(answers, tuple(engine.notices))
 
-    def _inbox(self, client: ClientWork) -> Tensors:
+    def _here(self, client_task: ClientTask) -> ClientTask:
         if self.device is None:
-            return client.inbox
-        return {name: tensor.to(self.device, copy=True) for name, tensor in client.inbox.items()}
+            return client_task
+        inbox = {name: tensor.to(self.device, copy=True) for name, tensor in client_task.inbox.items()}
+        return replace(client_task, inbox=inbox)
 
 
 def _answer(engine: RowsEngine, client: ClientWork, result: Reply | Fault) -> ClientResult | Fault:
-    """What one client's training gave, with its reply written where that belongs."""
+    """One client's result; its reply is written into its places."""
     if isinstance(result, Fault):
         error = None if result.error is None else _portable(result.error)
-        return replace(result, client_task=ClientTask(client.client, client.slot, {}), error=error)
+        return replace(result, client_task=replace(result.client_task, inbox={}), error=error)
     rest, placed = {}, []
-    for name, tensor in result.tensors.items() if client.slot is not None else ():
+    for name, tensor in result.tensors.items() if result.client_task.slot is not None else ():
         place = client.places.get(name)
         if place is not None and place.dtype == tensor.dtype:
             place.copy_(tensor)
             placed.append(name)
         else:
             rest[name] = tensor
-    remembered = engine.store.read(client.client)
+    remembered = engine.store.read(result.client_task.client)
     written = {name: tensor for name, tensor in remembered.items() if tensor is not client.memory.get(name)}
     return ClientResult(rest, tuple(placed), result.metrics, written)
 
 
 def _portable(error: Exception) -> Exception:
-    """The error if it survives the way to the engine, else one of the same text."""
+    """The error, or one with the same text where it cannot be pickled."""
     try:
         pickle.loads(cloudpickle.dumps(error))
     except Exception:
@@ -199,7 +198,7 @@ def _portable(error: Exception) -> Exception:
 
 
 def slim(task: Task) -> Task:
-    """What workers need of the task: not the test set nor labels that clients do not see, and the training samples once."""
+    """The task without what workers do not need: the test set, labels hidden from clients, a second copy of the samples."""
     nothing = task.test[:0]
     dataset = replace(task.dataset, train=task.train[:0], test=nothing)
     return replace(task, dataset=dataset, test=nothing, true_labels=None)

@@ -1,4 +1,4 @@
-"""Engines whose clients train in workers elsewhere: who gets which clients when, and what happens when a worker dies."""
+"""Engines that train clients in other processes: which worker gets which clients, and what happens when one dies."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from fedloom.rounds.scoring import Tally
 from fedloom.task import Task
 
 ATTEMPTS = 3
-"""A client whose worker dies so often fails."""
+"""A client fails when its worker has died this many times."""
 
 MOST_WORKERS = max(64, 4 * (os.cpu_count() or 1))
-"""More workers, or threads of one, than this machine can have any use for."""
+"""Upper limit for workers and for the threads of one: more cannot help on this machine."""
 
 Workers = Annotated[int, Field(ge=1, le=MOST_WORKERS)]
 
 
 class WorkerDied(Exception):
-    """A worker has ended; its text says how, in one line."""
+    """A worker process or actor has ended; the text says how, in one line."""
 
 
 class WorkerHandle(ABC):
-    """A worker as its engine sees it. `group`: the clients whose answers are waited for; `busy`: it has something to say yet;
-    `ready`: it has said something."""
+    """The engine's side of one worker. `group`: the clients whose answers are awaited; `busy`: an answer is still to come;
+    `ready`: it has answered before."""
 
     def __init__(self) -> None:
         self.group: Sequence[ClientTask] = ()
@@ -49,7 +49,7 @@ class WorkerHandle(ABC):
         self._assignment: Any = None
 
     def give(self, setup: Any, assignment: Any, work: Any, group: Sequence[ClientTask]) -> None:
-        """Let it work, after whatever it must know first and does not know yet. All three are packed messages."""
+        """Send it clients to work on, after the setup and the assignment if it does not have them. Messages are packed."""
         self.group, self.busy = group, True
         if self._setup is not setup:
             self.send("begin", setup)
@@ -59,7 +59,7 @@ class WorkerHandle(ABC):
         self.send("work", work)
 
     def listen(self) -> Answers | Exception:
-        """What it has to say: its answers, or why there are none; anything when it is there for the first time.
+        """Receive its answers, or the exception that prevented them. The first answer only says that it has started.
         Raises `WorkerDied`."""
         answers = self.receive()
         self.group, self.busy, self.ready = (), False, True
@@ -67,7 +67,7 @@ class WorkerHandle(ABC):
 
     @abstractmethod
     def send(self, method: Literal["begin", "assign", "work"], message: Any) -> None:
-        """Have it call that method of its `ClientTrainer`. Where it is dead, `receive` will say so."""
+        """Call this method of the worker's `ClientTrainer`. If the worker is dead, `receive` reports it."""
 
     @abstractmethod
     def receive(self) -> Answers | Exception:
@@ -75,21 +75,21 @@ class WorkerHandle(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """End it, whatever it is doing: it holds nothing that anybody would miss."""
+        """Stop it at once. Nothing is lost: a worker keeps nothing between two pieces of work."""
 
 
 class WorkerEngine(LocalEngine, ABC):
-    """Lets `workers` train the clients; subclasses start workers and pack messages for them.
+    """Base of the engines that train clients in other processes. Subclasses start the workers and carry messages.
 
-    What a client does depends on the round, the seed, its number, its inbox and its memory alone, and its memory changes here,
-    when its answer is in. So when a worker dies another takes its place, and the clients that it had train again, each by itself,
-    with the same result. A client whose worker dies three times fails, and says so.
+    A client's result depends only on the round, the seed, its number, its inbox and its memory, and its memory is updated here,
+    when the result arrives. So if a worker dies, another replaces it and its clients train again, one at a time, with the same
+    result. A client whose worker dies three times fails.
     """
 
     in_process: bool | None = None
     name: ClassVar[str]
-    kind: ClassVar[str]  # what its workers are called
-    shares_memory: ClassVar[bool]  # whether they write replies where this process reads them
+    kind: ClassVar[str]  # what a worker is called in messages
+    shares_memory: ClassVar[bool]  # whether workers write replies into memory of this process
 
     def __init__(self, workers: int, inside: Literal["rows", "stacked"], memory_budget: int) -> None:
         super().__init__(memory_budget)
@@ -106,27 +106,27 @@ class WorkerEngine(LocalEngine, ABC):
 
     @abstractmethod
     def _wait(self, handles: Sequence[WorkerHandle]) -> Sequence[WorkerHandle]:
-        """Those of the handles, all of them busy, that have something to say, as soon as there are any."""
+        """Wait until at least one of these busy workers has answered, and return those that have."""
 
     @abstractmethod
     def _pack(self, message: object, known: Mapping[int, int]) -> Any:
-        """A message for one worker. Raises whatever pickling raises."""
+        """Pickle a message for one worker, without the tensors that it has (`known`). Raises whatever pickling raises."""
 
     def _publish(self, packed: Any) -> Any:
-        """A packed message such that many workers can read it."""
+        """Make a packed message readable by all workers."""
         return packed
 
     @abstractmethod
     def _setup_for(self, task: Task) -> Setup:
-        """What workers are told of a task. Raises `InvalidValue` for one that they cannot take."""
+        """What workers need to know of a task. Raises `InvalidValue` for a task that this engine cannot train on."""
 
     @abstractmethod
     def _empty(self, shape: Sequence[int]) -> Tensor:
-        """A tensor for replies, of the model's type, that is not filled in."""
+        """An uninitialised tensor of the model's dtype, for replies."""
 
     @abstractmethod
     def _groups(self, algorithm: Algorithm, client_tasks: Sequence[ClientTask]) -> list[list[ClientTask]]:
-        """What the workers are given, in this order."""
+        """The groups in which clients are handed out, in that order."""
 
     def _proof_and_chunk(self, task: Task, chunk: int | None = None) -> tuple[Proof, int]:
         """Which shortcuts a task allows, so that workers need not find out, and how many clients may advance together: one where
@@ -184,7 +184,7 @@ class WorkerEngine(LocalEngine, ABC):
         client_tasks: Sequence[ClientTask],
         matrices: Mapping[str, Tensor],
     ) -> Iterator[tuple[Sequence[ClientTask], tuple[ClientResult | Fault | Tally, ...]]]:
-        """The answers of every group of clients as they come. Leaving early, those still to come are not waited for."""
+        """Yield each group of clients with its results, as they arrive. If the caller stops early, later ones are ignored."""
         self._forget()
         known = {id(rows): place for place, rows in enumerate(assignment.common)}
         announced = self._publish(self._packed(assignment))
@@ -199,7 +199,7 @@ class WorkerEngine(LocalEngine, ABC):
         try:
             while waiting or any(handle.group for handle in self._handles):
                 if waiting:
-                    self._hire()
+                    self._start_missing()
                 for handle in self._handles:
                     if waiting and not handle.busy:
                         give(handle)
@@ -210,7 +210,7 @@ class WorkerEngine(LocalEngine, ABC):
                     except WorkerDied as death:
                         deaths.update(id(client_task) for client_task in group)
                         if len(group) != 1 or deaths[id(group[0])] < ATTEMPTS:
-                            # Each by itself, so that nobody pays for what another does to their worker.
+                            # One at a time, so that a client that kills its worker does not take others with it.
                             waiting.extendleft([client_task] for client_task in reversed(group))
                             continue
                         reason = f"its {self.kind} died {ATTEMPTS} times ({death})"
@@ -220,7 +220,7 @@ class WorkerEngine(LocalEngine, ABC):
                     if isinstance(answers, Exception) and group:
                         raise answers
                     if waiting:
-                        give(handle)  # before the answers are dealt with, so that the worker does not wait for that
+                        give(handle)  # before yielding, so that the worker need not wait for the caller
                     if group and isinstance(answers, Answers):
                         for text in answers.notices:
                             self.notice(text)
@@ -229,13 +229,12 @@ class WorkerEngine(LocalEngine, ABC):
             self._forget()
 
     def _client_work(self, client_task: ClientTask, matrices: Mapping[str, Tensor]) -> ClientWork:
-        client, slot = client_task.client, client_task.slot
-        written = self.shares_memory and slot is not None
-        places = {name: matrix[slot] for name, matrix in matrices.items()} if written else {}
-        return ClientWork(client, slot, client_task.inbox, self.store.read(client), places)
+        written = self.shares_memory and client_task.slot is not None
+        places = {name: matrix[client_task.slot] for name, matrix in matrices.items()} if written else {}
+        return ClientWork(client_task, self.store.read(client_task.client), places)
 
     def _listen(self, handle: WorkerHandle) -> Answers | Exception:
-        """What a worker has to say. Raises `WorkerDied`, and `FedloomError` where none can start."""
+        """Receive a worker's answers. Raises `WorkerDied`, or `FedloomError` when workers keep dying while they start."""
         try:
             answers = handle.listen()
         except WorkerDied as death:
@@ -253,7 +252,7 @@ class WorkerEngine(LocalEngine, ABC):
         """How many samples each client trains on."""
         return self.task.sizes(torch.tensor([client_task.client for client_task in client_tasks], dtype=torch.int64))
 
-    def _hire(self) -> None:
+    def _start_missing(self) -> None:
         while len(self._handles) < self.workers:
             try:
                 self._handles.append(self._start())
@@ -261,7 +260,7 @@ class WorkerEngine(LocalEngine, ABC):
                 raise FedloomError(f"engine {self.name!r}: no {self.kind} can start ({error})") from error
 
     def _forget(self) -> None:
-        """Busy workers go on to the end of their work, whose answers change nothing, and are then free again."""
+        """Stop waiting for answers: busy workers finish what they are doing, and their answers are ignored."""
         for handle in self._handles:
             handle.group = ()
 
@@ -271,7 +270,7 @@ class WorkerEngine(LocalEngine, ABC):
         self._setup = self._publish(self._packed(setup))
 
     def _packed(self, message: object, known: Mapping[int, int] | None = None) -> Any:
-        """Raises `InvalidValue` for what cannot travel to another process."""
+        """As `_pack`; raises `InvalidValue` for what cannot be pickled."""
         try:
             return self._pack(message, known or {})
         except Exception as error:
@@ -280,10 +279,10 @@ class WorkerEngine(LocalEngine, ABC):
 
 
 def grouped(client_tasks: Sequence[ClientTask], sizes: Tensor, count: int, most: int) -> list[list[ClientTask]]:
-    """The clients in about `count` groups of at most `most`, those with most samples first; `sizes [n]` are their samples.
+    """Split the clients into about `count` groups of at most `most`, largest first; `sizes [n]` are their numbers of samples.
 
-    A long piece of work that starts last leaves the other workers idle; short ones fill the gaps at the end. Clients of like
-    sizes share a group, so that few stand still where they advance together, and groups have about equally many samples.
+    A long group that starts last would leave the other workers idle; short ones fill the gaps at the end. Clients of similar
+    sizes share a group, so that few wait for others where they train in lock step. Groups have about equally many samples.
     """
     groups: list[list[ClientTask]] = []
     current: list[ClientTask] = []
@@ -306,14 +305,14 @@ def end_all(handles: list[WorkerHandle]) -> None:
 
 
 def _common(client_tasks: Sequence[ClientTask]) -> tuple[Tensor, ...]:
-    """What several clients are sent, each once."""
+    """The tensors that are sent to several clients."""
     counts = Counter(id(rows) for client_task in client_tasks for rows in client_task.inbox.values())
     found = {id(rows): rows for client_task in client_tasks for rows in client_task.inbox.values()}
     return tuple(rows for key, rows in found.items() if counts[key] > 1)
 
 
 def _tensors(answer: ClientResult, matrices: Mapping[str, Tensor], slot: int | None) -> dict[str, Tensor]:
-    """A client's reply, in the row of its slot where it fits. What the answer holds is only lent."""
+    """A client's reply, copied into the row of its slot where it fits: the answer's own memory is reused later."""
     tensors = {name: matrices[name][slot] for name in answer.placed}
     for name, tensor in answer.tensors.items():
         matrix = matrices.get(name)

@@ -1,4 +1,4 @@
-"""Messages to workers and back: the words as bytes, and the tensors apart, which every engine moves in its own way."""
+"""Pickling of messages between processes. Tensors are kept apart, since each engine moves them in its own way."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from fedloom.algorithm import Algorithm, Plan
 from fedloom.task import Task
 
 _NUMBERS = frozenset(np.dtype(code).str for code in "?bBhHiIlLqQefd")
-"""Types of arrays that tensors can stand for."""
+"""Dtypes of arrays that PyTorch has too."""
 
 _NOTHING: Mapping[int, int] = {}
 
 
 def dump(message: Any, known: Mapping[int, int] = _NOTHING) -> tuple[bytes, list[Tensor]]:
-    """The message without its tensors and arrays, and these, each once.
+    """Pickle a message: the bytes, and the list of its tensors (and arrays, as tensors), each once.
 
-    Classes and functions of the main program travel whole, all others by their names. A method goes without its server's state,
-    and its plan as the numbers that make it. `known`: places of tensors that the receiver has already, by their identity.
-    Raises whatever pickling raises.
+    Classes and functions of the main program are pickled by value, all others by name. A method is sent without its server
+    state, and its `Plan` as the few numbers that define it. `known` maps the id of a tensor that the receiver has already to
+    its place in the receiver's list. Raises whatever pickling raises.
     """
     buffer = io.BytesIO()
     pickler = _TensorPickler(buffer, known)
@@ -35,15 +35,13 @@ def dump(message: Any, known: Mapping[int, int] = _NOTHING) -> tuple[bytes, list
 
 
 def load(data: bytes, tensors: Sequence[Tensor], known: Sequence[Tensor] = (), task: Task | None = None) -> Any:
-    """The message again. `known` are the tensors that `dump` left out; a method's plan is made with the `task`."""
+    """Undo `dump`. `known` are the tensors that it left out; the `task` is needed to restore a method's `Plan`."""
     return _TensorUnpickler(data, tensors, known, task).load()
 
 
 def unexpanded(tensor: Tensor) -> Tensor:
-    """The part of a tensor that its expanded axes repeat: one entry of each.
-
-    It saves memory, and sums over an expanded tensor may round differently from sums over the same numbers laid out in full.
-    """
+    """The tensor with size 1 in every expanded dimension. Sending it saves memory, and the receiver can expand it again, which
+    matters since sums over an expanded tensor may round differently from sums over its contiguous copy."""
     if 0 not in tensor.stride():
         return tensor
     return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]

@@ -11,49 +11,49 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from fedloom.engines.dispatch import WorkerDied
 from fedloom.engines.ray.driver import ending
-from fedloom.engines.ray.session import LOCAL, join, leave, load_ray
+from fedloom.engines.ray.session import LOCAL, has_room, join, leave, load_ray
 from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.jobs import Job, Tasks, attempt
 from fedloom.experiment.run_process import STOP, serve
 
 LOOK_SECONDS = 0.2
-"""Between two looks whether the runs are to stop."""
+"""Time between two checks whether the runs should stop."""
 
 ACTOR_SECONDS = 0.5
-"""Between two questions what happened in an actor."""
+"""Time between two requests for an actor's events."""
 
 STORE = 128 * 1024**2
 """Bytes for objects on a Ray cluster that is started here: jobs and events are small."""
 
 
-class RunPool(Protocol):
-    """Somewhere that runs are made."""
+class RunPool(ABC):
+    """A place to make runs."""
 
+    @abstractmethod
     def run(self, jobs: Sequence[Job], watch: Watch, fresh: bool, stopped: Callable[[], bool]) -> dict[RunName, str]:
-        """Make the runs; what went wrong, by run. A run that fails does not keep the others from running.
+        """Make the runs; returns the reason of each that failed. A failed run does not stop the others.
 
-        When `stopped` says so, every run under way finishes its round, and `KeyboardInterrupt` is raised.
+        When `stopped` returns true, every run in progress finishes its round and `KeyboardInterrupt` is raised.
         """
 
+    @abstractmethod
     def close(self) -> None:
-        """Let go of whatever the pool holds."""
+        """Release what the pool holds."""
 
 
-class SerialPool:
-    """This process alone: one run after the other."""
+class SerialPool(RunPool):
+    """Makes one run after the other in this process."""
 
     def __init__(self, tasks: Tasks | None = None) -> None:
         self.tasks = tasks or Tasks()
 
     def run(self, jobs: Sequence[Job], watch: Watch, fresh: bool, stopped: Callable[[], bool]) -> dict[RunName, str]:
-        """As `RunPool.run`."""
-
         def watching(event: Event) -> None:
             watch(event)
             if stopped():
@@ -66,23 +66,26 @@ class SerialPool:
         """Nothing is held."""
 
 
-class _RunWorker(Protocol):
-    """Something that makes one run at a time, as its pool sees it."""
+class _RunWorker(ABC):
+    """The pool's side of a process or an actor that makes one run at a time."""
 
+    @abstractmethod
     def make(self, job: Job, fresh: bool, watch: Watch) -> str | None:
-        """Make a run; what went wrong, or None (also when told to stop). Raises `WorkerDied`."""
+        """Make a run; returns why it failed, or None (also when it was stopped). Raises `WorkerDied`."""
 
+    @abstractmethod
     def stop(self) -> None:
-        """Let the round under way be the last of its run."""
+        """End the run after the round in progress."""
 
+    @abstractmethod
     def end(self, busy: bool) -> None:
-        """End it. One that is busy is not waited for."""
+        """End it; if busy, at once."""
 
 
-class _WorkerPool(ABC):
+class _WorkerPool(RunPool):
     """At most `size` workers, each with a thread of this process that waits for it.
 
-    They start when there is work and stay until the pool is closed. One that dies fails its run alone.
+    They start when there is work and stay until the pool is closed. If one dies, only its run fails.
     """
 
     def __init__(self, size: int, threads: int | None) -> None:
@@ -98,7 +101,6 @@ class _WorkerPool(ABC):
         """Start a worker."""
 
     def run(self, jobs: Sequence[Job], watch: Watch, fresh: bool, stopped: Callable[[], bool]) -> dict[RunName, str]:
-        """As `RunPool.run`."""
         news: SimpleQueue[Event | Future[str | None]] = SimpleQueue()
         self._stopping = False
         futures = {self._executor.submit(self._make, job, fresh, news.put): job.name for job in jobs}
@@ -110,20 +112,21 @@ class _WorkerPool(ABC):
                 item = news.get(timeout=LOOK_SECONDS)
                 running.discard(item) if isinstance(item, Future) else watch(item)
             if not self._stopping and stopped():
-                self._stop()
+                with self._lock:
+                    self._stopping = True
+                    for worker in self._busy:
+                        worker.stop()
         if self._stopping:
             raise KeyboardInterrupt
         results = {name: future.result() for future, name in futures.items()}
         return {name: reason for name, reason in results.items() if reason is not None}
 
     def close(self) -> None:
-        """End the workers."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._stopping = True
             for worker in self._busy:
                 worker.end(busy=True)
-        self._executor.shutdown()
+        self._executor.shutdown(cancel_futures=True)
         for worker in self._idle:
             worker.end(busy=False)
         self._idle.clear()
@@ -133,39 +136,29 @@ class _WorkerPool(ABC):
         with self._lock:
             if self._stopping:
                 return None
-            worker = self._idle.pop() if self._idle else None
-        worker = worker or self._start()
-        with self._lock:
+            worker = self._idle.pop() if self._idle else self._start()
             self._busy.append(worker)
-            stopping = self._stopping
-        alive = True
         try:
-            return None if stopping else worker.make(job, fresh, watch)
+            reason = worker.make(job, fresh, watch)
         except WorkerDied as death:
-            alive = False
-            watch(Event("failed", job.name, text=str(death)))
-            return str(death)
-        finally:
             with self._lock:
                 self._busy.remove(worker)
-                if alive:
-                    self._idle.append(worker)
-
-    def _stop(self) -> None:
+            watch(Event("failed", job.name, text=str(death)))
+            return str(death)
         with self._lock:
-            self._stopping = True
-            for worker in self._busy:
-                worker.stop()
+            self._busy.remove(worker)
+            self._idle.append(worker)
+        return reason
 
 
 class ProcessPool(_WorkerPool):
-    """Worker processes with `threads` threads each (None: PyTorch's, shared out), that share nothing but a pipe with this one."""
+    """Worker processes with `threads` threads each (None: an equal share of PyTorch's threads)."""
 
     def _start(self) -> _RunWorker:
         return _RunProcess(self.threads)
 
 
-class _RunProcess:
+class _RunProcess(_RunWorker):
     def __init__(self, threads: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
@@ -200,7 +193,7 @@ class RayPool(_WorkerPool):
     """Ray actors with `threads` cores and threads each, on the cluster at `address` (see `fedloom.engines.ray.session.join`) or
     on one of this machine that is started here.
 
-    Runs are written where the actor is, so the nodes must share the file system in which the runs lie. Raises as `join`.
+    An actor writes its run's files, so all nodes must share the file system that holds the runs. Raises as `join`.
     """
 
     def __init__(self, size: int, threads: int | None, address: str = LOCAL) -> None:
@@ -212,22 +205,30 @@ class RayPool(_WorkerPool):
         return _RunActorHandle(self.ray, self.threads)
 
     def close(self) -> None:
-        """End the actors, and the cluster where it was started here."""
+        """End the actors, and the cluster if it was started here."""
         super().close()
         leave(self.session)
 
 
-class _RunActorHandle:
+class _RunActorHandle(_RunWorker):
     def __init__(self, ray: Any, threads: int) -> None:
-        self.ray = ray
+        self.ray, self.threads = ray, threads
         self.actor = ray.remote(_RunActor).options(num_cpus=threads, max_concurrency=2).remote(threads)
+        self.there = self.actor.heard.remote()
+        self.stopping = False
 
     def make(self, job: Job, fresh: bool, watch: Watch) -> str | None:
-        """Paths are told in full: an actor works in a folder of its own."""
+        """Paths are made absolute, since an actor works in a folder of its own."""
         folder = str(job.configuration.folder.resolve())
         configuration = dataclasses.replace(job.configuration, directory=folder)
         whole = dataclasses.replace(job, configuration=configuration, path=job.path.resolve())
         try:
+            while not self.ray.wait([self.there], timeout=ACTOR_SECONDS)[0]:
+                if self.stopping:
+                    return None
+                if not has_room(self.ray, self.threads, 0):
+                    self.end(busy=True)
+                    raise WorkerDied(f"no node of the Ray cluster has {self.threads} CPU for it")
             call = self.actor.make.remote(whole, fresh)
             done: list[Any] = []
             while not done:
@@ -240,6 +241,7 @@ class _RunActorHandle:
         return reason
 
     def stop(self) -> None:
+        self.stopping = True
         self.actor.stop.remote()
 
     def end(self, busy: bool) -> None:
@@ -247,7 +249,7 @@ class _RunActorHandle:
 
 
 class _RunActor:
-    """What runs in an actor: one thread makes the run, the other answers."""
+    """What runs in an actor: one thread makes the run, another answers calls."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
@@ -270,9 +272,9 @@ class _RunActor:
             return None
 
     def heard(self) -> list[Event]:
-        """What happened since it was last asked."""
+        """The events since the last call."""
         return [self.events.popleft() for _ in range(len(self.events))]
 
     def stop(self) -> None:
-        """Let the round under way be the last."""
+        """End the run after the round in progress."""
         self.stopping.set()

@@ -1,4 +1,4 @@
-"""What runs in a worker process of a pool of runs: run after run until the pipe to its parent closes."""
+"""What runs in a worker process of a pool of runs: one run after the other, until its parent closes the pipe."""
 
 from __future__ import annotations
 
@@ -6,28 +6,19 @@ import multiprocessing
 import os
 import signal
 import threading
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 
 STOP = "stop"
-"""Said to a worker: let the round under way be the last of its run."""
+"""The message that ends a run after the round in progress."""
 
 
 def serve(connection: Connection, threads: int) -> None:
-    """Ctrl-C reaches the whole group of processes, but the parent alone decides. It may end while all else is still being
-    imported, so it is watched from the start."""
+    """Make the runs that the parent sends. Ctrl-C also reaches this process, but the parent decides what it means.
+
+    Importing PyTorch takes seconds, in which the parent may end: the thread that watches it starts before that.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
-    _serve(connection, threads)
-
-
-def _end_with(sentinel: int) -> None:
-    wait([sentinel])
-    os._exit(1)
-
-
-def _serve(connection: Connection, threads: int) -> None:
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     import torch
 
     from fedloom.experiment.events import Event
@@ -53,3 +44,10 @@ def _serve(connection: Connection, threads: int) -> None:
             connection.send(attempt(job, watch, fresh, tasks))
         except KeyboardInterrupt:
             connection.send(None)
+
+
+def _end_with_the_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -1,4 +1,4 @@
-"""A pipe between two processes through which tensors travel in shared memory, and only words about them as bytes."""
+"""A pipe between two processes. Tensors are in shared memory; only where to find them is sent through the pipe."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from fedloom.engines.pickling import dump, unexpanded
 from fedloom.engines.processes.shared_memory import SharedMemory
 
 INLINE = 4096
-"""Bytes up to which a tensor that is not in shared memory travels inside the message."""
+"""Tensors of at most this many bytes, unless in shared memory already, are sent inside the message."""
 
 _Place = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, int | bytes]
-"""Type, shape in memory, shape, region and offset of a tensor; or region -1 and its bytes."""
+"""Dtype, shape in memory, shape when expanded, region and offset of a tensor; or region -1 and its bytes."""
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """A message ready to be sent, to as many processes as wanted, and the tensors that must live until it has been read."""
+    """A packed message, for any number of processes, and the tensors that must not be freed before it has been read."""
 
     data: bytes
     places: tuple[_Place, ...]
@@ -36,7 +36,7 @@ class Parcel:
 
 
 def pack(message: Any, memory: SharedMemory, known: Mapping[int, int] | None = None) -> Parcel:
-    """Make a message ready, as `dump` does. Tensors that lie in shared memory stay there, the others are copied into it."""
+    """Pack a message, as `dump` does. Tensors that are not in shared memory yet are copied into it."""
     data, whole = dump(message, known or {})
     tensors = [unexpanded(tensor) for tensor in whole]
     found = [memory.find(tensor) for tensor in tensors]
@@ -55,7 +55,7 @@ def _described(tensor: Tensor, shape: tuple[int, ...], place: tuple[int, int] | 
 
 
 class Channel:
-    """One end of the pipe. `receive` returns tensors that lie in the other side's memory: they are lent, not given."""
+    """One end of the pipe. Tensors that `receive` returns are in the other side's memory, which may reuse it later."""
 
     def __init__(self, connection: Connection, memory: SharedMemory) -> None:
         self.connection, self.memory = connection, memory
@@ -63,7 +63,7 @@ class Channel:
         self._mapped: dict[int, mmap.mmap] = {}  # theirs that we have
 
     def send(self, kind: str, parcel: Parcel) -> None:
-        """Send a message packed with this end's memory. Raises `OSError` when nobody is at the other end."""
+        """Send a message packed with this end's memory. Raises `OSError` when the other process has ended."""
         regions = self.memory.regions
         new = sorted({place[3] for place in parcel.places} - self._announced - {-1})
         gone = [number for number in self._announced if number not in regions]
@@ -76,7 +76,7 @@ class Channel:
                     socket.send_fds(line, [b"\0"], [regions[number].descriptor])
 
     def receive(self) -> tuple[str, Packed]:
-        """The next message and of what kind it is. Raises `EOFError` or `OSError` when nobody is at the other end any more."""
+        """The next message and its kind. Raises `EOFError` or `OSError` when the other process has ended."""
         kind, new, gone, places, data = pickle.loads(self.connection.recv_bytes())
         for number in gone:
             self._mapped.pop(number, None)
@@ -97,7 +97,7 @@ class Channel:
             count = int(np.prod(lying, dtype=np.int64))
             tensor = torch.frombuffer(self._mapped[region], dtype=dtype, count=count, offset=place)
         elif place:
-            # Sums may round differently where memory begins off the boundaries that torch's own tensors keep: hence a copy.
+            # A copy, because sums may round differently on memory that is not aligned as PyTorch aligns its own.
             tensor = torch.frombuffer(bytearray(place), dtype=dtype).clone()
         else:
             tensor = torch.empty(0, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The processes engine: worker processes train the clients, one by one or in stacks, on models that all share in memory."""
+"""The processes engine: worker processes on this machine train the clients, and models are kept in shared memory."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ _PROGRAM = "from fedloom.engines.processes.worker import main; main()"
 class ProcessesEngine(WorkerEngine):
     """Trains clients in `workers` processes of `threads` threads each, with the numbers of the rows engine on as many threads.
 
-    The workers start once and stay. They read the task's data, the models that are sent and what clients remember in memory
-    shared with this process, and write trained models into one shared matrix, so that no model is pickled. Each free worker is
-    given the waiting client with the most samples.
+    The workers start once and stay. They read the task's data, the models they are sent and the clients' memory from shared
+    memory, and write trained models into one shared matrix, so no model is pickled. A free worker is given the remaining client
+    with the most samples.
 
-    With `inside="stacked"` a worker is given several clients of like sizes, which advance in lock step as in the stacked engine,
-    with the numbers of the rows engine to float tolerance; `chunk` is how many at most, by default what suits the processor.
-    Where models or methods cannot be stacked, clients train one by one all the same.
+    With `inside="stacked"` a worker is given several clients of similar sizes, which train in lock step as in the stacked
+    engine, with the numbers of the rows engine to float tolerance; `chunk` is the most, by default what suits the processor.
+    Clients still train one by one where the model or the method cannot be stacked.
 
-    The task's training samples are moved into shared memory, so that they are held once.
-    `memory_budget`: bytes of client memory kept here; the clients not used for longest spill to files beyond it.
+    The task's training samples are moved into shared memory, so there is one copy of them.
+    `memory_budget`: bytes of client memory kept in this process; beyond it, the least recently used clients go to files.
 
     Raises `InvalidValue` for numbers out of range, a task that is not on the CPU, or something in it that cannot be pickled;
     `FedloomError` inside a worker, and where no worker can start.
@@ -86,7 +86,7 @@ class ProcessesEngine(WorkerEngine):
         self.shared_memory = SharedMemory()
         weakref.finalize(self, end_all, self._handles)
         self._announce(task)
-        self._hire()
+        self._start_missing()
 
     def _setup_for(self, task: Task) -> Setup:
         if task.initial.is_cuda:
@@ -112,19 +112,19 @@ class ProcessesEngine(WorkerEngine):
         return self.shared_memory.empty([shape], [self.task.layout.dtype])[0]
 
     def _groups(self, algorithm: Algorithm, client_tasks: Sequence[ClientTask]) -> list[list[ClientTask]]:
-        """As many groups for every worker, so that all end at about the same time."""
+        """The same number of groups for every worker, so that all finish at about the same time."""
         most = 1 if apart(algorithm) else self.chunk
         count = self.workers * math.ceil(len(client_tasks) / (self.workers * most))
         return grouped(client_tasks, self._sizes(client_tasks), count, most)
 
     @property
     def processes(self) -> list[int]:
-        """The numbers of the workers' processes."""
+        """The process ids of the workers."""
         return [handle.process.pid for handle in self._handles if isinstance(handle, WorkerProcess)]
 
 
 class WorkerProcess(WorkerHandle):
-    """A worker process; it says so when it is ready. The caller's program is not run again in it."""
+    """A worker process, which sends a message when it has started. The main program is not run again in it."""
 
     def __init__(self, threads: int, memory: SharedMemory) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class WorkerProcess(WorkerHandle):
         )
         theirs.close()
         self.channel = Channel(ours, memory)
-        self._sent: Any = None  # its tensors must live until the answer is here
+        self._sent: Any = None  # its tensors must not be freed before the answer has arrived
 
     def send(self, method: str, message: Any) -> None:
         self._sent = message
@@ -169,6 +169,6 @@ class WorkerProcess(WorkerHandle):
         self.process.wait()
 
     def _ending(self) -> str:
-        """How the process ended, whose end of the pipe is closed."""
+        """How the process ended (its end of the pipe is closed)."""
         code = self.process.wait()
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

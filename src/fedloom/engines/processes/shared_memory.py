@@ -1,7 +1,7 @@
-"""Memory that several processes see: regions without a name, and tensors that lie in them.
+"""Tensors in memory that several processes share.
 
-A region has no name that could be left behind and does not count against the size of /dev/shm: it is gone when the last
-process that has it mapped is gone, however that ended.
+Regions of shared memory have no name in the file system: none can be left behind, none counts against the size of /dev/shm, and
+one is freed when the last process that maps it has ended, in whatever way.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from fedloom.engines.pickling import unexpanded
 
 ALIGNMENT = 64
 SMALLEST = 1 << 16
-"""Bytes of the smallest region. Sizes are powers of two, so that regions fit again; pages never touched cost nothing."""
+"""Bytes of the smallest region. Sizes are powers of two, so that regions can be reused; untouched pages cost nothing."""
 
 
 class Region:
-    """A piece of memory that a process opened and others map by its descriptor."""
+    """A piece of shared memory that this process opened; others map it by its file descriptor."""
 
     def __init__(self, number: int, size: int) -> None:
         self.number, self.size = number, size
@@ -38,8 +38,8 @@ class Region:
 
 
 class SharedMemory:
-    """Regions of this process. A region that was lent comes back when the last tensor in it is gone, and is lent again: its
-    pages are there already, where new ones would cost several times the copy that fills them."""
+    """The regions that this process opened. A region is reused when the last tensor in it is gone, since new pages would cost
+    several times the copy that fills them."""
 
     def __init__(self) -> None:
         self.regions: dict[int, Region] = {}
@@ -48,20 +48,20 @@ class SharedMemory:
         self._next = 0
 
     def empty(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-        """Tensors that are not filled in, together in one region."""
+        """Uninitialised tensors, together in one region."""
         sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
         starts, end = [], 0
         for size in sizes:
             starts.append(end)
             end += -(-size // ALIGNMENT) * ALIGNMENT
-        lent = self._lend(end)
+        region = self._reserve(end)
         return [
-            lent[start : start + size].view(dtype).view(*shape)
+            region[start : start + size].view(dtype).view(*shape)
             for start, size, shape, dtype in zip(starts, sizes, shapes, dtypes, strict=True)
         ]
 
     def place(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of the tensors, together in one region. What is expanded stays so."""
+        """Copies of the tensors, together in one region. Expanded tensors stay expanded."""
         once = [unexpanded(tensor.detach()) for tensor in tensors]
         copies = self.empty([tensor.shape for tensor in once], [tensor.dtype for tensor in once])
         for copy, tensor in zip(copies, once, strict=True):
@@ -69,7 +69,7 @@ class SharedMemory:
         return [copy.expand(tensor.shape) for copy, tensor in zip(copies, tensors, strict=True)]
 
     def find(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Region and offset of a contiguous tensor that lies in one, else None."""
+        """Region and offset of a contiguous tensor that is in one, else None."""
         if not tensor.is_contiguous() or tensor.numel() == 0 or tensor.is_cuda:
             return None
         address = tensor.data_ptr()
@@ -80,14 +80,14 @@ class SharedMemory:
         return (number, address - base) if address < base + self.regions[number].size else None
 
     def trim(self) -> None:
-        """Give up the regions that nobody uses."""
+        """Close the regions that are not in use."""
         for numbers in self._idle.values():
             for number in numbers:
                 del self.regions[number]
             numbers.clear()
         self._index()
 
-    def _lend(self, size: int) -> Tensor:
+    def _reserve(self, size: int) -> Tensor:
         """A region of at least `size` bytes, as bytes."""
         rounded = 1 << (max(size, SMALLEST) - 1).bit_length()
         numbers = self._idle[rounded]

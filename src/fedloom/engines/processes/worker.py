@@ -1,4 +1,4 @@
-"""A worker process: it finds the pipe to its parent open under a descriptor, and ends when the other end of the pipe is gone."""
+"""What runs in a worker process. It inherits one end of a pipe, and ends when its parent's end is closed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ VARIABLE = "FEDLOOM_WORKER"
 
 
 def main() -> None:
-    """Serve on the pipe that the parent opened; arguments are its descriptor and the number of threads.
+    """Work for the parent; the arguments are the pipe's file descriptor and the number of threads.
 
-    The parent may end while all else is still being imported, so it is watched from the start.
+    Importing PyTorch takes seconds, in which the parent may end: the thread that watches it starts before that.
     """
     descriptor, threads = int(sys.argv[1]), int(sys.argv[2])
     threading.Thread(target=_end_with_the_parent, args=(descriptor,), daemon=True).start()
@@ -22,7 +22,7 @@ def main() -> None:
 
 
 def _end_with_the_parent(descriptor: int) -> None:
-    """Wait until the other end of the pipe is closed, by whatever ended the parent, and end at once."""
+    """Wait until the parent's end of the pipe is closed, for whatever reason, and exit at once."""
     poll = select.poll()
     poll.register(descriptor, 0)  # hang-ups are always reported, and nothing else here
     poll.poll()
@@ -30,7 +30,7 @@ def _end_with_the_parent(descriptor: int) -> None:
 
 
 def _serve(descriptor: int, threads: int) -> None:
-    """Do what the parent asks for, until nobody asks any more."""
+    """Answer the parent's messages until the pipe is closed."""
     import signal
     from multiprocessing.connection import Connection
 

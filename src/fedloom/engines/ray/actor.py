@@ -1,4 +1,4 @@
-"""What runs in a Ray actor: it trains clients and remembers nothing between two pieces of work."""
+"""What runs in a Ray actor."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fedloom.flat.allocator import keep_pages
 
 
 class TrainingActor:
-    """Lives in a process of its own, on whatever node Ray has room. Its answers depend on what it is given alone.
+    """Trains clients in a process of its own, on whichever node has room.
 
-    What clients are sent is copied, since a method may write to it: the object store ends a process that writes there.
+    It copies the clients' inboxes, which a method may write to: the object store ends a process that writes to its memory.
     """
 
     def __init__(self, paths: Sequence[str], threads: int, gpu: bool) -> None:
@@ -26,7 +26,7 @@ class TrainingActor:
         self.trainer = ClientTrainer(torch.device("cuda" if gpu else "cpu"))
 
     def process(self) -> int:
-        """The number of its process."""
+        """Its process id."""
         return os.getpid()
 
     def begin(self, setup: PackedArrays) -> None:

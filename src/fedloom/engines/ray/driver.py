@@ -1,4 +1,4 @@
-"""The Ray engine: actors on one machine or many train the clients, and models travel through Ray's object store."""
+"""The Ray engine: actors on one machine or many train the clients, and models are sent through Ray's object store."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from fedloom.engines.dispatch import (
 )
 from fedloom.engines.pickling import load
 from fedloom.engines.ray.arrays import PackedArrays, pack_arrays, unpack_arrays
-from fedloom.engines.ray.session import LOCAL, Session, first_line, join, leave, load_ray
+from fedloom.engines.ray.session import LOCAL, Session, first_line, has_room, join, leave, load_ray
 from fedloom.engines.stacked import apart
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.state.store import BUDGET
 from fedloom.task import Task
 
 GROUPS = 2
-"""Groups of clients for each actor that trains row by row: a slow actor leaves the last ones to the others."""
+"""Groups of clients for each actor that trains row by row: with two, a slow actor leaves its second to others."""
 
 MOST_ACTORS = 10_000
-"""More actors than any cluster has use for."""
+"""Upper limit for the actors on a cluster."""
 
 GROWTH_SECONDS = 180.0
-"""For so long a cluster that has no node large enough for an actor may get one. (One that is started here gets none.)"""
+"""How long to wait for a cluster to add a node that is large enough for an actor. (A local cluster never adds one.)"""
 
 NOTICE_SECONDS = 60.0
-"""Between two notices that no actor has started yet."""
+"""Time between two notices that no actor has started yet."""
 
 LOOK_SECONDS = 1.0
-"""Between two looks at the cluster, while no actor has anything to say."""
+"""Time between two looks at the cluster, while no actor has answered."""
 
 _logger = logging.getLogger("fedloom")
 
@@ -61,11 +61,11 @@ class RayEngine(WorkerEngine):
     `host:port` or `ray://host:port`; nodes need the same Python, Ray and fedloom. Without `workers` there are as many actors
     as that has room for. In an actor, clients train on the engine `inside`: `rows`, or `stacked` in lock step.
 
-    The task's data lie once on every node, and actors read them there. Each round, rows that several clients are sent are put
-    into the object store once; the rows of one client travel with the group of clients that it belongs to, and one answer comes
-    back for each group. What clients remember stays here and travels with them.
+    Each node holds one copy of the task's data. Each round, tensors that several clients are sent are put into the object store
+    once; those for one client are sent with its group of clients, and one answer comes back for each group. The clients' memory
+    is kept in this process and sent with their work.
 
-    `memory_budget`: bytes of client memory kept here; the clients not used for longest spill to files beyond it.
+    `memory_budget`: bytes of client memory kept in this process; beyond it, the least recently used clients go to files.
     `object_store`: bytes for objects on a local cluster (by default 1 GiB and twice the data); more go to files.
 
     Raises `InvalidValue` for numbers out of range, a task that is not on the CPU (with GPUs, actors move it there) or something
@@ -103,26 +103,26 @@ class RayEngine(WorkerEngine):
         try:
             self.workers = workers or self._room()
             self._announce(task)
-            self._hire()
+            self._start_missing()
         except BaseException:
             self._end()
             raise
 
     def _join(self, task: Task, address: str, workers: int | None, object_store: int | None) -> Session:
-        """A local cluster has what its actors need; elsewhere Ray knows what there is."""
+        """Join the cluster. A local one is started with what the actors need."""
         count = workers or self._here()
         data = sum(tensor.nbytes for tensor in (task.train.inputs, task.train.labels))
         store = (1 << 30) + 2 * data if object_store is None else object_store
         return join(address, math.ceil(count * self.cpus), math.ceil(count * self.gpus), store)
 
     def _here(self) -> int:
-        """Actors that this machine has room for, by the cores and GPUs that PyTorch may use."""
+        """How many actors this machine has room for, by the threads and GPUs that PyTorch may use."""
         if self.gpus:
             return max(1, int(torch.cuda.device_count() / self.gpus))
         return max(1, int(torch.get_num_threads() / self.cpus))
 
     def _room(self) -> int:
-        """Actors that the cluster has room for."""
+        """How many actors the cluster has room for."""
         if self.session.local:
             return self._here()
         found = self._ray.cluster_resources()
@@ -155,18 +155,18 @@ class RayEngine(WorkerEngine):
     # --- the actors ---
 
     def _start(self) -> WorkerHandle:
-        """Ray could restart an actor itself, but would refuse its calls meanwhile; a new one serves at once, on any node."""
+        """Start an actor. Ray does not restart it: it would refuse calls meanwhile, while a new one can run on any node."""
         from fedloom.engines.ray.actor import TrainingActor
 
-        # A local cluster is ours alone: its actors wait for no one to give cores back.
+        # On a local cluster no one else takes cores, so its actors need not reserve any.
         cores = 0 if self.session.local else self.cpus
         kind = self._ray.remote(TrainingActor).options(num_cpus=cores, num_gpus=self.gpus, max_restarts=0)
         paths = [path or os.getcwd() for path in sys.path]
         return ActorHandle(self._ray, kind.remote(paths, max(1, int(self.cpus)), self.gpus > 0))
 
     def _wait(self, handles: Sequence[WorkerHandle]) -> Sequence[WorkerHandle]:
-        """Actors that are there may take as long as they like, and so may those that Ray is about to start, however slow the
-        machine is. Raises `FedloomError` where the cluster has no room for any."""
+        """As the base class says. Actors that are starting may take as long as they need, however slow the machine is; raises
+        `FedloomError` when the cluster has no node that is large enough for one."""
         calls = {handle.call: handle for handle in handles if isinstance(handle, ActorHandle)}
         began = noticed = time.monotonic()
         while True:
@@ -176,28 +176,23 @@ class RayEngine(WorkerEngine):
             now = time.monotonic()
             if any(handle.ready for handle in self._handles):
                 continue
-            if not self._has_room() and (self.session.local or now - began > GROWTH_SECONDS):
+            cores = 0 if self.session.local else self.cpus
+            if not has_room(self._ray, cores, self.gpus) and (self.session.local or now - began > GROWTH_SECONDS):
                 raise FedloomError(f"engine 'ray': no Ray actor can start: {self._shortage()}")
             if now - noticed > NOTICE_SECONDS:
                 why = "its process is starting" if self.session.local else self._shortage()
                 _logger.warning("no Ray actor has started in %.0f seconds, still waiting: %s", now - began, why)
                 noticed = now
 
-    def _has_room(self) -> bool:
-        """Whether a node of the cluster is large enough for an actor, were nothing else there."""
-        needed = {"CPU": 0 if self.session.local else self.cpus, "GPU": self.gpus}
-        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-        return any(all(node.get(kind, 0) >= amount for kind, amount in needed.items()) for node in nodes)
-
     def _shortage(self) -> str:
-        """What actors need, and what there is."""
+        """What each actor needs, and what the cluster has."""
         needs = f"{self.cpus:g} CPU" + (f" and {self.gpus:g} GPU" if self.gpus else "")
         free, there = self._ray.available_resources(), self._ray.cluster_resources()
         return f"each needs {needs} on one node; the cluster has {_amounts(free)} free of {_amounts(there)}"
 
     @property
     def processes(self) -> list[int]:
-        """The numbers of the actors' processes, on their machines; waits until they are there."""
+        """The process ids of the actors, on their machines. Waits until they have started."""
         actors = [handle.actor for handle in self._handles if isinstance(handle, ActorHandle)]
         found: list[int] = self._ray.get([actor.process.remote() for actor in actors])
         return found
@@ -235,7 +230,7 @@ class ActorHandle(WorkerHandle):
 
 
 def ending(error: BaseException) -> str:
-    """How an actor ended, in one line of the many that Ray has for it."""
+    """How an actor ended: the one line that says it, of the many in Ray's error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if any("creation task" in line for line in lines):
         return lines[-1]

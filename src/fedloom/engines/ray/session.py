@@ -1,4 +1,4 @@
-"""The connection of this process to a Ray cluster: joined, or started here and taken down by who uses it last."""
+"""The connection of this process to a Ray cluster: an existing one, or one that is started here and ended by its last user."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,13 @@ LOCAL = "local"
 """The address that means a cluster of this machine alone, started here."""
 
 PROBE_SECONDS = 5.0
-"""A machine that takes no connection for so long is not there."""
+"""How long to wait for a machine to accept a connection."""
 
 PAUSE = 0.1
-"""Seconds between two looks whether a node has registered."""
+"""Seconds between two checks whether a node has registered."""
 
 SHORT = 40
-"""Characters that a path may have under which Ray opens its sockets: the system takes no more than 107 in all."""
+"""Longest path in which Ray can open its sockets: the system allows 107 characters in all."""
 
 _SECURITY = "RAY_AUTH_MODE"
 
@@ -45,17 +45,17 @@ _PATIENCE = {
     "RAY_gcs_server_request_timeout_seconds": "600",
     "RAY_health_check_failure_threshold": "100",
 }
-"""On a cluster that is started here. Ray ends processes that have not registered in a minute and starts them again, for ever on a
-machine that needs longer; one that has died is noticed all the same."""
+"""Ray's own time limits, raised on a cluster that is started here. By default Ray ends a process that has not registered within a
+minute and starts it again, which never succeeds on a machine that needs longer. A process that dies is noticed all the same."""
 
 
 @dataclass
 class Session:
-    """What a process has of a cluster; Ray knows one connection a process, so all engines in it share this."""
+    """This process's connection to a cluster. Ray allows one connection a process, so all engines in it share it."""
 
     address: str
     started: bool
-    """Whether it was made here, not by the program that uses fedloom."""
+    """Whether fedloom made the connection, not the program that uses it."""
     folder: Path | None = None
     security: str | None = None
     """What `RAY_AUTH_MODE` was before: Ray sets it for the whole program."""
@@ -63,7 +63,7 @@ class Session:
 
     @property
     def local(self) -> bool:
-        """Whether the cluster was started here, for fedloom alone."""
+        """Whether the cluster was started here and runs for fedloom alone."""
         return self.started and self.address == LOCAL
 
 
@@ -80,8 +80,8 @@ def load_ray() -> Any:
     return ray
 
 
-def join(address: str, processors: int, graphics: int, object_store: int) -> Session:
-    """The session at `address`; a local cluster is started with so many processors, GPUs and bytes for objects.
+def join(address: str, cpus: int, gpus: int, object_store: int) -> Session:
+    """The session at `address`; a local cluster is started with this many cores, GPUs and bytes for objects.
 
     A connection that the program has made itself serves for the addresses `local` and `auto`, and stays when we leave.
     Raises `MissingExtra`, `InvalidValue` when this process is connected elsewhere, and `FedloomError` in one line when there
@@ -102,12 +102,12 @@ def join(address: str, processors: int, graphics: int, object_store: int) -> Ses
             )
         _current = Session(address, started=False)
         return _current
-    _current = _started(ray, processors, graphics, object_store) if address == LOCAL else _connected(ray, address)
+    _current = _started(ray, cpus, gpus, object_store) if address == LOCAL else _connected(ray, address)
     return _current
 
 
 def leave(session: Session) -> None:
-    """Give the session up. The last to do so takes down what was made here."""
+    """Leave the session. The last user to leave ends the connection, and the cluster, if they were made here."""
     global _current
     session.users -= 1
     if session.users or session is not _current:
@@ -121,13 +121,19 @@ def leave(session: Session) -> None:
         shutil.rmtree(session.folder, ignore_errors=True)
 
 
+def has_room(ray: Any, cpus: float, gpus: float) -> bool:
+    """Whether a node of the cluster is large enough for an actor that needs this much, even if it is busy now."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return any(node.get("CPU", 0) >= cpus and node.get("GPU", 0) >= gpus for node in nodes)
+
+
 def first_line(error: BaseException) -> str:
-    """What an error says, as one line that is not too long."""
+    """The first line of an error's text, cut at 200 characters."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return text if len(text) <= 200 else text[:200] + "..."
 
 
-def _started(ray: Any, processors: int, graphics: int, object_store: int) -> Session:
+def _started(ray: Any, cpus: int, gpus: int, object_store: int) -> Session:
     folder, security = None, os.environ.get(_SECURITY)
     if len(tempfile.gettempdir()) <= SHORT:
         folder = Path(tempfile.mkdtemp(prefix="fedloom-ray-"))
@@ -138,8 +144,8 @@ def _started(ray: Any, processors: int, graphics: int, object_store: int) -> Ses
         with _environment({**_SETTINGS, **_PATIENCE, "PYTHONPATH": paths}), _patience_with_nodes(ray):
             ray.init(
                 address=LOCAL,
-                num_cpus=processors,
-                num_gpus=graphics,
+                num_cpus=cpus,
+                num_gpus=gpus,
                 object_store_memory=object_store,
                 include_dashboard=False,
                 log_to_driver=False,
@@ -174,7 +180,7 @@ def _connected(ray: Any, address: str) -> Session:
 
 
 def _probe(address: str) -> None:
-    """Ray itself would try a machine that is not there for half a minute and more."""
+    """Check that something listens at the address: Ray itself would try for half a minute and more."""
     if address == "auto":
         return
     host, colon, port = address.removeprefix("ray://").rpartition(":")
@@ -190,7 +196,7 @@ def _probe(address: str) -> None:
 
 
 def _hush() -> None:
-    """Ray prints a paragraph to standard output when a worker dies; the engine deals with that and says so itself."""
+    """Keep Ray from printing a paragraph to standard output when a worker dies: the engine reports that itself."""
     worker: Any = sys.modules.get("ray._private.worker")
     if hasattr(worker, "_worker_logs_enabled"):
         worker._worker_logs_enabled = False
@@ -198,7 +204,7 @@ def _hush() -> None:
 
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Variables set for a moment; what the user has set beforehand (PYTHONPATH aside) stays."""
+    """Set environment variables inside the block, except those that the user has set (but for PYTHONPATH)."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update({name: value for name, value in values.items() if name == "PYTHONPATH" or before[name] is None})
     try:
@@ -210,19 +216,23 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _patience_with_nodes(ray: Any) -> Iterator[None]:
-    """Ray gives up a node that has not registered in half a minute. Inside, a node has time as long as its process lives."""
+    """Inside the block, a new node may take as long to register as its process lives; Ray itself allows 30 seconds."""
+    import psutil  # type: ignore[import-untyped]  # Ray brings it along
+
     services = ray._private.services
     get_node = services.get_node
 
-    def patient(*arguments: Any) -> Any:
-        import psutil  # type: ignore[import-untyped]  # Ray brings it along
+    def alive(child: Any) -> bool:
+        with suppress(psutil.Error):
+            return "raylet" in child.name() and child.status() != psutil.STATUS_ZOMBIE
+        return False
 
+    def patient(*arguments: Any) -> Any:
         while True:
             try:
                 return get_node(*arguments)
             except RuntimeError:
-                states = [child.status() for child in psutil.Process().children() if "raylet" in child.name()]
-                if not set(states) - {psutil.STATUS_ZOMBIE}:
+                if not any(alive(child) for child in psutil.Process().children()):
                     raise
             time.sleep(PAUSE)
 
