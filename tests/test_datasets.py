@@ -31,6 +31,14 @@ def test_digits_keeps_every_pixel_and_every_image() -> None:
     )
 
 
+def test_digits_are_the_same_where_scikit_learn_keeps_no_such_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    direct = make("digits").train
+    monkeypatch.setattr("fedloom.data.sets.digits.find_spec", lambda name: None)
+    asked = make("digits").train
+    assert torch.equal(asked.inputs, direct.inputs)
+    assert torch.equal(asked.labels, direct.labels)
+
+
 def test_digits_split_is_stratified_and_always_the_same() -> None:
     first, second = make("digits"), make("digits")
     assert torch.equal(first.test.inputs, second.test.inputs)

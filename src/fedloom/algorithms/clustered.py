@@ -8,8 +8,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-from scipy.cluster.hierarchy import ward
-from scipy.spatial.distance import pdist
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Plan, Replies, Selection, Wrapper, algorithms, describe, uniform
@@ -163,6 +161,9 @@ def clusters_by_size(sizes: list[int], count: int) -> list[Distribution]:
 def similar_groups(distance: np.ndarray, sizes: list[int], count: int) -> list[list[int]]:
     """Groups of clients of at most one cluster's mass: the largest subtrees of the Ward linkage that fit (a client that alone
     exceeds it is a group). `distance [N, N]`: its rows are the observations, as in the reference code."""
+    from scipy.cluster.hierarchy import ward  # a fifth of what PyTorch takes to import, and no other method needs it
+    from scipy.spatial.distance import pdist
+
     if len(sizes) == 1:
         return [[0]]
     capacity = sum(sizes)
