@@ -25,10 +25,10 @@ from torch import nn
 from fedloom.algorithm import Algorithm
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.data import Partition
-from fedloom.engines.base import ClientTask, Engine
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.flat.allocator import keep_pages
+from fedloom.rounds.engine import ClientTask, Engine
 from fedloom.rounds.federation import Federation, Schedule
 from fedloom.task import Task
 from limit import CLIENTS, bare_seconds, cnn, mlp, random_task

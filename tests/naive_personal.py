@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 from batch_order import batch_order
 from fedloom.algorithm import Algorithm
-from fedloom.engines.base import INTEGERS, ClientTask
 from fedloom.engines.rows import RowsEngine
 from fedloom.randomness import stream
 from fedloom.round import Round
+from fedloom.rounds.engine import INTEGERS, ClientTask
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from naive_world import FEATURES, SmallWorld

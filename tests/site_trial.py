@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, build
-from fedloom.engines.base import ClientTask, Fault, Reply
 from fedloom.engines.flower.deploy.template import write_app
 from fedloom.engines.rows import RowsEngine
 from fedloom.round import Round
+from fedloom.rounds.engine import ClientTask, Fault, Reply
 from fedloom.rounds.federation import Federation
 from fedloom.state.tensors import read_tensors
 from fedloom.task import Task

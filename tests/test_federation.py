@@ -13,11 +13,11 @@ from torch import nn
 
 from fedloom.algorithm import Algorithm, Message, Replies, Selection, build
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.engines.base import ClientTask, Fault, Reply
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import Diverged
 from fedloom.local.cohort import Cohort
 from fedloom.round import Round
+from fedloom.rounds.engine import ClientTask, Fault, Reply
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import make_task

@@ -16,7 +16,6 @@ from flwr.app import Context, Message, RecordDict
 
 from fedloom.algorithm import build
 from fedloom.algorithms.fedmr import FedMR
-from fedloom.engines.base import Reply
 from fedloom.engines.flower.deploy.agreement import deployment
 from fedloom.engines.flower.deploy.client_app import app
 from fedloom.engines.flower.deploy.keys import make_keys
@@ -25,6 +24,7 @@ from fedloom.engines.flower.messages import ARRAYS, Refusal, encoded, pack, parc
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout
+from fedloom.rounds.engine import Reply
 from fedloom.rounds.federation import Federation
 from fedloom.secure import Rules, to_layers
 from fedloom.secure.wire import Answer, Letter, Request, Terms, unpack

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from every_method import EVERY_METHOD
 from fedloom.algorithm import build
-from fedloom.engines.base import INTEGERS, ClientTask, Reply
 from fedloom.engines.flower.deploy import server_app
 from fedloom.engines.flower.deploy.agreement import deployment
 from fedloom.engines.flower.mailbox import Mailbox
@@ -24,6 +23,7 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError
 from fedloom.flat.layout import Layout
 from fedloom.flat.population import capped
+from fedloom.rounds.engine import INTEGERS, ClientTask, Reply
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from flower_support import (

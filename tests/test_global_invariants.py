@@ -17,14 +17,14 @@ from every_method import EVERY_METHOD
 from fedloom.algorithm import Algorithm, algorithms, build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedmr import FedMR
+from fedloom.algorithms.statistics import accumulated_weights, momentum_gain
 from fedloom.config.fields import type_hints
 from fedloom.config.registry import Entry
-from fedloom.engines.base import ClientTask
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
 from fedloom.flat.population import mutate
-from fedloom.local.statistics import accumulated_weights, momentum_gain
 from fedloom.round import Round
+from fedloom.rounds.engine import ClientTask
 from fedloom.rounds.federation import Federation, Schedule
 from fedloom.task import Task, make_task
 from fedloom.training import Training

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 from fedloom.algorithm import build
 from fedloom.data import DataSpec
-from fedloom.engines.base import ClientTask
 from fedloom.engines.rows import RowsEngine
 from fedloom.models.structure import head_name
 from fedloom.randomness import stream
 from fedloom.round import Round
+from fedloom.rounds.engine import ClientTask
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import make_task

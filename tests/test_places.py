@@ -15,10 +15,10 @@ import pytest
 
 from every_method import EVERY_METHOD
 from fedloom.algorithm import build
-from fedloom.engines.base import Engine
 from fedloom.engines.flower.deploy.agreement import Deployment, deployment
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
+from fedloom.rounds.engine import Engine
 from fedloom.rounds.federation import Federation
 from fedloom.task import Task
 from flower_support import assert_close, flower, run_config, schedule

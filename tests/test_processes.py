@@ -22,7 +22,6 @@ from every_method import EVERY_METHOD
 from fedloom.algorithm import Algorithm, Message, build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedmr import FedMR
-from fedloom.engines.base import ClientTask, Fault, Reply
 from fedloom.engines.choose import make_engine
 from fedloom.engines.dispatch import MOST_WORKERS
 from fedloom.engines.pickling import load
@@ -33,6 +32,7 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.local.cohort import Cohort
 from fedloom.round import Round
+from fedloom.rounds.engine import ClientTask, Fault, Reply
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task

@@ -23,7 +23,6 @@ import torch
 from fedloom.algorithm import Algorithm, build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.cli import main
-from fedloom.engines.base import ClientTask, Reply
 from fedloom.engines.choose import make_engine, read_engine, settled_by
 from fedloom.engines.dispatch import MOST_WORKERS
 from fedloom.engines.ray import driver, session
@@ -31,6 +30,7 @@ from fedloom.engines.ray.driver import RayEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue, MissingExtra
 from fedloom.round import Round
+from fedloom.rounds.engine import ClientTask, Reply
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.algorithm import Algorithm, build
-from fedloom.engines.base import ClientTask
 from fedloom.engines.dispatch import grouped
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
+from fedloom.rounds.engine import ClientTask
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from process_support import Deadly, Failing, OneByOne

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fedloom.algorithm import Message, Plan, Replies, algorithms, server_model
 from fedloom.algorithms.feddyn import Drifting
+from fedloom.algorithms.statistics import mean_gradient, relative_sizes, require_sgd
 from fedloom.local.cohort import Cohort, Context
-from fedloom.local.statistics import mean_gradient, relative_sizes, require_sgd
 from fedloom.round import Round
 
 

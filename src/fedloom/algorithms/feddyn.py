@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms, server_model
+from fedloom.algorithms.statistics import mean_size, relative_sizes
 from fedloom.config.fields import NonNegative
 from fedloom.local.cohort import Cohort, Context
-from fedloom.local.statistics import mean_size, relative_sizes
 from fedloom.round import Round
 
 Evaluated = Literal["cloud", "selected", "all"]

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fedloom.algorithm import Algorithm, Message, Replies, algorithms
+from fedloom.algorithms.statistics import accumulated_weights, require_sgd
 from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort
-from fedloom.local.statistics import accumulated_weights, require_sgd
 from fedloom.round import Round
 
 

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms, server_model
-from fedloom.config.fields import Positive
-from fedloom.flat.module import Batch
-from fedloom.local.cohort import Cohort, Context, Trained
-from fedloom.local.statistics import (
+from fedloom.algorithms.statistics import (
     mean_gradient,
     mean_size,
     momentum_gain,
     relative_sizes,
     require_sgd,
 )
+from fedloom.config.fields import Positive
+from fedloom.flat.module import Batch
+from fedloom.local.cohort import Cohort, Context, Trained
 from fedloom.round import Round
 
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
-from fedloom.engines.base import ClientTask, Fault, Reply
 from fedloom.engines.pickling import load
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import FedloomError
 from fedloom.local.proof import Proof
 from fedloom.round import Round
+from fedloom.rounds.engine import ClientTask, Fault, Reply
 from fedloom.rounds.scoring import Tally
 from fedloom.task import Task
 

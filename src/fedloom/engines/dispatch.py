@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
-from fedloom.engines.base import ClientTask, Fault, LocalEngine, Reply, expectations
+from fedloom.engines.base import LocalEngine
 from fedloom.engines.client_work import Answers, Assignment, ClientResult, ClientWork, Setup, Work
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
@@ -22,6 +22,7 @@ from fedloom.errors import FedloomError, InvalidValue
 from fedloom.flat.allocator import keep_pages
 from fedloom.local.proof import Proof
 from fedloom.round import Round
+from fedloom.rounds.engine import ClientTask, Fault, Reply, expectations
 from fedloom.rounds.scoring import Tally
 from fedloom.task import Task
 

@@ -12,17 +12,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
-from fedloom.engines.base import (
-    ClientTask,
-    Fault,
-    LocalEngine,
-    Reply,
-    engines,
-    expectations,
-    inspect_reply,
-    keep_integers,
-    load_integers,
-)
+from fedloom.engines.base import LocalEngine, engines, inspect_reply, keep_integers, load_integers
 from fedloom.errors import FedloomError, RefusedReply
 from fedloom.flat.allocator import keep_pages
 from fedloom.flat.module import FlatModule
@@ -30,6 +20,7 @@ from fedloom.local.cohort import Cohort
 from fedloom.local.proof import Proof, prove
 from fedloom.randomness import global_stream
 from fedloom.round import Round
+from fedloom.rounds.engine import ClientTask, Fault, Reply, expectations
 from fedloom.rounds.scoring import Evaluator, Tally
 from fedloom.state.store import BUDGET, Memory
 from fedloom.task import Task

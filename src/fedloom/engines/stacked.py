@@ -14,7 +14,7 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm, Message, describe
 from fedloom.config.fields import Count, checked
 from fedloom.data.partition import Partition
-from fedloom.engines.base import ClientTask, Fault, Reply, engines, inspect_reply, keep_integers, load_integers
+from fedloom.engines.base import engines, inspect_reply, keep_integers, load_integers
 from fedloom.engines.rows import RowsEngine, full_batch, measured
 from fedloom.errors import FedloomError, RefusedReply
 from fedloom.flat.module import Batch, FlatModule, cross_entropy
@@ -22,6 +22,7 @@ from fedloom.flat.stacked_module import StackedModule
 from fedloom.local.cohort import Cohort
 from fedloom.local.proof import Proof
 from fedloom.round import Round
+from fedloom.rounds.engine import ClientTask, Fault, Reply
 from fedloom.rounds.scoring import Tally
 from fedloom.state.store import BUDGET, Memory
 from fedloom.task import Task

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from fedloom.algorithm import Algorithm, Plan
-from fedloom.engines.base import Choice, ClientTask, engines
+from fedloom.engines.base import Choice, engines
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.processes.worker import VARIABLE
 from fedloom.engines.rows import RowsEngine
@@ -19,6 +19,7 @@ from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import FedloomError
 from fedloom.local.proof import prove
 from fedloom.round import Round
+from fedloom.rounds.engine import ClientTask
 from fedloom.rounds.schedule import Schedule
 from fedloom.state.store import BUDGET
 from fedloom.task import Task

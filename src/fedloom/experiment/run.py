@@ -18,7 +18,7 @@ from torch import nn
 
 from fedloom.algorithm import Algorithm, build, describe
 from fedloom.config.plugins import import_plugins
-from fedloom.engines.base import Engine, LocalEngine
+from fedloom.engines.base import LocalEngine
 from fedloom.engines.choose import make_engine, settled_by
 from fedloom.errors import InvalidValue
 from fedloom.experiment.artifact import save_model
@@ -34,6 +34,7 @@ from fedloom.recording.run_recording import Recording
 from fedloom.report import summary as figures
 from fedloom.report import write_report
 from fedloom.report.summary import RunSummary
+from fedloom.rounds.engine import Engine
 from fedloom.rounds.evaluation import Record
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

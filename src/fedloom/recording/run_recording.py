@@ -15,11 +15,11 @@ from typing import Any
 from torch import Tensor
 
 from fedloom.algorithm import Replies, describe
-from fedloom.engines.base import INTEGERS, ClientTask
 from fedloom.errors import InvalidValue
 from fedloom.recording.recorder import Exchange, Kept, Measurement, Recorder, RunContext, partial_models
 from fedloom.round import Round
 from fedloom.rounds.checkpoint import RoundLog, without_gap
+from fedloom.rounds.engine import INTEGERS, ClientTask
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.scoring import Evaluator
 from fedloom.state.files import flush, remove_unfinished, write_text

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message
-from fedloom.engines.base import INTEGERS, ClientTask, Engine, expectations, row_for
 from fedloom.errors import InvalidValue
 from fedloom.randomness import stream
 from fedloom.round import Round
+from fedloom.rounds.engine import INTEGERS, ClientTask, Engine, expectations, row_for
 from fedloom.rounds.schedule import Schedule
 from fedloom.rounds.scoring import Evaluator, Tally
 from fedloom.task import Task

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, Selection
-from fedloom.engines.base import INTEGERS, ClientTask, Engine, Fault, RemoteClients, Reply, expectations, row_for
 from fedloom.errors import CheckpointError, Diverged, InvalidValue
 from fedloom.flat.device import moved_back
 from fedloom.flat.population import capped
 from fedloom.round import Round
 from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, RoundLog, without_gap
+from fedloom.rounds.engine import INTEGERS, ClientTask, Engine, Fault, RemoteClients, Reply, expectations, row_for
 from fedloom.rounds.evaluation import Evaluation, Record, newcomers_last
 from fedloom.rounds.schedule import Schedule as Schedule
 from fedloom.state.files import remove_unfinished

@@ -23,16 +23,7 @@ from flwr.app import Message
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, describe
-from fedloom.engines.base import (
-    INTEGERS,
-    Choice,
-    ClientTask,
-    Fault,
-    RemoteClients,
-    Reply,
-    expectations,
-    inspect_reply,
-)
+from fedloom.engines.base import Choice, inspect_reply
 from fedloom.engines.flower.known_sites import MOST_SAMPLES
 from fedloom.engines.flower.messages import (
     Expected,
@@ -47,6 +38,7 @@ from fedloom.engines.flower.secure_round import SecureRound, layer_exchange
 from fedloom.engines.flower.site_messenger import NoAnswer, SiteMessenger
 from fedloom.errors import DamagedCheckpoint, FedloomError, InvalidValue, RefusedReply
 from fedloom.round import Round
+from fedloom.rounds.engine import INTEGERS, ClientTask, Fault, RemoteClients, Reply, expectations
 from fedloom.rounds.scoring import Tally
 from fedloom.secure import LayerExchange
 from fedloom.task import Task

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message
-from fedloom.engines.base import ClientTask, Fault, Reply
 from fedloom.engines.flower.messages import Words, parcel_of, words_of
 from fedloom.engines.flower.site_messenger import NoAnswer, SiteMessenger
 from fedloom.errors import FedloomError
 from fedloom.round import Round
+from fedloom.rounds.engine import ClientTask, Fault, Reply
 from fedloom.secure import (
     ExchangeAborted,
     LayerExchange,

@@ -10,11 +10,11 @@ from typing import NamedTuple
 from flwr.app import Array, Message
 from torch import Tensor
 
-from fedloom.engines.base import ClientTask
 from fedloom.engines.flower.known_sites import KnownSites
 from fedloom.engines.flower.mailbox import FOREVER, Kind
 from fedloom.engines.flower.messages import Words, encoded, pack
 from fedloom.round import Round
+from fedloom.rounds.engine import ClientTask
 
 GREETING = 60.0
 """Seconds that new nodes have to say who they are, while a client that is to train is missing."""

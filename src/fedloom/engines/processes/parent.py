@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm
 from fedloom.config.fields import Count, checked
-from fedloom.engines.base import ClientTask, engines
+from fedloom.engines.base import engines
 from fedloom.engines.client_work import Answers, Setup, slim
 from fedloom.engines.dispatch import (
     WorkerDied,
@@ -34,6 +34,7 @@ from fedloom.engines.processes.shared_memory import SharedMemory
 from fedloom.engines.processes.worker import VARIABLE
 from fedloom.engines.stacked import apart
 from fedloom.errors import FedloomError, InvalidValue
+from fedloom.rounds.engine import ClientTask
 from fedloom.state.store import BUDGET
 from fedloom.task import Task
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm
 from fedloom.config.fields import NonNegative, checked
-from fedloom.engines.base import ClientTask, engines
+from fedloom.engines.base import engines
 from fedloom.engines.client_work import Answers, Setup, slim
 from fedloom.engines.dispatch import (
     MOST_WORKERS,
@@ -32,6 +32,7 @@ from fedloom.engines.ray.arrays import PackedArrays, pack_arrays, unpack_arrays
 from fedloom.engines.ray.session import LOCAL, Session, first_line, has_room, join, leave, load_ray
 from fedloom.engines.stacked import apart
 from fedloom.errors import FedloomError, InvalidValue
+from fedloom.rounds.engine import ClientTask
 from fedloom.state.store import BUDGET
 from fedloom.task import Task
 

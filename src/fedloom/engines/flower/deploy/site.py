@@ -21,7 +21,6 @@ import fedloom
 from fedloom.algorithm import Algorithm, Plan, build
 from fedloom.data.noise import build_label_noise
 from fedloom.data.partition import Partition
-from fedloom.engines.base import INTEGERS, ClientTask, Fault
 from fedloom.engines.flower.deploy.agreement import Deployment, deployment, described, layout_digest, read_configuration
 from fedloom.engines.flower.deploy.memory import SiteMemory
 from fedloom.engines.flower.deploy.node_config import Identity, NodeConfig
@@ -33,6 +32,7 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.errors import DamagedCheckpoint, InvalidValue, RefusedReply
 from fedloom.randomness import stream_seed
 from fedloom.round import Round
+from fedloom.rounds.engine import INTEGERS, ClientTask, Fault
 from fedloom.secure import LayerExchange, from_layers, to_layers
 from fedloom.secure.wire import OCCASIONS
 from fedloom.task import Task, make_task, mislabelled

@@ -1,0 +1,123 @@
+"""What a federation asks of the place where clients train: the interface of engines, and what passes through it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm, Message
+from fedloom.errors import NotFinite
+from fedloom.flat.layout import Layout
+from fedloom.round import Round
+from fedloom.rounds.scoring import Tally
+from fedloom.task import Task
+
+INTEGERS = "integers"
+"""Name under which a model's integer buffers travel beside the method's own tensors, when the model has any."""
+
+
+@dataclass(frozen=True)
+class ClientTask:
+    """One client's work in a round: its number, its slot (None: it trains without uploading) and its inbox, one row each."""
+
+    client: int
+    slot: int | None
+    inbox: Message
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One client's answer: named tensors without a client axis, and figures about its work.
+
+    `gathered`: matrices `[slots, ...]` of this round in which the tensors lie already, each in the row of its slot, where the
+    engine had the replies written there; they are given away. `samples`: how many the client trains on, where it is not the
+    task that knows.
+    """
+
+    client_task: ClientTask
+    tensors: Mapping[str, Tensor]
+    metrics: Mapping[str, float]
+    gathered: Mapping[str, Tensor] = field(default_factory=dict)
+    samples: int | None = None
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One client that did not answer, or whose answer was refused, and why."""
+
+    client_task: ClientTask
+    reason: str
+    error: Exception | None = None
+    sent: bool = True  # whether the message went out to it
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the client's training led to values that are not finite."""
+        return isinstance(self.error, NotFinite)
+
+
+class Engine(Protocol):
+    """Runs the client half of a method. Results may come in any order; the federation puts them in theirs.
+
+    `notices`: what there is to say of how clients train, a line each, in the order in which it came up.
+    """
+
+    notices: list[str]
+
+    in_process: bool | None
+    """Whether clients train in this process (True), in others of this machine (False), or away from it (None)."""
+
+    def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
+        """Let the client of every task train."""
+
+    def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
+        """Let the client of every task make the model it would use, and score that on the client's own test data.
+
+        `round` is one that has not begun. Nothing of it lasts: clients remember nothing, random streams and statistics stay as
+        they are. The models do not leave the engine. Tallies of one client or several come in any order.
+        """
+
+    def begin(self, task: Task, directory: Path | None) -> None:
+        """A federation on `task` begins: no client remembers anything, and what memory cannot hold goes to `directory`."""
+
+    def commit(self) -> None:
+        """Every client of the round has trained: what they wrote to their memory stands."""
+
+    def rollback(self) -> bool:
+        """The round did not come to its end: undo what clients wrote since `commit`. False when that cannot be done."""
+
+    def memory(self) -> dict[str, Tensor]:
+        """What the clients remember, for a checkpoint (empty where sites keep it themselves). It may refer to files."""
+
+    def release_memory(self) -> None:
+        """A checkpoint with the last `memory` is on the disk: give up what only those before the previous one needed."""
+
+    def restore_memory(self, memory: dict[str, Tensor]) -> None:
+        """Take back what `memory` returned. Raises `DamagedCheckpoint` when files it refers to are missing."""
+
+    def close(self) -> None:
+        """Give back what the engine holds."""
+
+
+class RemoteClients:
+    """An engine whose clients are sites of their own, and strangers: they exchange layers among themselves where a method asks
+    for it, and what they say of their numbers of samples gives none of them more than `largest_share` of a round's weight."""
+
+    largest_share: float
+
+
+def row_for(rows: Tensor, place: int) -> Tensor:
+    """What the receiver at `place` is sent of `[k, ...]`, with its leading axis; one row is for all."""
+    return rows[place : place + 1] if len(rows) > 1 else rows
+
+
+def expectations(algorithm: Algorithm, round: Round, layout: Layout) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each tensor in a client's reply. Integer buffers, such as the counters of batch norm, travel with whole
+    models; where part of the model stays with the client, so do they."""
+    expected = dict(algorithm.expects(round))
+    whole = expected.get("model", (layout.size,)) == (layout.size,)
+    return expected | {INTEGERS: (layout.integers,)} if layout.integers and whole else expected
