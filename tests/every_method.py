@@ -11,5 +11,6 @@ WRAPPERS = {
     "clustered": "clustered(fedmr)",
     "ala": "ala(fedmr)",
     "secure": "secure(fedmr)",
+    "robust": "robust(fedavg)",
 }
 EVERY_METHOD = sorted(WRAPPERS.get(entry.name, entry.name) for entry in algorithms)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from every_method import WRAPPERS
 from fedloom.algorithm import Message, algorithms, build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.data import Dataset, Partition, Samples
@@ -34,16 +35,9 @@ from small_task import small_task
 
 SIZES = (9, 22, 5, 14, 13, 7)
 TRAINING = Training(learning_rate=0.05, momentum=0.5, weight_decay=1e-2, decay=0.9, epochs=2, batch_size=4)
-NESTED = {
-    "stages": "stages(fedavg:1, fedmr)",
-    "umf": "umf(feddc)",
-    "clustered": "clustered(fedmr)",
-    "ala": "ala(fedmr)",
-    "secure": "secure(fedmr)",
-}
 OPTIONS = {"pfedme": "pfedme(regularisation=5.0)"}
 METHODS = sorted(
-    {NESTED.get(entry.name, OPTIONS.get(entry.name, entry.name)) for entry in algorithms}
+    {WRAPPERS.get(entry.name, OPTIONS.get(entry.name, entry.name)) for entry in algorithms}
     | {
         "stages(fedavg:auto, fedmr, patience=1)",
         "umf(moon)",

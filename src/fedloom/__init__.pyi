@@ -33,6 +33,7 @@ from .algorithms.moon import Moon as Moon
 from .algorithms.partialfed import PartialFed as PartialFed
 from .algorithms.perfedavg import PerFedAvg as PerFedAvg
 from .algorithms.pfedme import PFedMe as PFedMe
+from .algorithms.robust import Robust as Robust
 from .algorithms.scaffold import Scaffold as Scaffold
 from .algorithms.secure_recombination import Secure as Secure
 from .algorithms.server_optimizers import FedAdam as FedAdam

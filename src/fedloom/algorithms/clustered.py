@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -44,6 +44,8 @@ class Clustered(Wrapper):
     by: Literal["similarity", "size"] = "similarity"
     distance: Literal["cosine", "l1", "l2"] = "cosine"
     weight: Literal["uniform", "size"] = "uniform"
+
+    averages: ClassVar[bool] = False
 
     @property
     def foreseeable(self) -> bool:

@@ -1,0 +1,263 @@
+"""Robust aggregation: each rule against plain Python, what it withstands, and how it goes with other methods."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedloom.algorithm import Replies, build, describe
+from fedloom.algorithms.robust import centered_clipping, coordinate_median, krum, trimmed_mean
+from fedloom.engines.rows import RowsEngine
+from fedloom.errors import Diverged, InvalidValue
+from fedloom.round import Round
+from fedloom.rounds.engine import Reply
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
+from fedloom.task import Task, make_task
+from small_task import small_task
+
+RULES = ("median", "trimmed_mean", "krum", "multi_krum", "clipping")
+
+Rows = list[list[float]]
+
+
+@st.composite
+def matrices(draw: st.DrawFn, least: int = 1) -> Rows:
+    count, size = draw(st.integers(least, 9)), draw(st.integers(1, 4))
+    values = st.floats(-100, 100).map(lambda value: round(value, 3))
+    return [[draw(values) for _ in range(size)] for _ in range(count)]
+
+
+def tensor(rows: Rows) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+# --- the rules, number by number ---
+
+
+@given(matrices())
+@settings(max_examples=100, deadline=None)
+def test_the_median_is_that_of_each_coordinate(rows: Rows) -> None:
+    expected = [statistics.median(column) for column in zip(*rows, strict=True)]
+    assert coordinate_median(tensor(rows)).tolist() == pytest.approx(expected)
+
+
+@given(matrices(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_the_trimmed_mean_leaves_out_the_outermost(rows: Rows, data: st.DataObject) -> None:
+    trimmed = data.draw(st.integers(0, (len(rows) - 1) // 2))
+    expected = [statistics.fmean(sorted(column)[trimmed : len(rows) - trimmed]) for column in zip(*rows, strict=True)]
+    assert trimmed_mean(tensor(rows), trimmed).tolist() == pytest.approx(expected, abs=1e-9)
+
+
+@given(matrices(3), st.data())
+@settings(max_examples=100, deadline=None)
+def test_krum_takes_the_rows_nearest_to_others(rows: Rows, data: st.DataObject) -> None:
+    count = len(rows)
+    malicious, chosen = data.draw(st.integers(0, (count - 3) // 2)), data.draw(st.integers(1, count))
+    scores = []
+    for one in rows:
+        distances = sorted(
+            sum((a - b) ** 2 for a, b in zip(one, other, strict=True)) for other in rows if other is not one
+        )
+        scores.append(sum(distances[: count - malicious - 2]))
+    found = krum(tensor(rows), malicious, chosen).tolist()
+    assert len(set(found)) == chosen
+    worst = max(scores[k] for k in found)
+    assert all(scores[k] >= worst - 1e-6 * (1 + worst) for k in range(count) if k not in found)
+
+
+@given(matrices(), st.floats(0.1, 50) | st.none(), st.integers(1, 4))
+@settings(max_examples=100, deadline=None)
+def test_clipping_bounds_the_length_of_each_update(rows: Rows, radius: float | None, steps: int) -> None:
+    center = [0.5] * len(rows[0])
+    for _ in range(steps):
+        updates = [[a - c for a, c in zip(row, center, strict=True)] for row in rows]
+        lengths = [math.hypot(*update) for update in updates]
+        longest = statistics.median(lengths) if radius is None else radius
+        shares = [1 if length == 0 else min(1, longest / length) for length in lengths]
+        center = [
+            c + sum(share * update[i] for share, update in zip(shares, updates, strict=True)) / len(rows)
+            for i, c in enumerate(center)
+        ]
+    start = torch.full((len(rows[0]),), 0.5, dtype=torch.float64)
+    assert centered_clipping(tensor(rows), start, radius, steps).tolist() == pytest.approx(center, abs=1e-7)
+
+
+def test_a_minority_moves_no_estimate_far() -> None:
+    generator = torch.Generator().manual_seed(0)
+    honest = torch.randn(7, 50, generator=generator) * 0.1 + 1
+    for lie in (1e6, -1e6, 0.0):
+        rows = torch.cat([honest, torch.full((3, 50), lie)])
+        far = float((honest - honest.mean(0)).norm(dim=1).max())
+        for estimate in (
+            coordinate_median(rows),
+            trimmed_mean(rows, 3),
+            rows[krum(rows, 3)].mean(0),
+            rows[krum(rows, 3, 7)].mean(0),
+            centered_clipping(rows, torch.ones(50), steps=3),
+        ):
+            assert float((estimate - honest.mean(0)).norm()) < 2 * far
+
+
+# --- as a method ---
+
+
+class Poisoned(RowsEngine):
+    """A simulation in which some clients send what they like."""
+
+    liars: tuple[int, ...] = ()
+
+    def train(self, *arguments: Any) -> Any:
+        for result in super().train(*arguments):
+            if isinstance(result, Reply) and result.client_task.client in self.liars:
+                yield Reply(result.client_task, {n: torch.full_like(t, 1e4) for n, t in result.tensors.items()}, {})
+            else:
+                yield result
+
+
+@cache
+def digits() -> Task:
+    training = {"learning_rate": 0.1, "epochs": 2, "batch_size": 20}
+    return make_task("digits", clients=6, partition="iid", model="mlp(hidden=[32])", training=training)
+
+
+def federation(expression: str, rounds: int = 6, liars: tuple[int, ...] = ()) -> Federation:
+    task = small_task()
+    engine = Poisoned(task)
+    engine.liars = liars
+    return Federation(build(expression), task, engine, Schedule(rounds=rounds, participation=1.0, evaluate_every=1))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("inner", ["fedavg", "scaffold", "fedavgm", "fednova"])
+def test_it_learns_where_one_of_six_clients_is_malicious(rule: str, inner: str) -> None:
+    task = digits()
+    engine = Poisoned(task)
+    engine.liars = (2,)
+    schedule = Schedule(rounds=4, participation=1.0, evaluate_every=4)
+    found = Federation(build(f"robust({inner}, rule={rule}, malicious=0.16)"), task, engine, schedule)
+    found.run()
+    assert found.history[-1]["accuracy"] > 0.65
+
+
+def test_without_it_one_malicious_client_decides() -> None:
+    with pytest.raises(Diverged):
+        federation("fedavg", rounds=1, liars=(2,)).step()
+
+
+def receive(expression: str, rows: Tensor, **more: Tensor) -> Tensor:
+    """The model that a method makes of these replies in round 1."""
+    method = federation(expression).algorithm
+    count = len(rows)
+    weights = torch.arange(1, count + 1)
+    round = Round(1, 6, 0, 6, count, 0.1, 0.1, selected=tuple(range(count)))
+    method.receive(round, Replies({"model": rows, **more}, torch.arange(count), torch.arange(count), weights))
+    return method.model()
+
+
+def test_the_inner_method_receives_the_estimate_whatever_clients_weigh() -> None:
+    size = federation("fedavg").task.layout.size
+    rows = torch.randn(6, size, generator=torch.Generator().manual_seed(1))
+    start = federation("fedavg").algorithm.model()
+    for expression, expected in (
+        ("rule=median", coordinate_median(rows)),
+        ("malicious=0.3", trimmed_mean(rows, 2)),
+        ("rule=krum, malicious=0.1", rows[krum(rows, 1)].mean(0)),
+        ("rule=multi_krum, malicious=0.1", rows[krum(rows, 1, 5)].mean(0)),
+        ("rule=clipping, radius=0.5, steps=2", centered_clipping(rows, start, 0.5, 2)),
+    ):
+        for inner in ("fedavg", "fedavg(weighted=false)", "fedprox"):
+            torch.testing.assert_close(receive(f"robust({inner}, {expression})", rows), expected)
+    middle = receive("robust(fedavgm(learning_rate=0.5, momentum=0.0), rule=median)", rows)
+    trainable = slice(federation("fedavg").task.layout.trainable)
+    halfway = start.lerp(coordinate_median(rows), 0.5)
+    torch.testing.assert_close(middle[trainable], halfway[trainable])
+
+
+def test_krum_takes_all_tensors_from_the_same_clients() -> None:
+    layout = federation("fedavg").task.layout
+    rows = torch.randn(6, layout.size, generator=torch.Generator().manual_seed(1))
+    variates = torch.randn(6, layout.trainable, generator=torch.Generator().manual_seed(2))
+    method = federation("robust(scaffold, rule=krum, malicious=0.1)").algorithm
+    round = Round(1, 6, 0, 6, 6, 0.1, 0.1, selected=tuple(range(6)))
+    replies = Replies({"model": rows, "variate": variates}, torch.arange(6), torch.arange(6), torch.ones(6))
+    method.receive(round, replies)
+    (chosen,) = krum(rows, 1).tolist()
+    torch.testing.assert_close(method.inner()[0].state["variate"], variates[chosen])
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "robust(umf(fedavg))",
+        "umf(robust(fedavg))",
+        "ala(robust(fedprox), percent=50)",
+        "robust(ala(fedavg))",
+        "stages(robust(fedavg):3, fedmr)",
+        "robust(stages(fedavg:3, scaffold))",
+        "robust(fedper, rule=krum, malicious=0.1)",
+        "clustered(robust(fedavg, rule=median))",
+        "robust(feddyn, rule=clipping)",
+        "secure(robust(fedavg, rule=median))",
+    ],
+)
+def test_it_nests_and_describes_itself(expression: str) -> None:
+    found = federation(expression)
+    found.run()
+    assert build(describe(found.algorithm)) == build(expression)
+    assert bool(found.algorithm.model().isfinite().all())
+
+
+@pytest.mark.parametrize("rule", ["median", "trimmed_mean"])
+def test_an_exchange_of_layers_changes_no_estimate_by_coordinates(rule: str) -> None:
+    plain, secure = (
+        federation(text, rounds=3) for text in (f"robust(fedavg, rule={rule})", f"secure(robust(fedavg, rule={rule}))")
+    )
+    for one in (plain, secure):
+        one.run()
+    assert torch.equal(plain.algorithm.model(), secure.algorithm.model())
+
+
+def test_clients_that_drop_out_are_fewer_to_be_trusted() -> None:
+    size = federation("fedavg").task.layout.size
+    for rule in RULES:
+        for count in (1, 2, 3, 4):
+            rows = torch.randn(count, size, generator=torch.Generator().manual_seed(count))
+            assert bool(receive(f"robust(fedavg, rule={rule}, malicious=0.16)", rows).isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("robust(fedmr)", "robust: fedmr needs the single replies, not an estimate of their mean"),
+        ("robust(fedamp)", "fedamp needs the single replies"),
+        ("robust(clustered(fedavg))", "needs the single replies, .*: put clustered around robust"),
+        ("robust(fedavg, rule=mean)", "rule"),
+        ("robust(fedavg, malicious=0.5)", "malicious must be"),
+        ("robust(fedavg, malicious=-0.1)", "malicious must be"),
+        ("robust(fedavg, radius=3.0)", "radius and steps belong to rule=clipping, not to trimmed_mean"),
+        ("robust(fedavg, rule=clipping, radius=0)", "radius must be"),
+        ("secure(robust(fedavg, rule=krum))", "needs to know whose an upload is"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(expression: str, text: str) -> None:
+    with pytest.raises(InvalidValue, match=text) as caught:
+        build(expression)
+    assert "\n" not in str(caught.value)
+
+
+def test_too_few_clients_for_what_is_feared_are_refused() -> None:
+    with pytest.raises(InvalidValue, match=r"rule=krum against 2 malicious clients needs at least 7 in a round, not 6"):
+        federation("robust(fedavg, rule=krum, malicious=0.3)")
+    task = small_task()
+    with pytest.raises(InvalidValue, match=r"rule=trimmed_mean against 1 malicious clients needs at least 3"):
+        Federation(build("robust(fedavg)"), task, RowsEngine(task), Schedule(rounds=1, participation=0.34))
