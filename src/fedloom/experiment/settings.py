@@ -140,7 +140,7 @@ def require_key(key: str, known: Sequence[str], prefix: str = "") -> None:
         alike = difflib.get_close_matches(key.rpartition(".")[2], words, n=1)
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.8) or [words[word] for word in alike]
         hint = f"did you mean '{prefix}{near[0]}'?" if near else f"there are {', '.join(known)}"
-        raise InvalidValue(f"unknown key '{prefix}{key}': {hint}")
+        raise InvalidValue(f"unknown key {prefix + key!r}: {hint}")
 
 
 def _leaves(table: Mapping[str, Any], inside: str, known: Sequence[str], prefix: str) -> Iterator[tuple[str, Any]]:
