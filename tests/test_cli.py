@@ -18,6 +18,7 @@ from fedloom.algorithms.families import FAMILIES
 from fedloom.cli import commands
 from fedloom.data.dataset import datasets
 from fedloom.data.partition import partitions
+from fedloom.experiment import cores
 from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.progress import Bars, Lines, display
 from fedloom.models import models
@@ -33,6 +34,7 @@ evaluate_every = 1
 targets = [0.5, 1.0]
 model = "logistic"
 threads = 1
+workers = 1
 [data]
 clients = 4
 partition = "iid"
@@ -125,6 +127,25 @@ def test_compare_prints_a_table_and_says_where_the_report_is(fed: Say, tmp_path:
     again = fed("compare", "job.toml")
     assert again[1] == out
     assert again[2].count("finished before") == 4
+
+
+def test_runs_go_side_by_side_without_being_told_with_the_same_results(
+    fed: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cores, "usable_cores", lambda: 2)
+    monkeypatch.setattr(cores, "_memory", lambda: 1 << 40)
+    command = ("compare", "job.toml", "algorithms=[fedavg]", "seeds=[0, 1, 2]", "threads=none")
+    code, together, err = fed(*command, "workers=auto", "directory=together")
+    assert code == 0, err
+    assert err.splitlines()[0] == "up to 2 runs at a time, threads of each: 1 (workers=1: one after another)"
+    code, apart, err = fed(*command, "directory=apart")
+    assert code == 0, err
+    assert "at a time" not in err
+    assert together.replace("together", "apart") == apart
+    for seed in range(3):
+        first, second = (tmp_path / folder / "fedavg" / f"seed-{seed}" for folder in ("together", "apart"))
+        for name in ("metrics.jsonl", "model.safetensors"):
+            assert (first / name).read_bytes() == (second / name).read_bytes()
 
 
 @pytest.mark.parametrize("command", ["run", "compare"])
@@ -365,10 +386,9 @@ def test_without_a_terminal_runs_at_the_same_time_each_have_their_lines_and_all_
 def test_on_a_terminal_progress_is_bars() -> None:
     text = io.StringIO()
     console = Console(file=text, width=80, force_terminal=True, highlight=False)
-    shown = display(console, runs=2, rounds=4)
-    assert isinstance(shown, Bars)
     one, two = RunName("fedavg", 0), RunName("fedmr[x]", 0)
-    with shown:
+    with display(console, runs=2, rounds=4) as shown:
+        assert isinstance(shown, Bars)
         shown(Event("skipped", one, 4))
         shown(Event("started", two))
         shown(Event("round", two, 1, {"round": 1, "accuracy": 0.25}, 1.0))

@@ -19,8 +19,8 @@ from fedloom.experiment.artifact import load_model, save_model
 from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import Configuration, configuration
 from fedloom.experiment.directory import RunDirectory
-from fedloom.experiment.environment import version_changes
 from fedloom.experiment.events import Event, RunName
+from fedloom.experiment.identity import version_changes
 from fedloom.experiment.run import run_configured, run_directory
 from fedloom.state.files import write_text
 from fedloom.state.tensors import read_tensors

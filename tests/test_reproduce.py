@@ -60,6 +60,7 @@ def reproduce(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("FEDLOOM_DATA", str(data))
+    monkeypatch.setattr("fedloom.experiment.cores.usable_cores", lambda: 1)  # no processes for such short runs
 
     def say(*arguments: str) -> tuple[int, str, str]:
         code = main(["reproduce", *arguments])

@@ -28,6 +28,7 @@ dropout = 0.2
 checkpoint_every = 4
 evaluate_every = 1
 threads = 1
+workers = 1
 model = "mlp(hidden=[8])"
 [data]
 clients = 8

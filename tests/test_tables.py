@@ -22,7 +22,7 @@ from scipy import stats
 
 from fedloom.cli.running import print_tables
 from fedloom.cli.terminal import comparison_tables, difference_table, overall_tables
-from fedloom.experiment.pages import write_pages
+from fedloom.experiment.finished import write_pages
 from fedloom.report.export import differences_to_csv, escape_latex, to_csv, to_data, to_latex, to_markdown
 from fedloom.report.page import render
 from fedloom.report.sheet import NOT_SIGNIFICANT, T_TEST_ONLY, Sheet, overall, reading, sheet

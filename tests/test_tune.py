@@ -253,7 +253,7 @@ def test_the_command_prints_trials_and_what_to_run_next(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     context = {key: value for key, value in table(tmp_path).items() if key not in ("name", "directory")}
-    Path("job.toml").write_text(tomli_w.dumps(context))
+    Path("job.toml").write_text(tomli_w.dumps({**context, "workers": 1}))
     command = ["tune", "job.toml", "rounds=1", "--quiet", "--search", RATES, "--search", "algorithm.mu=[0, 1]"]
     assert main(command) == 0
     out = capsys.readouterr().out

@@ -46,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = app(given, prog_name="fedloom", standalone_mode=False)  # which makes 130 of a KeyboardInterrupt
+        code = app(
+            given, prog_name="fedloom", standalone_mode=False, obj=given
+        )  # which makes 130 of a KeyboardInterrupt
         if code == 130:
             _say(
                 f"stopped; to go on: {again(given)}"

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import click
 import typer
 
 from fedloom.errors import FedloomError
@@ -17,7 +18,6 @@ from fedloom.errors import FedloomError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fedloom.experiment.configuration import Configuration
     from fedloom.experiment.events import RunName
     from fedloom.experiment.progress import Display, Rounds
 
@@ -44,14 +44,13 @@ def require_finished(failed: Mapping[RunName, str], runs: int) -> None:
 
 def again(arguments: Sequence[str]) -> str:
     """The command that goes on: the same, but never from the start."""
-    return shlex.join(["fedloom", *(argument for argument in arguments if argument != "--fresh")])
+    left_out = ("--fresh", "--quiet", "-q")
+    return shlex.join(["fedloom", *(argument for argument in arguments if argument not in left_out)])
 
 
-def use_threads(configuration: Configuration) -> None:
-    import torch
-
-    if configuration.threads is not None:
-        torch.set_num_threads(configuration.threads)
+def this_command() -> str:
+    """The command under way, as it goes on, for its report."""
+    return again(click.get_current_context().obj)
 
 
 @contextmanager

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.cli.options import Fresh, Quiet, again, patient, require_finished, shown, use_threads
+from fedloom.cli.options import Fresh, Quiet, patient, require_finished, shown, this_command
 from fedloom.errors import InvalidValue
 
 if TYPE_CHECKING:
-    from fedloom.papers.plan import ReproduceOptions, ReproducePlan
+    from fedloom.experiment.configuration import Configuration
+    from fedloom.papers.plan import ReproducePlan
 
 Which = Annotated[str | None, typer.Argument(metavar="[ID]", hidden=True)]
 Changes = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", hidden=True)]
@@ -35,7 +37,9 @@ def reproduce(
     data: Annotated[
         Texts, typer.Option("--data", metavar="NAME=FOLDER", help="Where a data set lies, such as mnist=data/MNIST.")
     ] = None,
-    workers: Annotated[int, typer.Option("--workers", help="Runs at a time, 1 by default.", show_default=False)] = 1,
+    workers: Annotated[
+        int | None, typer.Option("--workers", help="Runs at a time: as many as there are cores by default.")
+    ] = None,
     directory: Annotated[
         Path,
         typer.Option("--directory", help="Where runs and results go: runs/reproduce by default.", show_default=False),
@@ -49,6 +53,7 @@ def reproduce(
     Without ID, list them. A table's cells are run with the paper's protocol and shown beside what the paper prints. KEY=VALUE
     changes a key of the configuration. The same command goes on after an interruption; finished runs are never repeated.
     """
+    from fedloom.experiment.cores import runs_side_by_side
     from fedloom.papers.execute import require_files
     from fedloom.papers.paper_file import exhibit
     from fedloom.papers.plan import ReproduceOptions, plan
@@ -56,6 +61,8 @@ def reproduce(
     if which is None:
         _list(_folders(data))
         return
+    if workers is not None and workers < 1:
+        raise InvalidValue(f"--workers must be at least 1, not {workers}")
     options = ReproduceOptions(
         rows=tuple(rows or ()),
         columns=tuple(columns or ()),
@@ -66,28 +73,27 @@ def reproduce(
         changes=tuple(changes or ()),
         directory=directory,
     )
-    if workers < 1:
-        raise InvalidValue(f"--workers must be at least 1, not {workers}")
     wanted = plan(exhibit(which), options)
     if not estimate:
         require_files(wanted, fresh)
-    _say_howtime_text(wanted, workers)
+    configuration = next(iter(wanted.configurations.values()))
+    configuration = replace(configuration, workers=workers or configuration.workers)
+    configuration = replace(configuration, workers=runs_side_by_side(configuration, len(wanted.jobs)))
+    _print_estimate(wanted, configuration)
     if not estimate:
-        _run(wanted, workers, fresh, quiet, _command(which, options, workers))
+        _run(wanted, configuration, fresh, quiet, this_command())
 
 
-def _run(wanted: ReproducePlan, workers: int, fresh: bool, quiet: bool, command: str) -> None:
+def _run(wanted: ReproducePlan, configuration: Configuration, fresh: bool, quiet: bool, command: str) -> None:
     from rich.console import Console
 
     from fedloom.papers import execute
     from fedloom.papers.result_table import to_table
 
-    if wanted.jobs:
-        use_threads(wanted.jobs[0].configuration)
     tasks = execute.require_data(wanted, fresh)
     rounds = {job.name: job.configuration.rounds for job in execute.waiting(wanted, fresh)}
     with shown(len(rounds), rounds, quiet) as watch, patient(watch) as stopped:
-        failed = execute.execute(wanted, watch, tasks, workers=workers, fresh=fresh, stopped=stopped)
+        failed = execute.execute(wanted, configuration, watch, tasks, fresh=fresh, stopped=stopped)
     table = execute.lines(wanted, failed)
     Console().print(to_table(execute.title(wanted), table, execute.notes(wanted)))
     for place in execute.write(wanted, table, command):
@@ -95,18 +101,17 @@ def _run(wanted: ReproducePlan, workers: int, fresh: bool, quiet: bool, command:
     require_finished(failed, len(wanted.jobs))
 
 
-def _say_howtime_text(wanted: ReproducePlan, workers: int) -> None:
+def _print_estimate(wanted: ReproducePlan, configuration: Configuration) -> None:
     """The estimate, on stderr, setting by setting where there are a few."""
-    import torch
     from rich.console import Console
 
+    from fedloom.experiment.cores import threads_each
     from fedloom.papers.estimate import estimate
     from fedloom.report.units import time_text
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    threads = next((c.threads for c in wanted.configurations.values() if c.threads), None)
-    busy = min(workers, max(1, len(wanted.jobs)))
-    found = estimate(wanted, threads or max(1, torch.get_num_threads() // busy))
+    busy = min(configuration.runs_at_a_time, max(1, len(wanted.jobs)))
+    found = estimate(wanted, threads_each(configuration, len(wanted.jobs)))
     left = [one for one in found if one.seconds > 0]
     for one in left if len(left) > 1 else []:
         console.print(f"{one.setting}: {_runs(one.runs - one.finished)}, about {time_text(one.seconds)}")
@@ -183,17 +188,3 @@ def _folders(texts: Texts) -> dict[str, str]:
             raise InvalidValue(f"--data {text!r} is not NAME=FOLDER, such as mnist=data/MNIST")
         found[name] = str(Path(folder).expanduser().resolve())
     return found
-
-
-def _command(which: str, options: ReproduceOptions, workers: int) -> str:
-    """The line that makes it all again."""
-    words = ["reproduce", which]
-    for option, texts in (("--rows", options.rows), ("--columns", options.columns)):
-        words += [word for text in texts for word in (option, text)]
-    for option, value in (("--rounds", options.rounds), ("--samples", options.samples)):
-        words += [] if value is None else [option, str(value)]
-    words += [] if options.seeds is None else ["--seeds", ",".join(map(str, options.seeds))]
-    words += [word for name, folder in options.folders.items() for word in ("--data", f"{name}={folder}")]
-    words += ["--workers", str(workers)] if workers > 1 else []
-    words += ["--directory", str(options.directory)]
-    return again([*words, *options.changes])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fedloom.cli.options import File, Fresh, Overrides, Quiet, again, patient, require_finished, shown, use_threads
+from fedloom.cli.options import File, Fresh, Overrides, Quiet, patient, require_finished, shown, this_command
 
 if TYPE_CHECKING:
     from fedloom.report.sheet import Sheet
@@ -29,7 +30,6 @@ def run(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Qu
     algorithm = configuration.only_method("run")
     name = RunName(str(parse(algorithm)), configuration.seed)
     place = run_directory(configuration, algorithm, configuration.seed)
-    use_threads(configuration)
     with shown(1, configuration.rounds, quiet) as watch, patient(watch) as stopped:
 
         def passing(event: Any) -> None:
@@ -40,7 +40,7 @@ def run(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Qu
         found = run_configured(configuration, name, passing, fresh=fresh)
     page = place.path / "report.html"
     if fresh or not page.exists():
-        write_report(page, str(name), [found], configuration.targets, again(["run", str(file), *(overrides or [])]))
+        write_report(page, str(name), [found], configuration.targets, this_command())
     final, best, seconds = figures.final(found), figures.best(found), figures.seconds(found)
     scores = "no test samples"
     if final is not None and best is not None:
@@ -61,18 +61,24 @@ def compare(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet
     """
     from fedloom.experiment.comparison import Comparison
     from fedloom.experiment.configuration import load
+    from fedloom.experiment.cores import runs_side_by_side, threads_each
 
     configuration = load(file, overrides or [])
-    comparison = Comparison.of(configuration, again(["compare", str(file), *(overrides or [])]))
-    use_threads(configuration)
+    comparison = Comparison.of(configuration, this_command())
+    runs = len(comparison.names)
+    workers = runs_side_by_side(configuration, runs)
+    comparison = replace(comparison, configuration=replace(configuration, workers=workers))
     rounds = {name: configuration.settings[name.setting].rounds for name in comparison.names}
-    with shown(len(rounds), rounds, quiet) as watch, patient(watch) as stopped:
+    with shown(runs, rounds, quiet) as watch, patient(watch) as stopped:
+        if workers > 1:
+            threads = threads_each(configuration, runs)
+            watch.line(f"up to {workers} runs at a time, threads of each: {threads} (workers=1: one after another)")
         failed = comparison.run(watch, fresh=fresh, stopped=stopped)
     print_tables(comparison.sheets(failed))
     folder = configuration.folder
     print(f"figures: {folder / 'comparison.csv'}, .json, .md, .tex, {folder / 'differences.csv'}")
     print(f"report:  {folder / 'report.html'}")
-    require_finished(failed, len(comparison.names))
+    require_finished(failed, runs)
 
 
 def print_tables(sheets: Sequence[Sheet]) -> None:

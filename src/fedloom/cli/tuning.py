@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedloom.cli.options import File, Overrides, Quiet, patient, shown, use_threads
+from fedloom.cli.options import File, Overrides, Quiet, patient, shown
 from fedloom.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -46,9 +47,10 @@ def tune(
     of the method, --search training.learning_rate={from=0.001,to=1,steps=4,scale=log} any key. A fifth of each client's
     training samples (data.validation) is held out to judge by. The same command goes on after an interruption.
     """
-    from fedloom.experiment.comparison import make_pool
     from fedloom.experiment.configuration import put, read_table
+    from fedloom.experiment.cores import runs_side_by_side
     from fedloom.experiment.jobs import Tasks
+    from fedloom.experiment.pools import make_pool
     from fedloom.experiment.suggest import TRIALS, search_optuna
     from fedloom.experiment.tune import Runner, Search, best_of, score_on_test, search_grid, write_trials
 
@@ -61,16 +63,14 @@ def tune(
     told = asked.told
     count = (trials or TRIALS) if optuna else len(asked.grid(trials))
     runs = count * len(told.seeds or [told.seed])
-    use_threads(told)
     tasks = Tasks()
-    pool = make_pool(told, runs, tasks)
+    together = told.runs_at_a_time if optuna else runs_side_by_side(told, runs)  # Optuna waits for the trials under way
+    pool = make_pool(replace(told, workers=together), together if optuna else runs, runs, tasks)
     try:
         with shown(runs, told.rounds, quiet) as watch, patient(watch) as stopped:
             runner = Runner(pool, watch, stopped)
             found = (
-                search_optuna(asked, runner, count, told.workers)
-                if optuna
-                else search_grid(asked, runner, tasks, trials)
+                search_optuna(asked, runner, count, together) if optuna else search_grid(asked, runner, tasks, trials)
             )
         best = best_of(found)
         path = write_trials(asked, found)

@@ -12,10 +12,9 @@ from fedloom.errors import InvalidValue
 from fedloom.experiment.configuration import Configuration
 from fedloom.experiment.directory import locked, to_json
 from fedloom.experiment.events import Event, RunName, Watch
-from fedloom.experiment.finished import REPORT_LOCK, StoredRun, by_setting, compared, write_reports
+from fedloom.experiment.finished import REPORT_LOCK, StoredRun, by_setting, compared, setting_folder, write_reports
 from fedloom.experiment.jobs import Job, Tasks, placed, require_possible
-from fedloom.experiment.pages import setting_folder
-from fedloom.experiment.pools import ProcessPool, RayPool, RunPool, SerialPool
+from fedloom.experiment.pools import make_pool
 from fedloom.experiment.trajectories import context_of, draw_together
 from fedloom.report import summary as figures
 from fedloom.report.export import differences_to_csv, to_csv, to_data, to_latex, to_markdown
@@ -50,7 +49,11 @@ class Comparison:
         return cls(configuration, tuple(names), command)
 
     def run(
-        self, watch: Watch, *, fresh: bool = False, stopped: Callable[[], bool] = lambda: False
+        self,
+        watch: Watch,
+        *,
+        fresh: bool = False,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> dict[RunName, str]:
         """Run what is not finished yet and write the figures of all; returns what went wrong, by run.
 
@@ -67,7 +70,7 @@ class Comparison:
         for job in jobs:
             if job not in waiting:
                 watch(Event("skipped", job.name, job.configuration.rounds))
-        pool = make_pool(self.configuration, len(waiting), tasks)
+        pool = make_pool(self.configuration, len(jobs), len(waiting), tasks)
         try:
             failed = pool.run(waiting, watch, fresh, stopped)
         finally:
@@ -143,14 +146,3 @@ class Comparison:
             "seconds": figures.seconds(summary),
             "directory": str(run.place),
         }
-
-
-def make_pool(configuration: Configuration, runs: int, tasks: Tasks) -> RunPool:
-    """Where the runs of a configuration go on: in this process, in worker processes where there are several runs for them, or
-    in Ray actors. Raises `MissingExtra` without Ray."""
-    if configuration.pool != "processes" and runs > 0:
-        address = "local" if configuration.pool == "ray" else configuration.pool
-        return RayPool(configuration.workers, configuration.threads, address)
-    if configuration.workers > 1 and runs > 1:
-        return ProcessPool(configuration.workers, configuration.threads)
-    return SerialPool(tasks)

@@ -63,9 +63,10 @@ class Configuration(Schedule):
     """A whole experiment. `fedloom run` takes `algorithm` and `seed`, `fedloom compare` takes `algorithms` and `seeds`.
 
     The keys of a `Schedule` stand beside these at the top of a file. Results lie in `directory`, by default `runs/<name>`.
-    `workers` runs go on at a time, each with `threads` threads (by default PyTorch's number, shared out to the workers);
-    neither changes what is computed, beyond the last digits of sums. The `pool` they go on in is `processes`, `ray` (a cluster of
-    this machine) or `ray://host:port` (one whose nodes share the file system).
+    `workers` runs go on at a time: "auto", the default, means one on each core with `fedloom compare`, one after another in
+    Python. `workers` changes nothing of the results, `threads` (by default PyTorch's number divided by the runs) no more than
+    the last digits of sums. The `pool` they go on in is `processes`, `ray` (a cluster of this machine) or `ray://host:port`
+    (one whose nodes share the file system).
     `record` says what is written down beside the figures,
     such as `["objective(every=10)", "ala(client=8)", "trajectory(client=4)"]`. `engine` is `rows`, `stacked`, `processes`,
     `ray`, or `auto`, which takes the one that is fastest here; engines agree but for the last digits, so `auto` may not repeat
@@ -95,7 +96,7 @@ class Configuration(Schedule):
     engine: str = "rows"
     device: str = "cpu"
     threads: Count | None = None
-    workers: Count = 1
+    workers: Count | Literal["auto"] = "auto"
     pool: str = "processes"
     model: str = "mlp"
     data: Data = field(default_factory=Data)
@@ -118,6 +119,11 @@ class Configuration(Schedule):
     def schedule(self) -> Schedule:
         """How long runs last, with whom, and how often they are evaluated."""
         return Schedule(**{one.name: getattr(self, one.name) for one in fields(Schedule)})
+
+    @property
+    def runs_at_a_time(self) -> int:
+        """How many runs go on at a time; 1 where that is left open."""
+        return 1 if self.workers == "auto" else self.workers
 
     @property
     def methods(self) -> list[str]:

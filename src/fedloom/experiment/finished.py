@@ -19,17 +19,19 @@ from fedloom.data.partition import Partition
 from fedloom.errors import CheckpointError, FedloomError, InvalidValue, suggestion
 from fedloom.experiment.artifact import load_model
 from fedloom.experiment.configuration import configuration
-from fedloom.experiment.directory import RunDirectory, locked, read_json, to_json
-from fedloom.experiment.pages import PAGE, setting_folder, write_pages
+from fedloom.experiment.directory import RunDirectory, folder_name, locked, read_json, to_json
 from fedloom.experiment.settings import label
 from fedloom.experiment.trajectories import together
 from fedloom.recording.landscape import Landscape
-from fedloom.report.page import ReportOptions, options_of
+from fedloom.report import write_report
+from fedloom.report.page import ReportOptions, options_of, write_overview
 from fedloom.report.sheet import Sheet, sheet
 from fedloom.report.summary import RunSummary
 from fedloom.state.files import write_text
 from fedloom.state.tensors import read_tensors
 from fedloom.task import Task
+
+PAGE = "report.html"
 
 ALL = "all"
 """Stands for every method where methods are named."""
@@ -78,6 +80,28 @@ def read_runs(folder: Path) -> list[StoredRun]:
     if not places:
         raise InvalidValue(f"{folder} holds no run: give the folder of a run or of a comparison, such as runs/digits")
     return [StoredRun(setting, place, _summary(place, name), changes) for setting, place, name, changes in places]
+
+
+def setting_folder(folder: Path, setting: str) -> Path:
+    """Where the page of a setting lies in a comparison's folder; in the folder itself where there are no settings."""
+    return folder / folder_name(setting) if setting else folder
+
+
+def write_pages(
+    folder: Path, title: str, parts: Sequence[tuple[Sheet, Sequence[RunSummary]]], command: str
+) -> list[Path]:
+    """Write the report of these settings; the pages, that of the folder first. Nothing where no setting has a run."""
+    settings = [(setting_folder(folder, one.setting), one, runs) for one, runs in parts if one.setting]
+    if not settings:
+        for one, runs in parts:
+            write_report(folder / PAGE, title, runs, command=command, sheet=one)
+        return [folder / PAGE] if parts else []
+    for place, one, runs in settings:
+        write_report(place / PAGE, f"{title}, {one.setting}", runs, command=command, sheet=one)
+    pages = {one.setting: f"{place.name}/{PAGE}" for place, one, _ in settings}
+    by_setting = {one.setting: runs for _, one, runs in settings}
+    write_overview(folder / PAGE, title, [one for _, one, _ in settings], by_setting, pages, command)
+    return [folder / PAGE, *(place / PAGE for place, _, _ in settings)]
 
 
 def by_setting(runs: Sequence[StoredRun]) -> dict[str, list[StoredRun]]:

@@ -18,6 +18,8 @@ import torch
 from fedloom.engines.dispatch import WorkerDied
 from fedloom.engines.ray.driver import ending
 from fedloom.engines.ray.session import LOCAL, has_room, join, leave, load_ray
+from fedloom.experiment.configuration import Configuration
+from fedloom.experiment.cores import threads_each, using_threads
 from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.jobs import Job, Tasks, attempt
 from fedloom.experiment.run_process import STOP, serve
@@ -50,8 +52,8 @@ class RunPool(ABC):
 class SerialPool(RunPool):
     """Makes one run after the other in this process."""
 
-    def __init__(self, tasks: Tasks | None = None) -> None:
-        self.tasks = tasks or Tasks()
+    def __init__(self, tasks: Tasks | None = None, threads: int | None = None) -> None:
+        self.tasks, self.threads = tasks or Tasks(), threads
 
     def run(self, jobs: Sequence[Job], watch: Watch, fresh: bool, stopped: Callable[[], bool]) -> dict[RunName, str]:
         def watching(event: Event) -> None:
@@ -59,7 +61,8 @@ class SerialPool(RunPool):
             if stopped():
                 raise KeyboardInterrupt
 
-        reasons = {job.name: attempt(job, watching, fresh, self.tasks) for job in jobs}
+        with using_threads(self.threads):
+            reasons = {job.name: attempt(job, watching, fresh, self.tasks) for job in jobs}
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
     def close(self) -> None:
@@ -88,8 +91,8 @@ class _WorkerPool(RunPool):
     They start when there is work and stay until the pool is closed. If one dies, only its run fails.
     """
 
-    def __init__(self, size: int, threads: int | None) -> None:
-        self.threads = threads or max(1, torch.get_num_threads() // size)
+    def __init__(self, size: int, threads: int) -> None:
+        self.threads = threads
         self._executor = ThreadPoolExecutor(size)
         self._lock = threading.Lock()
         self._idle: list[_RunWorker] = []
@@ -152,7 +155,7 @@ class _WorkerPool(RunPool):
 
 
 class ProcessPool(_WorkerPool):
-    """Worker processes with `threads` threads each (None: an equal share of PyTorch's threads)."""
+    """Worker processes with `threads` threads each."""
 
     def _start(self) -> _RunWorker:
         return _RunProcess(self.threads)
@@ -196,7 +199,7 @@ class RayPool(_WorkerPool):
     An actor writes its run's files, so all nodes must share the file system that holds the runs. Raises as `join`.
     """
 
-    def __init__(self, size: int, threads: int | None, address: str = LOCAL) -> None:
+    def __init__(self, size: int, threads: int, address: str = LOCAL) -> None:
         super().__init__(size, threads)
         self.ray = load_ray()
         self.session = join(address, size * self.threads, 0, STORE)
@@ -278,3 +281,14 @@ class _RunActor:
     def stop(self) -> None:
         """End the run after the round in progress."""
         self.stopping.set()
+
+
+def make_pool(configuration: Configuration, runs: int, waiting: int, tasks: Tasks) -> RunPool:
+    """Where those of `runs` runs that are waiting go on: in this process, in worker processes where several may go on at a
+    time, or in Ray actors. Raises `MissingExtra` without Ray."""
+    size, threads = configuration.runs_at_a_time, threads_each(configuration, runs)
+    if configuration.pool != "processes" and waiting > 0:
+        return RayPool(size, threads, "local" if configuration.pool == "ray" else configuration.pool)
+    if size > 1 and waiting > 1:
+        return ProcessPool(min(size, waiting), threads)
+    return SerialPool(tasks, threads)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -21,17 +22,18 @@ _PAUSE = 10.0
 _SHARE = 0.1
 """Part of the time since the start that passes between two lines, so that a long run does not fill its log."""
 
-
 Rounds = int | Mapping[RunName, int]
 """How many rounds each run has: all the same, or each its own."""
 
 
 class Display:
-    """What both ways of showing share: one line when a run ends, and notices.
+    """What both ways of showing share: a line when a run ends, and notices.
 
     `finished` holds the rounds that are done, by run; all of them for a run that is over, whichever way, since it asks for no
-    more time.
+    more time. `live` is what is on the screen while runs go on.
     """
+
+    live: AbstractContextManager[Any] = nullcontext()
 
     def __init__(
         self, console: Console, runs: int, rounds: Rounds, clock: Callable[[], float] = time.monotonic
@@ -45,31 +47,21 @@ class Display:
         """How many rounds a run has."""
         return self._rounds if isinstance(self._rounds, int) else self._rounds[run]
 
-    def __enter__(self) -> Display:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Nothing to put away."""
-
     def __call__(self, event: Event) -> None:
         """Show one event."""
         over = event.kind in ("ended", "failed")
         done = self.rounds(event.run) if over else event.finished
         self.finished[event.run] = done or self.finished.get(event.run, 0)
-        if event.kind == "notice":
-            self.line(f"{event.run}: {event.text}")
-        elif event.kind == "failed":
-            self.line(f"{event.run}: failed: {event.text}")
-        elif event.kind == "skipped":
-            self.line(f"{event.run}: finished before")
-        elif event.kind == "ended":
-            self.line(
-                f"{event.run}: accuracy {_percent(event)} after {event.finished} rounds, {time_text(event.seconds)}"
-            )
-        elif event.kind == "started" and event.finished:
-            self.line(f"{event.run}: going on from round {event.finished} of {self.rounds(event.run)}")
+        texts = {
+            "notice": event.text,
+            "failed": f"failed: {event.text}",
+            "skipped": "finished before",
+            "ended": f"accuracy {_percent(event)} after {event.finished} rounds, {time_text(event.seconds)}",
+        }
+        if event.finished:
+            texts["started"] = f"going on from round {event.finished} of {self.rounds(event.run)}"
+        if event.kind in texts:
+            self.line(f"{event.run}: {texts[event.kind]}")
 
     def line(self, text: str) -> None:
         """A line that stays."""
@@ -154,17 +146,9 @@ class Bars(Display):
             expand=True,
             speed_estimate_period=120,
         )
+        self.live = self._progress
         self._bars: dict[RunName, TaskID] = {}
         self._all = self._progress.add_task("all runs", total=self.total, accuracy="", visible=runs > 1)
-
-    def __enter__(self) -> Bars:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
 
     def __call__(self, event: Event) -> None:
         super().__call__(event)
@@ -187,9 +171,12 @@ class Bars(Display):
         self._progress.console.print(Text(text), soft_wrap=True)
 
 
-def display(console: Console, runs: int, rounds: Rounds) -> Display:
+@contextmanager
+def display(console: Console, runs: int, rounds: Rounds) -> Iterator[Display]:
     """The way of showing that suits the console."""
-    return Bars(console, runs, rounds) if console.is_terminal else Lines(console, runs, rounds)
+    shown = Bars(console, runs, rounds) if console.is_terminal else Lines(console, runs, rounds)
+    with shown.live:
+        yield shown
 
 
 def _short(run: RunName) -> str:

@@ -23,10 +23,10 @@ from fedloom.engines.choose import make_engine, settled_by
 from fedloom.errors import InvalidValue
 from fedloom.experiment.artifact import save_model
 from fedloom.experiment.configuration import Configuration, schedule_values
+from fedloom.experiment.cores import using_threads
 from fedloom.experiment.directory import RunDirectory, folder_name, locked, to_json
-from fedloom.experiment.environment import environment
 from fedloom.experiment.events import Event, RunName, Watch
-from fedloom.experiment.identity import identity
+from fedloom.experiment.identity import environment, identity
 from fedloom.experiment.trackers.tracker import Tracker
 from fedloom.experiment.trackers.tracking import Tracking
 from fedloom.recording.recorder import Recorder, build_recorders, expression
@@ -244,7 +244,7 @@ def run_configured(
             return place.summary(name.algorithm)
         task = (make_task or configuration.task)(name.seed)
         schedule = dataclasses.replace(configuration.schedule, seed=name.seed)
-        result = _RunPlan(
+        plan = _RunPlan(
             method,
             task,
             schedule,
@@ -258,7 +258,9 @@ def run_configured(
             ),
             experiment=configuration.name,
             model=configuration.model,
-        ).carry_out(place, fresh)
+        )
+        with using_threads(configuration.threads):
+            result = plan.carry_out(place, fresh)
         found = place.summary(name.algorithm)
     watch(Event("ended", name, configuration.rounds, result.history[-1], figures.seconds(found) or 0.0))
     return found

@@ -15,6 +15,7 @@ from fedloom.data.dataset import Dataset, DataSpec, Samples
 from fedloom.data.partition import Partition
 from fedloom.engines.rows import RowsEngine
 from fedloom.experiment.configuration import Configuration
+from fedloom.experiment.cores import using_threads
 from fedloom.papers.paper_data import DataFacts, data_of, facts
 from fedloom.papers.plan import ReproducePlan
 from fedloom.randomness import stream
@@ -139,9 +140,7 @@ def seconds_a_step(own: Configuration, spec: DataSpec, threads: int) -> float:
 
 @cache
 def _timed(model: str, spec: DataSpec, batch: int, augmentation: str, optimizer: str, threads: int) -> float:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with using_threads(threads):
         samples = _noise(spec, batch)
         data = Dataset("noise", samples, samples[:1], spec.classes, vocabulary=spec.vocabulary)
         everyone = Partition.of([torch.arange(batch).numpy()])
@@ -151,8 +150,6 @@ def _timed(model: str, spec: DataSpec, batch: int, augmentation: str, optimizer:
         while run.finished < 2 or (run.finished < TIMED and sum(line["seconds"] for line in run.timings) < PATIENCE):
             run.step()
         return min(float(line["train_seconds"]) for line in run.timings)
-    finally:
-        torch.set_num_threads(before)
 
 
 def _noise(spec: DataSpec, count: int) -> Samples:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from fedloom.config.expression import parse
 from fedloom.errors import DataError, InvalidValue
+from fedloom.experiment.configuration import Configuration
 from fedloom.experiment.events import RunName, Watch
 from fedloom.experiment.jobs import Job, Tasks, require_possible
-from fedloom.experiment.pools import ProcessPool, RunPool, SerialPool
+from fedloom.experiment.pools import make_pool
 from fedloom.papers.measure import judged, measured
 from fedloom.papers.paper_data import at_hand, data_of, facts, family
 from fedloom.papers.plan import ReproducePlan, setting_key
@@ -64,14 +65,20 @@ def _located(error: DataError | InvalidValue, job: Job, plan: ReproducePlan) -> 
 
 
 def execute(
-    plan: ReproducePlan, watch: Watch, tasks: Tasks, *, workers: int, fresh: bool, stopped: Callable[[], bool]
+    plan: ReproducePlan,
+    configuration: Configuration,
+    watch: Watch,
+    tasks: Tasks,
+    *,
+    fresh: bool,
+    stopped: Callable[[], bool],
 ) -> dict[RunName, str]:
-    """Make the runs that are not finished; what went wrong, by run. A run that fails does not keep the others from running."""
+    """Make the runs that are not finished; what went wrong, by run. A run that fails does not keep the others from running.
+
+    The `configuration` says how many go on at a time, with how many threads.
+    """
     jobs = waiting(plan, fresh)
-    if not jobs:
-        return {}
-    several = workers > 1 and len(jobs) > 1
-    pool: RunPool = ProcessPool(workers, jobs[0].configuration.threads) if several else SerialPool(tasks)
+    pool = make_pool(configuration, len(plan.jobs), len(jobs), tasks)
     try:
         return pool.run(jobs, watch, fresh, stopped)
     finally:

@@ -14,7 +14,9 @@ from typing import Any
 
 from filelock import FileLock
 
+from fedloom.config.fields import NonNegative
 from fedloom.errors import installing
+from fedloom.experiment.directory import flattened
 from fedloom.experiment.trackers.tracker import TrackedRun, require_installed, trackers
 
 _TAG = "fedloom.run"
@@ -36,7 +38,7 @@ class MLflow:
 
     uri: str | None = None
     experiment: str | None = None
-    every: float = 5.0
+    every: NonNegative = 5.0
 
     def __post_init__(self) -> None:
         require_installed("mlflow", installing("mlflow"))
@@ -58,7 +60,7 @@ class MLflow:
                 self._client.update_run(self._id, status="RUNNING")
                 return max((metric.step for metric in self._client.get_metric_history(self._id, _LAST)), default=0)
             self._id = self._client.create_run(place, tags={_TAG: run.token}, run_name=run.label).info.run_id
-            parameters = _flat(run.configuration)
+            parameters = flattened(run.configuration)
             self._client.log_batch(
                 self._id,
                 params=[mlflow.entities.Param(name, str(value)[:_LONGEST]) for name, value in parameters.items()],
@@ -113,11 +115,3 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one with dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return flat

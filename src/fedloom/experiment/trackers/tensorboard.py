@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedloom.config.fields import NonNegativeInt
 from fedloom.errors import installing
 from fedloom.experiment.trackers.tracker import TrackedRun, require_installed, trackers
 
@@ -26,7 +27,7 @@ class TensorBoard:
     """
 
     directory: str | None = None
-    flush_seconds: int = 10
+    flush_seconds: NonNegativeInt = 10
 
     def __post_init__(self) -> None:
         require_installed("tensorboard", installing("tensorboard"))

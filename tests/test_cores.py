@@ -1,0 +1,97 @@
+"""Runs side by side: how many at a time with how many threads, and that neither changes what comes of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedloom.experiment import cores
+from fedloom.experiment.comparison import Comparison
+from fedloom.experiment.configuration import Configuration, configuration
+from fedloom.experiment.cores import RUN_BYTES, runs_side_by_side, threads_each, usable_cores, using_threads
+
+
+def table(**more: object) -> Configuration:
+    return configuration({"algorithm": "fedavg", **more})
+
+
+@pytest.fixture
+def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "usable_cores", lambda: 8)
+    monkeypatch.setattr(cores, "_memory", lambda: 1 << 40)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+
+
+@pytest.mark.usefixtures("eight_cores")
+def test_there_is_a_run_on_each_core_and_cores_are_shared_out_to_few_runs() -> None:
+    assert [(runs_side_by_side(table(), runs), threads_each(table(), runs)) for runs in (0, 1, 3, 8, 100)] == [
+        (1, 8), (1, 8), (3, 2), (8, 1), (8, 1),
+    ]  # fmt: skip
+    assert runs_side_by_side(table(engine="stacked", pool="ray"), 100) == 8
+    assert runs_side_by_side(table(workers=3), 100) == 3
+    assert threads_each(table(threads=5), 100) == 5
+
+
+@pytest.mark.usefixtures("eight_cores")
+@pytest.mark.parametrize("workers", [1, 2, 50, "auto"])
+def test_threads_do_not_depend_on_how_many_runs_go_on_at_a_time(workers: object) -> None:
+    assert threads_each(table(workers=workers), 4) == 2
+    assert threads_each(table(workers=workers), 9) == 1
+
+
+@pytest.mark.usefixtures("eight_cores")
+@pytest.mark.parametrize(
+    "more", [{"engine": "auto"}, {"engine": "processes(workers=2)"}, {"pool": "ray://there:10001"}]
+)
+def test_runs_that_use_several_cores_themselves_go_one_after_another(more: dict[str, str]) -> None:
+    assert runs_side_by_side(table(**more), 100) == 1
+    assert threads_each(table(**more), 100) == (8 if "engine" in more else 1)
+
+
+@pytest.mark.usefixtures("eight_cores")
+@pytest.mark.parametrize(("room", "together"), [(0.5, 1), (1, 1), (2.9, 2), (50, 8)])
+def test_no_more_go_on_at_a_time_than_memory_holds(monkeypatch: pytest.MonkeyPatch, room: float, together: int) -> None:
+    monkeypatch.setattr(cores, "_memory", lambda: int(room * RUN_BYTES))
+    assert runs_side_by_side(table(), 100) == together
+
+
+def test_cores_and_memory_are_those_of_this_machine() -> None:
+    assert 1 <= usable_cores() <= (os.cpu_count() or 1)
+    assert cores._memory() > 1 << 28
+
+
+def test_the_number_of_threads_before_comes_back() -> None:
+    before = torch.get_num_threads()
+    with using_threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+        with using_threads(None):
+            assert torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before
+
+
+def test_a_comparison_has_the_same_results_with_one_worker_and_with_two(tmp_path: Path) -> None:
+    """With matrices large enough that PyTorch splits their products, where sums differ in the last digits with the threads."""
+
+    def compared(workers: int) -> Path:
+        place = tmp_path / str(workers)
+        told = configuration(
+            {
+                "algorithms": ["fedavg", "fedmr"], "rounds": 2, "model": "mlp(hidden=[512])", "workers": workers,
+                "directory": str(place), "data": {"clients": 2, "partition": "iid"}, "training": {"batch_size": 400},
+            }
+        )  # fmt: skip
+        assert Comparison.of(told).run(lambda event: None) == {}
+        return place
+
+    with using_threads(4):
+        alone, together = compared(1), compared(2)
+    for method in ("fedavg", "fedmr"):
+        first, second = (place / method / "seed-0" for place in (alone, together))
+        for name in ("metrics.jsonl", "model.safetensors"):
+            assert (first / name).read_bytes() == (second / name).read_bytes()
+        threads = [json.loads((place / "environment.json").read_text())["threads"] for place in (first, second)]
+        assert threads == [2, 2]
