@@ -73,6 +73,13 @@ def test_the_code_on_a_page_runs(page: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_every_test_that_the_page_about_secure_recombination_names_exists() -> None:
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    named = set(re.findall(r"`(test_[a-z_]+[a-z])[_.]*(?:\[[a-z ]+\])?`", (DOCS / "secure.md").read_text()))
+    assert len(named) > 20
+    assert not [name for name in named if f"def {name}" not in tests]
+
+
 def test_the_tables_of_the_first_page_are_configurations(tmp_path: Path) -> None:
     from fedloom.experiment.configuration import load
 

@@ -25,6 +25,7 @@ from fedloom.secure import (
 from fedloom.secure.envelopes import OVERHEAD, PrivateIdentity, padded_size, unseal
 from fedloom.secure.wire import (
     NOTE_OVERHEAD,
+    SENT,
     Answer,
     Note,
     Request,
@@ -196,3 +197,31 @@ def test_peers_may_be_restarted_before_every_request(when: str) -> None:
         restore(restored, snapshot(world.peers[10]))
         assert restored.layers == world.peers[10].layers
         assert world.outcome(terms) == world.expected(terms)
+
+
+@pytest.mark.parametrize("colluding", [(13,), (12, 13)])
+def test_what_peers_and_server_together_know_of_an_honest_peer_is_what_it_sent_them(colluding: tuple[int, ...]) -> None:
+    """They open all that they have keys for: the parcels for them, and in these the envelopes for the server."""
+    repeats: Counter[int] = Counter()
+    for seed in range(1, 5):
+        world = World(5, rules=Rules(2, 1, 2), seed=seed)
+        world.offer()
+        transport = WatchedTransport(world.peers)
+        terms, _ = world.exchange(transport)
+        known: Counter[int] = Counter()
+        for letter in (one for one in transport.letters if is_parcel(one) and one.sender not in colluding):
+            note = read_note(letter.body, letter.sender)
+            keys = [world.peers[k].opening for k in colluding] + [KEY.private]
+            found = [content for key in keys if (content := unseal(note.payload, key, note.header())) is not None]
+            assert bool(found) == (letter.recipient in colluding)
+            if found and note.kind == SENT:
+                content = found[0][8 : 8 + int.from_bytes(found[0][:8])]
+                index = int.from_bytes(content[:4])
+                layer = unseal(content[4:], KEY.private, terms.layer_context(index))
+                own = layer == world.models[letter.sender][index]
+                assert own or note.repeat > 1, "in the first repeat a peer sends layers of its own"
+                known[letter.sender] += note.repeat == 1
+                repeats[note.repeat] += 1
+        assert max(known.values(), default=0) <= 2  # n_u
+    assert repeats[1] > 0
+    assert repeats[2] > 0

@@ -22,7 +22,16 @@ from fedloom.flat.layout import Layout
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A Flower app's run configuration (see `fedloom.engines.flower.deploy`), as it is written."""
+    """A Flower app's run configuration, `[tool.flwr.app.config]`, which goes to the server and to every site.
+
+    `configuration` is the text of a TOML file as `fedloom run` takes it, or the path of one that exists on the server and at
+    every site; it must name an `algorithm`, and `data.clients` is the number of sites, numbered from 0. `output` is the folder
+    on the server that becomes the run directory; starting a run again with the same folder goes on where that run was stopped.
+
+    Sites have `deadline` seconds for one round, or as long as they need where that is 0. `sites` must be there before round 1,
+    where 0 means all of them, and are waited for `wait` seconds. Where sites have data of their own, none of them counts for more
+    than `largest_share` of a mean.
+    """
 
     configuration: str
     output: str

@@ -50,8 +50,17 @@ class Identity:
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """A SuperNode's configuration (see `fedloom.engines.flower.deploy`). `rehearsed`: in an exchange of layers the site chooses
-    as a simulation with the run's seed does, which hides nothing."""
+    """A SuperNode's configuration, such as `"partition-id=0 num-partitions=3 data='/srv/data' memory='/srv/memory'"`.
+
+    `number` (partition-id) is which client the site is, and `sites` (num-partitions) how many there are. `data` names its own
+    data: `module:function`, called without arguments, or a folder of npy files or an npz file; without it, for trials, the site
+    takes its client's share of the configuration's data. `memory` is the folder for what the client remembers from round to
+    round, by default `fedloom` under FLWR_HOME.
+
+    Where sites exchange layers (`secure`), `identity` is the site's private key, that of its SuperNode, with the list of all
+    sites' public keys (`peers`), which must not come to it through the server; an exchange must have `fewest_peers` sites. With
+    `choices='rehearsed'` the site chooses as a simulation with the run's seed does, which hides nothing.
+    """
 
     number: int
     sites: int | None

@@ -1,0 +1,179 @@
+"""The bytes of an exchange are those that docs/secure-messages.md describes: recorded ones in `vectors/`, and those of today.
+
+`python tests/test_secure_vectors.py` records an exchange anew, where the description has changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from fedloom.secure import SERVER, InMemoryTransport, Peer, ProtocolViolation, Rules, ServerKey, Terms, run_exchange
+from fedloom.secure.envelopes import is_signed, unpad, unseal
+from fedloom.secure.wire import INDEX, Answer, Introduction, Request, pack, read_note
+from secure_reader import Reader
+
+PATH = Path(__file__).parent / "vectors" / "secure_exchange.json"
+
+SIZES = (5, 3)
+
+
+class Recording(InMemoryTransport):
+    """Keeps what every step asked and what was answered."""
+
+    steps: list[list[dict[str, Any]]]
+
+    def carry(self, requests: Mapping[int, bytes]) -> Mapping[int, bytes]:
+        answers = super().carry(requests)
+        self.steps.append(
+            [{"peer": k, "request": requests[k].hex(), "answer": answers[k].hex()} for k in sorted(requests)]
+        )
+        return answers
+
+
+def recorded(when: str) -> dict[str, Any]:
+    """A whole exchange of three peers, as hexadecimal text, with all keys."""
+    key, rules = ServerKey(), Rules(2, 1, 2)
+    identities = {k: Ed25519PrivateKey.generate() for k in (3, 7, 11)}
+    known = {k: identity.public_key() for k, identity in identities.items()}
+    peers = {k: Peer(k, identities[k], known, rules) for k in identities}
+    models = {k: [bytes([k] * size) for size in SIZES] for k in peers}
+    for k, peer in peers.items():
+        peer.offer(models[k])
+    transport = Recording(peers)
+    transport.steps = []
+    terms = Terms("vectors", 4, when, 0, tuple(peers), key.public, rules, SIZES)
+    run_exchange(transport, terms)
+    uploads = {k: peer.upload() if when == "before_upload" else peer.layers for k, peer in peers.items()}
+    return {
+        "when": when,
+        "server_key": key.private.private_bytes_raw().hex(),
+        "identities": {str(k): identity.private_bytes_raw().hex() for k, identity in identities.items()},
+        "signing": {str(k): peer.signing.private_bytes_raw().hex() for k, peer in peers.items()},
+        "sealing": {str(k): peer.opening.private_bytes_raw().hex() for k, peer in peers.items()},
+        "models": {str(k): [layer.hex() for layer in model] for k, model in models.items()},
+        "terms": terms.encode().hex(),
+        "session": peers[3].session.hex(),
+        "steps": transport.steps,
+        "held": {str(k): [layer.hex() for layer in layers] for k, layers in uploads.items()},
+    }
+
+
+def follow(case: dict[str, Any]) -> None:
+    """Read a recorded exchange by the page alone, and check that it moves every layer as the page says."""
+    server = X25519PrivateKey.from_private_bytes(bytes.fromhex(case["server_key"]))
+    identities = {
+        int(k): Ed25519PrivateKey.from_private_bytes(bytes.fromhex(text)) for k, text in case["identities"].items()
+    }
+    sealing = {int(k): X25519PrivateKey.from_private_bytes(bytes.fromhex(text)) for k, text in case["sealing"].items()}
+    reader = Reader(sealing, server, {k: identity.public_key() for k, identity in identities.items()})
+    first, *steps = case["steps"]
+    for one in first:
+        terms = reader.begin(bytes.fromhex(one["request"]))
+        assert terms == {"run": "vectors", "when": case["when"], "round": 4, "attempt": 0, "repeats": 2, "low": 1, "high": 2,
+                         "peers": [3, 7, 11], "sizes": list(SIZES)}  # fmt: skip
+        letters = reader.letters(bytes.fromhex(one["answer"]))
+        assert [recipient for _, recipient, _ in letters] == [k for k in (3, 7, 11) if k != one["peer"]]
+        for sender, _, body in letters:
+            reader.introduce(sender, body)
+    assert reader.session.hex() == case["session"]
+    assert len(steps) == 2 * reader.repeats + 2
+    kinds: list[set[tuple[int, int]]] = []
+    delivered = first
+    for step in steps:
+        going = [letter for one in delivered for letter in reader.letters(bytes.fromhex(one["answer"]))]
+        coming = [letter for one in step for letter in reader.letters(bytes.fromhex(one["request"]))]
+        assert sorted(going) == sorted(coming), "the server changed what it carried"
+        found = [
+            (sender, recipient, *reader.note(sender, recipient, body))
+            for one in step
+            for sender, recipient, body in reader.letters(bytes.fromhex(one["answer"]))
+        ]
+        kinds.append({(repeat, kind) for _, _, repeat, kind, _, _ in found})
+        for sender in (3, 7, 11):
+            for recipient in {3, 7, 11} - {sender}:
+                mine = [one for one in found if one[:2] == (sender, recipient)]
+                parcels = [number for _, _, _, kind, number, _ in mine if kind in (2, 3)]
+                assert sorted(parcels) == list(range(len(parcels)))
+                announced = [number for _, _, _, kind, number, _ in mine if kind == 1]
+                assert announced in ([], [len(parcels)])
+        delivered = step
+    assert kinds == [{(1, 1), (1, 2)}, {(1, 3)}, {(2, 1), (2, 2)}, {(2, 3)}, {(2, 4)}, set()]
+    there = Counter((r, s, t, i) for r, kind, s, t, i in reader.sent if kind == 2)
+    back = Counter((r, t, s, i) for r, kind, s, t, i in reader.sent if kind == 3)
+    assert there == back, "for every layer one of the same index comes back"
+    held = {int(k): [bytes.fromhex(layer) for layer in layers] for k, layers in case["held"].items()}
+    if case["when"] == "before_upload":
+        held = {k: [reader.layer(index, layer) for index, layer in enumerate(layers)] for k, layers in held.items()}
+    models = {int(k): [bytes.fromhex(layer) for layer in layers] for k, layers in case["models"].items()}
+    for index in range(len(SIZES)):
+        assert sorted(layers[index] for layers in held.values()) == sorted(layers[index] for layers in models.values())
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_reader_of_the_page_follows_the_recorded_exchange(place: int) -> None:
+    follow(json.loads(PATH.read_text())[place])
+
+
+@pytest.mark.parametrize("when", ["before_upload", "before_train"])
+def test_a_reader_of_the_page_follows_an_exchange_of_today(when: str) -> None:
+    follow(recorded(when))
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_library_writes_and_reads_the_recorded_bytes(place: int) -> None:
+    case = json.loads(PATH.read_text())[place]
+    server = ServerKey(X25519PrivateKey.from_private_bytes(bytes.fromhex(case["server_key"])))
+    terms = Terms("vectors", 4, case["when"], 0, (3, 7, 11), server.public, Rules(2, 1, 2), SIZES)
+    assert terms.encode().hex() == case["terms"]
+    assert Terms.decode(bytes.fromhex(case["terms"])) == terms
+    bodies: dict[int, bytes] = {}
+    for one in case["steps"][0]:
+        peer = one["peer"]
+        assert Request("begin", terms).encode().hex() == one["request"]
+        answer = Answer.decode(bytes.fromhex(one["answer"]), peer)
+        assert answer.encode().hex() == one["answer"]
+        bodies[peer] = answer.letters[0].body
+        keys = Introduction.decode(bodies[peer], peer)
+        identity = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(case["identities"][str(peer)]))
+        signing = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(case["signing"][str(peer)]))
+        assert keys.signature == identity.sign(keys.signed_content("vectors", peer))
+        assert is_signed(keys.signed_content("vectors", peer), keys.signature, identity.public_key())
+        assert keys.verifying == signing.public_key().public_bytes_raw()
+    assert terms.session(bodies).hex() == case["session"]
+    for step in case["steps"][1:]:
+        for one in step:
+            request = Request.decode(bytes.fromhex(one["request"]))
+            assert request.encode().hex() == one["request"]
+            for letter in Answer.decode(bytes.fromhex(one["answer"]), one["peer"]).letters:
+                note = read_note(letter.body, letter.sender)
+                signing = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(case["signing"][str(letter.sender)]))
+                assert note.signed(signing) == letter.body
+                if note.payload:
+                    assert len(letter.body) == terms.parcel_size()
+                    opening = X25519PrivateKey.from_private_bytes(bytes.fromhex(case["sealing"][str(letter.recipient)]))
+                    content = unpad(unseal(note.payload, opening, note.header()) or b"")
+                    assert content is not None
+                    assert len(content) == INDEX + terms.held_sizes()[int.from_bytes(content[:INDEX])]
+    if case["when"] == "before_upload":
+        uploads = {int(k): [bytes.fromhex(layer) for layer in layers] for k, layers in case["held"].items()}
+        models, faults = server.open_models(uploads, terms)
+        assert faults == []
+        assert sorted(layers[0] or b"" for layers in models.values()) == [bytes([k] * 5) for k in (3, 7, 11)]
+
+
+def test_a_fault_is_written_as_on_the_page() -> None:
+    answer = Answer(fault=ProtocolViolation("invalid", SERVER, "no server key"))
+    assert answer.encode() == pack(b"fault", b"invalid", b"\xff" * 8, b"no server key")
+    assert Request("abort").encode() == pack(b"abort")
+
+
+if __name__ == "__main__":
+    PATH.write_text(json.dumps([recorded(when) for when in ("before_upload", "before_train")], indent=1) + "\n")
