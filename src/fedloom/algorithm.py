@@ -116,7 +116,6 @@ class Algorithm:
     plan: Plan
     wraps: ClassVar[tuple[str, ...]] = ()  # names of the fields that hold inner methods
     single_download: ClassVar[bool] = True  # a client is sent one model, so that a wrapper can change where it starts
-    scores_start: ClassVar[bool] = True  # `personalise` depends on where training would start, not on memory alone
     stackable: ClassVar[bool] = True  # the client half treats every row by itself, so that clients may advance together
     variadic: ClassVar[bool] = False  # positional arguments are (method, last round) pairs of the first field
     averages: ClassVar[bool] = (
@@ -186,6 +185,12 @@ class Algorithm:
         Memory and streams stay as they are."""
         inner = self.inner()
         return inner[0].personalise(cohort, inbox) if len(inner) == 1 else inbox["model"]
+
+    @property
+    def scores_start(self) -> bool:
+        """Whether `personalise` depends on where training would start, and not on memory alone."""
+        inner = self.inner()
+        return inner[0].scores_start if len(inner) == 1 else True
 
     @property
     def personal(self) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, Wrapper, algorithms, describe, server_model
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.algorithms.sharing import put, take
+from fedloom.algorithms.sharing import put, put_, take
 from fedloom.algorithms.silobn import SiloBN
 from fedloom.config.fields import Count, NonNegative, Probability
 from fedloom.data.dataset import Samples
@@ -24,8 +24,9 @@ from fedloom.models.structure import block_parameters, head_name
 
 
 class Blend(NamedTuple):
-    """What initialisation comes to: where the inner method starts, in the slices that travel `[k, m]`; the blending weights
-    `[k, n]`; which clients have learned weights `[k]`; and the loss of each epoch of learning, NaN for who was done."""
+    """The result of local initialisation: where the inner method `start`s, in the slices that travel `[k, m]`; the blending
+    `weights [k, n]`; which clients have `learned` theirs `[k]`; and the `losses` of each epoch of learning, NaN for clients that
+    had stopped."""
 
     start: Tensor
     weights: Tensor
@@ -182,7 +183,7 @@ class Ala(Wrapper):
         def step(state: dict[str, Tensor], batch: Batch) -> Tensor:
             loss, gradient = part.partial_gradient(state["model"], batch, objective)
             state["weights"].addcmul_(gradient, state["update"], value=-self.rate).clamp_(0, 1)
-            _write(state["model"], top, torch.addcmul(state["old"], state["update"], state["weights"]))
+            put_(state["model"], top, torch.addcmul(state["old"], state["update"], state["weights"]))
             state["last"].copy_(loss)
             return loss
 
@@ -192,7 +193,7 @@ class Ala(Wrapper):
         active = known & first if self.frozen else known.clone()
         while bool(active.any()) and len(losses) < self.max_epochs:
             before = state["weights"].clone()
-            _write(state["model"], top, torch.addcmul(old, update, before))
+            put_(state["model"], top, torch.addcmul(old, update, before))
             mean = part.each_batch(
                 step, state, only=top, purpose="ala", epochs=1, shuffle=False, drop_last=False, active=active
             )
@@ -230,16 +231,8 @@ class Ala(Wrapper):
 
 
 def _name(what: str, top: Unit) -> str:
-    """The name in memory; another for another part of the model, should the inner method change (`stages`)."""
+    """The name in memory, with the part of the model it is for: under `stages` the inner method, and so the part, may change."""
     return f"ala_{what}_{top[0].start}_{top[-1].stop}"
-
-
-def _write(rows: Tensor, unit: Unit, values: Tensor) -> None:
-    """Put `values [k, n]` into the slices of the unit, in place."""
-    start = 0
-    for part in unit:
-        rows[:, part] = values[:, start : start + part.stop - part.start]
-        start += part.stop - part.start
 
 
 @algorithms.register("fedala")

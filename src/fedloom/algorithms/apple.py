@@ -40,6 +40,7 @@ class Apple(PartlyShared):
     initial: Literal["shares", "uniform", "own"] = "shares"
     variant: Literal["paper", "pfllib"] = "paper"
 
+    own_model: ClassVar[str] = "apple_model"
     single_download: ClassVar[bool] = False
     averages: ClassVar[bool] = False
 
@@ -77,7 +78,7 @@ class Apple(PartlyShared):
         step = _RelationStep(self, cohort, cores)
         cohort.metrics["training_loss"] = cohort.each_batch(step, state)
         step.mix(state)
-        cohort.memory["apple_relation"], cohort.memory["apple_model"] = state["relation"], state["model"]
+        cohort.memory["apple_relation"], cohort.memory[self.own_model] = state["relation"], state["model"]
         uploaded = state["model"].clone()
         if self.variant == "paper":
             uploaded[:, :count] = state["core"]
@@ -99,12 +100,9 @@ class Apple(PartlyShared):
         end, passed = self.decline * round.rounds, round.number - 1
         return (math.cos(math.pi * passed / end) + 1) / 2 if passed < end else 0.0
 
-    def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
-        return cohort.memory.get("apple_model", self.complete(cohort, inbox["model"]))
-
 
 class _RelationStep:
-    """One batch of local training; `cores [N, m]` as they were downloaded."""
+    """One step of local training on the downloaded `cores [N, m]`."""
 
     def __init__(self, method: Apple, cohort: Cohort, cores: Tensor) -> None:
         self.method, self.cohort = method, cohort
@@ -116,14 +114,14 @@ class _RelationStep:
     def __call__(self, state: dict[str, Tensor], batch: Batch) -> Tensor:
         loss, gradient = self.cohort.gradient(state["model"], batch)
         core, relation, own = state["core"], state["relation"], state["own"]
-        slope = self._products(gradient, core, own) + self.hold * (relation - state["shares"])
+        change = self._products(gradient, core, own) + self.hold * (relation - state["shares"])
         core.addcmul_(relation.gather(1, own), gradient, value=-self.rate)
-        relation.sub_(slope, alpha=self.method.relation_rate)
+        relation.sub_(change, alpha=self.method.relation_rate)
         self.mix(state)
         return loss
 
     def mix(self, state: dict[str, Tensor]) -> None:
-        """theta_i from the downloaded cores, with the client's own as it is by now."""
+        """theta_i from the downloaded cores, but the client's own as trained so far."""
         relation, own = state["relation"], state["own"]
         others = relation.scatter(1, own, 0.0)
         state["model"][:, : self.count] = torch.addcmul(others @ self.cores, relation.gather(1, own), state["core"])

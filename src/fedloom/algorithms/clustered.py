@@ -16,10 +16,11 @@ from fedloom.errors import InvalidValue
 from fedloom.round import Round
 
 TOGETHER = 1 << 23
-"""How many numbers of remembered displacements are compared at a time (64 MiB in double precision)."""
+"""Numbers of remembered displacements that are compared at a time (64 MiB in double precision)."""
 
 Distribution = dict[int, int]
-"""One cluster: the mass of each of its clients. Client i has n_i m in all, a full cluster sum_j n_j: exact whole numbers."""
+"""A cluster as the mass of each of its clients. Client i has mass n_i m over all clusters, a full cluster sum_j n_j, so that
+masses are whole numbers and sums of them exact."""
 
 
 @algorithms.register("clustered")

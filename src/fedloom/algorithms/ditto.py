@@ -8,7 +8,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedloom.algorithm import Message, algorithms
-from fedloom.algorithms.sharing import PartlyShared, pull
+from fedloom.algorithms.fedprox import proximal
+from fedloom.algorithms.sharing import PartlyShared
 from fedloom.config.fields import Count, NonNegative
 from fedloom.local.cohort import Cohort
 
@@ -29,17 +30,14 @@ class Ditto(PartlyShared):
     regularisation: NonNegative = 0.1
     personal_epochs: Count = 2
 
-    scores_start: ClassVar[bool] = False
+    own_model: ClassVar[str] = "ditto_personal"
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
-        cohort.memory["ditto_personal"] = cohort.fit(
-            cohort.memory.get("ditto_personal", cohort.initial),
-            correction=pull(self.regularisation) if self.regularisation else None,
-            context={"centre": start[:, : cohort.layout.trainable]},
+        cohort.memory[self.own_model] = cohort.fit(
+            cohort.memory.get(self.own_model, cohort.initial),
+            correction=proximal(self.regularisation) if self.regularisation else None,
+            context={"server_model": start[:, : cohort.layout.trainable]},
             purpose="personal",
             epochs=self.personal_epochs,
         ).model
         return cohort.fit(start).model
-
-    def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
-        return cohort.memory.get("ditto_personal", self.complete(cohort, inbox["model"]))

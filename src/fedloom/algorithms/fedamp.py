@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Message, Plan, Replies, algorithms, server_model
-from fedloom.algorithms.sharing import PartlyShared, length, pull, put, require_everybody, take
+from fedloom.algorithms.fedprox import proximal
+from fedloom.algorithms.sharing import PartlyShared, length, put, require_everybody, take
 from fedloom.config.fields import NonNegative, Positive
 from fedloom.flat.population import squared_distances
 from fedloom.local.cohort import Cohort, Context, Correction
@@ -35,7 +36,7 @@ class FedAMP(PartlyShared):
     sigma: Positive = 0.1
     norm: Literal["squared", "plain"] = "squared"
 
-    scores_start: ClassVar[bool] = False
+    own_model: ClassVar[str] = "fedamp_model"
     averages: ClassVar[bool] = False
 
     def setup(self, plan: Plan) -> None:
@@ -77,23 +78,20 @@ class FedAMP(PartlyShared):
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         # A wrapper that has made a start of its own means it; else a client goes on from its own model.
-        own = start if "server_model" in inbox else cohort.memory.get("fedamp_model", start)
-        centre = self.complete(cohort, server_model(inbox))[:, : cohort.layout.trainable]
+        own = start if "server_model" in inbox else cohort.memory.get(self.own_model, start)
+        context = {"server_model": self.complete(cohort, server_model(inbox))[:, : cohort.layout.trainable]}
         strength = self.regularisation / self.alpha
-        correction = pull(strength) if self.norm == "squared" else _plain_pull(strength / 2)
-        model = cohort.fit(own, correction=correction, context={"centre": centre}).model
-        cohort.memory["fedamp_model"] = model
+        correction = proximal(strength) if self.norm == "squared" else _plain_proximal(strength / 2)
+        model = cohort.fit(own, correction=correction, context=context).model
+        cohort.memory[self.own_model] = model
         return model
 
-    def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
-        return cohort.memory.get("fedamp_model", self.complete(cohort, inbox["model"]))
 
-
-def _plain_pull(strength: float) -> Correction:
-    """The gradient of strength ||w - centre||; zero at the centre, where there is none, and as near to it as rounding goes."""
+def _plain_proximal(strength: float) -> Correction:
+    """Adds the gradient of strength ||w - u||, u the `server_model` of the context: zero where they differ by rounding alone."""
 
     def correct(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:
-        away = weights - context["centre"]
+        away = weights - context["server_model"]
         distance = away.norm(dim=1, keepdim=True)
         rounding = 10 * torch.finfo(away.dtype).eps * weights.norm(dim=1, keepdim=True)
         return gradient.add_(torch.where(distance > rounding, away / distance, 0), alpha=strength)

@@ -38,6 +38,7 @@ class FedFomo(PartlyShared):
     train_share: Share = 0.8
     exploration: Probability = 0.0
 
+    own_model: ClassVar[str] = "fedfomo_model"
     single_download: ClassVar[bool] = False
     averages: ClassVar[bool] = False
 
@@ -115,7 +116,7 @@ class FedFomo(PartlyShared):
     # --- the client half ---
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        own = cohort.memory.get("fedfomo_model", cohort.initial)
+        own = cohort.memory.get(self.own_model, cohort.initial)
         reference = cohort.memory.get("fedfomo_mixed", cohort.initial)
         downloads = [self.complete(cohort, model) for model in inbox["models"].unbind(1)]
         values = self._values(cohort, reference, downloads)
@@ -128,7 +129,7 @@ class FedFomo(PartlyShared):
         mixed = torch.where(total > 0, mixed, own)
         cohort.memory["fedfomo_mixed"] = mixed
         model = cohort.subset(self._training_part, "fedfomo", lasting=True).fit(mixed).model
-        cohort.memory["fedfomo_model"] = model
+        cohort.memory[self.own_model] = model
         return {**self.upload(cohort, model), "values": values}
 
     def _values(self, cohort: Cohort, reference: Tensor, downloads: list[Tensor]) -> Tensor:
@@ -153,6 +154,3 @@ class FedFomo(PartlyShared):
 
     def _cut(self, count: int) -> int:
         return max(1, int(self.train_share * count + 1e-9))
-
-    def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
-        return cohort.memory.get("fedfomo_model", self.complete(cohort, inbox["model"]))

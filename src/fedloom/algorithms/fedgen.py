@@ -170,7 +170,7 @@ class FedGen(Algorithm):
         return cohort.fit(inbox["model"], objective=objective, context=context).model
 
     def _client_draws(self, cohort: Cohort, like: Tensor) -> dict[str, Tensor]:
-        """What each client draws for all of its steps, `[k, steps, ...]`, padded to the longest run and largest batch."""
+        """Random labels and noise for all steps of each client, `[k, steps, ...]`, padded to the most steps and largest batch."""
         batches = [min(cohort.training.batch_size or size, size) for size in cohort.sizes.tolist()]
         steps = cohort.training.local_steps(cohort.sizes).int().tolist()
         labels, imagined, noise = [], [], []
@@ -195,7 +195,7 @@ class FedGen(Algorithm):
         return Generator(classes, self.noise, self.hidden, features)
 
     def _empty(self, weight: TensorSlice, bias: TensorSlice | None) -> Generator:
-        """The generator's architecture without numbers: nothing is drawn for weights that a row replaces."""
+        """The generator without weights, which are then loaded from a row: drawing them would be wasted."""
         with torch.device("meta"):
             return self._generator(weight, bias).to(weight.dtype)
 

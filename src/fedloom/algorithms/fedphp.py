@@ -38,19 +38,19 @@ class FedPHP(PartlyShared):
     clock: Literal["own", "round"] = "own"
     deployed: Literal["history", "local"] = "history"
 
-    scores_start: ClassVar[bool] = False
+    own_model: ClassVar[str] = "fedphp_history"
 
     @property
     def needs_total_rounds(self) -> bool:
         return True
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
-        history = cohort.memory.get("fedphp_history", cohort.initial)
+        history = cohort.memory.get(self.own_model, cohort.initial)
         if self.transfer:
             model = cohort.fit(start, objective=self._objective, context={"history": history}).model
         else:
             model = cohort.fit(start).model
-        cohort.memory["fedphp_history"] = torch.lerp(model, history, self._inherited(cohort).to(model).unsqueeze(1))
+        cohort.memory[self.own_model] = torch.lerp(model, history, self._inherited(cohort).to(model).unsqueeze(1))
         if self.deployed == "local":
             cohort.memory["fedphp_model"] = model
         return model
@@ -74,7 +74,7 @@ class FedPHP(PartlyShared):
         return (1 - self.transfer) * F.cross_entropy(logits, batch.labels) + self.transfer * distance
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
-        name = "fedphp_history" if self.deployed == "history" else "fedphp_model"
+        name = self.own_model if self.deployed == "history" else "fedphp_model"
         return cohort.memory.get(name, self.complete(cohort, inbox["model"]))
 
 

@@ -1,4 +1,4 @@
-"""FedProx: hold local training near the received model."""
+"""FedProx: hold local training near the server's model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, algorithms, server_model
 from fedloom.config.fields import NonNegative, Positive
-from fedloom.local.cohort import Cohort, Context
+from fedloom.local.cohort import Cohort, Context, Correction
 
 
 @algorithms.register("fedprox")
@@ -27,10 +27,15 @@ class FedProx(Algorithm):
     prox_factor: Positive = 0.5
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        pull = 2 * self.prox_factor * self.mu
+        context = {"server_model": server_model(inbox)[:, : cohort.layout.trainable]}
+        term = proximal(2 * self.prox_factor * self.mu)
+        return {"model": cohort.fit(inbox["model"], correction=term, context=context).model}
 
-        def proximal(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:
-            return gradient.add_(torch.sub(weights, context["anchor"]), alpha=pull)
 
-        anchor = server_model(inbox)[:, : cohort.layout.trainable]
-        return {"model": cohort.fit(inbox["model"], correction=proximal, context={"anchor": anchor}).model}
+def proximal(strength: float) -> Correction:
+    """Adds the gradient of (strength / 2) ||w - w_t||^2, where w_t is the `server_model [k, T]` of the context."""
+
+    def correct(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:
+        return gradient.add_(torch.sub(weights, context["server_model"]), alpha=strength)
+
+    return correct

@@ -8,7 +8,8 @@ from typing import Literal
 from torch import Tensor
 
 from fedloom.algorithm import Message, algorithms, server_model
-from fedloom.algorithms.sharing import PartlyShared, pull
+from fedloom.algorithms.fedprox import proximal
+from fedloom.algorithms.sharing import PartlyShared
 from fedloom.config.fields import NonNegative, NonNegativeInt
 from fedloom.local.cohort import Cohort
 
@@ -48,7 +49,7 @@ class FedAvgC(PartlyShared):
 class FedProxC(FedAvgC):
     """FedProx whose clients fine-tune the whole downloaded model before they use it, with the proximal term in both phases.
 
-    Fine-tuning as in `fedavg_c`; the centre of (mu / 2) ||w - w_t||^2 is the download.
+    Fine-tuning as in `fedavg_c`; w_t in (mu / 2) ||w - w_t||^2 is the server's model.
     Source: Zhang et al. 2023 (FedALA), section "Experiments".
     Use it as `fedavg_c` where clients have so little data that fine-tuning runs away from the download.
     """
@@ -56,6 +57,5 @@ class FedProxC(FedAvgC):
     mu: NonNegative = 0.001
 
     def descend(self, cohort: Cohort, start: Tensor, inbox: Message, *, purpose: str, epochs: int | None) -> Tensor:
-        centre = self.complete(cohort, server_model(inbox))[:, : cohort.layout.trainable]
-        fitted = cohort.fit(start, correction=pull(self.mu), context={"centre": centre}, purpose=purpose, epochs=epochs)
-        return fitted.model
+        context = {"server_model": self.complete(cohort, server_model(inbox))[:, : cohort.layout.trainable]}
+        return cohort.fit(start, correction=proximal(self.mu), context=context, purpose=purpose, epochs=epochs).model

@@ -65,7 +65,7 @@ class PartialFed(PartlyShared):
 
 
 class _StrategyStep:
-    """One batch of local training, on weights or on the strategy."""
+    """One step of local training, on the weights or on the strategy."""
 
     def __init__(self, method: PartialFed, cohort: Cohort) -> None:
         self.method, self.cohort = method, cohort
@@ -103,8 +103,8 @@ class _StrategyStep:
         product = torch.zeros_like(noisy[:, :, 0])
         product.index_add_(1, self.layer[:count], gradient * (server_model - own)[:, :count])
         soft = torch.softmax(noisy / self.temperature, 2)
-        slope = soft[:, :, 0] * soft[:, :, 1] * product / self.temperature
-        logits.sub_(torch.stack([slope, -slope], 2), alpha=rate)
+        derivative = soft[:, :, 0] * soft[:, :, 1] * product / self.temperature
+        logits.sub_(torch.stack([derivative, -derivative], 2), alpha=rate)
         return loss
 
 

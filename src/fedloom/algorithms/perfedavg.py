@@ -39,7 +39,7 @@ class PerFedAvg(PartlyShared):
         count = 2 if self.variant == "first_order" else 3
 
         def gradient_fn(weights: Tensor, batch: Batch, context: Context) -> tuple[Tensor, Tensor]:
-            return self._slope(cohort, weights, divided(batch, count, cohort.flat_module.needs_pairs), alpha)
+            return self._gradient(cohort, weights, divided(batch, count, cohort.flat_module.needs_pairs), alpha)
 
         settings = cohort.training
         return cohort.fit(
@@ -52,8 +52,8 @@ class PerFedAvg(PartlyShared):
             learning_rate=self.beta,
         ).model
 
-    def _slope(self, cohort: Cohort, weights: Tensor, parts: list[Batch], alpha: float) -> tuple[Tensor, Tensor]:
-        """Loss after the inner step, `[k]`, and the direction of the outer one, `[k, T]`."""
+    def _gradient(self, cohort: Cohort, weights: Tensor, parts: list[Batch], alpha: float) -> tuple[Tensor, Tensor]:
+        """Loss `[k]` after the inner step, and the gradient `[k, T]` that the outer step follows."""
         count = cohort.layout.trainable
         _, gradient = cohort.gradient(weights, parts[0])
         stepped = weights.clone()
@@ -82,7 +82,7 @@ class PerFedAvg(PartlyShared):
 
 
 def divided(batch: Batch, count: int, needs_pairs: bool) -> list[Batch]:
-    """A batch of `[k, b, ...]` in `count` equal parts, in order; too few samples for that go into every part."""
+    """A batch of `[k, b, ...]` in `count` equal parts, in order; with too few samples for that, each part is all of it."""
     size = batch.labels.shape[1] // count
     if size < (2 if needs_pairs else 1):
         return [batch] * count

@@ -37,7 +37,7 @@ class PFedMe(PartlyShared):
     beta: Positive = 1.0
     inner_weight_decay: NonNegative = 0.0
 
-    scores_start: ClassVar[bool] = False
+    own_model: ClassVar[str] = "pfedme_personal"
 
     def receive(self, round: Round, replies: Replies) -> None:
         before = self.state["model"]
@@ -64,7 +64,7 @@ class PFedMe(PartlyShared):
         cohort.metrics["training_loss"] = cohort.each_batch(step, state)
         # Only the personal model has seen data, so the statistics are its.
         state["local"][:, count:] = state["personal"][:, count:]
-        cohort.memory["pfedme_personal"] = state["personal"]
+        cohort.memory[self.own_model] = state["personal"]
         return state["local"]
 
     def _share(self, rate: float) -> float:
@@ -81,6 +81,3 @@ class PFedMe(PartlyShared):
                 stacklevel=2,
             )
         return share
-
-    def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
-        return cohort.memory.get("pfedme_personal", self.complete(cohort, inbox["model"]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from fedloom.algorithm import Algorithm, Message, Plan, Replies
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.population import weighted_mean
-from fedloom.local.cohort import Cohort, Context, Correction
+from fedloom.local.cohort import Cohort
 from fedloom.models.structure import block_parameters
 from fedloom.round import Round
 
@@ -27,15 +27,14 @@ def take(rows: Tensor, unit: Unit) -> Tensor:
 
 def put(rows: Tensor, unit: Unit, values: Tensor) -> Tensor:
     """A copy of `rows [k, P]` with `values [k, m]` in the slices of the unit: the inverse of `take`."""
-    if unit == (slice(0, rows.shape[1]),):
-        return values
-    result = rows.clone()
-    start = 0
-    for part in unit:
-        length = part.stop - part.start
-        result[:, part] = values[:, start : start + length]
-        start += length
-    return result
+    return values if unit == (slice(0, rows.shape[1]),) else put_(rows.clone(), unit, values)
+
+
+def put_(rows: Tensor, unit: Unit, values: Tensor) -> Tensor:
+    """`put` in place."""
+    for part, piece in zip(unit, values.split([part.stop - part.start for part in unit], 1), strict=True):
+        rows[:, part] = piece
+    return rows
 
 
 def length(unit: Unit) -> int:
@@ -46,15 +45,6 @@ def length(unit: Unit) -> int:
 def block_layers(module: nn.Module, blocks: slice) -> frozenset[str]:
     """The layers in some of the module's blocks, which are ordered from bottom to top (`models.structure.blocks`)."""
     return frozenset(name.rpartition(".")[0] for names in block_parameters(module)[blocks] for name in names)
-
-
-def pull(strength: float) -> Correction:
-    """The gradient of (strength / 2) ||w - centre||^2, to be added to that of the data; `context["centre"]` is `[k, T]`."""
-
-    def correct(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:
-        return gradient.add_(torch.sub(weights, context["centre"]), alpha=strength)
-
-    return correct
 
 
 def require_everybody(method: str, plan: Plan) -> None:
@@ -78,6 +68,8 @@ class PartlyShared(Algorithm):
 
     buffers: Literal["local", "average"] = field(default="local", kw_only=True)
     eval_point: Literal["after_init", "after_train"] = field(default="after_init", kw_only=True)
+
+    own_model: ClassVar[str] = ""  # under which name clients remember a model of their own, where they deploy that
 
     # --- what travels ---
 
@@ -147,6 +139,8 @@ class PartlyShared(Algorithm):
         return {"model": take(model, unit)}
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
+        if self.own_model:
+            return cohort.memory.get(self.own_model, self.complete(cohort, inbox["model"]))
         if self.eval_point == "after_train" and bool(cohort.memory.knows("trained").all()):
             return cohort.memory.get("trained", inbox["model"])
         initialised = self.initialise(cohort, self.complete(cohort, inbox["model"]), inbox)
@@ -157,14 +151,19 @@ class PartlyShared(Algorithm):
         return model
 
     @property
+    def scores_start(self) -> bool:
+        return not self.own_model
+
+    @property
     def personal(self) -> bool:
         names = ("personalise", "initialise", "complete")
         changed = any(getattr(type(self), name) is not getattr(PartlyShared, name) for name in names)
-        return changed or self.eval_point == "after_train" or length(self._unit) < self.layout.size
+        kept = bool(self.own_model) or length(self._unit) < self.layout.size
+        return changed or kept or self.eval_point == "after_train"
 
 
 def _private(stays: Unit) -> str:
-    """The name under which a client remembers what stays with it; another for another part, should the method change."""
+    """The name under which a client remembers what stays with it, with its size: under `stages` another part may stay."""
     return f"private_{length(stays)}"
 
 
