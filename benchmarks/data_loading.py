@@ -119,7 +119,7 @@ def batch_share() -> dict[str, float]:
     pixels = torch.randint(0, 256, (50_000, 3, 32, 32), dtype=torch.uint8, generator=draw)
     samples = Samples(pixels, torch.randint(0, 10, (50_000,), generator=draw))
     data = Dataset("random", samples, samples[:0], 10, mean=(0.491, 0.482, 0.447), std=(0.247, 0.243, 0.262))
-    client_task = torch.randperm(len(samples), generator=draw)
+    order = torch.randperm(len(samples), generator=draw)
     model = nn.Sequential(
         *(nn.Conv2d(3, 32, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Flatten(), nn.Linear(1600, 512), nn.ReLU(), nn.Linear(512, 10)),
@@ -130,7 +130,7 @@ def batch_share() -> dict[str, float]:
     times: list[tuple[float, float]] = []
     for step in range(_STEPS):
         began = time.perf_counter()
-        rows = samples[client_task[step * _BATCH : (step + 1) * _BATCH]]
+        rows = samples[order[step * _BATCH : (step + 1) * _BATCH]]
         inputs = data.prepare(rows.inputs)
         prepared = time.perf_counter()
         optimizer.zero_grad()

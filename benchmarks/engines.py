@@ -99,9 +99,9 @@ def bare_cost(module: nn.Module, task: Task) -> Cost:
         samples = task.samples(client)
         batches = []
         for _ in range(settings.epochs):
-            client_task = torch.randperm(len(samples))
-            inputs, labels = samples.inputs[client_task], samples.labels[client_task]
-            size = settings.batch_size or len(client_task)
+            order = torch.randperm(len(samples))
+            inputs, labels = samples.inputs[order], samples.labels[order]
+            size = settings.batch_size or len(order)
             batches += list(zip(inputs.split(size), labels.split(size), strict=True))
         began, used = time.perf_counter(), time.process_time()
         for x, y in batches:

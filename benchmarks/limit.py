@@ -68,9 +68,9 @@ def bare_seconds(module: nn.Module, task: Task, start: torch.Tensor) -> float:
     for client in range(CLIENTS):
         task.layout.load(module, start)
         samples = task.samples(client)
-        client_task = torch.randperm(len(samples))
+        order = torch.randperm(len(samples))
         inputs_of, labels_of = (
-            t[client_task].split(settings.batch_size or len(client_task)) for t in (samples.inputs, samples.labels)
+            t[order].split(settings.batch_size or len(order)) for t in (samples.inputs, samples.labels)
         )
         batches = list(zip(inputs_of, labels_of, strict=True))
         began = time.perf_counter()

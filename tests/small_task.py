@@ -40,7 +40,7 @@ def small_task(own_test: bool = True) -> Task:
     inputs = torch.randn(count + 20, 5, generator=generator)
     labels = (inputs[:, :CLASSES] + 0.3 * torch.randn(count + 20, CLASSES, generator=generator)).argmax(1)
     everything = Samples(inputs, labels)
-    client_task = torch.arange(count).numpy()
+    order = torch.arange(count).numpy()
     dataset = Dataset("small", everything[:count], everything[count:], CLASSES)
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -49,10 +49,10 @@ def small_task(own_test: bool = True) -> Task:
         dataset,
         dataset.train,
         dataset.test,
-        Partition.from_sizes(client_task[: sum(TRAIN_SIZES)], TRAIN_SIZES),
+        Partition.from_sizes(order[: sum(TRAIN_SIZES)], TRAIN_SIZES),
         model,
         Training(learning_rate=0.2, batch_size=4),
-        Partition.from_sizes(client_task[sum(TRAIN_SIZES) :], TEST_SIZES) if own_test else None,
+        Partition.from_sizes(order[sum(TRAIN_SIZES) :], TEST_SIZES) if own_test else None,
     )
 
 

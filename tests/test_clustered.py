@@ -58,10 +58,10 @@ def test_clusters_by_size_have_exact_masses(case: tuple[list[int], int]) -> None
     sizes, count = case
     clusters = clusters_by_size(sizes, count)
     assert_masses(clusters, sizes, count)
-    client_task = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
     flattened = [sizes[client] for cluster in clusters for client in cluster]
     assert flattened == sorted(flattened, reverse=True)  # falling order of samples
-    assert all(sizes[client_task[0]] >= size for size in sizes)
+    assert all(sizes[order[0]] >= size for size in sizes)
 
 
 def test_clusters_by_size_of_a_case_by_hand() -> None:
@@ -215,7 +215,7 @@ def naive_clusamp(world: World, distance: str) -> tuple[list[list[int]], list[St
             for j in range(count):
                 matrix[i, j] = distance_of(updates[i], updates[j], distance)
         groups = similar_groups(matrix, list(world.sizes), draws)
-        client_task = torch.randperm(count, generator=stream(world.seed, "clusters", round=number)).tolist()
+        order = torch.randperm(count, generator=stream(world.seed, "clusters", round=number)).tolist()
         masses = np.zeros((draws, count), dtype=np.int64)
         left = np.array(world.sizes) * draws
         heavy = sorted(groups, key=lambda group: (-sum(world.sizes[c] for c in group), group))[:draws]
@@ -223,7 +223,7 @@ def naive_clusamp(world: World, distance: str) -> tuple[list[list[int]], list[St
             for client in group:
                 masses[k, client] = min(left[client], total)
                 left[client] -= masses[k, client]
-        for client in client_task:
+        for client in order:
             for k in range(draws):
                 part = min(left[client], total - masses[k].sum())
                 masses[k, client] += part
@@ -233,7 +233,7 @@ def naive_clusamp(world: World, distance: str) -> tuple[list[list[int]], list[St
         for k in range(draws):
             point = int(torch.randint(total, (), generator=generator))
             opening = heavy[k] if k < len(heavy) else []
-            line = [*opening, *(client for client in client_task if client not in opening)]
+            line = [*opening, *(client for client in order if client not in opening)]
             for client in line:
                 if point < masses[k, client]:
                     drawn.append(client)
@@ -296,10 +296,8 @@ def test_a_pool_keeps_its_size_and_its_clients_come_from_their_clusters() -> Non
     assert method.full_state()["inner0.pool"].shape[0] == 3
     clusters = clusters_by_size(list(world.sizes), 3)
     for clients in run.selected:  # some order of the slots gives each its own cluster
-        client_tasks = [[a, b, c] for a in clients for b in clients for c in clients if len({a, b, c}) == 3]
-        assert any(
-            all(c in cluster for c, cluster in zip(client_task, clusters, strict=True)) for client_task in client_tasks
-        )
+        draws = [[a, b, c] for a in clients for b in clients for c in clients if len({a, b, c}) == 3]
+        assert any(all(c in cluster for c, cluster in zip(draw, clusters, strict=True)) for draw in draws)
 
 
 def test_a_selection_is_a_function_of_round_and_state() -> None:

@@ -247,7 +247,9 @@ def test_clients_are_scored_one_by_one_only_where_they_use_models_of_their_own(m
     assert not any(record["faults"] for record in run.history)
     assert bool(asked) == algorithm.personal == (method not in GLOBAL)
     following = run._first.at(3)
-    tasks = [task for block in run.evaluation._orders(algorithm, following, range(6), run.integers) for task in block]
+    tasks = [
+        task for block in run.evaluation._client_tasks(algorithm, following, range(6), run.integers) for task in block
+    ]
     models = [engine.personalise(algorithm, following, client_task)[0] for client_task in tasks]
     own = any(not torch.equal(model, algorithm.model()) for model in models)
     assert own == algorithm.personal

@@ -64,7 +64,7 @@ def naive_client(module: nn.Module, task: Task, round: int, client: int, seed: i
     )
     module.train()
     generator = stream(seed, "batches", round=round, client=client)
-    client_task = batch_order(
+    order = batch_order(
         len(samples),
         generator,
         batch_size=settings.batch_size,
@@ -73,7 +73,7 @@ def naive_client(module: nn.Module, task: Task, round: int, client: int, seed: i
         drop_last=settings.drop_last,
         smallest=2,
     )
-    for index in client_task:
+    for index in order:
         optimizer.zero_grad()
         F.cross_entropy(module(samples.inputs[index]), samples.labels[index]).backward()
         if settings.clip is not None:

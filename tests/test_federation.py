@@ -30,8 +30,8 @@ class Shuffled(RowsEngine):
     def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
         other = RowsEngine(self.task)
         other.store = self.store
-        client_task = torch.randperm(len(client_tasks), generator=torch.Generator().manual_seed(round.number)).tolist()
-        for k in client_task:
+        order = torch.randperm(len(client_tasks), generator=torch.Generator().manual_seed(round.number)).tolist()
+        for k in order:
             engine = super() if k % 2 else other
             yield from engine.train(algorithm, round, [client_tasks[k]])
 

@@ -27,10 +27,10 @@ from naive import State, World, assert_same, average, shares, uniform
 # --- the second computation: lists of state dictionaries ---
 
 
-def layers_of(state: State, client_task: list[str]) -> list[list[str]]:
+def layers_of(state: State, order: list[str]) -> list[list[str]]:
     """Names of the floating-point tensors of each layer, layers in the order of the module."""
     names = [name for name in state if state[name].is_floating_point()]
-    return [found for layer in client_task if (found := [n for n in names if n.rpartition(".")[0] == layer])]
+    return [found for layer in order if (found := [n for n in names if n.rpartition(".")[0] == layer])]
 
 
 def naive_units(world: World, unit: str, fraction: float) -> list[list[str]]:

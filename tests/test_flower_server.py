@@ -163,15 +163,15 @@ def own_task(settings: Any) -> Task:
     """Six clients of unequal sizes, with test samples."""
     digits = make_dataset("digits")
     sizes, tests = [40 + 10 * number for number in range(CLIENTS)], [5 + number for number in range(CLIENTS)]
-    client_task = np.random.default_rng(1).permutation(len(digits.train))[: sum(sizes) + sum(tests)]
+    order = np.random.default_rng(1).permutation(len(digits.train))[: sum(sizes) + sum(tests)]
     task = make_task(
         digits,
-        partition=Partition.from_sizes(client_task[: sum(sizes)], sizes),
+        partition=Partition.from_sizes(order[: sum(sizes)], sizes),
         model=settings.configuration.model,
         training=settings.configuration.training,
         seed=settings.configuration.seed,
     )
-    return replace(task, local_test=Partition.from_sizes(client_task[sum(sizes) :], tests))
+    return replace(task, local_test=Partition.from_sizes(order[sum(sizes) :], tests))
 
 
 def give_data(grid: LocalGrid, task: Task, folder: Path) -> None:

@@ -254,8 +254,8 @@ def fedmut(world: World, rounds: Rounds, radius: float, beta: float, horizon: in
         pairs = len(clients) // 2
         for name in world.trained:
             signs = [1.0, -1.0 + skew] * pairs
-            client_task = torch.randperm(2 * pairs, generator=generator).tolist()
-            for model, place in zip(models, client_task, strict=False):
+            order = torch.randperm(2 * pairs, generator=generator).tolist()
+            for model, place in zip(models, order, strict=False):
                 model[name] = state[name] + radius * signs[place] * (state[name] - previous[name])
         uploads = [world.train(m, number, i)[0] for m, i in zip(models, clients, strict=True)]
         previous, state = state, average(uploads, uniform(clients))

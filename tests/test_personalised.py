@@ -338,7 +338,7 @@ def test_counters_of_batch_norm_stay_with_clients_whose_model_does_in_part(
         assert record["bytes_up"] == 4 * expected * len(record["clients"])
     assert run.integers.tolist() == [0]
     after = run._first.at(5)
-    for block in run.evaluation._orders(run.algorithm, after, range(task.clients), run.integers):
+    for block in run.evaluation._client_tasks(run.algorithm, after, range(task.clients), run.integers):
         for client_task in block:
             _, counter = made.personalise(run.algorithm, after, client_task)
             batches = uploads.count(client_task.client) * -(-TRAIN_SIZES[client_task.client] // 4)

@@ -156,8 +156,8 @@ def test_workers_killed_between_two_rounds_are_replaced(engine: ProcessesEngine)
 
 def test_clients_that_fail_are_named_with_the_reasons_of_the_rows_engine(engine: ProcessesEngine) -> None:
     found = run(Failing(), engine)
-    client_task = found.history[0]["clients"].index
-    assert [fault["client"] for fault in found.history[0]["faults"]] == sorted((0, 1, 2, 3), key=client_task)
+    position = found.history[0]["clients"].index
+    assert [fault["client"] for fault in found.history[0]["faults"]] == sorted((0, 1, 2, 3), key=position)
     assert_same(found, run(Failing(), RowsEngine(TASK), participation=1.0))
 
 

@@ -106,9 +106,9 @@ def test_selecting_few_of_many_is_quick_and_right() -> None:
 
 
 def test_batches_cover_each_epoch_once() -> None:
-    client_task = list(batch_order(23, stream(0, "batches"), batch_size=5, epochs=3))
-    assert [len(batch) for batch in client_task] == [5, 5, 5, 5, 3] * 3
-    epochs = [torch.cat(client_task[k : k + 5]).tolist() for k in (0, 5, 10)]
+    order = list(batch_order(23, stream(0, "batches"), batch_size=5, epochs=3))
+    assert [len(batch) for batch in order] == [5, 5, 5, 5, 3] * 3
+    epochs = [torch.cat(order[k : k + 5]).tolist() for k in (0, 5, 10)]
     assert all(sorted(epoch) == list(range(23)) for epoch in epochs)
     assert epochs[0] != epochs[1]
 

@@ -121,9 +121,9 @@ def test_when_a_loss_has_stopped_improving() -> None:
 def held_out(world: World, client: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions of the samples that a client keeps back, and of the others."""
     size = world.sizes[client]
-    client_task = torch.randperm(size, generator=stream(world.seed, "held_out", client=client))
+    order = torch.randperm(size, generator=stream(world.seed, "held_out", client=client))
     kept = max(1, round(0.1 * size))
-    return client_task[:kept], client_task[kept:]
+    return order[:kept], order[kept:]
 
 
 def naive_fedavg_that_waits(world: World, selected: list[list[int]]) -> tuple[list[State], list[float]]:
@@ -145,14 +145,14 @@ def naive_fedavg_that_waits(world: World, selected: list[list[int]]) -> tuple[li
                 momentum=settings.momentum,
                 weight_decay=settings.weight_decay,
             )
-            client_task = batch_order(
+            order = batch_order(
                 len(rest),
                 stream(world.seed, "batches", round=number, client=client),
                 batch_size=settings.batch_size,
                 epochs=settings.epochs,
                 smallest=2 if world.norm else 1,
             )
-            for index in client_task:
+            for index in order:
                 optimizer.zero_grad()
                 F.cross_entropy(module(inputs[rest][index]), labels[rest][index]).backward()
                 torch.nn.utils.clip_grad_norm_(module.parameters(), settings.clip or 1e9)

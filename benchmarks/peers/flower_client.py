@@ -34,9 +34,9 @@ def train(message: Message, context: Context) -> Message:
     module = torch_models.MODELS[NAME]()
     module.load_state_dict(message.content["arrays"].to_torch_state_dict())
     optimizer = torch.optim.SGD(module.parameters(), lr=work.learning_rate, momentum=work.momentum)
-    client_task = torch.randperm(work.samples)
+    order = torch.randperm(work.samples)
     for first in range(0, work.samples, work.batch):
-        chosen = client_task[first : first + work.batch]
+        chosen = order[first : first + work.batch]
         optimizer.zero_grad()
         F.cross_entropy(module(inputs[chosen]), labels[chosen]).backward()
         optimizer.step()

@@ -53,8 +53,8 @@ def main() -> None:
     draw = np.random.default_rng(0)
 
     def user(number: int) -> Dataset:
-        client_task = torch.from_numpy(draw.permutation(work.samples))
-        return Dataset([inputs[number][client_task], labels[number][client_task]], user_id=str(number))
+        order = torch.from_numpy(draw.permutation(work.samples))
+        return Dataset([inputs[number][order], labels[number][order]], user_id=str(number))
 
     training = FederatedDataset(user, lambda: next(turn) % work.users)
     ends: list[float] = []

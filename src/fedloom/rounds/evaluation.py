@@ -35,20 +35,20 @@ Record = dict[str, Any]
 """Figures ready for JSON."""
 
 SHARE = 0.1
-"""The part of a run's work, in training, that evaluation may cost when its cadence is chosen here."""
+"""What evaluation may cost, as a share of training, where the schedule leaves open how often to evaluate."""
 
 TRAINING_PASSES = 3
-"""A training step costs about three forward passes: one forward, and backward twice that."""
+"""A training step costs about three forward passes: the backward pass takes twice as long as the forward pass."""
 
 BLOCK = 64
-"""For so many clients at once a method is asked what they would be sent."""
+"""How many clients' messages are made at a time."""
 
 
 class Evaluation:
-    """Measures the models of one federation. The clients numbered from `trainers` on never train.
+    """Measures the models of one federation, in which clients from number `trainers` on never train.
 
-    `numbers` are the clients' numbers as the user knows them, where those differ. Raises `InvalidValue` when the schedule asks
-    for what the task cannot give.
+    `numbers` are the clients' numbers in figures, where those differ. Raises `InvalidValue` when the schedule asks for figures
+    that the task has no data for.
     """
 
     def __init__(
@@ -108,12 +108,12 @@ class Evaluation:
         return self.evaluator.tally(algorithm.model(), self.task.train, own, clients, integers)
 
     def _personal(self, algorithm: Algorithm, upcoming: Round, clients: Sequence[int], integers: Tensor) -> Tally:
-        client_tasks = self._orders(algorithm, upcoming, clients, integers)
+        client_tasks = self._client_tasks(algorithm, upcoming, clients, integers)
         return Tally.joined(
             [tally for block in client_tasks for tally in self.engine.evaluate(algorithm, upcoming, block)]
         )
 
-    def _orders(
+    def _client_tasks(
         self, algorithm: Algorithm, upcoming: Round, clients: Sequence[int], integers: Tensor
     ) -> Iterator[list[ClientTask]]:
         for start in range(0, len(clients), BLOCK):
@@ -177,5 +177,5 @@ def newcomers_last(task: Task, count: int, seed: int) -> tuple[Task, Sequence[in
 
 def _chosen(able: Any, schedule: Schedule) -> tuple[int, ...]:
     """`personal_clients` of the clients, drawn by the seed, in the order of their numbers."""
-    client_task = torch.randperm(len(able), generator=stream(schedule.seed, "evaluated clients"))
-    return tuple(sorted(able[client_task[: schedule.personal_clients].numpy()].tolist()))
+    order = torch.randperm(len(able), generator=stream(schedule.seed, "evaluated clients"))
+    return tuple(sorted(able[order[: schedule.personal_clients].numpy()].tolist()))

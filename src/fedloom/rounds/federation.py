@@ -24,42 +24,41 @@ from fedloom.rounds.schedule import Schedule as Schedule
 from fedloom.state.files import remove_unfinished
 from fedloom.task import Task
 
-HOPELESS = 1000
-"""A global model whose loss is this many times that of guessing has diverged: such weights do not come back."""
+DIVERGED = 1000
+"""A global model whose loss is so many times that of guessing has diverged: training does not bring it back."""
 
 
 class Observer(Protocol):
-    """Watches the rounds of a federation without any influence on them, and keeps what it notes through a resumption."""
+    """Records something of the rounds of a federation, and has no influence on them."""
 
     def begin(self, federation: Federation) -> None:
-        """The federation is set up, and about to resume."""
+        """Called when the federation is set up, before it resumes."""
 
     def finished(self) -> int:
-        """How many rounds from the first on have all their notes on disk: none is resumed after a later one."""
+        """How many rounds, from the first on, have their records on disk: the federation goes on after none later than that."""
 
     def resume(self, finished: int) -> None:
         """Go on after round `finished`."""
 
     def observe(self, round: Round, client_tasks: Sequence[ClientTask], replies: Replies) -> None:
-        """What the clients were sent and what came back, before the method receives it. The round may still fail."""
+        """Record what clients were sent and what came back, before the method receives it. The round may still fail."""
 
     def commit(self, number: int) -> None:
         """The round that was observed has succeeded."""
 
     def sync(self) -> None:
-        """Wait until all notes are on the disk."""
+        """Wait until all records are on the disk."""
 
 
 class Federation:
     """One method on one task in one engine, round after round.
 
-    With a `directory`, figures are appended to `metrics.jsonl` and, client by client, to `clients.jsonl` (the same in every
-    repetition), times and new notices to `timings.jsonl`; checkpoints are kept there, and under `clients` what the clients
-    remember where that is much. A federation made again with the same arguments continues from the newest checkpoint of the
-    same `identity`.
+    With a `directory`, each round appends its figures to `metrics.jsonl`, those of single clients to `clients.jsonl`, and its
+    times and new notices to `timings.jsonl`; checkpoints are kept there, and client memory that does not fit into them under
+    `clients`. A federation made again with the same arguments continues from the newest checkpoint of the same `identity`.
 
-    Clients have the task's numbers in all figures. Where some never train (`Schedule.new_clients`), `self.task` has these
-    last, and methods and engine count by that order. `observers` are told of every round.
+    Figures name clients by the task's numbers. Where some never train (`Schedule.new_clients`), `self.task` has these last,
+    and methods and engine use the numbers of that order.
     """
 
     def __init__(
@@ -82,20 +81,12 @@ class Federation:
         self.history: list[Record] = []
         self.timings: list[Record] = []
         self.client_history: list[Record] = []
-        self._noted: set[str] = set()  # the notices that stand in `timings` by now
-        self._midway = False  # a round has begun and not ended: the state belongs to no round
+        self._noted: set[str] = set()  # the notices that are in `timings` by now
+        self._midway = False  # a round has begun and not ended, so that the state is that of no round
         participants = schedule.participants(trainers)
         training = task.training
-        self._first = Round(
-            1,
-            schedule.rounds,
-            schedule.seed,
-            trainers,
-            participants,
-            training.rate(1),
-            training.rate(1),
-            training.decay,
-        )
+        rate = training.rate(1)
+        self._first = Round(1, schedule.rounds, schedule.seed, trainers, participants, rate, rate, training.decay)
         algorithm.setup(
             Plan(
                 task.layout, task.initial, trainers, participants, schedule.rounds, schedule.seed,
@@ -117,15 +108,15 @@ class Federation:
 
     @property
     def notices(self) -> list[str]:
-        """What there is to say of the checkpoints found at the start, and of how clients train, a line each."""
+        """What was wrong with the checkpoints found at the start, and what there is to say of how clients train, a line each."""
         return [*([] if self.checkpoints is None else self.checkpoints.notices), *self.engine.notices]
 
     def run(self, on_round: Callable[[Record, Record], None] | None = None) -> None:
         """Run the remaining rounds; `on_round` is called after each with its figures and its times.
 
-        An interruption (Ctrl-C) or an error leaves a checkpoint of the last finished round behind. One that cannot be undone,
-        since much of the clients' memory has changed already, leaves the checkpoint before it. Raises `CheckpointError` when
-        that has happened to this federation.
+        An interruption (Ctrl-C) or an error leaves a checkpoint of the last finished round behind. Where the interrupted round
+        has changed so much client memory that it cannot be undone, the checkpoint before stays the last, and calling `run`
+        again raises `CheckpointError`.
         """
         if self._midway:
             raise CheckpointError(
@@ -145,9 +136,9 @@ class Federation:
                 self.save()
 
     def step(self) -> tuple[Record, Record]:
-        """One round. It happens as a whole or, when anything goes wrong, not at all.
+        """One round: all of it or, when anything goes wrong, nothing.
 
-        Raises `Diverged` when no client's model is finite any more, or the global model is beyond recovery.
+        Raises `Diverged` when no client's model is finite any more, or the global model has diverged.
         """
         self._midway = True
         before, integers = self.algorithm.full_state(), self.integers
@@ -171,7 +162,7 @@ class Federation:
         message = dict(self.algorithm.send(round))
         if INTEGERS in expectations(self.algorithm, round, self.task.layout):
             message[INTEGERS] = self.integers.unsqueeze(0)
-        client_tasks, absent = self._orders(round, selection, message)
+        client_tasks, absent = self._client_tasks(round, selection, message)
         results = self.engine.train(self.algorithm, round, client_tasks)
         replies, faults, received_bytes = self._collect(round, selection, results)
         trained = time.perf_counter()
@@ -196,7 +187,7 @@ class Federation:
         measured = {name: float(values.mean()) for name, values in replies.metrics.items() if len(values)}
         record = {**record, **{name: value for name, value in measured.items() if name not in record}}
         figures, clients = self.evaluation.measure(self.algorithm, round, self.integers)
-        self._require_sense(round, figures.get("loss"))
+        self._require_converging(round, figures.get("loss"))
         ended = time.perf_counter()
         timing: Record = {
             "round": round.number,
@@ -212,17 +203,19 @@ class Federation:
             self._noted.update(new)
         return {name: _finite(value) for name, value in (record | figures).items()}, timing, clients
 
-    def _require_sense(self, round: Round, loss: float | None) -> None:
-        """Raise `Diverged` when the global model, or its loss where that was taken, is beyond recovery."""
+    def _require_converging(self, round: Round, loss: float | None) -> None:
+        """Raise `Diverged` when the global model is not finite, or its loss, where that was measured, is far beyond guessing."""
         if not bool(torch.isfinite(self.algorithm.model()).all()):
             raise _diverged(round, "the global model is not finite any more")
-        limit = HOPELESS * math.log(max(2, self.task.dataset.classes))
+        limit = DIVERGED * math.log(max(2, self.task.dataset.classes))
         if loss is not None and not loss < limit:
-            beyond = f", over {HOPELESS} times that of guessing" if math.isfinite(loss) else ""
+            beyond = f", over {DIVERGED} times that of guessing" if math.isfinite(loss) else ""
             raise _diverged(round, f"the global model's loss is {loss:.3g}{beyond}")
 
-    def _orders(self, round: Round, selection: Selection, message: Message) -> tuple[list[ClientTask], list[Fault]]:
-        """The work of everybody who is there, and who is absent."""
+    def _client_tasks(
+        self, round: Round, selection: Selection, message: Message
+    ) -> tuple[list[ClientTask], list[Fault]]:
+        """The tasks of all clients that take part, and those of the selected ones that drop out."""
         client_tasks, absent = [], []
         for slot, client in enumerate(selection.clients):
             inbox = {name: row_for(rows, slot) for name, rows in message.items()}
@@ -243,8 +236,8 @@ class Federation:
     def _collect(
         self, round: Round, selection: Selection, results: Iterable[Reply | Fault]
     ) -> tuple[Replies, list[Fault], int]:
-        """Replies in the order of their slots, each written once into the matrix that holds them all, by the engine or here;
-        and the faults in theirs, whoever answered first."""
+        """The replies and the faults, in the order of slots whoever answered first, and the bytes of the replies. Each tensor is
+        copied once, into the matrix of all clients' tensors of its name, unless the engine has put it there already."""
         matrices: dict[str, Tensor] = {}
         arrived: list[Reply] = []
         faults: list[Fault] = []
@@ -266,7 +259,7 @@ class Federation:
             key=lambda fault: (fault.client_task.slot is None, fault.client_task.slot or 0, fault.client_task.client)
         )
         if not arrived:
-            _raise_when_hopeless(round, faults)
+            _raise_unless_absent(round, faults)
         slots = torch.tensor([reply.client_task.slot for reply in arrived], dtype=torch.int64)
         clients = torch.tensor([reply.client_task.client for reply in arrived], dtype=torch.int64)
         whole = len(arrived) == len(selection.clients)
@@ -294,8 +287,8 @@ class Federation:
                     self._logs[place].append(line)
 
     def save(self) -> None:
-        """Write a checkpoint now. Figures and the clients' memory reach the disk before the checkpoint that counts on them, and
-        what only older checkpoints needed goes after it."""
+        """Write a checkpoint now. Figures and client memory that it refers to reach the disk before it, and what only older
+        checkpoints needed is removed after it."""
         if self.checkpoints is not None:
             figures, _, clients = self._logs
             figures.sync()
@@ -324,12 +317,12 @@ class Federation:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no word for infinite or undefined figures."""
+    """None for an infinite or undefined figure, which JSON cannot express."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _matrix_for(reply: Reply, name: str, slots: int) -> Tensor:
-    """Where the replies' tensors of that name go: the engine's own matrix if this one lies in it, else a new one."""
+    """The matrix for the replies' tensors of that name: the engine's own where this tensor lies in it, else a new one."""
     tensor, matrix = reply.tensors[name], reply.gathered.get(name)
     if matrix is not None and len(matrix) == slots and matrix.dtype == tensor.dtype:
         return matrix
@@ -337,7 +330,7 @@ def _matrix_for(reply: Reply, name: str, slots: int) -> Tensor:
 
 
 def _row_bytes(rows: Tensor) -> int:
-    """Bytes of one row of `[k, ...]`."""
+    """The size of one row of `[k, ...]`."""
     return rows[0].numel() * rows.element_size()
 
 
@@ -346,8 +339,8 @@ def _diverged(round: Round, what: str) -> Diverged:
     return Diverged(f"round {round.number}: training diverged (learning rate {round.learning_rate:g}): {what}; {kept}")
 
 
-def _raise_when_hopeless(round: Round, faults: list[Fault]) -> None:
-    """A round without a single reply goes on only when its clients were merely absent."""
+def _raise_unless_absent(round: Round, faults: list[Fault]) -> None:
+    """Raise why a round has no reply at all, unless its clients were merely absent."""
     if faults and all(fault.diverged for fault in faults):
         raise _diverged(round, "no client's model is finite any more")
     errors = [fault.error for fault in faults if fault.error is not None]

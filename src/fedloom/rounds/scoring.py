@@ -47,12 +47,12 @@ class Tally:
             nothing = torch.empty(0, dtype=torch.int64)
             return cls(nothing, nothing, nothing.double(), nothing)
         clients = torch.cat([part.clients for part in parts])
-        client_task = clients.argsort()
+        order = clients.argsort()
         return cls(
-            clients[client_task],
-            torch.cat([part.correct for part in parts])[client_task],
-            torch.cat([part.loss for part in parts])[client_task],
-            torch.cat([part.samples for part in parts])[client_task],
+            clients[order],
+            torch.cat([part.correct for part in parts])[order],
+            torch.cat([part.loss for part in parts])[order],
+            torch.cat([part.samples for part in parts])[order],
         )
 
     @property

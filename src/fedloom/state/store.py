@@ -19,13 +19,13 @@ from torch import Tensor
 from fedloom.config.checks import require_at_least
 from fedloom.errors import DamagedCheckpoint
 from fedloom.state.files import flush, flush_directory, remove_unfinished
-from fedloom.state.tensors import open_tensors, write_tensors
+from fedloom.state.tensors import read_tensors, write_tensors
 
 BUDGET = 1 << 30
-"""Bytes kept in memory by default. The system's page cache serves files from whatever memory is free beyond it."""
+"""Bytes kept in memory by default. Beyond it, files that were used lately are still in the system's cache."""
 
 INLINE = 16 << 20
-"""Bytes up to which a checkpoint holds everything itself; one small file is cheaper than many."""
+"""Bytes up to which a checkpoint holds all client memory itself, instead of naming files of it."""
 
 VERSIONS = "versions"
 """Name in a checkpoint of the table `[n, 3]`: client, version of its file, bytes of that file."""
@@ -36,13 +36,13 @@ Tensors = dict[str, Tensor]
 
 
 class ClientStore:
-    """Named tensors for each client that has written any; nothing is held for the others.
+    """Named tensors for each client that has written any.
 
-    What a round writes is pending until `commit`, and can be undone before that. Above `budget` bytes the clients that were not
-    used for longest go to files, `client-000123.v7.safetensors`: a version is written once and never changed, and versions are
-    numbered through for all clients. A checkpoint (`state`) names the versions that are current, so that it costs nothing for
-    clients that did not change; `release` removes what only older checkpoints needed. Without a `directory` files lie in a
-    temporary folder. What is stored and handed out never shares memory with what the caller holds.
+    What a round writes is pending until `commit`, and can be undone before that. Beyond `budget` bytes, the least recently used
+    clients are moved to files, `client-000123.v7.safetensors`. A file is never changed: what a client writes later goes to a new
+    version of it, numbered over all clients. A checkpoint (`state`) names the versions that are current, so that clients that
+    did not change cost it nothing; `release` removes the files that only older checkpoints needed. Without a `directory`, files
+    lie in a temporary folder.
     """
 
     def __init__(self, directory: Path | None = None, budget: int = BUDGET) -> None:
@@ -52,7 +52,7 @@ class ClientStore:
         self.begin(directory)
 
     def begin(self, directory: Path | None) -> None:
-        """Forget everything; files go to `directory` from now on (those that lie there stay until `release`)."""
+        """Forget everything and use `directory` from now on; the files in it stay until `release`."""
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary = None
@@ -60,47 +60,34 @@ class ClientStore:
         self._forget(self._scan())
 
     def _forget(self, found: dict[tuple[int, int], int]) -> None:
-        """Remember nothing, beside the files that were `found`."""
+        """Hold nothing in memory, and number new files after those that were `found`."""
         self._pending: dict[int, Tensors] = {}
         self._held: dict[int, Tensors] = {}  # least recently used first
         self._pending_bytes = self._held_bytes = 0
         self._undoable = True
-        self._files: dict[int, int] = {}  # the version of a client's file, where it is what the client remembers
+        self._files: dict[int, int] = {}  # the version of each client's file, where one holds what it remembers
         self._unflushed: dict[int, int] = {}  # files, version to client, that may not have reached the disk
         self._next = 1 + max((version for _, version in found), default=0)
         self._checkpointed = self._next  # versions before this one may belong to a checkpoint
-        self._superseded: list[Path] = []  # since the newest checkpoint, which still needs them
-        self._outdated = [self._path(*file) for file in found]  # what not even the newest checkpoint needs
+        self._superseded: list[Path] = []  # needed by the newest checkpoint, but not by the next one
+        self._outdated = [self._path(*file) for file in found]  # needed by no checkpoint after the next one
 
     # --- what clients remember ---
 
     def get(self, client: int, name: str) -> Tensor | None:
-        """What the client remembers under `name`, or None; not to be changed in place. Of a file it is a view."""
-        for tensors in (self._pending.get(client), self._recent(client)):
-            if tensors is not None and name in tensors:
-                return tensors[name]
-        if client in self._held or client not in self._files:
-            return None
-        with open_tensors(self._path(client, self._files[client])) as file:
-            return file.get_tensor(name) if name in file.keys() else None  # noqa: SIM118
+        """What the client remembers under `name`, or None; not to be changed in place."""
+        return self.read(client).get(name)
 
     def names(self, client: int) -> set[str]:
-        """The names under which the client remembers something; empty for a client not seen yet."""
-        known = set(self._pending.get(client, ()))
-        if client in self._held:
-            return known | set(self._held[client])
-        if client in self._files:
-            with open_tensors(self._path(client, self._files[client])) as file:
-                known |= set(file.keys())
-        return known
+        """The names under which the client remembers something."""
+        return set(self.read(client))
 
     def read(self, client: int) -> Tensors:
         """Everything the client remembers, by name; empty for a client not seen yet."""
-        pending = self._pending.get(client, {})
-        return {**self._stored(client, pending), **pending}
+        return {**self._stored(client), **self._pending.get(client, {})}
 
     def write(self, client: int, tensors: Tensors) -> None:
-        """Add or replace the named tensors of one client; the store owns them from now on. Pending until `commit`."""
+        """Add or replace the named tensors of one client, which the caller must not change any more. Pending until `commit`."""
         before = self._pending.get(client, {})
         self._pending[client] = {**before, **tensors}
         self._pending_bytes += _bytes(self._pending[client]) - _bytes(before)
@@ -110,13 +97,13 @@ class ClientStore:
         self._spill()
 
     def commit(self) -> None:
-        """The round is over: what was written stands."""
+        """The round is over: keep what was written."""
         self._settle()
         self._spill()
         self._undoable = True
 
     def rollback(self) -> bool:
-        """The round did not end: forget what was written since `commit`. False when part of it could not be kept apart."""
+        """The round failed: forget what was written since `commit`. Returns False when part of it was already merged."""
         self._pending, self._pending_bytes = {}, 0
         return self._undoable
 
@@ -130,25 +117,22 @@ class ClientStore:
 
     # --- memory and files ---
 
-    def _recent(self, client: int) -> Tensors | None:
-        """The client's tensors where they are in memory, which counts as a use."""
+    def _stored(self, client: int) -> Tensors:
+        """What the client remembers without what is pending, brought back into memory if it lies in a file."""
+        if client not in self._held and client not in self._files:
+            return {}
         tensors = self._held.pop(client, None)
-        if tensors is not None:
-            self._held[client] = tensors
+        if tensors is None:
+            tensors, _ = read_tensors(self._path(client, self._files[client]))
+            self._held_bytes += _bytes(tensors)
+        self._held[client] = tensors  # the most recently used one comes last
+        self._spill()
         return tensors
 
-    def _stored(self, client: int, known: Tensors) -> Tensors:
-        """What is stored of the client beside the names that are `known`."""
-        tensors = self._recent(client)
-        if tensors is not None or client not in self._files:
-            return {name: tensor for name, tensor in (tensors or {}).items() if name not in known}
-        with open_tensors(self._path(client, self._files[client])) as file:
-            return {name: file.get_tensor(name).clone() for name in file.keys() if name not in known}  # noqa: SIM118
-
     def _settle(self) -> None:
-        """What is pending becomes what the clients remember."""
+        """Merge what is pending into what the clients remember."""
         for client, written in self._pending.items():
-            merged = {**self._stored(client, written), **written}
+            merged = {**self._stored(client), **written}
             self._held_bytes += _bytes(merged) - _bytes(self._held.pop(client, {}))
             self._held[client] = merged
             if client in self._files:
@@ -164,7 +148,7 @@ class ClientStore:
             self._path(client, version).unlink(missing_ok=True)
 
     def _spill(self) -> None:
-        """Give up the least recently used clients' place in memory until the rest fits the budget."""
+        """Move the least recently used clients to files until the rest fits the budget."""
         while self._held and self.held_bytes > self.budget:
             client = next(iter(self._held))
             if client not in self._files:
@@ -190,7 +174,7 @@ class ClientStore:
         return self._temporary
 
     def _scan(self) -> dict[tuple[int, int], int]:
-        """Bytes of each file there is, by client and version; what a kill left half-written is removed."""
+        """The size of each file in the directory, by client and version. Unfinished files are removed."""
         if self.directory is None or not self.directory.exists():
             return {}
         remove_unfinished(self.directory)
@@ -200,9 +184,9 @@ class ClientStore:
     # --- checkpoints ---
 
     def state(self) -> Tensors:
-        """What a checkpoint must hold: everything by `client/name` while that is little, else which versions are current.
+        """What a checkpoint must hold: everything by `client/name` while that is little, else the versions that are current.
 
-        Versions it names are on the disk when it returns, and stay there until two newer checkpoints have been released.
+        The files of these versions are on the disk when it returns, and stay until two newer checkpoints have been released.
         """
         self._settle()
         if not self._files and self._held_bytes <= INLINE:
@@ -220,8 +204,8 @@ class ClientStore:
         return {VERSIONS: torch.tensor(table, dtype=torch.int64)}
 
     def release(self) -> None:
-        """A checkpoint with the last `state` is on the disk, and none older than the one before it: remove what only
-        those needed."""
+        """A checkpoint with the last `state` is on the disk: remove the files that only checkpoints before the previous one
+        needed."""
         for path in self._outdated:
             path.unlink(missing_ok=True)
         self._outdated, self._superseded = self._superseded, []
@@ -257,10 +241,8 @@ def _bytes(tensors: Tensors) -> int:
 
 
 class Memory:
-    """The memory of a cohort's k clients as rows `[k, ...]`.
-
-    Writes are kept aside until `commit`, so that a client that fails half-way remembers what it did before.
-    """
+    """The memory of a cohort's k clients as rows `[k, ...]`. Nothing is written before `commit`, so that a client that fails
+    remembers what it did before."""
 
     def __init__(self, store: ClientStore, clients: Sequence[int]) -> None:
         self._store = store
