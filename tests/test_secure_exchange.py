@@ -306,6 +306,8 @@ def test_idle_clients_are_sent_the_global_model_unmoved() -> None:
         ("secure(scaffold)", "scaffold needs to know whose an upload is"),
         ("secure(fedamp)", "fedamp needs to know whose an upload is"),
         ("secure(clustered(fedmr))", "needs to know whose an upload is"),
+        ("secure(umf(fedmr(blend=auto)))", r"fedmr\(blend='auto'\) needs to know whose an upload is"),
+        ("secure(fedmr(blend=auto, local=fedprox))", r"secure: fedmr\(.*fedprox.*\) needs to know whose an upload is"),
         ("secure(stages(fedmr:1, fedmr(unit='tensor')))", "moves different units"),
     ],
 )

@@ -131,13 +131,13 @@ class Algorithm:
     # --- the server half ---
 
     def setup(self, plan: Plan) -> None:
-        """Take the plan and make the initial state."""
+        """Keep the plan and make the initial state."""
         self.plan = plan
         self.state = {"model": plan.initial.clone()}
 
     def select(self, round: Round) -> Selection:
-        """Who takes part: `participants` clients, uniformly without replacement. A pure function of the round, so that a
-        selection can be known ahead."""
+        """Which clients take part: `participants` of them, drawn uniformly without replacement. A function of the round alone, so
+        that the next selection can be known ahead."""
         return Selection(uniform(round))
 
     def send(self, round: Round) -> Message:
@@ -145,15 +145,15 @@ class Algorithm:
         return {"model": self.state["model"].unsqueeze(0)}
 
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
-        """Name and shape of each tensor in one client's reply; any other reply is refused."""
+        """Name and shape of each tensor in one client's reply; replies with others are refused."""
         return {"model": (self.plan.layout.size,)}
 
     def receive(self, round: Round, replies: Replies) -> None:
-        """Take the replies into the state; by default the mean of the models, weighted by samples."""
+        """Update the state from the replies; by default the new model is their mean, weighted by samples."""
         self.state["model"] = weighted_mean(replies["model"], replies.weights)
 
     def finish(self, round: Round) -> None:
-        """The round is over, whether or not anybody replied (without any reply, `receive` is not called)."""
+        """Called at the end of every round, also of one without any reply, in which `receive` is not called."""
         for method in self.inner():
             method.finish(round)
 
@@ -162,13 +162,12 @@ class Algorithm:
         return self.state["model"]
 
     def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
-        """What these clients would be sent to make the model that they use (`personalise`), before `round` has begun: by default
-        the global model. Rows for all or one each, as in `send`; numbers from `plan.clients` on are clients that never train.
-        """
+        """What these clients are sent in order to `personalise`, before `round` has begun; by default the global model. One row
+        for all or one each, as in `send`. Clients from number `plan.clients` on never train."""
         return {"model": self.model().unsqueeze(0)}
 
     def diagnose(self) -> dict[str, float]:
-        """Figures about the server's state worth recording beside the accuracy."""
+        """Figures about the server's state, recorded beside the accuracy."""
         return {}
 
     # --- the client half ---
@@ -181,8 +180,8 @@ class Algorithm:
         return {"model": cohort.fit(inbox["model"]).model}
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
-        """The model each client would deploy, `[k, P]`; by default what it received, or what the one inner method makes of that.
-        Memory and streams stay as they are."""
+        """The model `[k, P]` that each client would deploy; by default what it received, or what the one inner method makes of
+        it. Neither memory nor random streams may change."""
         inner = self.inner()
         return inner[0].personalise(cohort, inbox) if len(inner) == 1 else inbox["model"]
 
@@ -206,7 +205,7 @@ class Algorithm:
         return inner[0].travels(cohort) if len(inner) == 1 else (slice(0, cohort.layout.size),)
 
     def complete(self, cohort: Cohort, model: Tensor) -> Tensor:
-        """Whole models `[k, P]` of rows that travel: what a client keeps to itself is filled in from its memory."""
+        """Whole models `[k, P]`, made of the slices that travel and of what each client has in its memory of the others."""
         inner = self.inner()
         return inner[0].complete(cohort, model) if len(inner) == 1 else model
 
@@ -232,7 +231,7 @@ class Algorithm:
             yield from method.nested()
 
     def active(self, number: int) -> Iterator[Algorithm]:
-        """This method and those that it wraps, as far as they have a part in round `number`."""
+        """This method, and those of the methods in it that take part in round `number`."""
         yield self
         for method in self.inner():
             yield from method.active(number)
@@ -254,7 +253,7 @@ class Algorithm:
 
     @property
     def needs_total_rounds(self) -> bool:
-        """Whether anything depends on `round.rounds`, how many rounds there are: then a run cannot be lengthened later."""
+        """Whether anything depends on the number of rounds, `round.rounds`. Such a run cannot be lengthened later."""
         return any(method.needs_total_rounds for method in self.inner())
 
     def full_state(self) -> dict[str, Tensor]:
@@ -274,7 +273,7 @@ class Algorithm:
 
 @dataclass
 class Wrapper(Algorithm):
-    """Changes one thing about `method` and leaves everything else to it: subclasses override just that."""
+    """A method around another one: everything is left to `method` unless a subclass overrides it."""
 
     method: Algorithm
 
@@ -311,7 +310,7 @@ class Wrapper(Algorithm):
 
 
 def uniform(round: Round) -> tuple[int, ...]:
-    """`participants` of the clients, uniformly without replacement, in random order; the cost does not grow with the idle.
+    """`participants` of the clients, drawn uniformly without replacement, in random order. The cost grows with them alone.
 
     Robert Floyd's sampling, then a shuffle.
     """
@@ -357,7 +356,7 @@ def _stage(value: Any) -> tuple[Algorithm, Any]:
 
 
 def entry_of(algorithm: Algorithm) -> Entry[type[Algorithm]] | None:
-    """How a method is registered; None where it is not."""
+    """The registry's entry of a method; None where it is not registered."""
     return next((entry for entry in algorithms if entry.make is type(algorithm)), None)
 
 

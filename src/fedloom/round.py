@@ -28,11 +28,11 @@ class Round:
     selected: tuple[int, ...] = ()
 
     def stream(self, purpose: str, client: int = -1) -> torch.Generator:
-        """The random stream (seed, this round, client, purpose), at its beginning."""
+        """A new generator of the random stream that belongs to (seed, this round, client, purpose)."""
         return stream(self.seed, purpose, round=self.number, client=client)
 
     def at(self, number: int) -> Round:
-        """Another round of the same run, before its selection: what is drawn there can be known ahead."""
+        """Another round of the same run, before its selection, for drawing ahead what it will draw."""
         rate = self.initial_learning_rate * self.decay ** (number - 1)
         return replace(self, number=number, learning_rate=rate, selected=())
 

@@ -56,7 +56,7 @@ class Task:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether the clients' samples are at sites of their own."""
+        """Whether the clients' samples are at remote sites."""
         return self.partition.elsewhere
 
     @cached_property
@@ -74,7 +74,7 @@ class Task:
         return self.layout.flatten_integers(self.model)
 
     def sizes(self, clients: Tensor) -> Tensor:
-        """Training samples of the given clients, `[k]` int64; costs nothing for the others."""
+        """Numbers of training samples of the given clients, `[k]` int64."""
         index = clients.numpy()
         offsets = self.partition.offsets
         return torch.from_numpy(offsets[index + 1] - offsets[index])
@@ -88,7 +88,7 @@ class Task:
 
     @cached_property
     def _indices(self) -> Tensor:
-        """Everybody's samples, where the data are: reading one client's sends nothing there."""
+        """All clients' indices on the device of the data, so that reading one client's samples copies nothing to it."""
         return torch.from_numpy(self.partition.indices).to(self.train.labels.device)
 
     def module(self, row: Tensor) -> nn.Module:
@@ -98,8 +98,8 @@ class Task:
         return module
 
     def to(self, device: torch.device | str) -> Task:
-        """The same task with data and model on `device`, such as `"cuda"` or `"auto"`; everything that is made of them (the
-        population, what clients remember) is made there too. Raises `InvalidValue` for a device that is not here."""
+        """The same task with data and model on `device`, such as `"cuda"` or `"auto"`; models and client memory are then there
+        too. Raises `InvalidValue` for a device that does not exist here."""
         target = find_device(device) if isinstance(device, str) else device
         return replace(
             self,

@@ -122,6 +122,10 @@ class FedMR(Indep):
             if not 0 <= share <= 1:
                 raise InvalidValue(f"blend: a share must be between 0 and 1, not {share}")
 
+    @property
+    def anonymous_replies(self) -> bool:
+        return self.blend != "auto"  # which averages by samples
+
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         if self.blend == "auto":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, Wrapper, algorithms, describe
-from fedloom.algorithms.fedmr import FedMR
+from fedloom.algorithms.fedmr import FedMR, Indep
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Unit
 from fedloom.round import Round
@@ -131,7 +131,7 @@ def _require_anonymous(method: Algorithm) -> None:
     """Raise `InvalidValue`, naming the method that is to blame, unless all uploads of a round are treated alike."""
     if method.anonymous_replies:
         return
-    for inner in method.inner():
+    for inner in [] if isinstance(method, Indep) else method.inner():  # whose `local` trains, and receives no uploads
         _require_anonymous(inner)
     hint = ": give it weighted=false" if getattr(method, "weighted", False) else ""
     raise InvalidValue(f"secure: {describe(method)} needs to know whose an upload is, which the exchange hides{hint}")

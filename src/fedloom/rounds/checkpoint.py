@@ -24,7 +24,7 @@ KEPT = 2  # the newest, and the one before in case the newest turns out to be da
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state after `round` finished: the method's tensors and what the clients remember."""
+    """The state after `round`: the method's tensors and the clients' memory."""
 
     round: int
     server: dict[str, Tensor]
@@ -44,7 +44,7 @@ class Checkpoints:
         return sorted(self.directory.glob("checkpoint-*.safetensors"), reverse=True)
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint, then remove those older than the one before it, and newer ones that were passed over."""
+        """Write a checkpoint, then remove all but this one and the one before it."""
         tensors = {f"server/{name}": t for name, t in checkpoint.server.items()}
         tensors |= {f"clients/{name}": t for name, t in checkpoint.clients.items()}
         metadata = {"format": FORMAT, "round": str(checkpoint.round), "run": self.run}
@@ -97,7 +97,7 @@ def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class RoundLog:
-    """One JSON line a round, appended; a line cut short by a kill is dropped when the file is opened again."""
+    """A file with one JSON line per round. A line that was cut short by a kill is dropped when a run resumes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -116,7 +116,7 @@ class RoundLog:
         return records
 
     def resume(self, finished: int) -> list[dict[str, Any]]:
-        """The lines up to round `finished`; later and broken ones are taken off the file."""
+        """The lines up to round `finished`; later and broken ones are removed from the file."""
         kept = [record for record in self.read() if record["round"] <= finished]
         if self.path.exists():
             write_text(self.path, "".join(f"{json.dumps(record)}\n" for record in kept))

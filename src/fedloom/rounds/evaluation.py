@@ -176,6 +176,6 @@ def newcomers_last(task: Task, count: int, seed: int) -> tuple[Task, Sequence[in
 
 
 def _chosen(able: Any, schedule: Schedule) -> tuple[int, ...]:
-    """`personal_clients` of the clients, drawn by the seed, in the order of their numbers."""
+    """At most `personal_clients` of the clients, drawn by the seed, in the order of their numbers."""
     order = torch.randperm(len(able), generator=stream(schedule.seed, "evaluated clients"))
     return tuple(sorted(able[order[: schedule.personal_clients].numpy()].tolist()))

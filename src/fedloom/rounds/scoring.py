@@ -32,8 +32,8 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Tally:
-    """What n clients' own test samples gave: the clients' numbers, samples classified right, cross entropy summed (float64)
-    and samples, `[n]` each."""
+    """Scores of n clients on their own test samples: the clients' numbers, how many samples were classified right, the sum of
+    the cross entropy (float64), and how many samples there are, `[n]` each."""
 
     clients: Tensor
     correct: Tensor
@@ -42,7 +42,7 @@ class Tally:
 
     @classmethod
     def joined(cls, parts: Sequence[Tally]) -> Tally:
-        """All parts in one, in the order of the clients' numbers."""
+        """All parts as one, ordered by the clients' numbers."""
         if not parts:
             nothing = torch.empty(0, dtype=torch.int64)
             return cls(nothing, nothing, nothing.double(), nothing)
@@ -89,7 +89,7 @@ class Evaluator:
 
     @cached_property
     def module(self) -> nn.Module:
-        """The module, made when it is first needed: engines often have no models to score."""
+        """The module, copied when it is first needed, since most engines score no model."""
         return copy.deepcopy(self._original).eval().requires_grad_(False)
 
     def score(self, row: Tensor, samples: Samples, integers: Tensor | None = None) -> Score:
@@ -100,7 +100,7 @@ class Evaluator:
     def tally(
         self, row: Tensor, samples: Samples, own: Partition, clients: Sequence[int], integers: Tensor | None = None
     ) -> Tally:
-        """What the one model `row [P]` gives on the samples that `own` assigns to each of `clients`.
+        """Scores of one model `row [P]` on the samples that `own` assigns to each of `clients`.
 
         Clients share batches, so that many small test sets cost no more than one large one.
         """

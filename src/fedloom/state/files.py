@@ -49,7 +49,7 @@ def slug(text: str) -> str:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Remove what writers left in this directory that were killed, but nothing that is being written, and no other file."""
+    """Remove what killed writers left in this directory, but nothing that is being written, and no other file."""
     for folder in directory.glob(".*.writing"):
         if _UNFINISHED.fullmatch(folder.name) and folder.is_dir():
             with suppress(OSError), _locked(folder):  # a writer at work holds the lock
@@ -58,8 +58,7 @@ def remove_unfinished(directory: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a folder alone, where the system can lock one; the lock ends with this process. Raises `BlockingIOError` when another
-    holds it."""
+    """Lock a folder, where the system can, at most until this process ends. Raises `BlockingIOError` when it is locked."""
     if sys.platform == "win32":
         yield
         return

@@ -268,7 +268,7 @@ class Memory:
         self._written[name] = rows.detach()
 
     def write(self, name: str, rows: Tensor, clients: Tensor) -> None:
-        """Let only those of the clients that are marked in `clients [k]` remember their rows, from the next round on."""
+        """Write rows for the clients marked in `clients [k]` alone. They are read back from the next round on."""
         self._partly[name] = rows.detach(), clients
 
     def commit(self, kept: Sequence[int] | None = None) -> None:

@@ -53,7 +53,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors, apart from the file, and metadata of a file that `write_tensors` wrote.
+    """The tensors, copied, and the metadata of a file that `write_tensors` wrote.
 
     Raises `DamagedCheckpoint` as `open_tensors` does.
     """
