@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.flat.layout import Layout
-from fedloom.flat.module import Batch, FlatModule, Shortcuts, channels_last, convolutions_weigh_little, cross_entropy
+from fedloom.flat.module import Batch, FlatModule, Shortcuts, channels_last, convolutions_weigh_little, data_loss
 
 
 def convolutions(channels: int = 8) -> nn.Module:
@@ -28,7 +28,7 @@ def stepped(flat_module: FlatModule) -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(1)
     inputs, labels = torch.randn(1, 6, 3, 10, 10, generator=draw), torch.randint(10, (1, 6), generator=draw)
     rows = flat_module.initial.clone().unsqueeze(0)
-    loss, gradient = flat_module.gradient(rows, Batch(inputs, labels), cross_entropy, {})
+    loss, gradient = flat_module.gradient(rows, Batch(inputs, labels), data_loss, {})
     return loss, gradient.clone(), rows
 
 

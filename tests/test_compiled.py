@@ -17,7 +17,7 @@ from fedloom.engines.rows import RowsEngine, full_batch
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import FedloomError
 from fedloom.flat.compiled import CompiledGradient
-from fedloom.flat.module import Batch, FlatModule, cross_entropy, head_cross_entropy
+from fedloom.flat.module import Batch, FlatModule, data_loss, head_loss
 from fedloom.task import Task
 from ray_support import descendants
 from small_task import small_task
@@ -32,9 +32,9 @@ def taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tupl
     shapes: list[tuple[int, ...]] = []
     call = CompiledGradient.__call__
 
-    def noted(self: CompiledGradient, trained: Any, held: Any, inputs: Tensor, labels: Tensor) -> Any:
+    def noted(self: CompiledGradient, trained: Any, held: Any, inputs: Tensor, labels: Tensor, *, stacked: bool) -> Any:
         shapes.append(tuple(labels.shape))
-        return call(self, trained, held, inputs, labels)
+        return call(self, trained, held, inputs, labels, stacked=stacked)
 
     monkeypatch.setattr(CompiledGradient, "__call__", noted)
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path))
@@ -66,9 +66,9 @@ def test_methods_with_a_loss_of_their_own_train_as_ever(taken: list[tuple[int, .
     flat_module.compile_for(4, print)
     batch = Batch(torch.randn(1, 4, 5), torch.tensor([[0, 1, 2, 3]]))
     rows = small_task().initial.clone().unsqueeze(0)
-    flat_module.gradient(rows, batch._replace(inputs=torch.randn(1, 4, 6)), head_cross_entropy, {})
+    flat_module.gradient(rows, batch._replace(inputs=torch.randn(1, 4, 6)), head_loss, {})
     flat_module.autocast = torch.bfloat16
-    flat_module.gradient(rows, batch, cross_entropy, {})
+    flat_module.gradient(rows, batch, data_loss, {})
     assert taken == []
 
 

@@ -45,7 +45,7 @@ class Case:
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.spec.shape))
-        return "-".join([self.name, size, str(self.spec.classes), *map(str, self.options.values())])
+        return "-".join([self.name, size, str(self.spec.outputs), *map(str, self.options.values())])
 
 
 CASES = [
@@ -133,7 +133,7 @@ def test_head_is_applied_last_to_the_features(case: Case) -> None:
         assert torch.equal(head(seen[0]), logits)
     assert head_name(module) == "head"
     assert isinstance(head, nn.Linear)
-    assert logits.shape == (2, case.spec.classes)
+    assert logits.shape == (2, case.spec.outputs)
     assert seen[0].shape == (2, head.in_features)
 
 

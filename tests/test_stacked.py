@@ -22,7 +22,7 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.flat.layout import Layout
 from fedloom.flat.linear_chain import linear_layers
-from fedloom.flat.module import Batch, cross_entropy
+from fedloom.flat.module import Batch, data_loss
 from fedloom.flat.stacked_module import StackedModule
 from fedloom.local.cohort import Cohort
 from fedloom.local.optimizer import _Optimizer
@@ -219,7 +219,7 @@ def test_statistics_of_a_stack_move() -> None:
     stack.begin(3, [])
     inputs = torch.randn(3, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     labels = torch.zeros(3, 6, dtype=torch.int64)
-    stack.gradient(rows, Batch(inputs, labels), cross_entropy, {})
+    stack.gradient(rows, Batch(inputs, labels), data_loss, {})
     lower = dict(task.model.named_parameters())
     activations = inputs @ lower["lower.weight"].T + lower["lower.bias"]
     slices = {part.name: part.slice for part in task.layout.slices}

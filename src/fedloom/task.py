@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
@@ -20,6 +20,9 @@ from fedloom.errors import InvalidValue
 from fedloom.flat.device import find_device
 from fedloom.flat.layout import Layout, require_no_tensor_hooks
 from fedloom.models.build import build_model
+from fedloom.objectives import Objective
+from fedloom.objectives.classification import CLASSIFICATION
+from fedloom.objectives.custom import build_objective
 from fedloom.training import Training
 
 
@@ -48,6 +51,11 @@ class Task:
             raise InvalidValue(
                 f"{empty} of {self.clients} clients have no sample: use fewer clients or a larger minimum"
             )
+
+    @property
+    def objective(self) -> Objective:
+        """What is learned: the loss, and the figures by which models are judged."""
+        return self.dataset.objective
 
     @property
     def clients(self) -> int:
@@ -115,10 +123,15 @@ def make_dataset(expression: str | Call) -> Dataset:
     return cast(Dataset, datasets.build(expression))
 
 
-def make_partition(expression: str | Call, samples: Samples, clients: int, seed: int) -> Partition:
-    """The partition of an expression such as `dirichlet(0.1)` over the samples."""
+def make_partition(
+    expression: str | Call, samples: Samples, clients: int, seed: int, objective: Objective = CLASSIFICATION
+) -> Partition:
+    """The partition of an expression such as `dirichlet(0.1)` over the samples, by their labels or what the objective has in
+    their place. Where it has nothing all samples are of one class, so that `dirichlet` makes sizes differ."""
     groups = None if samples.groups is None else samples.groups.cpu().numpy()
-    return cast(Partition, partitions.build(expression, samples.labels.cpu().numpy(), clients, seed, groups))
+    strata = objective.strata(samples.labels)
+    labels = torch.zeros(len(samples), dtype=torch.int64) if strata is None else strata.cpu()
+    return cast(Partition, partitions.build(expression, labels.numpy(), clients, seed, groups))
 
 
 def make_task(
@@ -131,6 +144,7 @@ def make_task(
     local_test: float | None = None,
     merge: bool = False,
     label_noise: str = "none",
+    objective: str | Objective | Callable[..., Any] | None = None,
     seed: int = 0,
     device: str = "cpu",
 ) -> Task:
@@ -139,18 +153,28 @@ def make_task(
     `merge` joins the training and test part of the data before it is shared out, as FedALA does; it needs `local_test`,
     the share of each client's samples that it keeps for testing (FedALA: 0.25), and the global test set is then the union
     of the clients' own. `label_noise`, such as `symmetric(0.4)` or `paired([0.0, 0.6])`, makes some of the clients' training
-    labels wrong and leaves all test data as they are. `seed` draws the partition, the label noise and the initial weights, and
-    nothing else. `device` is where data and models lie: `cpu`, `cuda`, `cuda:1`, or `auto`, a GPU where there is one.
+    labels wrong and leaves all test data as they are. `objective` is what is learned, such as `regression(kind='huber')`,
+    `module:function` or a function (outputs, targets) -> the loss of each sample; by default what the data set says. `seed`
+    draws the partition, the label noise and the initial weights, and nothing else. `device` is where data and models lie:
+    `cpu`, `cuda`, `cuda:1`, or `auto`, a GPU where there is one.
 
     Raises `InvalidValue` or `UnknownName` in one line for anything that does not fit.
     """
     place = find_device(device)
     noise = build_label_noise(label_noise)
     dataset = make_dataset(data) if isinstance(data, str) else data
+    if objective is not None:
+        dataset = replace(dataset, objective=build_objective(objective))
+    if noise is not None and not dataset.objective.classes:
+        raise InvalidValue(f"label_noise={label_noise!r}: the targets of {dataset.name} are no classes")
     if merge and local_test is None:
         raise InvalidValue("merge=true leaves no test data: give local_test, such as 0.25")
     pool = dataset.train.concatenate(dataset.test) if merge else dataset.train
-    shared = partition if isinstance(partition, Partition) else make_partition(partition, pool, clients, seed)
+    shared = (
+        partition
+        if isinstance(partition, Partition)
+        else make_partition(partition, pool, clients, seed, dataset.objective)
+    )
     kept: Partition | None = None
     if local_test is not None:
         shared, kept = split_train_test(shared, seed, local_test)

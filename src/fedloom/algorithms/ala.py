@@ -18,7 +18,7 @@ from fedloom.config.fields import Count, NonNegative, Probability
 from fedloom.data.dataset import Samples
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Unit
-from fedloom.flat.module import Batch, cross_entropy, head_cross_entropy
+from fedloom.flat.module import Batch, data_loss, head_loss
 from fedloom.local.cohort import Cohort
 from fedloom.models.structure import block_parameters, head_name
 
@@ -173,15 +173,15 @@ class Ala(Wrapper):
         first: Tensor,
     ) -> tuple[Tensor, list[Tensor]]:
         """The blending weights after learning, and the loss of each epoch. `first [k]`: whose initial stage this is."""
-        part, objective = cohort.subset(self._choose, "ala"), cross_entropy
+        part, loss_fn = cohort.subset(self._choose, "ala"), data_loss
         if top == cohort.layout.under(head_name(cohort.module)):
             # Everything below the classifier is held fixed, so that one forward pass serves every epoch.
             featured = part.featured(whole)
             if featured is not None:
-                part, objective = featured, head_cross_entropy
+                part, loss_fn = featured, head_loss
 
         def step(state: dict[str, Tensor], batch: Batch) -> Tensor:
-            loss, gradient = part.partial_gradient(state["model"], batch, objective)
+            loss, gradient = part.partial_gradient(state["model"], batch, loss_fn)
             state["weights"].addcmul_(gradient, state["update"], value=-self.rate).clamp_(0, 1)
             put_(state["model"], top, torch.addcmul(state["old"], state["update"], state["weights"]))
             state["last"].copy_(loss)

@@ -150,7 +150,7 @@ class FedGen(Algorithm):
         module.eval().requires_grad_(False)
         decay = self.coefficient_decay ** (cohort.round.number - 1)
 
-        def objective(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
+        def loss_fn(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
             weights = layout.tensors(context["generator"])
             count, labels = len(batch.labels), context["labels"][batch.step]
             features = functional_call(module, weights, (batch.labels, context["noise"][batch.step, :count]))
@@ -167,7 +167,7 @@ class FedGen(Algorithm):
             )
 
         context = {"generator": inbox["generator"], **self._client_draws(cohort, inbox["model"])}
-        return cohort.fit(inbox["model"], objective=objective, context=context).model
+        return cohort.fit(inbox["model"], loss_fn=loss_fn, context=context).model
 
     def _client_draws(self, cohort: Cohort, like: Tensor) -> dict[str, Tensor]:
         """Random labels and noise for all steps of each client, `[k, steps, ...]`, padded to the most steps and largest batch."""

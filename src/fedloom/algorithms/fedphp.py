@@ -8,7 +8,6 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fedloom.algorithm import Message, algorithms
 from fedloom.algorithms.sharing import PartlyShared
@@ -47,7 +46,7 @@ class FedPHP(PartlyShared):
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         history = cohort.memory.get(self.own_model, cohort.initial)
         if self.transfer:
-            model = cohort.fit(start, objective=self._objective, context={"history": history}).model
+            model = cohort.fit(start, loss_fn=self._loss, context={"history": history}).model
         else:
             model = cohort.fit(start).model
         cohort.memory[self.own_model] = torch.lerp(model, history, self._inherited(cohort).to(model).unsqueeze(1))
@@ -66,12 +65,12 @@ class FedPHP(PartlyShared):
         expected = round.rounds * round.participants / round.clients
         return (self.mu * earlier.double() / expected).clamp(max=self.mu)
 
-    def _objective(self, net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
+    def _loss(self, net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
         features, logits = net.both(batch.inputs)
         with torch.no_grad():
             inherited, _ = net.at(context["history"]).both(batch.inputs)
         distance = squared_mmd(features.flatten(1), inherited.flatten(1))
-        return (1 - self.transfer) * F.cross_entropy(logits, batch.labels) + self.transfer * distance
+        return (1 - self.transfer) * net.objective.loss(logits, batch.labels) + self.transfer * distance
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
         name = self.own_model if self.deployed == "history" else "fedphp_model"

@@ -42,20 +42,20 @@ class Moon(Algorithm):
                 "previous": cohort.memory.get("moon_model", sent),
                 "known": known.to(sent),
             }
-            model = cohort.fit(start, objective=self._objective, context=context).model
+            model = cohort.fit(start, loss_fn=self._loss, context=context).model
         else:
             model = cohort.fit(start).model
         cohort.memory["moon_model"] = model
         return {"model": model}
 
-    def _objective(self, net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
+    def _loss(self, net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
         features, logits = net.both(batch.inputs)
         with torch.no_grad():
             towards, _ = net.at(context["received"]).both(batch.inputs)
             away, _ = net.at(context["previous"]).both(batch.inputs)
         near, far = _cosine(features, towards), _cosine(features, away)
         contrast = F.softplus((far - near) / self.temperature).mean()
-        return F.cross_entropy(logits, batch.labels) + self.mu * context["known"] * contrast
+        return net.objective.loss(logits, batch.labels) + self.mu * context["known"] * contrast
 
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:

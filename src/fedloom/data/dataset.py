@@ -11,22 +11,24 @@ from torch import Tensor
 
 from fedloom.config.registry import Registry
 from fedloom.errors import InvalidValue
+from fedloom.objectives import Objective
+from fedloom.objectives.classification import CLASSIFICATION
 
 
 @dataclass(frozen=True)
 class DataSpec:
-    """Shape of one sample as the model sees it (`(channels, height, width)`, `(features,)` or `(tokens,)`), number of
-    classes, and for token data the size of the vocabulary."""
+    """Shape of one sample as the model sees it (`(channels, height, width)`, `(features,)` or `(tokens,)`), how many numbers a
+    model puts out (the classes, or the columns of the target), and for token data the size of the vocabulary."""
 
     shape: tuple[int, ...]
-    classes: int
+    outputs: int
     vocabulary: int | None = None
 
 
 @dataclass(frozen=True)
 class Samples:
-    """`inputs [n, ...]` (uint8 images, float features or int64 tokens), `labels [n]` int64, and for data with natural
-    clients `groups [n]`, the client (writer, user) each sample came from, numbered from 0."""
+    """`inputs [n, ...]` (uint8 images, float features or int64 tokens), `labels [n]` int64 or whatever targets `[n, ...]` the
+    objective learns, and for data with natural clients `groups [n]`, the client (writer, user) each sample came from, from 0."""
 
     inputs: Tensor
     labels: Tensor
@@ -62,22 +64,29 @@ class Dataset:
     """Training and test samples of one named set.
 
     uint8 images stay bytes in memory, laid out `[n, channels, height, width]`; `prepare` scales them to [0, 1] and then
-    normalises with `mean` and `std`, one figure a channel, on the device that trains.
+    normalises with `mean` and `std`, one figure a channel, on the device that trains. `classes` is 0 where targets are no
+    classes. Raises `InvalidValue` where the objective cannot learn the targets.
     """
 
     name: str
     train: Samples
     test: Samples
-    classes: int
+    classes: int = 0
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     vocabulary: int | None = None
     class_names: tuple[str, ...] | None = None
+    objective: Objective = CLASSIFICATION
+
+    def __post_init__(self) -> None:
+        for part in (self.train, self.test):
+            self.objective.require_targets(part.labels)
 
     @property
     def spec(self) -> DataSpec:
         """What a model must know of this data."""
-        return DataSpec(tuple(self.train.inputs.shape[1:]), self.classes, self.vocabulary)
+        outputs = self.objective.outputs(self.train.labels, self.classes, self.vocabulary)
+        return DataSpec(tuple(self.train.inputs.shape[1:]), outputs, self.vocabulary)
 
     def prepare(self, inputs: Tensor) -> Tensor:
         """A batch as the model takes it: bytes to normalised float32, everything else unchanged."""

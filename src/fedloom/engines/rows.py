@@ -45,7 +45,9 @@ class RowsEngine(LocalEngine):
         self.task, self.compiled = task, compiled
         self.proof = proof or prove(task.model, task.dataset, task.train, task.training, stack=self.stacks)
         self.notices += self.proof.notices
-        self.flat_module = FlatModule(task.model, task.layout, self.proof.shortcuts, task.training.autocast_dtype)
+        self.flat_module = FlatModule(
+            task.model, task.layout, self.proof.shortcuts, task.training.autocast_dtype, task.objective
+        )
         self.evaluator = Evaluator(task.model, task.layout, task.dataset)
 
     def begin(self, task: Task, directory: Path | None) -> None:

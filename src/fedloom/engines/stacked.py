@@ -17,7 +17,7 @@ from fedloom.data.partition import Partition
 from fedloom.engines.base import engines, inspect_reply, keep_integers, load_integers
 from fedloom.engines.rows import RowsEngine, full_batch, measured
 from fedloom.errors import FedloomError, RefusedReply
-from fedloom.flat.module import Batch, FlatModule, cross_entropy
+from fedloom.flat.module import Batch, FlatModule, data_loss
 from fedloom.flat.stacked_module import StackedModule
 from fedloom.local.cohort import Cohort
 from fedloom.local.proof import Proof
@@ -62,7 +62,9 @@ class StackedEngine(RowsEngine):
     ) -> None:
         super().__init__(task, proof, memory_budget=memory_budget, compiled=compiled)
         checked(StackedEngine, {"chunk": chunk, "compiled": compiled})
-        self.stack = StackedModule(task.model, task.layout, self.proof.shortcuts, task.training.autocast_dtype)
+        self.stack = StackedModule(
+            task.model, task.layout, self.proof.shortcuts, task.training.autocast_dtype, task.objective
+        )
         self.chunk = chunk or default_chunk(task, self.flat_module)
         if self.proof.unstackable:
             self.notice(
@@ -248,7 +250,7 @@ def bytes_of_training(task: Task, flat_module: FlatModule) -> int:
         torch.random.fork_rng(devices=[row.device] if row.is_cuda else []),
         torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
     ):
-        flat_module.gradient(row, batch, cross_entropy, {})
+        flat_module.gradient(row, batch, data_loss, {})
     weights = task.layout.size * row.element_size()
     activations = max(0, sum(kept.values()) - weights) // count + batch.inputs[0, 0].numel() * row.element_size()
     return ROWS_HELD * weights + 2 * full_batch(task) * activations

@@ -22,7 +22,7 @@ def save_model(path: Path, module: nn.Module, expression: str, spec: DataSpec, a
     needed = {
         "model": expression,
         "shape": " ".join(map(str, spec.shape)),
-        "classes": str(spec.classes),
+        "classes": str(spec.outputs),
         "vocabulary": "" if spec.vocabulary is None else str(spec.vocabulary),
     }
     write_tensors(path, tensors, {**about, **needed})

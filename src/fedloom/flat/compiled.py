@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
-from torch.nn import functional as F
 
 from fedloom.data.formats.cache import cache_folder
 from fedloom.errors import FedloomError
 
 Tensors = Sequence[Tensor]
+
+Loss = Callable[[Any, Tensor], Tensor]
+"""(what the model puts out, labels) -> the mean loss of a batch."""
 
 _Function = Callable[[Tensors, Tensors, Tensor, Tensor], tuple[Tensors, tuple[Tensor, Tensors]]]
 """(trained, held, inputs, labels) -> the gradients, and the loss with what layers have moved."""
@@ -23,7 +25,7 @@ _Arguments = tuple[Tensors, Tensors, Tensor, Tensor]
 
 
 class CompiledGradient:
-    """The mean cross entropy of a batch and its gradient, forward and backward pass in one function that torch.compile made.
+    """The loss of a batch and its gradient, forward and backward pass in one function that torch.compile made.
 
     It is compiled when it is first called with so many models, samples and trained tensors, and kept on disk for the next
     process (in `compiled` in the cache folder, unless TORCHINDUCTOR_CACHE_DIR says where). Sums come in another order than in
@@ -34,29 +36,29 @@ class CompiledGradient:
     and `notice` is told.
     """
 
-    def __init__(self, module: nn.Module, batch_size: int, notice: Callable[[str], None]) -> None:
+    def __init__(self, module: nn.Module, batch_size: int, loss: Loss, notice: Callable[[str], None]) -> None:
         # Set before torch's compiler is imported, which settles on a folder then; the import takes seconds.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
         from torch._dynamo.exc import TorchDynamoException
 
         self.batch_size = batch_size
-        self._module, self._notice = module, notice
+        self._module, self._loss, self._notice = module, loss, notice
         self._functions: dict[tuple[Any, ...], _Function] = {}
         self._refusal: type[Exception] = TorchDynamoException
 
     def __call__(
-        self, trained: dict[str, Tensor], held: dict[str, Tensor], inputs: Tensor, labels: Tensor
+        self, trained: dict[str, Tensor], held: dict[str, Tensor], inputs: Tensor, labels: Tensor, *, stacked: bool
     ) -> tuple[Tensor, Tensors, dict[str, Tensor]]:
         """Loss, the gradient of each of `trained` (on CUDA overwritten by the next call), and `held` as batch norm has moved it.
 
-        All tensors have a leading axis of models where `labels` has, as `[k, b]`. Raises `FedloomError` where it cannot be
+        All tensors have a leading axis of models where they are `stacked`. Raises `FedloomError` where it cannot be
         compiled.
         """
         key = (tuple(trained), labels.shape)
         moving = [tensor.detach() for tensor in trained.values()]
         arguments = moving, list(held.values()), inputs, labels
         if key not in self._functions:
-            eager = self._function(tuple(trained), tuple(held), stacked=labels.dim() == 2)
+            eager = self._function(tuple(trained), tuple(held), stacked)
             self._functions[key] = self._proven(eager, arguments)
         gradients, (loss, after) = self._functions[key](*arguments)
         found = loss.clone()  # a graph's next run overwrites what this one gave
@@ -85,7 +87,7 @@ class CompiledGradient:
         def loss_of_one(moving: Tensors, resting: Tensors, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensors]:
             after = [tensor.clone(memory_format=torch.contiguous_format) for tensor in resting]
             tensors = dict(zip((*trained, *held), (*moving, *after), strict=True))
-            return F.cross_entropy(functional_call(self._module, tensors, (inputs,)), labels), after
+            return self._loss(functional_call(self._module, tensors, (inputs,)), labels), after
 
         one: _Function = grad_and_value(loss_of_one, has_aux=True)
         return vmap(one) if stacked else one

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional as F
 
 from fedloom.flat.compiled import CompiledGradient
 from fedloom.flat.layout import Layout, TensorSlice, Unit
 from fedloom.flat.precision import autocast
 from fedloom.models.structure import head_name
+from fedloom.objectives import Objective
+from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.training import Training
 
 Rows = slice | Tensor
@@ -35,13 +36,16 @@ class Batch(NamedTuple):
 
 
 class Net(Protocol):
-    """One client's model as an objective sees it."""
+    """One client's model as its loss sees it."""
+
+    objective: Objective
+    """What the task's models learn: `objective.loss(outputs, labels)` is the mean loss of a batch."""
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Logits `[b, classes]`."""
+        """What the model puts out, such as logits `[b, classes]`."""
 
     def both(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """The features that enter the classifier and the logits, from one forward pass."""
+        """The features that enter the classifier, and what the model puts out, from one forward pass."""
 
     def head(self, features: Tensor) -> Tensor:
         """The classifier alone."""
@@ -54,28 +58,28 @@ FILTERS_PER_ACTIVATION = 8
 """Above so many weights of convolutions for each number that they put out for one sample, channels stay first on a CPU: turning
 the filters in every step would cost more than the images gain (ResNet-20 on CIFAR: 1.4; VGG-16: 53)."""
 
-Objective = Callable[[Net, Batch, Mapping[str, Tensor]], Tensor]
+LossFn = Callable[[Net, Batch, Mapping[str, Tensor]], Tensor]
 """One client's loss: its net, its batch, what the method gave for it (a row of each `[k, ...]` tensor) -> a scalar."""
 
 FoldedStep = Callable[[Tensor, Tensor | None, Batch], Tensor]
 """(rows `[k, P]`, velocity `[k, T]` where there is momentum, batch) -> loss `[k]`: forward, backward and update at once."""
 
 
-def cross_entropy(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
-    """The data loss: mean cross entropy of the batch."""
-    return F.cross_entropy(net(batch.inputs), batch.labels)
+def data_loss(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
+    """The loss of the task's objective on the batch."""
+    return net.objective.loss(net(batch.inputs), batch.labels)
 
 
-def head_cross_entropy(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
-    """The data loss of a batch whose inputs are features (`Cohort.featured`)."""
-    return F.cross_entropy(net.head(batch.inputs), batch.labels)
+def head_loss(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
+    """The same for a batch whose inputs are features (`Cohort.featured`)."""
+    return net.objective.loss(net.head(batch.inputs), batch.labels)
 
 
 class BoundNet:
     """`Net` over a module: its own forward, with the input of the classifier caught on the way."""
 
-    def __init__(self, module: nn.Module, layout: Layout, frozen: nn.Module) -> None:
-        self.module, self.layout, self.frozen = module, layout, frozen
+    def __init__(self, module: nn.Module, layout: Layout, frozen: nn.Module, objective: Objective) -> None:
+        self.module, self.layout, self.frozen, self.objective = module, layout, frozen, objective
         self.classifier: nn.Module = module.get_submodule(head_name(module))
 
     def __call__(self, inputs: Tensor) -> Tensor:
@@ -90,14 +94,21 @@ class BoundNet:
         return logits
 
     def at(self, row: Tensor) -> Net:
-        return FrozenNet(self.frozen, self.layout, row)
+        return FrozenNet(self.frozen, self.layout, row, self.objective)
 
 
 class CalledNet:
     """`Net` of a module that is called with tensors of a row; works on one row and under `vmap` alike."""
 
-    def __init__(self, module: nn.Module, layout: Layout, tensors: Mapping[str, Tensor], frozen: nn.Module) -> None:
-        self.module, self.layout, self.tensors, self.frozen = module, layout, tensors, frozen
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        tensors: Mapping[str, Tensor],
+        frozen: nn.Module,
+        objective: Objective,
+    ) -> None:
+        self.module, self.layout, self.tensors, self.frozen, self.objective = module, layout, tensors, frozen, objective
         self.classifier_name = head_name(module)
         self.classifier = module.get_submodule(self.classifier_name)
 
@@ -115,14 +126,14 @@ class CalledNet:
         return logits
 
     def at(self, row: Tensor) -> Net:
-        return FrozenNet(self.frozen, self.layout, row)
+        return FrozenNet(self.frozen, self.layout, row, self.objective)
 
 
 class FrozenNet(CalledNet):
     """`Net` of a module in evaluation mode with the weights of a row."""
 
-    def __init__(self, module: nn.Module, layout: Layout, row: Tensor) -> None:
-        super().__init__(module, layout, layout.tensors(row.detach()), module)
+    def __init__(self, module: nn.Module, layout: Layout, row: Tensor, objective: Objective) -> None:
+        super().__init__(module, layout, layout.tensors(row.detach()), module, objective)
 
 
 def _features_and_logits(classifier: nn.Module, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
@@ -166,12 +177,13 @@ class FlatModule:
         layout: Layout,
         shortcuts: Shortcuts = PLAIN,
         autocast: torch.dtype | None = None,
+        objective: Objective = CLASSIFICATION,
     ) -> None:
-        self.layout, self.shortcuts, self.autocast = layout, shortcuts, autocast
+        self.layout, self.shortcuts, self.autocast, self.objective = layout, shortcuts, autocast, objective
         self._original = module
         self.module = layout.shell(module).train()
         self.frozen = layout.shell(module).eval().requires_grad_(False)
-        self.net = BoundNet(self.module, layout, self.frozen)
+        self.net = BoundNet(self.module, layout, self.frozen, objective)
         self.needs_pairs = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
         self._row: Tensor | None = None
         self._gradient = torch.zeros(1, layout.trainable, dtype=layout.dtype, device=next(module.parameters()).device)
@@ -198,11 +210,11 @@ class FlatModule:
         self._row = row
 
     def gradient(
-        self, rows: Tensor, batch: Batch, objective: Objective, context: Mapping[str, Tensor]
+        self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Loss `[k]` and its gradient `[k, T]` at `rows [k, P]`; the gradient is a buffer that the next call overwrites.
         Statistics in `rows[:, T:]` move as training mode moves them."""
-        loss, gradients = self.tensor_gradients(rows, batch, objective, context)
+        loss, gradients = self.tensor_gradients(rows, batch, loss_fn, context)
         buffer = self._gradient[: len(rows)]
         if len(gradients) == len(self._slices):
             # One pass. Letting autograd add into views of the buffer would clear, read and write it once more.
@@ -214,10 +226,10 @@ class FlatModule:
         return loss, buffer
 
     def partial_gradient(
-        self, rows: Tensor, batch: Batch, objective: Objective, context: Mapping[str, Tensor]
+        self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Loss `[k]` and the gradient of what `train_only` left, its slices side by side, `[k, n]`."""
-        loss, gradients = self.tensor_gradients(rows, batch, objective, context)
+        loss, gradients = self.tensor_gradients(rows, batch, loss_fn, context)
         return loss, torch.cat(self._as_rows(gradients), 1)
 
     def _as_rows(self, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -233,17 +245,17 @@ class FlatModule:
         return None
 
     def tensor_gradients(
-        self, rows: Tensor, batch: Batch, objective: Objective, context: Mapping[str, Tensor]
+        self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """Loss `[k]` and the gradient of every tensor of `pieces(rows)`, zero for one that the loss does not use. Gradients may
         share memory: they are not to be changed in place."""
         self.bind(rows)
         one = Batch(self._laid_out(batch.inputs[0]), batch.labels[0], batch.step)
-        compiled = self._compiled_for(batch, objective)
+        compiled = self._compiled_for(batch, loss_fn)
         if compiled is not None:
             return self._by_compiled(compiled, one)
         with autocast(self.autocast, rows.device):
-            loss = objective(self.net, one, {name: value[0] for name, value in context.items()})
+            loss = loss_fn(self.net, one, {name: value[0] for name, value in context.items()})
         trained = [p for p in self._parameters if p.requires_grad]
         gradients = torch.autograd.grad(loss, trained, materialize_grads=True)
         return loss.detach().to(rows).unsqueeze(0), [gradient.unsqueeze(0) for gradient in gradients]
@@ -255,19 +267,20 @@ class FlatModule:
         if batch_size is None:
             self._compiled = None
         elif self._compiled is None or self._compiled.batch_size != batch_size:
-            self._compiled = CompiledGradient(self.layout.shell(self._original).train(), batch_size, notice)
+            module = self.layout.shell(self._original).train()
+            self._compiled = CompiledGradient(module, batch_size, self.objective.loss, notice)
 
-    def _compiled_for(self, batch: Batch, objective: Objective) -> CompiledGradient | None:
+    def _compiled_for(self, batch: Batch, loss_fn: LossFn) -> CompiledGradient | None:
         """What computes this step, where it is one that is compiled."""
         compiled = self._compiled
-        if compiled is None or objective is not cross_entropy or self.autocast is not None:
+        if compiled is None or loss_fn is not data_loss or self.autocast is not None:
             return None
         return compiled if batch.labels.shape[1] == compiled.batch_size else None
 
     def _by_compiled(self, compiled: CompiledGradient, one: Batch) -> tuple[Tensor, Sequence[Tensor]]:
         tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
         trained = {name: tensors.pop(name) for name, p in list(tensors.items()) if p.requires_grad}
-        loss, gradients, after = compiled(trained, tensors, one.inputs, one.labels)
+        loss, gradients, after = compiled(trained, tensors, one.inputs, one.labels, stacked=False)
         for name, tensor in after.items():
             tensors[name].detach().copy_(tensor)
         return loss.unsqueeze(0), [gradient.unsqueeze(0) for gradient in gradients]

@@ -13,15 +13,17 @@ from fedloom.flat.device import moved
 from fedloom.flat.dropout import dropout_of
 from fedloom.flat.layout import Layout
 from fedloom.flat.linear_chain import FoldedSGD, linear_layers
-from fedloom.flat.module import PLAIN, Batch, CalledNet, FlatModule, FoldedStep, Objective, Rows, Shortcuts, piece
+from fedloom.flat.module import PLAIN, Batch, CalledNet, FlatModule, FoldedStep, LossFn, Rows, Shortcuts, piece
 from fedloom.flat.precision import stacked_autocast
+from fedloom.objectives import Objective
+from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.training import Training
 
 
 class StackedModule(FlatModule):
     """The task's architecture over k rows at once, under the interface of `FlatModule`, with `[k, ...]` for its `[1, ...]`.
 
-    The objective, written for one client, runs under `vmap` over the rows; the summed loss has one backward. Nothing is ever
+    The loss, written for one client, runs under `vmap` over the rows; the summed loss has one backward. Nothing is ever
     mixed between rows. `features` and `logits` still take one row at a time.
     """
 
@@ -31,8 +33,9 @@ class StackedModule(FlatModule):
         layout: Layout,
         shortcuts: Shortcuts = PLAIN,
         autocast: torch.dtype | None = None,
+        objective: Objective = CLASSIFICATION,
     ) -> None:
-        super().__init__(module, layout, shortcuts, autocast)
+        super().__init__(module, layout, shortcuts, autocast, objective)
         self._layers = linear_layers(self.module, layout) if shortcuts.folded else []
         names = dict(module.named_buffers())
         self._statistics = [part for part in layout.slices if part.name in names]
@@ -56,7 +59,7 @@ class StackedModule(FlatModule):
         )
 
     def tensor_gradients(
-        self, rows: Tensor, batch: Batch, objective: Objective, context: Mapping[str, Tensor]
+        self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]
     ) -> tuple[Tensor, Sequence[Tensor]]:
         trained = {part.name: piece(rows, part).detach().requires_grad_() for part in self._moving}
         names = trained.keys()
@@ -69,13 +72,13 @@ class StackedModule(FlatModule):
                     for part in self.layout.integer_slices}  # fmt: skip
 
         held = {**others, **statistics, **integers}
-        compiled = self._compiled_for(batch, objective)
+        compiled = self._compiled_for(batch, loss_fn)
         if compiled is not None:
-            losses, gradients, after = compiled(trained, held, batch.inputs, batch.labels)
+            losses, gradients, after = compiled(trained, held, batch.inputs, batch.labels, stacked=True)
             statistics = {name: after[name] for name in statistics}
             integers = {name: after[name] for name in integers}
         else:
-            losses, gradients = self._by_vmap(trained, held, batch, objective, context)
+            losses, gradients = self._by_vmap(trained, held, batch, loss_fn, context)
         for part in self._statistics:
             piece(rows, part).detach().copy_(statistics[part.name])
         self._keep_counts(batch.clients, integers)
@@ -86,7 +89,7 @@ class StackedModule(FlatModule):
         trained: dict[str, Tensor],
         held: dict[str, Tensor],
         batch: Batch,
-        objective: Objective,
+        loss_fn: LossFn,
         context: Mapping[str, Tensor],
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """Losses `[k]` and gradients; what layers move of `held` moves in place."""
@@ -94,17 +97,17 @@ class StackedModule(FlatModule):
         def loss_of_one(
             tensors: Mapping[str, Tensor], inputs: Tensor, labels: Tensor, own: Mapping[str, Tensor]
         ) -> Tensor:
-            net = CalledNet(self.module, self.layout, tensors, self.frozen)
-            return objective(net, Batch(inputs, labels, batch.step), own)
+            net = CalledNet(self.module, self.layout, tensors, self.frozen, self.objective)
+            return loss_fn(net, Batch(inputs, labels, batch.step), own)
 
         with dropout_of(self._drawing(batch.clients)), stacked_autocast(self.autocast):
             losses = vmap(loss_of_one)({**trained, **held}, batch.inputs, batch.labels, dict(context))
         return losses, torch.autograd.grad(losses.sum(), list(trained.values()), materialize_grads=True)
 
-    def _compiled_for(self, batch: Batch, objective: Objective) -> CompiledGradient | None:
+    def _compiled_for(self, batch: Batch, loss_fn: LossFn) -> CompiledGradient | None:
         """As for one model; and all of the cohort take the step, with no layer that draws."""
         apart = batch.clients is not None or bool(self._streams)
-        return None if apart else super()._compiled_for(batch, objective)
+        return None if apart else super()._compiled_for(batch, loss_fn)
 
     def _drawing(self, clients: Rows | None) -> Sequence[torch.Generator]:
         if clients is None or not self._streams:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.flat.layout import Layout, Unit
-from fedloom.flat.module import Batch, FlatModule, Objective, cross_entropy
+from fedloom.flat.module import Batch, FlatModule, LossFn, data_loss
 from fedloom.local.batches import ClientLoader, LockStep, alone, together
 from fedloom.local.optimizer import Context as Context
 from fedloom.local.optimizer import Correction as Correction
@@ -97,7 +97,7 @@ class Cohort:
 
     def featured(self, rows: Tensor) -> Cohort | None:
         """The same clients with what enters the classifier of their model `[k, P]` in place of their inputs, for work on the
-        classifier alone (`head_cross_entropy`). None where features are not a function of each sample alone."""
+        classifier alone (`head_loss`). None where features are not a function of each sample alone."""
         if self.training.augmentation != "none":
             return None
         seen = []
@@ -176,23 +176,23 @@ class Cohort:
         return together(self._loaders, orders, noises, in_step=in_step, pad=pad)
 
     def gradient(
-        self, rows: Tensor, batch: Batch, objective: Objective = cross_entropy, context: Context | None = None
+        self, rows: Tensor, batch: Batch, loss_fn: LossFn = data_loss, context: Context | None = None
     ) -> tuple[Tensor, Tensor]:
         """Loss `[k]` and gradient `[k, T]` of each client's objective at its row of `[k, P]`, in training mode: statistics in
         `rows[:, T:]` move. The gradient is overwritten by the next call."""
-        return self.flat_module.gradient(rows, batch, objective, context or {})
+        return self.flat_module.gradient(rows, batch, loss_fn, context or {})
 
     def partial_gradient(
-        self, rows: Tensor, batch: Batch, objective: Objective = cross_entropy, context: Context | None = None
+        self, rows: Tensor, batch: Batch, loss_fn: LossFn = data_loss, context: Context | None = None
     ) -> tuple[Tensor, Tensor]:
         """The same in `each_batch(..., only=unit)`, with just the slices of that unit side by side, `[k, n]`."""
-        return self.flat_module.partial_gradient(rows, batch, objective, context or {})
+        return self.flat_module.partial_gradient(rows, batch, loss_fn, context or {})
 
     def fit(
         self,
         start: Tensor,
         *,
-        objective: Objective = cross_entropy,
+        loss_fn: LossFn = data_loss,
         gradient_fn: GradientFn | None = None,
         correction: Correction | None = None,
         context: Context | None = None,
@@ -206,7 +206,7 @@ class Cohort:
     ) -> Trained:
         """Local SGD from `start [k, P]`, which is left as it is (FedAvg, algorithm 1).
 
-        Each step takes one batch, the gradient of `objective` (or what `gradient_fn` gives in its place), then `correction`,
+        Each step takes one batch, the gradient of `loss_fn` (or what `gradient_fn` gives in its place), then `correction`,
         clipping, weight decay and momentum as `training` says. With `only`, just those slices of the parameters move.
         """
         settings = self.training if learning_rate is None else replace(self.training, learning_rate=learning_rate)
@@ -219,7 +219,7 @@ class Cohort:
         self.flat_module.train_only(only)
         try:
             optimizer = LocalOptimizer(
-                self.flat_module, settings, rate, weights, only, objective, gradient_fn, correction
+                self.flat_module, settings, rate, weights, only, loss_fn, gradient_fn, correction
             )
             for group in self.lock_steps(
                 purpose=purpose,
@@ -227,7 +227,7 @@ class Cohort:
                 steps=steps,
                 batch_size=batch_size,
                 drop_last=drop_last,
-                in_step=gradient_fn is not None or objective is not cross_entropy,
+                in_step=gradient_fn is not None or loss_fn is not data_loss,
                 pad=optimizer.folded is not None,
             ):
                 part = group.take(state)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedloom.flat.layout import Unit
-from fedloom.flat.module import Batch, FlatModule, Objective, cross_entropy
+from fedloom.flat.module import Batch, FlatModule, LossFn, data_loss
 from fedloom.local.batches import LockStep
 from fedloom.training import Training
 
@@ -27,7 +27,7 @@ wants it taken."""
 class LocalOptimizer:
     """One local training: how each batch moves the rows of the clients whose it is.
 
-    Per step the gradient of `objective` (or what `gradient_fn` gives in its place), then `correction`, clipping, weight decay and
+    Per step the gradient of `loss_fn` (or what `gradient_fn` gives in its place), then `correction`, clipping, weight decay and
     momentum as the settings say. `weights [k, P]` are those of the whole cohort; with `only`, just these slices move.
     """
 
@@ -38,18 +38,18 @@ class LocalOptimizer:
         rate: float,
         weights: Tensor,
         only: Unit | None,
-        objective: Objective,
+        loss_fn: LossFn,
         gradient_fn: GradientFn | None,
         correction: Correction | None,
     ) -> None:
         self.flat_module, self.settings, self.rate = flat_module, settings, rate
-        self.objective, self.gradient_fn, self.correction = objective, gradient_fn, correction
+        self.loss_fn, self.gradient_fn, self.correction = loss_fn, gradient_fn, correction
         trainable = flat_module.layout.trainable
         self.parts = (slice(0, trainable),) if only is None else tuple(part for part in only if part.stop <= trainable)
         # Where nothing looks at the whole gradient, each tensor is updated from where autograd left its gradient.
         sgd = settings.optimizer == "sgd"
         self.by_tensor = sgd and settings.clip is None and gradient_fn is None and correction is None
-        folds = self.by_tensor and objective is cross_entropy
+        folds = self.by_tensor and loss_fn is data_loss and flat_module.objective.plain_cross_entropy
         self.folded = flat_module.folded(settings, rate) if folds else None
         joint = flat_module.shortcuts.joint_optimizer
         self.optimizers = None if sgd else TorchOptimizers(settings, rate, weights, self.parts, joint)
@@ -80,9 +80,9 @@ class LocalOptimizer:
     def _gradients(self, rows: Tensor, batch: Batch, context: Context) -> tuple[Tensor, Sequence[Tensor]]:
         """The loss `[g]`, and a gradient for each of `_moved(rows)`."""
         if self.by_tensor:
-            return self.flat_module.tensor_gradients(rows, batch, self.objective, context)
+            return self.flat_module.tensor_gradients(rows, batch, self.loss_fn, context)
         if self.gradient_fn is None:
-            loss, gradient = self.flat_module.gradient(rows, batch, self.objective, context)
+            loss, gradient = self.flat_module.gradient(rows, batch, self.loss_fn, context)
         else:
             loss, gradient = self.gradient_fn(rows, batch, context)
         with torch.no_grad():

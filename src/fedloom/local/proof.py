@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.flat.layout import Layout
@@ -109,7 +108,7 @@ class _Comparison:
         training: Training,
         kind: torch.dtype | None = None,
     ) -> None:
-        self.module, self.layout, self.kind = module, Layout(module), kind
+        self.module, self.layout, self.kind, self.objective = module, Layout(module), kind, dataset.objective
         index = torch.arange(sum(SAMPLES), device=samples.labels.device) % len(samples)
         inputs = dataset.prepare(samples.inputs[index])
         inputs = inputs.to(self.layout.dtype) if inputs.is_floating_point() else inputs
@@ -131,7 +130,7 @@ class _Comparison:
         """How clients that train one after another differ, or None where they do not."""
 
         def train() -> list[Tensor]:
-            one, found = FlatModule(self.module, self.layout, shortcuts, self.kind), []
+            one, found = FlatModule(self.module, self.layout, shortcuts, self.kind, self.objective), []
             for k in range(2):
                 one.load_integers(self.integers[k : k + 1])
                 with self._stream(k):
@@ -145,7 +144,7 @@ class _Comparison:
         """How clients that train in lock step differ, likewise."""
 
         def train() -> list[Tensor]:
-            many = StackedModule(self.module, self.layout, shortcuts, self.kind)
+            many = StackedModule(self.module, self.layout, shortcuts, self.kind, self.objective)
             many.begin(2, [stream(0, "layers", client=k) for k in range(2)] if self.draws else [])
             many.load_integers(self.integers)
             with _no_loop_over_models():
@@ -191,7 +190,7 @@ class _Comparison:
                     for parameter in trained:  # not to None, so that a parameter that the loss does not use decays too
                         parameter.grad = torch.zeros_like(parameter)
                     with autocast(self.kind, self.start.device):
-                        loss = F.cross_entropy(module(batch.inputs[0]), batch.labels[0])
+                        loss = self.objective.loss(module(batch.inputs[0]), batch.labels[0])
                     loss.backward()
                     if self.settings.clip is not None:
                         nn.utils.clip_grad_norm_(trained, self.settings.clip)

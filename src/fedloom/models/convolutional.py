@@ -35,7 +35,7 @@ class Convolutional(nn.Module):
         for layer, size in zip(self.hidden, hidden, strict=True):
             self.add_module(layer, nn.Linear(features, size))
             features = size
-        self.head = nn.Linear(features, spec.classes)
+        self.head = nn.Linear(features, spec.outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         # ReLU commutes with the maximum, and after it there is a quarter of the work.

@@ -32,4 +32,4 @@ def fasttext(spec: DataSpec, *, width: Count = 32) -> nn.Module:
     Positions that hold padding count in the mean, as in FedALA's code. Source: Joulin et al. 2017; FedALA, section
     "Experiments". Raises `InvalidValue` where the data are no sequences of tokens.
     """
-    return FastText(vocabulary("fasttext", spec), width, spec.classes)
+    return FastText(vocabulary("fasttext", spec), width, spec.outputs)

@@ -37,7 +37,7 @@ def logistic(spec: DataSpec, *, zero_init: bool = False) -> nn.Module:
 
     `zero_init` starts from zero weights, as FedDC's synthetic experiments do. Raises `InvalidValue` for tokens.
     """
-    module = Perceptron(flat_features("logistic", spec), (), spec.classes)
+    module = Perceptron(flat_features("logistic", spec), (), spec.outputs)
     if zero_init:
         nn.init.zeros_(module.head.weight)
         nn.init.zeros_(module.head.bias)
@@ -50,7 +50,7 @@ def mlp(spec: DataSpec, *, hidden: Sequence[Count] = (200, 200)) -> nn.Module:
 
     Raises `InvalidValue` for tokens.
     """
-    return Perceptron(flat_features("mlp", spec), hidden, spec.classes)
+    return Perceptron(flat_features("mlp", spec), hidden, spec.outputs)
 
 
 @models.register("mcmahan_2nn")
@@ -59,7 +59,7 @@ def mcmahan_2nn(spec: DataSpec) -> nn.Module:
 
     Source: McMahan et al. 2017, section 3. Raises `InvalidValue` for tokens.
     """
-    return Perceptron(flat_features("mcmahan_2nn", spec), (200, 200), spec.classes)
+    return Perceptron(flat_features("mcmahan_2nn", spec), (200, 200), spec.outputs)
 
 
 @models.register("feddc_fcn")
@@ -68,4 +68,4 @@ def feddc_fcn(spec: DataSpec, *, hidden: Count = 200) -> nn.Module:
 
     Source: FedUmf, appendix, with the widths of FedDC's code. Raises `InvalidValue` for tokens.
     """
-    return Perceptron(flat_features("feddc_fcn", spec), (hidden, hidden), spec.classes)
+    return Perceptron(flat_features("feddc_fcn", spec), (hidden, hidden), spec.outputs)

@@ -38,4 +38,4 @@ def projected(spec: DataSpec, *, model: str = "mlp", width: Count = 256) -> nn.M
     if not name or not isinstance(classifier, nn.Linear):
         raise InvalidValue(f"projected needs a model with a linear classifier above its features, not {model}")
     body.set_submodule(name, nn.Identity())
-    return Projected(body, classifier.in_features, width, spec.classes)
+    return Projected(body, classifier.in_features, width, spec.outputs)

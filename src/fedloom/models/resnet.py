@@ -182,7 +182,7 @@ def resnet18(spec: DataSpec, *, stem: Literal["imagenet", "cifar"] = "imagenet")
     no images.
     """
     channels, _, _ = image_shape("resnet18", spec)
-    return ResNet18(channels, spec.classes, large=stem == "imagenet")
+    return ResNet18(channels, spec.outputs, large=stem == "imagenet")
 
 
 @models.register("resnet20")
@@ -192,7 +192,7 @@ def resnet20(spec: DataSpec) -> nn.Module:
     Source: He et al. 2016, section 4.2. Raises `InvalidValue` where the data are no images.
     """
     channels, _, _ = image_shape("resnet20", spec)
-    return ResNet20(channels, spec.classes)
+    return ResNet20(channels, spec.outputs)
 
 
 @models.register("fedmr_resnet20")
@@ -204,4 +204,4 @@ def fedmr_resnet20(spec: DataSpec, *, variant: Variant = "auto") -> nn.Module:
     image. Source: the code of FedMR. Raises `InvalidValue` where the data are no images.
     """
     channels, _, _ = image_shape("fedmr_resnet20", spec)
-    return PreActivationResNet20(channels, spec.classes, pooled=is_femnist("fedmr_resnet20", spec, variant))
+    return PreActivationResNet20(channels, spec.outputs, pooled=is_femnist("fedmr_resnet20", spec, variant))

@@ -90,6 +90,6 @@ def fedmr_vgg16(spec: DataSpec, *, variant: Variant = "auto", dropout: BelowOne 
     """
     if is_femnist("fedmr_vgg16", spec, variant):
         channels, _, _ = image_shape("fedmr_vgg16", spec, FEMNIST_WINDOWS)
-        return FemnistVgg(channels, spec.classes)
+        return FemnistVgg(channels, spec.outputs)
     channels, height, width = image_shape("fedmr_vgg16", spec, CIFAR_WINDOWS)
-    return Vgg16(channels, height * width, spec.classes, dropout)
+    return Vgg16(channels, height * width, spec.outputs, dropout)

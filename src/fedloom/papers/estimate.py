@@ -142,7 +142,7 @@ def seconds_a_step(own: Configuration, spec: DataSpec, threads: int) -> float:
 def _timed(model: str, spec: DataSpec, batch: int, augmentation: str, optimizer: str, threads: int) -> float:
     with using_threads(threads):
         samples = _noise(spec, batch)
-        data = Dataset("noise", samples, samples[:1], spec.classes, vocabulary=spec.vocabulary)
+        data = Dataset("noise", samples, samples[:1], spec.outputs, vocabulary=spec.vocabulary)
         everyone = Partition.of([torch.arange(batch).numpy()])
         settings: dict[str, Any] = {"batch_size": batch, "augmentation": augmentation, "optimizer": optimizer}
         task = make_task(data, clients=1, partition=everyone, model=model, training=settings)
@@ -161,7 +161,7 @@ def _noise(spec: DataSpec, count: int) -> Samples:
         inputs = torch.randint(0, 256, (count, *spec.shape), generator=generator, dtype=torch.uint8)
     else:
         inputs = torch.randn((count, *spec.shape), generator=generator)
-    return Samples(inputs, torch.randint(0, spec.classes, (count,), generator=generator))
+    return Samples(inputs, torch.randint(0, spec.outputs, (count,), generator=generator))
 
 
 def _facts(own: Configuration) -> DataFacts:

@@ -11,7 +11,7 @@ from fedloom.recording.recorder import Exchange, Measurement, Recorder, RunConte
 
 @recorders.register("objective")
 @dataclass(frozen=True)
-class Objective(Recorder):
+class TrainingObjective(Recorder):
     """The training objective over a round's clients, of the models they receive and of the models they upload.
 
     F = sum_i n_i f_i(w_i) / sum_i n_i over the clients that replied, with n_i training samples each and f_i the mean cross

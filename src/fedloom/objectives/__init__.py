@@ -1,0 +1,89 @@
+"""What a task's models learn, one kind a file; `objectives` lists them by name."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+from torch import Tensor
+
+from fedloom.config.registry import Registry
+from fedloom.errors import InvalidValue
+
+Totals = Mapping[str, Tensor]
+"""What `Objective.statistics` counts, added up over the samples of n clients: `[n, ...]` float64 by name."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The figure that models are judged by: its name in the records, what tables call it, whether more is better, and whether
+    it is a share, which tables show in %."""
+
+    name: str
+    title: str
+    higher_is_better: bool = False
+    share: bool = False
+
+
+class Objective(ABC):
+    """The loss of a batch, and what is counted of each sample to judge a model.
+
+    `outputs` are what the model returns for b samples; of a tuple the first, and of a dictionary `logits`, is the prediction.
+    What is counted adds up over samples, so that batches, clients and sites can be judged apart and together.
+    """
+
+    metric: ClassVar[Metric]
+    classes: ClassVar[bool] = False
+    """Whether a target is the number of a class, which some methods and partitions need."""
+
+    @property
+    def plain_cross_entropy(self) -> bool:
+        """Whether the loss is the mean cross entropy and nothing else, for which models of linear layers have a faster step."""
+        return False
+
+    @abstractmethod
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        """The mean loss of a batch, a scalar; it also runs under `torch.func.vmap`."""
+
+    @abstractmethod
+    def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
+        """What is counted of each of b samples, `[b, ...]` by name."""
+
+    @abstractmethod
+    def figures(self, totals: Totals) -> dict[str, Tensor]:
+        """The figures of n clients, `[n]` float64 by name; among them `metric` and `loss`. `totals["samples"] [n]` is there
+        without being counted."""
+
+    def require_targets(self, targets: Tensor) -> None:  # noqa: B027
+        """Raise `InvalidValue` where the data's targets are none that can be learned so."""
+
+    def outputs(self, targets: Tensor, classes: int, vocabulary: int | None) -> int:
+        """How many numbers a model puts out for one sample (one token, one pixel)."""
+        return classes
+
+    def strata(self, targets: Tensor) -> Tensor | None:
+        """Whole numbers `[n]` by which partitions that are skewed by label share the samples out; None where there are none."""
+        return None
+
+
+# An objective is a dataclass of options with defaults.
+objectives: Registry[Callable[..., Objective]] = Registry("objective", "fedloom.objectives")
+
+
+def prediction(outputs: Any) -> Tensor:
+    """What a model predicts: its output, the first of several, or `logits` of a dictionary (or what acts as one).
+
+    Raises `InvalidValue` for anything else.
+    """
+    if isinstance(outputs, Tensor):
+        return outputs
+    if isinstance(outputs, Mapping) and isinstance(outputs.get("logits"), Tensor):
+        return cast(Tensor, outputs["logits"])
+    if isinstance(outputs, tuple | list) and outputs and isinstance(outputs[0], Tensor):
+        return outputs[0]
+    what = f"a dictionary of {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else type(outputs).__name__
+    raise InvalidValue(
+        f"the model returns {what}: wanted a tensor, a tuple that begins with one, or 'logits' in a dictionary"
+    )

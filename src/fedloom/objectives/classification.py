@@ -1,0 +1,100 @@
+"""One class for each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedloom.config.fields import BelowOne, Count, NonNegative, require_fields
+from fedloom.errors import InvalidValue
+from fedloom.objectives import Metric, Objective, Totals, objectives, prediction
+
+
+@objectives.register("classification")
+@dataclass(frozen=True)
+class Classification(Objective):
+    """Mean cross entropy of logits `[b, classes]` and labels `[b]`; judged by the accuracy.
+
+    `label_smoothing` as in PyTorch's `cross_entropy`, likewise `class_weights`, one for each class: the weighted mean is divided
+    by the weights of the batch. `top_k` records the share of samples whose class is among the k largest logits, too.
+    """
+
+    label_smoothing: BelowOne = 0.0
+    class_weights: Sequence[NonNegative] = ()
+    top_k: Count | None = None
+    metric = Metric("accuracy", "Accuracy", higher_is_better=True, share=True)
+    classes = True
+    _weights: dict[tuple[torch.device, torch.dtype], Tensor] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        require_fields(self)
+        if self.class_weights and not sum(self.class_weights):
+            raise InvalidValue("class_weights must not all be 0")
+
+    @property
+    def plain_cross_entropy(self) -> bool:
+        return not self.label_smoothing and not self.class_weights
+
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        logits = prediction(outputs)
+        return F.cross_entropy(logits, targets, self._weights_like(logits), label_smoothing=self.label_smoothing)
+
+    def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
+        logits = prediction(outputs)
+        weights = self._weights_like(logits)
+        found = {
+            "correct": logits.argmax(1) == targets,
+            "loss": F.cross_entropy(logits, targets, weights, reduction="none", label_smoothing=self.label_smoothing),
+        }
+        if weights is not None:
+            found["weight"] = weights[targets]
+        if self.top_k is not None:
+            largest = logits.topk(min(self.top_k, logits.shape[1]), dim=1).indices
+            found["among"] = (largest == targets.unsqueeze(1)).any(1)
+        return found
+
+    def figures(self, totals: Totals) -> dict[str, Tensor]:
+        found = {
+            "accuracy": totals["correct"] / totals["samples"],
+            "loss": totals["loss"] / totals.get("weight", totals["samples"]),
+        }
+        return found if self.top_k is None else {**found, f"top_{self.top_k}": totals["among"] / totals["samples"]}
+
+    def require_targets(self, targets: Tensor) -> None:
+        if targets.dim() != 1 or targets.dtype != torch.int64:
+            raise InvalidValue(
+                f"objective 'classification' needs labels [n] of int64, not {list(targets.shape)} of {_kind(targets)}"
+            )
+        highest = int(targets.max()) if len(targets) else 0
+        if self.class_weights and highest >= len(self.class_weights):
+            raise InvalidValue(f"class_weights has {len(self.class_weights)} numbers, but there is a label {highest}")
+
+    def strata(self, targets: Tensor) -> Tensor:
+        return targets
+
+    def _weights_like(self, logits: Tensor) -> Tensor | None:
+        if not self.class_weights:
+            return None
+        key = logits.device, logits.dtype
+        if key not in self._weights:
+            if len(self.class_weights) != logits.shape[-1]:
+                raise InvalidValue(
+                    f"class_weights has {len(self.class_weights)} numbers, but the model has {logits.shape[-1]} outputs"
+                )
+            self._weights[key] = torch.tensor(self.class_weights, dtype=logits.dtype, device=logits.device)
+        return self._weights[key]
+
+
+def _kind(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+CLASSIFICATION = Classification()
+"""What is learned where nothing else is said."""

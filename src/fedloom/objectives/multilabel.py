@@ -1,0 +1,62 @@
+"""Any number of classes for each sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedloom.errors import InvalidValue
+from fedloom.objectives import Metric, Objective, Totals, objectives, prediction
+
+
+@objectives.register("multilabel")
+@dataclass(frozen=True)
+class Multilabel(Objective):
+    """Mean binary cross entropy of logits and targets `[b, classes]` of 0 and 1; judged by the micro-averaged F1.
+
+    A class counts as predicted where its logit is above 0. F1 = 2 tp / (2 tp + fp + fn): `f1` of all decisions together,
+    `f1_macro` the mean over classes that occur or are predicted; `exact`, the share of samples with every class right.
+    """
+
+    metric = Metric("f1", "F1 (micro)", higher_is_better=True, share=True)
+
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        logits = prediction(outputs)
+        return F.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype))
+
+    def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
+        logits, wanted = prediction(outputs), targets > 0.5
+        found = logits > 0
+        return {
+            "loss": F.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype), reduction="none")
+            .double()
+            .mean(1),
+            "exact": (found == wanted).all(1),
+            "right": found & wanted,
+            "predicted": found,
+            "occurring": wanted,
+        }
+
+    def figures(self, totals: Totals) -> dict[str, Tensor]:
+        right, both = totals["right"], totals["predicted"] + totals["occurring"]
+        counts = both > 0
+        each = torch.where(counts, 2 * right / both.clamp_min(1), 0)
+        return {
+            "f1": 2 * right.sum(1) / both.sum(1).clamp_min(1),
+            "f1_macro": each.sum(1) / counts.sum(1).clamp_min(1),
+            "exact": totals["exact"] / totals["samples"],
+            "loss": totals["loss"] / totals["samples"],
+        }
+
+    def outputs(self, targets: Tensor, classes: int, vocabulary: int | None) -> int:
+        return targets.shape[1]
+
+    def require_targets(self, targets: Tensor) -> None:
+        if targets.dim() != 2 or not bool(((targets == 0) | (targets == 1)).all()):
+            raise InvalidValue(
+                f"objective 'multilabel' needs targets [n, classes] of 0 and 1, not {list(targets.shape)}"
+            )

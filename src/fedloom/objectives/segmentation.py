@@ -1,0 +1,63 @@
+"""A class for each pixel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedloom.config.fields import require_fields
+from fedloom.errors import InvalidValue
+from fedloom.objectives import Metric, Objective, Totals, objectives, prediction
+
+
+@objectives.register("segmentation")
+@dataclass(frozen=True)
+class Segmentation(Objective):
+    """Mean cross entropy over the pixels of a batch: logits `[b, classes, h, w]`, targets `[b, h, w]`; pixels equal to `ignore`
+    count nowhere. Judged by the mean over classes of intersection / union; `accuracy` is the share of pixels that are right.
+    """
+
+    ignore: int = 255
+    metric = Metric("miou", "Mean IoU", higher_is_better=True, share=True)
+
+    def __post_init__(self) -> None:
+        require_fields(self)
+
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        logits = prediction(outputs)
+        total = F.cross_entropy(logits, targets, ignore_index=self.ignore, reduction="sum")
+        return total / (targets != self.ignore).sum().clamp_min(1)
+
+    def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
+        logits = prediction(outputs)
+        counts, found, classes = targets != self.ignore, logits.argmax(1), range(logits.shape[1])
+        loss = F.cross_entropy(logits, targets, ignore_index=self.ignore, reduction="none")
+        both = [((found == c) & (targets == c)).sum((1, 2)) for c in classes]
+        either = [(((found == c) & counts) | (targets == c)).sum((1, 2)) for c in classes]
+        return {
+            "loss": loss.double().sum((1, 2)),
+            "correct": ((found == targets) & counts).sum((1, 2)),
+            "pixels": counts.sum((1, 2)),
+            "intersection": torch.stack(both, 1),
+            "union": torch.stack(either, 1),
+        }
+
+    def figures(self, totals: Totals) -> dict[str, Tensor]:
+        pixels, union = totals["pixels"].clamp_min(1), totals["union"]
+        each = torch.where(union > 0, totals["intersection"] / union.clamp_min(1), 0)
+        return {
+            "miou": each.sum(1) / (union > 0).sum(1).clamp_min(1),
+            "accuracy": totals["correct"] / pixels,
+            "loss": totals["loss"] / pixels,
+        }
+
+    def require_targets(self, targets: Tensor) -> None:
+        if targets.dim() != 3 or targets.dtype != torch.int64:
+            kind = str(targets.dtype).removeprefix("torch.")
+            raise InvalidValue(
+                f"objective 'segmentation' needs targets [n, h, w] of int64, not {list(targets.shape)} of {kind}"
+            )

@@ -1,0 +1,57 @@
+"""The next token at every place of a sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedloom.config.fields import require_fields
+from fedloom.errors import InvalidValue
+from fedloom.objectives import Metric, Objective, Totals, objectives, prediction
+
+
+@objectives.register("sequence")
+@dataclass(frozen=True)
+class NextToken(Objective):
+    """Mean cross entropy over the tokens of a batch: logits `[b, tokens, vocabulary]`, targets `[b, tokens]`; targets equal to
+    `padding` count nowhere. Judged by the perplexity, exp(loss); `accuracy` is the share of tokens whose logit is largest.
+    """
+
+    padding: int = -100
+    metric = Metric("perplexity", "Perplexity")
+
+    def __post_init__(self) -> None:
+        require_fields(self)
+
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        logits = prediction(outputs)
+        total = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=self.padding, reduction="sum")
+        return total / (targets != self.padding).sum().clamp_min(1)
+
+    def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
+        logits, counts = prediction(outputs), targets != self.padding
+        loss = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=self.padding, reduction="none")
+        return {
+            "loss": loss.double().sum(1),
+            "correct": ((logits.argmax(2) == targets) & counts).sum(1),
+            "tokens": counts.sum(1),
+        }
+
+    def figures(self, totals: Totals) -> dict[str, Tensor]:
+        tokens = totals["tokens"].clamp_min(1)
+        loss = totals["loss"] / tokens
+        return {"perplexity": loss.exp(), "accuracy": totals["correct"] / tokens, "loss": loss}
+
+    def outputs(self, targets: Tensor, classes: int, vocabulary: int | None) -> int:
+        return vocabulary or classes
+
+    def require_targets(self, targets: Tensor) -> None:
+        if targets.dim() != 2 or targets.dtype != torch.int64:
+            kind = str(targets.dtype).removeprefix("torch.")
+            raise InvalidValue(
+                f"objective 'sequence' needs targets [n, tokens] of int64, not {list(targets.shape)} of {kind}"
+            )
