@@ -18,6 +18,7 @@ import torch
 from fedloom.config.expression import parse
 from fedloom.errors import InvalidValue
 from fedloom.papers.estimate import cost, work
+from fedloom.papers.ledger import ExhibitRecord
 from fedloom.papers.paper_data import at_hand, facts
 from fedloom.papers.paper_file import exhibit, exhibits, titles
 from fedloom.papers.plan import ReproduceOptions, plan
@@ -107,6 +108,14 @@ def test_a_cell_of_each_paper_runs_in_little_and_says_so_everywhere(
     assert markdown.startswith(f"## PARTIAL {name}")
     assert f"| {row} |" in markdown
     assert "PARTIAL " + name in (folder / "report.html").read_text()
+    kept = ExhibitRecord.read(folder / "cells.json")
+    [result] = kept.results
+    assert (result.cell.row, result.cell.column) == (row, cell["column"])
+    assert result.here is not None
+    assert (str(result.here.runs), "; ".join(result.left_out)) == (cell["runs"], cell["left_out"])
+    assert ("" if result.here.mean is None else str(result.here.mean)) == cell["here"].replace("*", "")
+    assert kept.command.startswith(f"fedloom reproduce {name} --rows ")
+    assert kept.environment["threads"] == 1
 
     made = sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("result.json"))
     code, again, err = reproduce(*asked)

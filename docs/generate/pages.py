@@ -2,8 +2,8 @@
 
 A line `[[methods: personal]]` in a page is replaced by all methods of that family, `[[datasets]]`, `[[partitions]]`,
 `[[label_noises]]`, `[[models]]`, `[[recorders]]` and `[[trackers]]` by all there is of each, `[[methods]]` by a table of every
-method, and
-`[[file: benchmarks/RESULTS.md]]` by a file of the repository. So a new method is in the documentation without another edit.
+method, `[[ledger]]` by what is recorded of the papers' tables and figures, and `[[file: benchmarks/RESULTS.md]]` by a file of
+the repository. So a new method is in the documentation without another edit.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from fedloom.data.noise import label_noises
 from fedloom.data.partition import partitions
 from fedloom.experiment.trackers import trackers
 from fedloom.models import models
+from fedloom.papers.ledger import ledger, to_markdown
 from fedloom.recording.recorder import recorders
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,6 +63,8 @@ def on_post_template(output_content: str, **_: Any) -> str:
 def _filled(what: str, which: str | None) -> str:
     if what == "methods":
         return overview() if which is None else "\n\n".join(map(described, family(which)))
+    if what == "ledger":
+        return to_markdown(ledger(ROOT / "benchmarks" / "records" / "papers"))
     if what == "file" and which is not None:
         text = (ROOT / which).read_text(encoding="utf-8")
         inside = text.partition("\n")[2].strip()  # the page has a title of its own

@@ -7,6 +7,9 @@ import json
 import os
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -51,9 +54,19 @@ def environment() -> dict[str, Any]:
         "numpy": numpy.__version__,
         "platform": platform.platform(),
         "machine": platform.machine(),
+        "processor": _processor(),
         "processors": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
+
+
+@cache
+def _processor() -> str:
+    """The model of the processor, as Linux says; elsewhere what Python knows of it."""
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line for line in lines if line.startswith("model name")).partition(": ")[2]
+    return platform.processor()
 
 
 def version_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

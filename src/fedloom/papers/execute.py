@@ -10,8 +10,10 @@ from fedloom.config.expression import parse
 from fedloom.errors import DataError, InvalidValue
 from fedloom.experiment.configuration import Configuration
 from fedloom.experiment.events import RunName, Watch
+from fedloom.experiment.identity import environment
 from fedloom.experiment.jobs import Job, Tasks, require_possible
 from fedloom.experiment.pools import make_pool
+from fedloom.papers.ledger import ExhibitRecord, today
 from fedloom.papers.measure import judged, measured
 from fedloom.papers.paper_data import at_hand, data_of, facts, family
 from fedloom.papers.plan import ReproducePlan, setting_key
@@ -125,12 +127,14 @@ def notes(plan: ReproducePlan) -> list[str]:
 
 
 def write(plan: ReproducePlan, table: list[CellResult], command: str) -> list[Path]:
-    """Write `cells.csv`, `cells.md` and, where there are runs, `report.html`; their paths."""
+    """Write `cells.csv`, `cells.md`, the record `cells.json` and, where there are runs, `report.html`; their paths."""
     plan.folder.mkdir(parents=True, exist_ok=True)
-    places = [plan.folder / "cells.csv", plan.folder / "cells.md"]
+    places = [plan.folder / name for name in ("cells.csv", "cells.md", "cells.json")]
     write_text(places[0], to_csv(plan.exhibit.id, table))
     write_text(places[1], to_markdown(title(plan), table, notes(plan)))
     runs = _labelled(plan)
+    computed_with = runs[0].environment if runs else environment()
+    write_text(places[2], ExhibitRecord(plan.exhibit.id, command, today(), computed_with, tuple(table)).to_json())
     if runs:
         places.append(plan.folder / "report.html")
         targets = sorted({cell.measure.target / 100 for cell in plan.cells if cell.measure.target})

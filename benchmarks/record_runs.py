@@ -1,0 +1,106 @@
+"""Write records for the page on faithfulness from runs that `fedloom run` made, finished or not.
+
+    python benchmarks/record_runs.py fedmr.table-1 benchmarks/records/fedmr_table_1/runs --command "fedloom run ..."
+
+Every run below the folder is taken for the cell of the table or figure that it differs least from, in its settings. Runs that
+differ in other settings are other experiments: each has a record of its own. `fedloom reproduce` writes its record itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedloom.config.expression import Call, parse
+from fedloom.experiment.configuration import configuration
+from fedloom.papers.ledger import ExhibitRecord, today
+from fedloom.papers.measure import measured
+from fedloom.papers.paper_file import exhibit
+from fedloom.papers.plan import NEUTRAL
+from fedloom.papers.protocols import Exhibit, PaperCell
+from fedloom.papers.result_table import CellResult
+from fedloom.report.summary import RunSummary, dotted
+from fedloom.state.files import slug, write_text
+
+RECORDS = Path(__file__).parent / "records" / "papers"
+
+APART = {*NEUTRAL, "name", "directory", "targets", "command", "seed", "record", "rounds", "device"}
+"""Settings that make no other experiment, and the number of rounds, which is looked at by itself."""
+
+DECIDING = ("algorithm", "model", "data.name", "data.partition", "participation", "data.clients")
+"""Settings in which a run must not differ from its cell."""
+
+
+def summary(place: Path) -> RunSummary:
+    """What the run has left so far, also of earlier versions."""
+
+    def lines(name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (place / name).read_text(encoding="utf-8").splitlines()]
+
+    told, environment = (json.loads((place / f"{name}.json").read_text()) for name in ("configuration", "environment"))
+    records = lines("metrics.jsonl")
+    timings = lines("timings.jsonl")[: len(records)]
+    return RunSummary(told["algorithm"], told["seed"], records, timings, configuration=told, environment=environment)
+
+
+def settings(resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted key; expressions in one spelling, data sets without their folders."""
+    told = dotted(resolved)
+    data = parse(told["data.name"])
+    named = {key: value for key, value in data.named.items() if key != "folder"}
+    return {
+        **told,
+        "data.name": str(Call(data.name, data.positional, named)),
+        "algorithm": str(parse(told["algorithm"])),
+    }
+
+
+def differences(cell: PaperCell, run: RunSummary) -> dict[str, Any]:
+    """The settings of the run that are not those of the cell."""
+    whole = configuration({**cell.setting.table(cell.setting.rounds), "algorithm": cell.algorithm})
+    expected, own = settings(whole.resolved(cell.algorithm, run.seed)), settings(run.configuration)
+    return {key: own[key] for key in own if key in expected and key not in APART and own[key] != expected[key]}
+
+
+def records(one: Exhibit, runs: list[RunSummary], command: str) -> Iterator[tuple[str, ExhibitRecord]]:
+    """A record of the runs for each set of settings that they change, with a name."""
+    groups: dict[str, dict[int, list[RunSummary]]] = {}
+    changes: dict[str, tuple[str, ...]] = {}
+    for run in runs:
+        near = min(((differences(cell, run), k) for k, cell in enumerate(one.cells)), key=lambda found: len(found[0]))
+        if any(key in near[0] for key in DECIDING):
+            raise SystemExit(f"{one.id} has no cell of {run.algorithm} with {near[0]}")
+        texts = tuple(f"{key}={value}" for key, value in near[0].items())
+        name = slug(" ".join([one.id, *texts]))
+        changes[name] = texts
+        groups.setdefault(name, {}).setdefault(near[1], []).append(run)
+    for name, found in groups.items():
+        results = []
+        for k, own in found.items():
+            cell = one.cells[k]
+            shortest, seeds = min(len(run.records) for run in own), len(cell.setting.seeds)
+            left_out = [f"{shortest} of {cell.setting.rounds:,} rounds"] if shortest < cell.setting.rounds else []
+            left_out += [f"{len(own)} of {seeds} seeds"] if len(own) < seeds else []
+            results.append(CellResult(cell, measured(cell, own), (*left_out, *changes[name])))
+        environment = next(iter(found.values()))[0].environment
+        yield name, ExhibitRecord(one.id, command, today(), environment, tuple(results))
+
+
+def main() -> None:
+    """Read the runs and write the records."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("exhibit")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--command", required=True)
+    given = parser.parse_args()
+    runs = [summary(path.parent) for path in sorted(given.folder.rglob("configuration.json"))]
+    for name, record in records(exhibit(given.exhibit), runs, given.command):
+        write_text(RECORDS / f"{name}.json", record.to_json())
+        print(RECORDS / f"{name}.json")
+
+
+if __name__ == "__main__":
+    main()

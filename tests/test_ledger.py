@@ -1,0 +1,123 @@
+"""The ledger of what is reproduced: states that follow from records, and the records of this repository."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import record_runs
+from fedloom.errors import InvalidValue
+from fedloom.papers.ledger import STATES, ExhibitRecord, LedgerEntry, ledger, to_markdown
+from fedloom.papers.measure import Measured
+from fedloom.papers.paper_file import exhibit, exhibits
+from fedloom.papers.result_table import CellResult
+
+RECORDS = Path(__file__).resolve().parents[1] / "benchmarks" / "records" / "papers"
+A2 = exhibit("fedumf.table-a2")
+CELLS = {cell.row: cell for cell in A2.cells if cell.column == "MNIST IID 15% to 95%"}
+
+
+def record(values: dict[str, tuple[float | None, float | None]], *left_out: str) -> ExhibitRecord:
+    """A record of rounds to a target: mean and deviation by method."""
+    results = tuple(
+        CellResult(CELLS[row], Measured(mean, std, 3, 3 if mean else 0, 300), left_out)
+        for row, (mean, std) in values.items()
+    )
+    return ExhibitRecord(A2.id, "fedloom reproduce fedumf.table-a2", "2026-01-02", {"torch": "2"}, results)
+
+
+def entry(folder: Path, *records: ExhibitRecord) -> LedgerEntry:
+    (folder / "reasons.toml").write_text('"fedumf.*" = "because"\n"*" = "no time"\n')
+    for number, one in enumerate(records):
+        (folder / f"{number}.json").write_text(one.to_json())
+    found = {one.exhibit.id: one for one in ledger(folder)}
+    assert list(found) == list(exhibits())
+    assert (found["fedmr.table-1"].state, found["fedmr.table-1"].reason) == ("not run", "no time")
+    return found[A2.id]
+
+
+@pytest.mark.parametrize(
+    ("values", "left_out", "state"),
+    [
+        ({"FedAvg": (40.6, 1.0), "FedDC": (22.3, 0.5)}, (), "within"),
+        ({"FedAvg": (40.0, None)}, (), "within"),  # no deviation is known, and it is the same
+        ({"FedAvg": (41.0, None)}, (), "differs"),
+        ({"FedAvg": (50.0, 1.0), "FedDC": (30.0, 1.0)}, (), "order"),
+        ({"FedAvg": (30.0, 1.0), "FedDC": (50.0, 1.0)}, (), "differs"),
+        ({"FedAvg": (None, None), "FedDC": (22.0, 1.0)}, (), "order"),  # never reached is last
+        ({"FedAvg": (40.6, 1.0)}, ("100 of 300 rounds",), "within"),  # every run was there before
+        ({"FedAvg": (None, None)}, ("100 of 300 rounds",), "partial"),
+        ({"FedAvg": (40.6, 1.0)}, ("100 of 300 rounds", "training.momentum=0.5"), "partial"),
+    ],
+)
+def test_states_follow_from_records(
+    tmp_path: Path, values: dict[str, tuple[float | None, float | None]], left_out: tuple[str, ...], state: str
+) -> None:
+    printed = [cell.printed.mean for cell in (CELLS["FedAvg"], CELLS["FedDC"]) if cell.printed is not None]
+    assert printed == [40, 22]
+    found = entry(tmp_path, record(values, *left_out))
+    assert (found.state, found.reason) == (state, "because")
+    page = to_markdown([found])
+    assert f"| {STATES[state]} | {len(values)} of 264 |" in page
+    assert ("because" in page) == (state != "within")
+
+
+def test_a_later_record_does_not_hide_that_an_earlier_one_differs(tmp_path: Path) -> None:
+    found = entry(tmp_path, record({"FedAvg": (40.6, 1.0)}), record({"FedAvg": (60.0, 1.0)}))
+    assert (found.state, len(found.judged)) == ("differs", 2)
+
+
+def test_a_record_comes_back_from_its_file_without_the_folders_of_the_machine(tmp_path: Path) -> None:
+    whole = record({"FedAvg": (40.6, 1.0), "FedDC": (None, None)}, "2 of 3 seeds")
+    command = "fedloom reproduce fedumf.table-a2 --data 'mnist=/home/me/my data' --directory /big/disk threads=1"
+    path = tmp_path / "one.json"
+    path.write_text(ExhibitRecord(whole.exhibit, command, whole.date, {}, whole.results, "a page").to_json())
+    read = ExhibitRecord.read(path)
+    assert read.results == whole.results
+    assert read.command == "fedloom reproduce fedumf.table-a2 --data mnist=FOLDER --directory FOLDER threads=1"
+    assert read.source == "a page"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"row": "FedAvgg"}, "fedumf.table-a2 has no cell of 'FedAvgg' in 'MNIST IID 15% to 95%'"),
+        ({"means": 1}, "is no record of a table or figure"),
+    ],
+)
+def test_a_file_that_is_no_record_is_refused(tmp_path: Path, change: dict[str, object], said: str) -> None:
+    table = json.loads(record({"FedAvg": (40.6, 1.0)}).to_json())
+    table["cells"][0] |= change
+    (tmp_path / "one.json").write_text(json.dumps(table))
+    with pytest.raises(InvalidValue, match=re.escape(said)):
+        ExhibitRecord.read(tmp_path / "one.json")
+
+
+def test_records_of_long_runs_are_those_that_their_folder_gives_now() -> None:
+    """Also of runs that have not ended: what of the protocol they leave out says so."""
+    folder, command = RECORDS.parent / "fedmr_table_1" / "runs", "long_runs.py"
+    runs = [record_runs.summary(path.parent) for path in sorted(folder.rglob("configuration.json"))]
+    for name, found in record_runs.records(exhibit("fedmr.table-1"), runs, command):
+        assert found.results == ExhibitRecord.read(RECORDS / f"{name}.json").results
+        assert {result.cell.row for result in found.results} <= {"FedAvg", "FedMR"}
+        for one in found.results:
+            assert one.here is not None
+            assert (f"{one.here.rounds} of 1,000 rounds" in one.left_out) == (one.here.rounds < 1000)
+
+
+def test_the_records_of_the_repository_are_explained_and_give_the_same_page_again() -> None:
+    entries = ledger(RECORDS)
+    unexplained = ("differs", "partial", "not run", "order")
+    assert [one.exhibit.id for one in entries if one.state in unexplained and not one.reason] == []
+    assert {one.exhibit.id for one in entries if one.records} >= {"fedmr.table-1", "fedumf.table-a2", "fedala.table-2"}
+    page = to_markdown(entries)
+    assert page == to_markdown(ledger(RECORDS))
+    for one in entries:
+        name, anchor = one.exhibit.id.partition(".")[2], one.exhibit.id.replace(".", "-")
+        assert f"| [{name}](#{anchor}) |" in page if one.records else f"| {name} |" in page
+        for kept in one.records:
+            assert kept.command in page
+            assert not re.search(r"[ =']/\w", kept.command), f"{kept.command} names a folder of somebody's machine"
