@@ -46,15 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = app(
-            given, prog_name="fedloom", standalone_mode=False, obj=given
-        )  # which makes 130 of a KeyboardInterrupt
-        if code == 130:
-            _say(
-                f"stopped; to go on: {again(given)}"
-                if given[0] in ("run", "compare", "tune", "reproduce")
-                else "stopped"
-            )
+        code = app(given, prog_name="fedloom", standalone_mode=False, obj=given)
+        if code == 130:  # a KeyboardInterrupt
+            goes_on = given[0] in ("run", "compare", "tune", "reproduce")
+            _say(f"stopped; to go on: {again(given)}" if goes_on else "stopped")
         return code if isinstance(code, int) else 0
     except click.ClickException as error:
         if "\n" in error.format_message():

@@ -5,12 +5,6 @@ from __future__ import annotations
 from fedloom.errors import InvalidValue, suggestion
 
 
-def require_positive(name: str, value: float) -> None:
-    """Raise `InvalidValue` unless value > 0."""
-    if not value > 0:
-        raise InvalidValue(f"{name} must be greater than 0, not {value}")
-
-
 def require_at_least(name: str, value: float, least: float) -> None:
     """Raise `InvalidValue` unless value >= least."""
     if not value >= least:

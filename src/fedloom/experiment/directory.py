@@ -33,7 +33,7 @@ from fedloom.algorithm import Algorithm, describe
 from fedloom.errors import CheckpointError
 from fedloom.experiment.identity import environment, version_changes
 from fedloom.recording.run_recording import RESULT as RECORDED
-from fedloom.report.summary import RunSummary
+from fedloom.report.summary import RunSummary, dotted
 from fedloom.rounds.checkpoint import RoundLog
 from fedloom.state.files import remove_unfinished, slug, write_text
 
@@ -112,7 +112,7 @@ class RunDirectory:
         """
         if not (self.path / "configuration.json").exists():
             return
-        before, now = flattened(self.configuration), flattened(configuration)
+        before, now = dotted(self.configuration), dotted(configuration)
         for key in sorted((before.keys() | now.keys()) - {"rounds"}):
             if before.get(key) != now.get(key):
                 raise CheckpointError(
@@ -217,7 +217,7 @@ def finished_runs(folder: Path) -> dict[str, list[Path]]:
 
 def fingerprint(configuration: Mapping[str, Any]) -> str:
     """A digest of a resolved configuration: equal for equal ones, where a key that is not set and one set to none are equal."""
-    settled = {key: value for key, value in flattened(configuration).items() if value is not None}
+    settled = {key: value for key, value in dotted(configuration).items() if value is not None}
     return hashlib.sha256(json.dumps(settled, sort_keys=True).encode()).hexdigest()
 
 
@@ -236,12 +236,3 @@ def folder_name(expression: str) -> str:
 def to_json(value: Any) -> str:
     """JSON as people read it."""
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-
-
-def flattened(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one with dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        inside = isinstance(value, Mapping) and value
-        flat |= flattened(value, f"{prefix}{key}.") if inside else {prefix + key: value}
-    return flat

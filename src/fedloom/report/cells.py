@@ -5,36 +5,42 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fedloom.report.summary import Reach, Row, Spread
+from fedloom.report.summary import LAST, Reach, Row, Spread
 from fedloom.report.units import byte_text, percent, time_text
 
 NEVER = "*"
 """Stands where a target was never reached."""
 
+SOME = "†"
+"""Follows, in brief, the mean of the seeds that reached a target where others did not."""
+
 
 @dataclass(frozen=True)
 class Cell:
-    """What is shown, and what to sort by (None sorts last); `partial` when some seeds are missing from the value."""
+    """What is shown, and what to sort by (None sorts last); `partial` when some seeds are missing from the value, `brief` what a
+    narrow terminal shows where that is shorter."""
 
     text: str
     value: float | str | None
     partial: bool = False
+    brief: str = ""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column's title, whether the `largest`, the `smallest` or no (`""`) value is the best, and how a page sorts by it at
-    first, `ascending`, `descending` or never (`""`)."""
+    """A column's title, whether the `largest`, the `smallest` or no (`""`) value is the best, how a page sorts by it at first,
+    `ascending`, `descending` or never (`""`), and a `brief` title where there is one."""
 
     title: str
     best: str = ""
     order: str = "descending"
+    brief: str = ""
 
 
 _CLIENTS = (
-    Column("Clients' own, %", "largest"),
-    Column("Std over clients, %", "smallest", "ascending"),
-    Column("Worst tenth, %", "largest"),
+    Column("Clients' own, %", "largest", brief="Clients %"),
+    Column("Std over clients, %", "smallest", "ascending", brief="Spread"),
+    Column("Worst tenth, %", "largest", brief="Worst %"),
 )
 
 
@@ -68,27 +74,27 @@ class Table:
         return {k for k, value in numbers.items() if value == best}
 
 
-def comparison(rows: Sequence[Row], marks: Mapping[str, Mapping[str, str]] | None = None) -> Table:
+def comparison(rows: Sequence[Row], marks: Mapping[str, Mapping[str, str]] | None = None, last: int = LAST) -> Table:
     """Rows of `summarise` as a table for people: per cent, bytes in decimal units, seconds; mean ± std over seeds.
 
     The rounds to a target carry their speed-up over the first method, `1.8×`, where every seed of both reached it, and
     how many seeds did where not all. Columns about the clients' own test data stand there where there are such figures.
-    `marks` are put behind the accuracies, by measure (`MEASURES`) and method.
+    `marks` are put behind the accuracies, by measure (`MEASURES`) and method; `last` evaluations are in the mean of the last.
     """
-    targets = rows[0].reaches if rows else ()
+    targets = [percent(reach.target) for reach in rows[0].reaches] if rows else []
     clients = any(row.personal is not None for row in rows)
     columns = (
         Column("Method", order="ascending"),
         Column("Seeds"),
         Column("Rounds"),
-        Column("Final accuracy, %", "largest"),
-        Column("Best accuracy, %", "largest"),
-        Column("Mean of last, %", "largest"),
+        Column("Final accuracy, %", "largest", brief="Final %"),
+        Column("Best accuracy, %", "largest", brief="Best %"),
+        Column("Mean of last, %", "largest", brief=f"Last {last}, %"),
         *(_CLIENTS if clients else ()),
-        *(Column(f"Rounds to {percent(reach.target)} %", "smallest", "ascending") for reach in targets),
-        *(Column(f"Bytes to {percent(reach.target)} %", "smallest", "ascending") for reach in targets),
-        Column("Bytes down"),
-        Column("Bytes up"),
+        *(Column(f"Rounds to {target} %", "smallest", "ascending", f"{target} %") for target in targets),
+        *(Column(f"Bytes to {target} %", "smallest", "ascending", f"B {target} %") for target in targets),
+        Column("Bytes down", brief="Down"),
+        Column("Bytes up", brief="Up"),
         Column("Time"),
         Column("Faults"),
     )
@@ -106,12 +112,13 @@ def halves(table: Table) -> tuple[Table, Table]:
     return table.part([0, *accuracy]), table.part([0, *cost])
 
 
-def share_cell(spread: Spread | None, mark: str = "", digits: int = 2) -> Cell:
-    """A share over seeds in per cent, `87.21 ± 0.48`, with a mark behind it."""
+def share_cell(spread: Spread | None, mark: str = "") -> Cell:
+    """A share over seeds in per cent, `87.21 ± 0.48`, or in brief `87.2±0.5`, with a mark behind it."""
     if spread is None:
         return Cell("–", None)
-    deviation = f" ± {100 * spread.std:.{digits}f}" if spread.count > 1 else ""
-    return Cell(f"{100 * spread.mean:.{digits}f}{deviation}{mark}", spread.mean)
+    deviation, brief = (f" ± {100 * spread.std:.2f}", f"±{100 * spread.std:.1f}") if spread.count > 1 else ("", "")
+    mean = 100 * spread.mean
+    return Cell(f"{mean:.2f}{deviation}{mark}", spread.mean, brief=f"{mean:.1f}{brief}{mark}")
 
 
 def _line(row: Row, first: Row, clients: bool, marks: Mapping[str, Mapping[str, str]]) -> tuple[Cell, ...]:
@@ -126,7 +133,7 @@ def _line(row: Row, first: Row, clients: bool, marks: Mapping[str, Mapping[str, 
         *(_bytes(reach.bytes, NEVER, reach.reached < reach.seeds) for reach in row.reaches),
         _bytes(row.bytes_down),
         _bytes(row.bytes_up),
-        Cell("–", None) if row.seconds is None else Cell(time_text(row.seconds.mean), row.seconds.mean),
+        _time(row.seconds),
         Cell(str(row.faults), row.faults),
     )
 
@@ -134,15 +141,25 @@ def _line(row: Row, first: Row, clients: bool, marks: Mapping[str, Mapping[str, 
 def _rounds(reach: Reach, first: Reach) -> Cell:
     if reach.rounds is None:
         return Cell(NEVER, None)
-    text = (
-        f"{reach.rounds.mean:.0f}" if reach.rounds.count == 1 else f"{reach.rounds.mean:.1f} ± {reach.rounds.std:.1f}"
-    )
+    mean, brief = reach.rounds.mean, f"{reach.rounds.mean:.0f}"
+    text = brief if reach.rounds.count == 1 else f"{mean:.1f} ± {reach.rounds.std:.1f}"
     if reach.reached < reach.seeds:
-        text += f" ({reach.reached} of {reach.seeds} seeds)"
-    elif reach is not first and first.rounds is not None and first.reached == first.seeds:
-        text += f" ({first.rounds.mean / reach.rounds.mean:.1f}×)"
-    return Cell(text, reach.rounds.mean, partial=reach.reached < reach.seeds)
+        return Cell(f"{text} ({reach.reached} of {reach.seeds} seeds)", mean, partial=True, brief=brief + SOME)
+    if reach is not first and first.rounds is not None and first.reached == first.seeds:
+        faster = f"{first.rounds.mean / mean:.1f}×"
+        return Cell(f"{text} ({faster})", mean, brief=f"{brief} {faster}")
+    return Cell(text, mean, brief=brief)
 
 
 def _bytes(spread: Spread | None, missing: str = "–", partial: bool = False) -> Cell:
-    return Cell(missing, None) if spread is None else Cell(byte_text(spread.mean), spread.mean, partial)
+    if spread is None:
+        return Cell(missing, None)
+    text = byte_text(spread.mean)
+    return Cell(text, spread.mean, partial, text + SOME if partial else "")
+
+
+def _time(seconds: Spread | None) -> Cell:
+    if seconds is None:
+        return Cell("–", None)
+    whole = round(seconds.mean)
+    return Cell(time_text(seconds.mean), seconds.mean, brief=f"{whole // 60}:{whole % 60:02d}")

@@ -53,7 +53,7 @@ class Sheet:
     @property
     def table(self) -> Table:
         """The comparison of the methods, marked."""
-        return comparison(self.rows, self.marks)
+        return comparison(self.rows, self.marks, self.last)
 
 
 def sheet(
@@ -125,7 +125,7 @@ def faults_in(one: Sheet) -> str:
     return f"{'once' if count == 1 else f'{count:,} times'} a client was absent, failed or was refused" if count else ""
 
 
-def overall(sheets: Sequence[Sheet], digits: int = 2) -> Table:
+def overall(sheets: Sequence[Sheet]) -> Table:
     """One measure of every method (a line) in every setting (a column), and the mean of a method's ranks over the settings.
 
     Rank 1 is the largest mean; equal means share the mean of their ranks. Settings in which some method has no value are
@@ -145,7 +145,7 @@ def overall(sheets: Sequence[Sheet], digits: int = 2) -> Table:
     lines = []
     for k, method in enumerate(methods):
         cells = [
-            share_cell(spreads.get(method), one.marks[one.measure].get(method, ""), digits)
+            share_cell(spreads.get(method), one.marks[one.measure].get(method, ""))
             for one, spreads in zip(sheets, found, strict=True)
         ]
         rank = sum(float(one[k]) for one in ranks) / len(ranks) if ranks else None

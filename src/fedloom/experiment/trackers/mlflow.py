@@ -16,8 +16,8 @@ from filelock import FileLock
 
 from fedloom.config.fields import NonNegative
 from fedloom.errors import installing
-from fedloom.experiment.directory import flattened
 from fedloom.experiment.trackers.tracker import TrackedRun, require_installed, trackers
+from fedloom.report.summary import dotted
 
 _TAG = "fedloom.run"
 _LAST = "last_round"
@@ -60,7 +60,7 @@ class MLflow:
                 self._client.update_run(self._id, status="RUNNING")
                 return max((metric.step for metric in self._client.get_metric_history(self._id, _LAST)), default=0)
             self._id = self._client.create_run(place, tags={_TAG: run.token}, run_name=run.label).info.run_id
-            parameters = flattened(run.configuration)
+            parameters = dotted(run.configuration)
             self._client.log_batch(
                 self._id,
                 params=[mlflow.entities.Param(name, str(value)[:_LONGEST]) for name, value in parameters.items()],
