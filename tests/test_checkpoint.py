@@ -59,15 +59,17 @@ class Disk:
 def disk(last: float = float("inf")) -> Iterator[Disk]:
     """Every function through which the run changes files goes through a `Disk`."""
     watched = Disk(last)
-    save_file, replace, unlink = fedloom.state.tensors.save_file, Path.replace, Path.unlink
+    digest, replace, unlink = fedloom.state.tensors._digest, Path.replace, Path.unlink
     append, write_bytes, rmtree = RoundLog.append, Path.write_bytes, shutil.rmtree
 
-    def saved(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-        def half() -> None:
-            save_file(tensors, path, metadata)
-            os.truncate(path, path.stat().st_size // 2)
+    def written(tensors: dict[str, Tensor], about: str, write: Any = None) -> str:
+        if write is None:
+            return digest(tensors, about)
 
-        watched.operation(lambda: save_file(tensors, path, metadata), half)
+        def half() -> None:
+            digest(tensors, about, lambda chunk: write(chunk[: len(chunk) // 2]))
+
+        return str(watched.operation(lambda: digest(tensors, about, write), half))
 
     def appended(log: RoundLog, record: dict[str, Any]) -> None:
         def half() -> None:
@@ -80,7 +82,7 @@ def disk(last: float = float("inf")) -> Iterator[Disk]:
         pass
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fedloom.state.tensors, "save_file", saved)
+        patch.setattr(fedloom.state.tensors, "_digest", written)
         patch.setattr(RoundLog, "append", appended)
         patch.setattr(Path, "replace", lambda a, b: watched.operation(lambda: replace(a, b), nothing))
         patch.setattr(Path, "unlink", lambda a, **o: watched.operation(lambda: unlink(a, **o), nothing))
@@ -250,13 +252,13 @@ def test_ctrl_c_while_clients_train_loses_little_and_changes_nothing(tmp_path: P
 def test_saving_drops_what_was_passed_over(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, "run")
     for number in (10, 20, 30):
-        checkpoints.save(Checkpoint(number, {"model": torch.full((3,), float(number))}, {}))
+        checkpoints.save(Checkpoint(number, {"model": torch.full((3,), float(number))}, {}, {}))
     assert [path.name[16:18] for path in checkpoints.paths()] == ["30", "20"]
     checkpoints.paths()[0].write_bytes(b"damaged")
     found = checkpoints.latest(99, lambda checkpoint: None)
     assert found is not None
     assert found.round == 20
-    checkpoints.save(Checkpoint(25, {"model": torch.zeros(3)}, {}))
+    checkpoints.save(Checkpoint(25, {"model": torch.zeros(3)}, {}, {}))
     assert [path.name[16:18] for path in checkpoints.paths()] == ["25", "20"]
 
 

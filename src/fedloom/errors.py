@@ -5,7 +5,8 @@ FedloomError                the user can act on it; the command line prints it a
 ├── UnknownName             a name that nothing is registered under (also a KeyError)
 ├── DataError               a file of data that is missing, damaged or in another format
 ├── CheckpointError         a run directory or checkpoint that cannot be continued
-│   └── DamagedCheckpoint   a file of tensors that is missing, cut short or not one at all
+│   ├── DamagedCheckpoint   a file of a run that is missing, or not as it was written
+│   └── DiskFull            a file for which the disk has no room
 ├── MissingExtra            an optional dependency that is not installed
 ├── RefusedReply            a client's reply that has a wrong name, shape, type or a value that is not finite
 │   └── NotFinite           a reply with a value that is not finite: the client's training diverged
@@ -50,7 +51,11 @@ class CheckpointError(FedloomError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A file of tensors that is missing, cut short or not one at all."""
+    """A file of a run that is missing, or not as it was written."""
+
+
+class DiskFull(CheckpointError):
+    """A file for which the disk has no room; the text says how many bytes it needs."""
 
 
 class MissingExtra(FedloomError, ImportError):

@@ -133,5 +133,5 @@ def _entry(run: RunSummary, client: int) -> Mapping[str, Any]:
 def _models(place: Path, rounds: Sequence[int], client: int) -> list[dict[str, Tensor]]:
     """The client's models of these rounds. Raises `DamagedCheckpoint` when one cannot be read."""
     prefix = f"{Trajectory(client).name}/"
-    files = (read_tensors(kept_file(place, number))[0] for number in rounds)
+    files = (read_tensors(kept_file(place, number), round=str(number))[0] for number in rounds)
     return [{n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)} for tensors in files]

@@ -88,6 +88,11 @@ class Recording:
         assert self.directory is not None
         return kept_file(self.directory, number)
 
+    @property
+    def logs(self) -> Sequence[RoundLog]:
+        """Where the measurements are written."""
+        return [] if self._log is None else [self._log]
+
     def finished(self) -> int:
         """How many rounds from the first on have all their measurements on disk."""
         lines = [] if self._log is None else self._log.read()
@@ -129,7 +134,7 @@ class Recording:
             self._tensors[number] = tensors
         elif tensors:
             self._folder.mkdir(exist_ok=True)
-            write_tensors(self._path(number), tensors, {}, durable=False)
+            write_tensors(self._path(number), tensors, {"round": str(number)}, durable=False)
             self._unsynced.append(self._path(number))
         self._lines.append(line)
         if self._log is not None:
@@ -166,7 +171,9 @@ class Recording:
         prefix = f"{recorder.name}/"
         found = {}
         for number in numbers:
-            tensors = self._tensors[number] if self._log is None else read_tensors(self._path(number))[0]
+            tensors = (
+                self._tensors[number] if self._log is None else read_tensors(self._path(number), round=str(number))[0]
+            )
             found[number] = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
         return found
 

@@ -1,34 +1,38 @@
 """What a run leaves on disk while it goes on: checkpoints, and one line of figures a round.
 
 A checkpoint is one safetensors file, written under a temporary name and renamed, so that a kill leaves the old one or the new
-one, never half of one. Loading runs no code.
+one, never half of one. It holds digests of itself and of the figures of its rounds, so that no damaged file is gone on from.
+Loading runs no code.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import xxhash
 from torch import Tensor
 
 from fedloom.errors import CheckpointError, DamagedCheckpoint
-from fedloom.state.files import flush, write_text
+from fedloom.state.files import flush, not_written, write_text
 from fedloom.state.tensors import read_tensors, write_tensors
 
-FORMAT = "2"
+FORMAT = "3"
+T = TypeVar("T")
 KEPT = 2  # the newest, and the one before in case the newest turns out to be damaged
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state after `round`: the method's tensors and the clients' memory."""
+    """The state after `round`: the method's tensors, the clients' memory, and digests of the logs up to there, by file name."""
 
     round: int
     server: dict[str, Tensor]
     clients: dict[str, Tensor]
+    logs: Mapping[str, str]
 
 
 class Checkpoints:
@@ -47,8 +51,9 @@ class Checkpoints:
         """Write a checkpoint, then remove all but this one and the one before it."""
         tensors = {f"server/{name}": t for name, t in checkpoint.server.items()}
         tensors |= {f"clients/{name}": t for name, t in checkpoint.clients.items()}
-        metadata = {"format": FORMAT, "round": str(checkpoint.round), "run": self.run}
-        path = self.directory / f"checkpoint-{checkpoint.round:07d}.safetensors"
+        logs = {f"log {name}": digest for name, digest in checkpoint.logs.items()}
+        metadata = {"format": FORMAT, "round": str(checkpoint.round), "run": self.run, **logs}
+        path = self.directory / _file_name(checkpoint.round)
         write_tensors(path, tensors, metadata)
         paths = self.paths()
         at = paths.index(path)
@@ -57,7 +62,7 @@ class Checkpoints:
 
     def latest(self, recorded: int, adopt: Callable[[Checkpoint], None]) -> Checkpoint | None:
         """The newest checkpoint that can be read, that `adopt` takes, and whose rounds are all among the `recorded` ones that
-        have figures. `adopt` raises `DamagedCheckpoint` where something beside the file, which it needs, is missing.
+        have figures. `adopt` raises `DamagedCheckpoint` where something beside the file, which it needs, is missing or damaged.
 
         What had to be passed over, and where the run goes on instead, is said in `notices`. Raises `CheckpointError` when a
         checkpoint belongs to another run.
@@ -89,18 +94,39 @@ class Checkpoints:
             raise CheckpointError(
                 f"{path} is of another run (method, settings, data or initial model): use another folder"
             )
-        return Checkpoint(int(metadata["round"]), _below("server/", tensors), _below("clients/", tensors))
+        if path.name != _file_name(int(metadata["round"])):
+            raise DamagedCheckpoint(f"{path} is of round {metadata['round']}, which is not its name")
+        return Checkpoint(
+            int(metadata["round"]), _below("server/", tensors), _below("clients/", tensors), _below("log ", metadata)
+        )
 
 
-def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+def _file_name(round: int) -> str:
+    return f"checkpoint-{round:07d}.safetensors"
+
+
+def _below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
+    return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
 
 
 class RoundLog:
-    """A file with one JSON line per round. A line that was cut short by a kill is dropped when a run resumes."""
+    """A file with one JSON line per round. A line that was cut short by a kill is dropped when a run resumes.
+
+    `digest` is that of all lines since `resume`.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._digest = xxhash.xxh3_128()
+
+    @property
+    def digest(self) -> str:
+        return str(self._digest.hexdigest())
+
+    def require(self, finished: int, digest: str | None) -> None:
+        """Raise `DamagedCheckpoint` unless the lines up to round `finished` are those of which this was the digest."""
+        if _digest(record for record in self.read() if record["round"] <= finished).hexdigest() != digest:
+            raise DamagedCheckpoint(f"{self.path} is not as it was written, up to round {finished}")
 
     def read(self) -> list[dict[str, Any]]:
         """The lines that can be read, in the order of their rounds."""
@@ -120,17 +146,30 @@ class RoundLog:
         kept = [record for record in self.read() if record["round"] <= finished]
         if self.path.exists():
             write_text(self.path, "".join(f"{json.dumps(record)}\n" for record in kept))
+        self._digest = _digest(kept)
         return kept
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one line and hand it to the system at once."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(f"{json.dumps(record)}\n")
+        """Write one line and hand it to the system at once. Raises `CheckpointError` when it cannot be written."""
+        line = f"{json.dumps(record)}\n".encode()
+        try:
+            with self.path.open("ab") as file:
+                file.write(line)
+        except OSError as error:
+            raise not_written(self.path, error, len(line)) from None
+        self._digest.update(line)
 
     def sync(self) -> None:
         """Wait until every line is on the disk: a checkpoint must not outlive the figures of its rounds."""
         if self.path.exists():
             flush(self.path)
+
+
+def _digest(records: Iterable[Mapping[str, Any]]) -> xxhash.xxh3_128:
+    digest = xxhash.xxh3_128()
+    for record in records:
+        digest.update(f"{json.dumps(record)}\n".encode())
+    return digest
 
 
 def without_gap(records: Sequence[Mapping[str, Any]]) -> int:

@@ -29,7 +29,14 @@ DIVERGED = 1000
 
 
 class Observer(Protocol):
-    """Records something of the rounds of a federation, and has no influence on them."""
+    """Records something of the rounds of a federation, and has no influence on them.
+
+    A checkpoint holds digests of its `logs`, as of the federation's own.
+    """
+
+    @property
+    def logs(self) -> Sequence[RoundLog]:
+        """The files with a line per round that it writes."""
 
     def begin(self, federation: Federation) -> None:
         """Called when the federation is set up, before it resumes."""
@@ -290,21 +297,32 @@ class Federation:
         """Write a checkpoint now. Figures and client memory that it refers to reach the disk before it, and what only older
         checkpoints needed is removed after it."""
         if self.checkpoints is not None:
-            figures, _, clients = self._logs
-            figures.sync()
-            clients.sync()
+            logs = self._checked_logs()
+            for log in logs:
+                log.sync()
             for observer in self.observers:
                 observer.sync()
             server = {**self.algorithm.full_state(), "integers": self.integers}
-            self.checkpoints.save(Checkpoint(self.finished, server, self.engine.memory()))
+            digests = {log.path.name: log.digest for log in logs}
+            self.checkpoints.save(Checkpoint(self.finished, server, self.engine.memory(), digests))
             self.engine.release_memory()
+
+    def _checked_logs(self) -> list[RoundLog]:
+        """Those that hold figures, which must be as a checkpoint knows them; times need not."""
+        figures, _, clients = self._logs
+        return [figures, clients, *(log for observer in self.observers for log in observer.logs)]
+
+    def _adopt(self, checkpoint: Checkpoint) -> None:
+        for log in self._checked_logs():
+            log.require(checkpoint.round, checkpoint.logs.get(log.path.name))
+        self.engine.restore_memory(checkpoint.clients)
 
     def _resume(self) -> None:
         if self.checkpoints is None:
             return
         remove_unfinished(self.checkpoints.directory)
         recorded = min([without_gap(self._logs[0].read()), *(observer.finished() for observer in self.observers)])
-        found = self.checkpoints.latest(recorded, lambda checkpoint: self.engine.restore_memory(checkpoint.clients))
+        found = self.checkpoints.latest(recorded, self._adopt)
         finished = 0 if found is None else found.round
         self.history, self.timings, self.client_history = (log.resume(finished) for log in self._logs)
         for observer in self.observers:

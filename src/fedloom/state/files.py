@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fedloom.errors import CheckpointError
+from fedloom.errors import CheckpointError, DiskFull
 
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{16}\.writing")
 """The folder in which `replacing` writes: the file's own name, then letters that no other writer has."""
@@ -33,7 +34,7 @@ def replacing(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterato
             temporary.touch(mode)
             permissions = temporary.stat().st_mode
             yield temporary
-            temporary.chmod(permissions)  # safetensors puts a file of its own there, for the owner alone
+            temporary.chmod(permissions)  # where the block put another file there
             if durable:
                 flush(temporary)
             temporary.replace(path)
@@ -83,7 +84,14 @@ def write_bytes(path: Path, content: bytes, *, mode: int = 0o666, durable: bool 
         with replacing(path, mode=mode, durable=durable) as temporary:
             temporary.write_bytes(content)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be written ({error.strerror or error})") from None
+        raise not_written(path, error, len(content)) from None
+
+
+def not_written(path: Path, error: OSError, needed: int) -> CheckpointError:
+    """What to raise where `needed` bytes cannot be written to `path`."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return CheckpointError(f"{path} cannot be written ({error.strerror or error})")
+    return DiskFull(f"{path} cannot be written: the disk is full, and the file needs {needed:,} bytes")
 
 
 def flush(path: Path) -> None:

@@ -28,7 +28,7 @@ INLINE = 16 << 20
 """Bytes up to which a checkpoint holds all client memory itself, instead of naming files of it."""
 
 VERSIONS = "versions"
-"""Name in a checkpoint of the table `[n, 3]`: client, version of its file, bytes of that file."""
+"""Name in a checkpoint of the table `[n, 2]`: client, version of its file."""
 
 _NAME = re.compile(r"client-(\d+)\.v(\d+)\.safetensors")
 
@@ -59,7 +59,7 @@ class ClientStore:
         self.directory = directory
         self._forget(self._scan())
 
-    def _forget(self, found: dict[tuple[int, int], int]) -> None:
+    def _forget(self, found: set[tuple[int, int]]) -> None:
         """Hold nothing in memory, and number new files after those that were `found`."""
         self._pending: dict[int, Tensors] = {}
         self._held: dict[int, Tensors] = {}  # least recently used first
@@ -123,7 +123,7 @@ class ClientStore:
             return {}
         tensors = self._held.pop(client, None)
         if tensors is None:
-            tensors, _ = read_tensors(self._path(client, self._files[client]))
+            tensors = self._read_file(client)
             self._held_bytes += _bytes(tensors)
         self._held[client] = tensors  # the most recently used one comes last
         self._spill()
@@ -158,9 +158,14 @@ class ClientStore:
     def _write_file(self, client: int) -> None:
         version, self._next = self._next, self._next + 1
         self._folder().mkdir(parents=True, exist_ok=True)
-        write_tensors(self._path(client, version), self._held[client], {}, durable=False)
+        about = {"client": str(client), "version": str(version)}
+        write_tensors(self._path(client, version), self._held[client], about, durable=False)
         self._files[client] = version
         self._unflushed[version] = client
+
+    def _read_file(self, client: int) -> Tensors:
+        version = self._files[client]
+        return read_tensors(self._path(client, version), client=str(client), version=str(version))[0]
 
     def _path(self, client: int, version: int) -> Path:
         return self._folder() / f"client-{client:06d}.v{version}.safetensors"
@@ -173,13 +178,13 @@ class ClientStore:
             weakref.finalize(self, shutil.rmtree, self._temporary, ignore_errors=True)
         return self._temporary
 
-    def _scan(self) -> dict[tuple[int, int], int]:
-        """The size of each file in the directory, by client and version. Unfinished files are removed."""
+    def _scan(self) -> set[tuple[int, int]]:
+        """Client and version of each file in the directory. Unfinished files are removed."""
         if self.directory is None or not self.directory.exists():
-            return {}
+            return set()
         remove_unfinished(self.directory)
-        names = ((_NAME.fullmatch(path.name), path) for path in self.directory.iterdir())
-        return {(int(match[1]), int(match[2])): path.stat().st_size for match, path in names if match}
+        names = (_NAME.fullmatch(path.name) for path in self.directory.iterdir())
+        return {(int(match[1]), int(match[2])) for match in names if match}
 
     # --- checkpoints ---
 
@@ -199,9 +204,7 @@ class ClientStore:
         flush_directory(self._folder())
         self._unflushed = {}
         self._checkpointed = self._next
-        current = sorted(self._files.items())
-        table = [(client, version, self._path(client, version).stat().st_size) for client, version in current]
-        return {VERSIONS: torch.tensor(table, dtype=torch.int64)}
+        return {VERSIONS: torch.tensor(sorted(self._files.items()), dtype=torch.int64)}
 
     def release(self) -> None:
         """A checkpoint with the last `state` is on the disk: remove the files that only checkpoints before the previous one
@@ -213,16 +216,17 @@ class ClientStore:
     def restore(self, state: Tensors) -> None:
         """Replace everything by what `state` returned.
 
-        Raises `DamagedCheckpoint`, and then forgets everything, when a file it names is missing or cut short.
+        Reads all files that it names. Raises `DamagedCheckpoint`, and then forgets everything, when one is missing or damaged.
         """
         found = self._scan()
         self._forget(found)
-        versions = state.get(VERSIONS, torch.empty(0, 3, dtype=torch.int64))
-        for client, version, size in versions.tolist():
-            if found.get((client, version)) != size:
-                self._files = {}
-                raise DamagedCheckpoint(f"{self._path(client, version)} is missing or cut short")
-            self._files[client] = version
+        self._files = dict(state.get(VERSIONS, torch.empty(0, 2, dtype=torch.int64)).tolist())
+        try:
+            for client in self._files:
+                self._read_file(client)
+        except DamagedCheckpoint:
+            self._files = {}
+            raise
         self._outdated = [self._path(*file) for file in found if self._files.get(file[0]) != file[1]]
         for key, tensor in state.items():
             if key != VERSIONS:

@@ -1,66 +1,98 @@
-"""Named tensors as safetensors files, which are complete or not there at all. Reading them runs no code."""
+"""Named tensors as safetensors files, which are complete or not there at all. Reading them runs no code.
+
+Each file holds a digest (xxh3-128) of its contents, so that whoever reads it notices a bit that flipped on the disk. It is no
+signature: whoever changes a file on purpose can write a new digest.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
+import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fedloom.errors import CheckpointError, DamagedCheckpoint
-from fedloom.state.files import replacing
+from fedloom.state.files import not_written, replacing
+
+_CHUNK = 1 << 20  # bytes that are still in the processor's cache when they are written after the digest has read them
+_TYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.uint16: "U16", torch.uint32: "U32",
+    torch.uint64: "U64", torch.bool: "BOOL", torch.complex64: "C64",
+}  # fmt: skip
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], durable: bool = True) -> None:
     """A safetensors file. The same tensors and metadata give the same bytes.
 
-    All metadata goes under one key, as JSON: safetensors writes several keys in an order that changes from run to run.
     `durable` as in `replacing`. Raises `CheckpointError` when it cannot be written, such as on a full disk.
     """
-    owned: dict[str, Tensor] = {}
-    storages: set[int] = set()
     for name, tensor in tensors.items():
-        plain = tensor.detach().cpu().contiguous()
-        storage = plain.untyped_storage()
-        # Tensors that share memory (tied weights, views of one buffer) are refused by safetensors.
-        if storage.data_ptr() in storages or storage.nbytes() != plain.numel() * plain.element_size():
-            plain = plain.clone()
-        storages.add(plain.untyped_storage().data_ptr())
-        owned[name] = plain
+        if tensor.dtype not in _TYPES:
+            raise CheckpointError(f"{path} cannot be written: safetensors has no {tensor.dtype}, which {name} is")
+    plain = _ordered({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    about = json.dumps(dict(metadata), sort_keys=True)
     try:
-        with replacing(path, durable=durable) as temporary:
-            save_file(owned, temporary, {"fedloom": json.dumps(dict(metadata), sort_keys=True)})
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be written ({_one_line(error)})") from None
+        with replacing(path, durable=durable) as temporary, temporary.open("r+b") as file:
+            file.write(_header(plain, about, "0" * 32))
+            digest = _digest(plain, about, file.write)
+            file.seek(0)
+            file.write(_header(plain, about, digest))
+    except OSError as error:
+        raise not_written(path, error, sum(tensor.nbytes for tensor in plain.values())) from None
 
 
-@contextmanager
-def open_tensors(path: Path) -> Iterator[Any]:
-    """An open safetensors file with its `keys()`, `metadata()` and `get_tensor(name)`, which may be a view of the file.
+def read_tensors(path: Path, **expected: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors, copied, and the metadata of a file that `write_tensors` wrote, which must say what is `expected`.
 
-    Raises `DamagedCheckpoint` when the file is missing, cut short or not one at all.
+    Raises `DamagedCheckpoint` when the file is missing, cut short, not one at all, or not as it was written.
     """
     try:
         with safe_open(path, framework="pt") as file:
-            yield file
+            found = file.metadata() or {}
+            tensors = _ordered({name: file.get_tensor(name).clone() for name in file.keys()})  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
-        raise DamagedCheckpoint(f"{path} cannot be read ({_one_line(error)})") from None
+        raise DamagedCheckpoint(f"{path} cannot be read ({' '.join(str(error).split())})") from None
+    about = found.get("fedloom", "")
+    if found.get("digest") != _digest(tensors, about):
+        raise DamagedCheckpoint(f"{path} is damaged: it does not match its digest")
+    metadata: dict[str, str] = json.loads(about)
+    for name, value in expected.items():
+        if metadata.get(name) != value:
+            raise DamagedCheckpoint(f"{path} is of {name} {metadata.get(name)}, not {value}")
+    return tensors, metadata
 
 
-def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors, copied, and the metadata of a file that `write_tensors` wrote.
-
-    Raises `DamagedCheckpoint` as `open_tensors` does.
-    """
-    with open_tensors(path) as file:
-        metadata = json.loads((file.metadata() or {}).get("fedloom", "{}"))
-        return {name: file.get_tensor(name).clone() for name in file.keys()}, metadata  # noqa: SIM118
+def _ordered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As they lie in a file: those of larger numbers first, so that all are aligned."""
+    return dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _header(tensors: Mapping[str, Tensor], about: str, digest: str) -> bytes:
+    """What a safetensors file begins with: its length, then JSON."""
+    entries: dict[str, object] = {"__metadata__": {"digest": digest, "fedloom": about}}
+    place = 0
+    for name, tensor in tensors.items():
+        offsets = [place, place := place + tensor.nbytes]
+        entries[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _digest(tensors: Mapping[str, Tensor], about: str, write: Callable[[memoryview], object] | None = None) -> str:
+    """Digest of all that a file says. The tensors' bytes are written meanwhile, where there is a `write`."""
+    shapes = [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()]
+    digest = xxhash.xxh3_128(json.dumps([about, shapes]).encode())
+    for tensor in tensors.values():
+        content = tensor.reshape(-1).view(torch.uint8).numpy()
+        for start in range(0, len(content), _CHUNK):
+            chunk = content[start : start + _CHUNK].data
+            digest.update(chunk)
+            if write is not None:
+                write(chunk)
+    return str(digest.hexdigest())

@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
-from fedloom.errors import CheckpointError
+from fedloom.errors import CheckpointError, DamagedCheckpoint
 from fedloom.state.files import remove_unfinished
-from fedloom.state.tensors import write_tensors
+from fedloom.state.tensors import read_tensors, write_tensors
 
 _FORMAT = "1"  # part of every key: raise it when what is kept changes
 
@@ -39,16 +37,16 @@ def cached(name: str, key: str, make: Callable[[], dict[str, Tensor]]) -> dict[s
     Kept in `<cache folder>/<name>-<digest of key>.safetensors`. A damaged file is made anew. Where the folder cannot
     be written nothing is kept; the next load only takes longer.
     """
-    digest = hashlib.blake2b(f"{_FORMAT}\0{key}".encode(), digest_size=12).hexdigest()
-    path = cache_folder() / f"{name}-{digest}.safetensors"
+    of = hashlib.blake2b(f"{_FORMAT}\0{key}".encode(), digest_size=12).hexdigest()
+    path = cache_folder() / f"{name}-{of}.safetensors"
     if path.is_file():
         try:
-            return load_file(path)
-        except (SafetensorError, OSError):
+            return read_tensors(path, of=of)[0]
+        except DamagedCheckpoint:
             path.unlink(missing_ok=True)
     made = make()
     with suppress(OSError, CheckpointError):
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_unfinished(path.parent)
-        write_tensors(path, made, {}, durable=False)
+        write_tensors(path, made, {"of": of}, durable=False)
     return made

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fedloom.errors import CheckpointError, DamagedCheckpoint
+from fedloom.errors import CheckpointError
 from fedloom.state.tensors import read_tensors, write_tensors
 
 _NAME = re.compile(r"site-(\d+)\.v(\d+)\.safetensors")
@@ -28,10 +28,7 @@ class SiteMemory:
         """What the site remembered after round `version`; nothing for round 0. Raises `DamagedCheckpoint` when it is lost."""
         if version == 0:
             return {}
-        tensors, about = read_tensors(self._path(version))
-        if about.get("site") != str(self.number):
-            raise DamagedCheckpoint(f"{self._path(version)} is of another site")
-        return tensors
+        return read_tensors(self._path(version), site=str(self.number), round=str(version))[0]
 
     def write(self, version: int, tensors: dict[str, Tensor]) -> None:
         """Remember this of round `version`; all of it or nothing. Raises `CheckpointError` when it cannot be written."""

@@ -1,0 +1,219 @@
+"""No damaged byte goes unseen: a file that is not as it was written is refused in one line, or read as it was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from damage import damages
+from fedloom.data.dataset import DataSpec
+from fedloom.data.formats.cache import cached
+from fedloom.data.partition import Partition
+from fedloom.engines.flower.deploy.memory import SiteMemory
+from fedloom.engines.rows import RowsEngine
+from fedloom.errors import CheckpointError, DamagedCheckpoint, FedloomError
+from fedloom.experiment.artifact import load_model, save_model
+from fedloom.models.build import build_model
+from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, RoundLog
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
+from fedloom.state.store import ClientStore
+from fedloom.state.tensors import read_tensors, write_tensors
+from small_task import KeepsClientMemory, small_task
+
+TENSORS = {
+    "weight": torch.randn(40, 30, generator=torch.Generator().manual_seed(0)),
+    "half": torch.arange(7).bfloat16(),
+    "count": torch.tensor(5),
+    "flags": torch.tensor([True, False, True]),
+    "none": torch.empty(0, 3),
+}
+OTHER = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+
+
+def plain(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    return {name: (tensor.dtype, tensor.tolist()) for name, tensor in sorted(tensors.items())}
+
+
+def checkpoint(folder: Path) -> tuple[Path, Callable[[], Any]]:
+    Checkpoints(folder, "run").save(Checkpoint(7, TENSORS, OTHER, {"metrics.jsonl": "0"}))
+
+    def read() -> Any:
+        checkpoints = Checkpoints(folder, "run")
+        found = checkpoints.latest(9, lambda checkpoint: None)
+        if found is None:
+            (notice,) = checkpoints.notices
+            assert "starting again from round 1" in notice
+            raise DamagedCheckpoint(notice)
+        return found.round, plain(found.server), plain(found.clients), found.logs
+
+    return next(folder.iterdir()), read
+
+
+def model(folder: Path) -> tuple[Path, Callable[[], Any]]:
+    path = folder / "model.safetensors"
+    spec = DataSpec((1, 8, 8), 10)
+    save_model(path, build_model("mlp(hidden=[4])", spec, 0), "mlp(hidden=[4])", spec, {"method": "fedavg"})
+    return path, lambda: plain(dict(load_model(path).state_dict()))
+
+
+def client(folder: Path) -> tuple[Path, Callable[[], Any]]:
+    store = ClientStore(folder, budget=0)
+    store.write(3, TENSORS)
+    store.commit()
+    state = store.state()
+
+    def read() -> Any:
+        fresh = ClientStore(folder, budget=0)
+        fresh.restore(state)
+        return plain(fresh.read(3))
+
+    return next(folder.iterdir()), read
+
+
+def site(folder: Path) -> tuple[Path, Callable[[], Any]]:
+    SiteMemory(folder, 3).write(4, TENSORS)
+    return next(folder.iterdir()), lambda: plain(SiteMemory(folder, 3).read(4))
+
+
+def split(folder: Path) -> tuple[Path, Callable[[], Any]]:
+    path = folder / "split.npz"
+    Partition(np.arange(300), np.array([0, 100, 150, 300])).save(path)
+
+    def read() -> Any:
+        found = Partition.load(path)
+        return found.indices.tolist(), found.offsets.tolist()
+
+    return path, read
+
+
+KINDS = {"checkpoint": checkpoint, "model": model, "client": client, "site": site, "split": split}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_damage_is_read_as_something_else(kind: str, tmp_path: Path) -> None:
+    path, read = KINDS[kind](tmp_path)
+    expected, content = read(), path.read_bytes()
+    refused = 0
+    for what, damaged in damages(content, 240):
+        path.write_bytes(damaged)
+        try:
+            found = read()
+        except FedloomError:
+            refused += 1
+        else:
+            assert found == expected, what
+    assert refused > 120
+
+
+def test_every_bit_of_a_file_of_tensors_counts(tmp_path: Path) -> None:
+    path = tmp_path / "one.safetensors"
+    write_tensors(path, {"weight": torch.arange(5.0)}, {"round": "3"})
+    content, expected = path.read_bytes(), ({"weight": [0.0, 1.0, 2.0, 3.0, 4.0]}, {"round": "3"})
+    unseen = 0
+    for place in range(len(content)):
+        for bit in range(8):
+            path.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
+            try:
+                tensors, metadata = read_tensors(path)
+            except DamagedCheckpoint:
+                continue
+            unseen += 1
+            assert ({name: tensor.tolist() for name, tensor in tensors.items()}, metadata) == expected
+    assert unseen <= 64  # in the spaces that fill up the header, such as one that becomes a line break
+
+
+def test_a_damaged_cache_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path))
+    made: list[int] = []
+
+    def make() -> dict[str, Tensor]:
+        made.append(1)
+        return TENSORS
+
+    cached("digits", "key", make)
+    (path,) = tmp_path.iterdir()
+    content = path.read_bytes()
+    for what, damaged in damages(content, 40):
+        path.write_bytes(damaged)
+        assert plain(cached("digits", "key", make)) == plain(TENSORS), what
+        assert path.read_bytes() == content or len(made) == 1, what
+    assert len(made) > 20
+    other = cached("digits", "other key", lambda: OTHER)
+    names = sorted(tmp_path.iterdir(), key=lambda found: found == path)
+    path.write_bytes(names[0].read_bytes())  # under another's name
+    assert plain(cached("digits", "key", make)) == plain(TENSORS) != plain(other)
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "client", "site"])
+def test_a_file_under_the_name_of_another_is_refused(kind: str, tmp_path: Path) -> None:
+    path, read = KINDS[kind](tmp_path)
+    if kind == "checkpoint":
+        path.rename(tmp_path / "checkpoint-0000008.safetensors")
+        with pytest.raises(DamagedCheckpoint, match="is of round 7, which is not its name"):
+            read()
+    elif kind == "client":
+        store = ClientStore(tmp_path, budget=0)
+        store.restore({"versions": torch.tensor([[3, 1]])})
+        path.rename(tmp_path / "client-000004.v1.safetensors")
+        with pytest.raises(DamagedCheckpoint, match="is of client 3, not 4"):
+            store.restore({"versions": torch.tensor([[4, 1]])})
+    else:
+        path.rename(tmp_path / "site-000003.v5.safetensors")
+        with pytest.raises(DamagedCheckpoint, match="is of round 4, not 5"):
+            SiteMemory(tmp_path, 3).read(5)
+
+
+# --- figures ---
+
+SCHEDULE = Schedule(rounds=5, participation=0.5, seed=3, evaluate_every=1, checkpoint_every=2, personal_every=2)
+
+
+def federation(directory: Path) -> Federation:
+    task = small_task()
+    return Federation(KeepsClientMemory(), task, RowsEngine(task), SCHEDULE, directory, "this run")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "clients.jsonl"])
+def test_a_changed_figure_before_the_checkpoint_is_noticed_and_computed_again(name: str, tmp_path: Path) -> None:
+    run = federation(tmp_path)
+    run.run()
+    expected, model = (tmp_path / name).read_bytes(), run.algorithm.model()
+    noticed = 0
+    for what, damaged in damages(expected, 12):
+        (tmp_path / name).write_bytes(damaged)
+        again = federation(tmp_path)
+        assert again.checkpoints is not None
+        noticed += bool(again.checkpoints.notices)
+        again.run()
+        assert (tmp_path / name).read_bytes() == expected, what
+        assert torch.equal(again.algorithm.model(), model), what
+    assert noticed > 8
+
+
+def test_a_figure_of_the_newest_rounds_alone_leads_back_to_the_checkpoint_before(tmp_path: Path) -> None:
+    federation(tmp_path).run()
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:4], lines[4].replace('"loss": ', '"loss": 1')]))
+    again = federation(tmp_path)
+    assert again.finished == 4
+    (notice,) = again.notices
+    assert "metrics.jsonl is not as it was written, up to round 5: going on after round 4" in notice
+
+
+def test_lines_after_the_checkpoint_are_not_counted_on(tmp_path: Path) -> None:
+    federation(tmp_path).run()
+    log = RoundLog(tmp_path / "metrics.jsonl")
+    (tmp_path / "checkpoint-0000005.safetensors").unlink()
+    again = federation(tmp_path)
+    assert again.finished == 4
+    assert again.notices == []
+    with pytest.raises(CheckpointError, match="is not as it was written, up to round 3"):
+        log.require(3, "0")
