@@ -27,6 +27,7 @@ from fedloom.data.partition import Partition
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
 from fedloom.local.cohort import Cohort
+from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.report.page import write_report
 from fedloom.round import Round
 from fedloom.rounds.evaluation import SHARE, TRAINING_PASSES, cadence, newcomers_last
@@ -87,14 +88,14 @@ def test_scores_equal_plain_loops(batch_size: int) -> None:
     row = random_row(task, 2)
     score = evaluator.score(row, task.test)
     hits, loss = naive(task.module(row), task.test)
-    assert (score.accuracy, score.samples) == (hits / 20, 20)
-    assert score.loss == pytest.approx(loss / 20, rel=1e-5)
+    assert score["accuracy"] == hits / 20
+    assert score["loss"] == pytest.approx(loss / 20, rel=1e-5)
     clients = [0, 1, 2, 4, 5]
     tally = evaluator.tally(row, task.train, task.local_test, clients)  # type: ignore[arg-type]
     for place, client in enumerate(clients):
         hits, loss = naive(task.module(row), own_test(task, client))
-        assert int(tally.correct[place]) == hits
-        assert float(tally.loss[place]) == pytest.approx(loss, rel=1e-5)
+        assert int(tally.totals["correct"][place]) == hits
+        assert float(tally.totals["loss"][place]) == pytest.approx(loss, rel=1e-5)
     assert tally.samples.tolist() == [n for n in TEST_SIZES if n]
 
 
@@ -106,8 +107,9 @@ def test_scores_equal_plain_loops(batch_size: int) -> None:
 )
 def test_summary_of_clients(counts: list[tuple[int, int]]) -> None:
     hits, sizes = [h for h, _ in counts], [n for _, n in counts]
-    tally = Tally(torch.arange(len(hits)), torch.tensor(hits), torch.ones(len(hits)).double(), torch.tensor(sizes))
-    figures = tally.figures("x")
+    totals = {"correct": torch.tensor(hits).double(), "loss": torch.ones(len(hits)).double()}
+    tally = Tally(torch.arange(len(hits)), torch.tensor(sizes), totals)
+    figures = tally.figures("x", CLASSIFICATION)
     for name, expected in summary(hits, sizes).items():
         assert figures[f"x_{name}"] == pytest.approx(expected, abs=1e-12)
     assert figures["x_loss"] == pytest.approx(len(hits) / sum(sizes))
@@ -115,12 +117,13 @@ def test_summary_of_clients(counts: list[tuple[int, int]]) -> None:
 
 def test_tallies_join_in_the_order_of_clients() -> None:
     parts = [
-        Tally(torch.tensor([c]), torch.tensor([c + 1]), torch.tensor([c / 2]), torch.tensor([9])) for c in (5, 0, 3)
+        Tally(torch.tensor([c]), torch.tensor([9]), {"correct": torch.tensor([c + 1]), "loss": torch.tensor([c / 2])})
+        for c in (5, 0, 3)
     ]
     joined = Tally.joined(parts)
     assert joined.clients.tolist() == [0, 3, 5]
-    assert joined.correct.tolist() == [1, 4, 6]
-    assert joined.loss.tolist() == [0.0, 1.5, 2.5]
+    assert joined.totals["correct"].tolist() == [1, 4, 6]
+    assert joined.totals["loss"].tolist() == [0.0, 1.5, 2.5]
 
 
 class Recorded(KeepsClientMemory):
@@ -432,6 +435,6 @@ def test_statistics_and_loss_in_evaluation_mode() -> None:
     x, y = task.test.inputs, task.test.labels
     hidden = (net.hidden(x) - net.norm.running_mean) / (net.norm.running_var + 1e-5).sqrt()  # type: ignore[operator]
     logits = net.out(torch.relu(hidden * net.norm.weight + net.norm.bias))
-    assert evaluator.score(random_row(task, 4), task.test).loss == pytest.approx(
+    assert evaluator.score(random_row(task, 4), task.test)["loss"] == pytest.approx(
         float(F.cross_entropy(logits, y)), rel=1e-5
     )

@@ -81,6 +81,10 @@ class FedGen(Algorithm):
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
+        if not plan.classes:
+            raise InvalidValue(
+                "fedgen needs class labels, by which it makes features: the targets of this task are none"
+            )
         with global_stream(plan.seed, "generator"):
             generator = self._generator(*classifier(plan.layout, plan.module, plan.classes)).to(plan.initial)
         self.state["generator"] = Layout(generator).flatten(generator)

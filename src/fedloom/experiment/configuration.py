@@ -26,6 +26,7 @@ from fedloom.experiment.settings import combinations, label, require_key, with_c
 from fedloom.experiment.trackers.tracker import build_tracker
 from fedloom.experiment.validation import withhold
 from fedloom.models import models
+from fedloom.objectives.custom import build_objective
 from fedloom.recording.recorder import build_recorders, expression
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
@@ -72,6 +73,7 @@ class Configuration(Schedule):
     `ray`, or `auto`, which takes the one that is fastest here; engines agree but for the last digits, so `auto` may not repeat
     those. An engine may have options: `ray(workers=4, gpus=1)`, `ray://host:10001`. `device` is where data and models lie: `cpu`,
     `cuda`, `cuda:1`, or `auto`, a GPU where there is one.
+    `objective` is what is learned, such as `regression(kind=huber)` or `module:function`, by default what the data set says.
     `plugins` are modules of the user's own that register methods, models or data, imported before anything is looked up.
     `trackers` hear of every round, such as `["tensorboard", "mlflow(uri='sqlite:///mlflow.db')", "module:Class"]`.
 
@@ -99,6 +101,7 @@ class Configuration(Schedule):
     workers: Count | Literal["auto"] = "auto"
     pool: str = "processes"
     model: str = "mlp"
+    objective: str | None = None
     data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)
     variants: dict[str, Configuration] = field(default_factory=dict)
@@ -159,6 +162,7 @@ class Configuration(Schedule):
             local_test=self.data.local_test,
             merge=self.data.merge,
             label_noise=self.data.label_noise,
+            objective=self.objective,
             seed=seed,
             device=self.device,
         )
@@ -172,6 +176,7 @@ class Configuration(Schedule):
             "algorithm": describe(build(algorithm)),
             **schedule_values(replace(self.schedule, seed=seed)),
             "model": self.model,
+            "objective": self.objective,
             "data": dataclasses.asdict(self.data),
             "training": dataclasses.asdict(self.training),
             "record": [expression(recorder) for recorder in build_recorders(self.record)],
@@ -313,6 +318,8 @@ def _check(found: Configuration) -> None:
     _named("data.name", found.data.name, datasets.read)
     _named("data.partition", found.data.partition, partitions.read)
     _named("data.label_noise", found.data.label_noise, build_label_noise)
+    if found.objective is not None:
+        _named("objective", found.objective, build_objective)
     if ":" not in found.model:
         _named("model", found.model, models.read)
 

@@ -362,10 +362,11 @@ def _described_data(task: Task) -> dict[str, Any]:
     """What reports say of the clients' data."""
     names = task.dataset.class_names
     labels = task.train.labels.cpu().numpy()
+    counted = task.objective.classes and not task.elsewhere
     index = torch.from_numpy(task.partition.indices).to(task.train.labels.device)
     wrong = None if task.true_labels is None else (task.train.labels != task.true_labels)[index]
     return {
-        "label_counts": [] if task.elsewhere else task.partition.histogram(labels, task.dataset.classes).tolist(),
+        "label_counts": task.partition.histogram(labels, task.dataset.classes).tolist() if counted else [],
         "wrong_labels": 0 if wrong is None else int(wrong.sum()),
         "class_names": None if names is None else list(names),
         "train_samples": int(task.partition.sizes.sum()),

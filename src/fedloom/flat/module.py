@@ -310,14 +310,14 @@ class FlatModule:
             before = generator_state(rows)
             features, logits = self.net.both(self._laid_out(inputs[0]))
             drawn = not torch.equal(before, generator_state(rows))
-        return None if drawn or not torch.equal(self.net.head(features), logits) else features.unsqueeze(0)
+        whole = isinstance(logits, Tensor) and not drawn and torch.equal(self.net.head(features), logits)
+        return features.unsqueeze(0) if whole else None
 
     @torch.no_grad()
-    def logits(self, row: Tensor, inputs: Tensor) -> Tensor:
-        """`[b, classes]` of the model `row [P]` in evaluation mode for `inputs [b, ...]`."""
+    def outputs(self, row: Tensor, inputs: Tensor) -> Any:
+        """What the model `row [P]` puts out in evaluation mode for `inputs [b, ...]`."""
         self.layout.bind(self.frozen, row)
-        logits: Tensor = self.frozen(self._laid_out(inputs))
-        return logits
+        return self.frozen(self._laid_out(inputs))
 
     def load_integers(self, integers: Tensor) -> None:
         """Restore the integer buffers from `[1, Z]`."""

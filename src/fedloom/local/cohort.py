@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.flat.layout import Layout, Unit
@@ -276,31 +275,31 @@ class Cohort:
             yield from group.batches
 
     def loss(self, rows: Tensor) -> Tensor:
-        """Mean cross entropy `[k]` of each row on its client's samples, in evaluation mode."""
-        pairs = zip(rows, self._samples, strict=True)
-        found = [judged(partial(self.flat_module.logits, row), self._dataset, held) for row, held in pairs]
-        return torch.stack([loss.mean() for _, loss in found]).to(rows)
+        """Mean loss `[k]`, as the objective has it, of each row on its client's samples, in evaluation mode."""
+        found = []
+        for row, held in zip(rows, self._samples, strict=True):
+            counted = count(partial(self.flat_module.outputs, row), self._dataset, held)
+            totals = {name: values.sum(0, keepdim=True) for name, values in counted.items()}
+            totals["samples"] = torch.tensor([len(held)], dtype=torch.float64, device=row.device)
+            found.append(self._dataset.objective.figures(totals)["loss"][0])
+        return torch.stack(found).to(rows)
 
 
 @torch.no_grad()
-def judged(
-    predict: Callable[[Tensor], Tensor],
+def count(
+    predict: Callable[[Tensor], Any],
     dataset: Dataset,
     samples: Samples,
     index: Tensor | None = None,
     batch_size: int = 500,
-) -> tuple[Tensor, Tensor]:
-    """Whether each sample (of `index`, or of all) is classified right by logits `predict`, and its cross entropy as float64."""
-    count, device = len(samples) if index is None else len(index), samples.labels.device
-    correct = torch.empty(count, dtype=torch.bool, device=device)
-    loss = torch.empty(count, dtype=torch.float64, device=device)
-    for start in range(0, count, batch_size):
+) -> dict[str, Tensor]:
+    """What the objective counts of each sample (of `index`, or of all), `[n, ...]` float64 by name; `predict` gives outputs."""
+    parts = []
+    for start in range(0, len(samples) if index is None else len(index), batch_size):
         part = slice(start, start + batch_size)
-        batch = samples[part] if index is None else samples[index[part].to(device)]
-        logits = predict(dataset.prepare(batch.inputs))
-        correct[part] = logits.argmax(1) == batch.labels
-        loss[part] = F.cross_entropy(logits, batch.labels, reduction="none").double()
-    return correct, loss
+        batch = samples[part] if index is None else samples[index[part].to(samples.labels.device)]
+        parts.append(dataset.objective.statistics(predict(dataset.prepare(batch.inputs)), batch.labels))
+    return {name: torch.cat([found[name].double() for found in parts]) for name in parts[0]} if parts else {}
 
 
 class _Losses:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
+import torch
 from torch import Tensor
 
 from fedloom.config.registry import Registry
@@ -52,6 +54,10 @@ class Objective(ABC):
         """What is counted of each of b samples, `[b, ...]` by name."""
 
     @abstractmethod
+    def shapes(self, outputs: int) -> dict[str, tuple[int, ...]]:
+        """The shape, by name, of what is counted of one sample, for a model that puts out so many numbers."""
+
+    @abstractmethod
     def figures(self, totals: Totals) -> dict[str, Tensor]:
         """The figures of n clients, `[n]` float64 by name; among them `metric` and `loss`. `totals["samples"] [n]` is there
         without being counted."""
@@ -62,6 +68,15 @@ class Objective(ABC):
     def outputs(self, targets: Tensor, classes: int, vocabulary: int | None) -> int:
         """How many numbers a model puts out for one sample (one token, one pixel)."""
         return classes
+
+    def guess(self, outputs: int) -> float:
+        """The loss of a model that knows nothing; with a multiple of it, a run has diverged. Infinite where there is none."""
+        return math.inf
+
+    def require_totals(self, totals: Totals) -> None:
+        """Raise `InvalidValue` for totals of one client that cannot have been counted."""
+        if not all(bool(torch.isfinite(total).all()) for total in totals.values()):
+            raise InvalidValue("a figure is not finite")
 
     def strata(self, targets: Tensor) -> Tensor | None:
         """Whole numbers `[n]` by which partitions that are skewed by label share the samples out; None where there are none."""

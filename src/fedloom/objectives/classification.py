@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,7 @@ class Classification(Objective):
 
     def __post_init__(self) -> None:
         require_fields(self)
+        object.__setattr__(self, "class_weights", tuple(self.class_weights))
         if self.class_weights and not sum(self.class_weights):
             raise InvalidValue("class_weights must not all be 0")
 
@@ -60,6 +62,10 @@ class Classification(Objective):
             found["among"] = (largest == targets.unsqueeze(1)).any(1)
         return found
 
+    def shapes(self, outputs: int) -> dict[str, tuple[int, ...]]:
+        names = ("correct", "loss", *(("weight",) if self.class_weights else ()), *(("among",) if self.top_k else ()))
+        return dict.fromkeys(names, ())
+
     def figures(self, totals: Totals) -> dict[str, Tensor]:
         found = {
             "accuracy": totals["correct"] / totals["samples"],
@@ -75,6 +81,17 @@ class Classification(Objective):
         highest = int(targets.max()) if len(targets) else 0
         if self.class_weights and highest >= len(self.class_weights):
             raise InvalidValue(f"class_weights has {len(self.class_weights)} numbers, but there is a label {highest}")
+
+    def guess(self, outputs: int) -> float:
+        return math.log(max(2, outputs))
+
+    def require_totals(self, totals: Totals) -> None:
+        super().require_totals(totals)
+        correct, loss, samples = (float(totals[name]) for name in ("correct", "loss", "samples"))
+        if not 0 <= correct <= samples or correct != int(correct):
+            raise InvalidValue(f"{correct:g} of {samples:g} samples cannot be right")
+        if loss < 0:
+            raise InvalidValue(f"a loss of {loss:g} cannot be")
 
     def strata(self, targets: Tensor) -> Tensor:
         return targets

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fedloom.config.expression import Call
 from fedloom.config.plugins import found_at
 from fedloom.errors import InvalidValue
 from fedloom.objectives import Metric, Objective, Totals, objectives
@@ -47,6 +48,9 @@ class Custom(Objective):
     def strata(self, targets: Tensor) -> Tensor | None:
         return targets if targets.dim() == 1 and targets.dtype == torch.int64 else None
 
+    def shapes(self, outputs: int) -> dict[str, tuple[int, ...]]:
+        return {"loss": ()}
+
     def figures(self, totals: Totals) -> dict[str, Tensor]:
         return {"loss": totals["loss"] / totals["samples"]}
 
@@ -66,3 +70,13 @@ def build_objective(expression: str | Callable[..., Any] | Objective) -> Objecti
     found = found_at(path, "objective", "a registered name or 'package.module:function'")
     made = found() if isinstance(found, type) and issubclass(found, Objective) else found
     return build_objective(made)
+
+
+def expression_of(objective: Objective) -> str | None:
+    """The expression that `objectives` makes this objective of again; None for a function of the user's."""
+    for entry in objectives:
+        if entry.make is type(objective):
+            given = {name: getattr(objective, name) for name in entry.parameters}
+            named = {name: value for name, value in given.items() if value != entry.parameters[name].default}
+            return str(Call(entry.name, named=named))
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,9 @@ class Multilabel(Objective):
             "occurring": wanted,
         }
 
+    def shapes(self, outputs: int) -> dict[str, tuple[int, ...]]:
+        return {"loss": (), "exact": (), **dict.fromkeys(("right", "predicted", "occurring"), (outputs,))}
+
     def figures(self, totals: Totals) -> dict[str, Tensor]:
         right, both = totals["right"], totals["predicted"] + totals["occurring"]
         counts = both > 0
@@ -54,6 +58,9 @@ class Multilabel(Objective):
 
     def outputs(self, targets: Tensor, classes: int, vocabulary: int | None) -> int:
         return targets.shape[1]
+
+    def guess(self, outputs: int) -> float:
+        return math.log(2)
 
     def require_targets(self, targets: Tensor) -> None:
         if targets.dim() != 2 or not bool(((targets == 0) | (targets == 1)).all()):

@@ -61,6 +61,9 @@ class Regression(Objective):
             "target_squared": wanted.square(),
         }
 
+    def shapes(self, outputs: int) -> dict[str, tuple[int, ...]]:
+        return {"loss": (), "absolute": (), **dict.fromkeys(("squared", "target", "target_squared"), (outputs,))}
+
     def figures(self, totals: Totals) -> dict[str, Tensor]:
         samples = totals["samples"]
         squared = totals["squared"] / samples.unsqueeze(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,9 @@ class Segmentation(Objective):
             "union": torch.stack(either, 1),
         }
 
+    def shapes(self, outputs: int) -> dict[str, tuple[int, ...]]:
+        return {**dict.fromkeys(("loss", "correct", "pixels"), ()), "intersection": (outputs,), "union": (outputs,)}
+
     def figures(self, totals: Totals) -> dict[str, Tensor]:
         pixels, union = totals["pixels"].clamp_min(1), totals["union"]
         each = torch.where(union > 0, totals["intersection"] / union.clamp_min(1), 0)
@@ -54,6 +58,9 @@ class Segmentation(Objective):
             "accuracy": totals["correct"] / pixels,
             "loss": totals["loss"] / pixels,
         }
+
+    def guess(self, outputs: int) -> float:
+        return math.log(max(2, outputs))
 
     def require_targets(self, targets: Tensor) -> None:
         if targets.dim() != 3 or targets.dtype != torch.int64:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,9 @@ class NextToken(Objective):
             "tokens": counts.sum(1),
         }
 
+    def shapes(self, outputs: int) -> dict[str, tuple[int, ...]]:
+        return dict.fromkeys(("loss", "correct", "tokens"), ())
+
     def figures(self, totals: Totals) -> dict[str, Tensor]:
         tokens = totals["tokens"].clamp_min(1)
         loss = totals["loss"] / tokens
@@ -48,6 +52,9 @@ class NextToken(Objective):
 
     def outputs(self, targets: Tensor, classes: int, vocabulary: int | None) -> int:
         return vocabulary or classes
+
+    def guess(self, outputs: int) -> float:
+        return math.log(max(2, outputs))
 
     def require_targets(self, targets: Tensor) -> None:
         if targets.dim() != 2 or targets.dtype != torch.int64:

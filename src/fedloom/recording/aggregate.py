@@ -12,8 +12,6 @@ from fedloom.algorithm import Algorithm
 from fedloom.config.fields import Count
 from fedloom.recording.recorder import Exchange, Kept, Measurement, Recorder, RunContext, Series, recorders, rounds_of
 
-_MEASURES = ("accuracy", "loss")
-
 
 @recorders.register("aggregate")
 @dataclass(frozen=True)
@@ -37,19 +35,24 @@ class Aggregate(Recorder):
         if number % self.every or not chosen:
             return None
         scores = [context.test_score(one.uploaded, one.uploaded_integers) for one in chosen]
-        values = {measure: [getattr(score, measure) for score in scores] for measure in _MEASURES}
+        values = {measure: [score[measure] for score in scores] for measure in _measures(context)}
         return Measurement({"slots": [one.slot for one in chosen], **values})
 
     def complete(self, value: Any, method: Algorithm, integers: Tensor, context: RunContext) -> Any:
         score = context.test_score(method.model(), integers)
-        return {**value, "global": {measure: getattr(score, measure) for measure in _MEASURES}}
+        return {**value, "global": {measure: score[measure] for measure in _measures(context)}}
 
     def result(self, series: Series, kept: Kept, context: RunContext) -> dict[str, Any]:
         """`models[measure][slot]` holds a value for each recorded round, None where no client replied in that slot."""
         slots = sorted({slot for _, value in series for slot in value["slots"]})
         models = {
             measure: [[dict(zip(value["slots"], value[measure], strict=True)).get(slot) for _, value in series] for slot in slots]
-            for measure in _MEASURES
+            for measure in _measures(context)
         }  # fmt: skip
-        whole = {measure: [value["global"][measure] for _, value in series] for measure in _MEASURES}
+        whole = {measure: [value["global"][measure] for _, value in series] for measure in _measures(context)}
         return {"rounds": rounds_of(series), "slots": slots, "models": models, "global": whole}
+
+
+def _measures(context: RunContext) -> tuple[str, ...]:
+    """The metric that models are judged by, and the loss."""
+    return tuple(dict.fromkeys((context.task.objective.metric.name, "loss")))

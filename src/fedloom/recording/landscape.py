@@ -77,7 +77,7 @@ class Landscape(Recorder):
         )
         ticks = np.linspace(-self.radius, self.radius, self.grid).tolist()
         surface = [
-            [judge.score(model + along * first + up * second, samples, integers).loss for along in ticks]
+            [judge.score(model + along * first + up * second, samples, integers)["loss"] for along in ticks]
             for up in ticks
         ]  # fmt: skip
         own = judge.score(model, samples, integers)
@@ -86,8 +86,8 @@ class Landscape(Recorder):
             "x": ticks,
             "y": ticks,
             "surface": [[value if np.isfinite(value) else None for value in line] for line in surface],
-            "loss": own.loss,
-            "accuracy": own.accuracy,
+            "loss": own["loss"],
+            task.objective.metric.name: own[task.objective.metric.name],
             "data": self.data,
             "samples": len(samples),
             "directions": self.directions,

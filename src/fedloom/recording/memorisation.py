@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm
 from fedloom.config.fields import Count
+from fedloom.errors import InvalidValue
 from fedloom.recording.recorder import Exchange, Kept, Measurement, Recorder, RunContext, Series, recorders, rounds_of
 
 CURVES = ("right", "memorised", "corrected")
@@ -30,6 +31,10 @@ class Memorisation(Recorder):
 
     every: Count = 10
 
+    def require(self, context: RunContext) -> None:
+        if not context.task.objective.classes:
+            raise InvalidValue(f"the targets of {context.task.dataset.name!r} are no classes")
+
     def measure(self, number: int, exchanges: Sequence[Exchange], context: RunContext) -> Measurement | None:
         return None if number % self.every else Measurement({})
 
@@ -42,7 +47,7 @@ class Memorisation(Recorder):
         wrong = given.labels != true
         parts = (given[~wrong], given[wrong], replace(given, labels=true)[wrong])
         model = method.model()
-        scores = [context.evaluator.score(model, part, integers).accuracy if len(part) else None for part in parts]
+        scores = [context.evaluator.score(model, part, integers)["accuracy"] if len(part) else None for part in parts]
         return {"samples": [len(parts[0]), len(parts[1])], **dict(zip(CURVES, scores, strict=True))}
 
     def result(self, series: Series, kept: Kept, context: RunContext) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from fedloom.config.expression import show
 from fedloom.config.fields import require_fields
 from fedloom.config.registry import Registry
 from fedloom.errors import InvalidValue
-from fedloom.rounds.scoring import Evaluator, Score
+from fedloom.rounds.scoring import Evaluator
 from fedloom.task import Task
 
 Series = Sequence[tuple[int, Any]]
@@ -34,16 +34,17 @@ class RunContext:
     evaluator: Evaluator
 
     def training_loss(self, row: Tensor, client: int, integers: Tensor | None) -> tuple[float, int]:
-        """Cross entropy of the model `row [P]` in evaluation mode, summed over a client's training samples, and their number."""
+        """Loss of the model `row [P]` in evaluation mode, summed over a client's training samples, and their number."""
         tally = self.evaluator.tally(row, self.task.train, self.task.partition, [client], integers)
-        return float(tally.loss[0]), int(tally.samples[0])
+        samples = int(tally.samples[0])
+        return tally.overall(self.task.objective)["loss"] * samples, samples
 
     def require_test_samples(self) -> None:
         """Raise `InvalidValue` where the test set is empty."""
         if not len(self.task.test):
             raise InvalidValue(f"the test set of {self.task.dataset.name!r} is empty")
 
-    def test_score(self, row: Tensor, integers: Tensor | None) -> Score:
+    def test_score(self, row: Tensor, integers: Tensor | None) -> dict[str, float]:
         """The model `row [P]` on the global test set, in evaluation mode."""
         return self.evaluator.score(row, self.task.test, integers)
 

@@ -1,6 +1,7 @@
 """What a federation measures of its models, on whom, and how often.
 
-Figures of one evaluation, by name (`Tally.figures` defines the parts):
+Figures of one evaluation, by name (`Tally.figures` defines the parts). What stands here as accuracy is the metric of the task's
+objective, whose other figures follow it:
 
     accuracy, loss                  the global model on the global test set, unless that is empty
     client_accuracy, _std, _worst   the global model on the clients' own test data; client_loss
@@ -75,8 +76,7 @@ class Evaluation:
         figures: Record = {}
         if self._due(round, self.every):
             if len(self.task.test):
-                score = self.evaluator.score(algorithm.model(), self.task.test, integers)
-                figures |= {"accuracy": score.accuracy, "loss": score.loss}
+                figures |= self.evaluator.score(algorithm.model(), self.task.test, integers)
             figures |= algorithm.diagnose()
         tallies: dict[str, Tally] = {}
         personal = self._due(round, self.personal_every)
@@ -91,7 +91,7 @@ class Evaluation:
                 tallies["new_client"] = judge(algorithm, upcoming, self.newcomers, integers)
         tallies = {name: tally for name, tally in tallies.items() if len(tally.clients)}  # absent sites answer nothing
         for name, tally in tallies.items():
-            figures |= tally.figures(name)
+            figures |= tally.figures(name, self.task.objective)
         table = {"round": round.number, **{name: self._table(tally) for name, tally in tallies.items()}}
         return figures, table if personal else None
 
@@ -127,11 +127,12 @@ class Evaluation:
             ]
 
     def _table(self, tally: Tally) -> Record:
-        """Each client's accuracy and number of test samples."""
+        """Each client's accuracy, or whatever the metric is, and number of test samples."""
+        metric = self.task.objective.metric.name
         return {
             "clients": [self.numbers[client] for client in tally.clients.tolist()],
             "samples": tally.samples.tolist(),
-            "accuracy": tally.accuracy.tolist(),
+            metric: tally.each(self.task.objective)[metric].tolist(),
         }
 
 

@@ -214,8 +214,8 @@ class Federation:
         """Raise `Diverged` when the global model is not finite, or its loss, where that was measured, is far beyond guessing."""
         if not bool(torch.isfinite(self.algorithm.model()).all()):
             raise _diverged(round, "the global model is not finite any more")
-        limit = DIVERGED * math.log(max(2, self.task.dataset.classes))
-        if loss is not None and not loss < limit:
+        guess = self.task.objective.guess(self.task.dataset.spec.outputs)
+        if loss is not None and not loss < DIVERGED * guess:
             beyond = f", over {DIVERGED} times that of guessing" if math.isfinite(loss) else ""
             raise _diverged(round, f"the global model's loss is {loss:.3g}{beyond}")
 

@@ -7,75 +7,68 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
 from fedloom.flat.layout import Layout
-from fedloom.local.cohort import judged
+from fedloom.local.cohort import count
+from fedloom.objectives import Objective
 
 WORST = 0.1
-"""Share of the clients, those with the lowest accuracy, whose mean is called the worst."""
-
-
-class Score(NamedTuple):
-    """Share of samples classified right, mean cross entropy, number of samples."""
-
-    accuracy: float
-    loss: float
-    samples: int
+"""Share of the clients, those that the metric finds worst, whose mean is recorded too."""
 
 
 @dataclass(frozen=True)
 class Tally:
-    """Scores of n clients on their own test samples: the clients' numbers, how many samples were classified right, the sum of
-    the cross entropy (float64), and how many samples there are, `[n]` each."""
+    """What was counted on n clients' own test samples: the clients' numbers and how many samples each has, `[n]`, and the sums
+    of what the objective counts, `[n, ...]` float64 by name."""
 
     clients: Tensor
-    correct: Tensor
-    loss: Tensor
     samples: Tensor
+    totals: dict[str, Tensor]
 
     @classmethod
     def joined(cls, parts: Sequence[Tally]) -> Tally:
         """All parts as one, ordered by the clients' numbers."""
         if not parts:
             nothing = torch.empty(0, dtype=torch.int64)
-            return cls(nothing, nothing, nothing.double(), nothing)
+            return cls(nothing, nothing, {})
         clients = torch.cat([part.clients for part in parts])
         order = clients.argsort()
-        return cls(
-            clients[order],
-            torch.cat([part.correct for part in parts])[order],
-            torch.cat([part.loss for part in parts])[order],
-            torch.cat([part.samples for part in parts])[order],
+        totals = {name: torch.cat([part.totals[name] for part in parts])[order] for name in parts[0].totals}
+        return cls(clients[order], torch.cat([part.samples for part in parts])[order], totals)
+
+    def each(self, objective: Objective) -> dict[str, Tensor]:
+        """The objective's figures of every client, `[n]` float64 by name."""
+        return objective.figures({**self.totals, "samples": self.samples.double()})
+
+    def overall(self, objective: Objective) -> dict[str, float]:
+        """The objective's figures over all samples of all clients."""
+        together = Tally(
+            self.clients[:1], self.samples.sum(0, True), {n: t.sum(0, True) for n, t in self.totals.items()}
         )
+        return {name: float(value) for name, value in together.each(objective).items()}
 
-    @property
-    def accuracy(self) -> Tensor:
-        """Share of each client's samples that were classified right, `[n]` float64."""
-        return self.correct.double() / self.samples
-
-    def figures(self, name: str) -> dict[str, float]:
+    def figures(self, name: str, objective: Objective) -> dict[str, float]:
         """The summary of these clients under `name`.
 
-        `_accuracy`: over all their samples, so the mean weighted by samples; `_loss`: likewise. `_accuracy_std`: the
-        population standard deviation of the clients' accuracies, and `_accuracy_worst` the mean over the tenth of the clients
-        (at least one) with the lowest accuracy, both with every client counted alike.
+        `_accuracy` (or whatever the metric is) and the other figures: over all their samples, so means weighted by samples.
+        `_accuracy_std`: the population standard deviation of the clients' accuracies, and `_accuracy_worst` the mean over the
+        tenth of the clients (at least one) with the worst accuracy, both with every client counted alike.
         Source: FedALA, section 5.1, and its authors' code for the weighted mean and the deviation.
         """
-        total = int(self.samples.sum())
-        lowest = self.accuracy.sort().values[: math.ceil(WORST * len(self.clients))]
-        return {
-            f"{name}_accuracy": int(self.correct.sum()) / total,
-            f"{name}_accuracy_std": float(self.accuracy.std(correction=0)),
-            f"{name}_accuracy_worst": float(lowest.mean()),
-            f"{name}_loss": float(self.loss.sum()) / total,
-        }
+        metric = objective.metric
+        values = self.each(objective)[metric.name]
+        worst = values.sort(descending=not metric.higher_is_better).values[: math.ceil(WORST * len(self.clients))]
+        overall = self.overall(objective)
+        first = {metric.name: overall.pop(metric.name), f"{metric.name}_std": float(values.std(correction=0)),
+                 f"{metric.name}_worst": float(worst.mean())}  # fmt: skip
+        return {f"{name}_{figure}": value for figure, value in (first | overall).items()}
 
 
 class Evaluator:
@@ -92,10 +85,11 @@ class Evaluator:
         """The module, copied when it is first needed, since most engines score no model."""
         return copy.deepcopy(self._original).eval().requires_grad_(False)
 
-    def score(self, row: Tensor, samples: Samples, integers: Tensor | None = None) -> Score:
-        """The score of the model `row [P]` on all samples together."""
-        correct, loss = self._judge(row, samples, None, integers)
-        return Score(int(correct.sum()) / len(samples), float(loss.sum()) / len(samples), len(samples))
+    def score(self, row: Tensor, samples: Samples, integers: Tensor | None = None) -> dict[str, float]:
+        """The objective's figures of the model `row [P]` on all samples together."""
+        counted = self._count(row, samples, None, integers)
+        totals = {name: values.sum(0, keepdim=True).cpu() for name, values in counted.items()}
+        return Tally(torch.zeros(1), torch.tensor([len(samples)]), totals).overall(self.dataset.objective)
 
     def tally(
         self, row: Tensor, samples: Samples, own: Partition, clients: Sequence[int], integers: Tensor | None = None
@@ -107,16 +101,19 @@ class Evaluator:
         index = np.concatenate([own[client] for client in clients])
         sizes = np.array([len(own[client]) for client in clients])
         owner = np.repeat(np.arange(len(clients)), sizes)
-        correct, loss = self._judge(row, samples, torch.from_numpy(index), integers)
-        # Summed here in one fixed order: adding up on a GPU would not be the same twice.
-        hits = np.bincount(owner, weights=correct.cpu().numpy(), minlength=len(clients)).astype(np.int64)
-        losses = np.bincount(owner, weights=loss.cpu().numpy(), minlength=len(clients))
-        return Tally(torch.tensor(clients), torch.from_numpy(hits), torch.from_numpy(losses), torch.from_numpy(sizes))
+        counted = self._count(row, samples, torch.from_numpy(index), integers)
+        totals = {name: _by_owner(values.cpu().numpy(), owner, len(clients)) for name, values in counted.items()}
+        return Tally(torch.tensor(clients), torch.from_numpy(sizes), totals)
 
-    def _judge(
-        self, row: Tensor, samples: Samples, index: Tensor | None, integers: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Whether each sample (of `index`, or of all) is classified right, and its cross entropy as float64."""
+    def _count(self, row: Tensor, samples: Samples, index: Tensor | None, integers: Tensor | None) -> dict[str, Tensor]:
+        """What the objective counts of each sample (of `index`, or of all), `[n, ...]` float64 by name."""
         # Into tensors of its own, not by binding: how numbers lie in memory moves the last digits of products.
         self.layout.load(self.module, row, integers)
-        return judged(self.module, self.dataset, samples, index, self.batch_size)
+        return count(self.module, self.dataset, samples, index, self.batch_size)
+
+
+def _by_owner(values: npt.NDArray[np.float64], owner: npt.NDArray[np.int64], clients: int) -> Tensor:
+    """The sums `[clients, ...]` of `values [n, ...]`, in one fixed order: adding up on a GPU would not be the same twice."""
+    columns = values.reshape(len(values), -1).T
+    sums = [np.bincount(owner, weights=column, minlength=clients) for column in columns]
+    return torch.from_numpy(np.stack(sums, 1).reshape(clients, *values.shape[1:]))

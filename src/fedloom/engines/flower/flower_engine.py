@@ -12,7 +12,6 @@ trace, and a server that goes on from a checkpoint finds every site as it was th
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -194,16 +193,18 @@ class FlowerEngine(RemoteClients):
         own = self.task.local_test
         registered = 0 if own is None else int(own.sizes[client])
         samples = whole(words, "samples", 1, MOST_SAMPLES)
-        correct, loss = whole(words, "correct", 0, samples), words.get("loss")
-        if not isinstance(loss, (int, float)) or not 0 <= loss < math.inf:
-            raise RefusedReply("the reply has no loss")
-        if samples > registered:
-            samples, correct, loss = registered, correct * registered // samples, loss * registered / samples
+        objective, outputs = self.task.objective, self.task.dataset.spec.outputs
+        try:
+            given = words["totals"]
+            totals = {name: _total(given[name], shape) for name, shape in objective.shapes(outputs).items()}
+            objective.require_totals({**totals, "samples": torch.tensor([float(samples)])})
+        except (KeyError, TypeError, ValueError, InvalidValue) as error:
+            raise RefusedReply(f"the reply does not say what was counted: {error}") from None
+        share = min(1.0, registered / samples)
         return Tally(
             torch.tensor([client]),
-            torch.tensor([correct]),
-            torch.tensor([loss], dtype=torch.float64),
-            torch.tensor([samples]),
+            torch.tensor([min(samples, registered)]),
+            {name: total if share == 1 else total * share for name, total in totals.items()},
         )
 
     # --- what clients remember ---
@@ -243,3 +244,11 @@ class FlowerEngine(RemoteClients):
 
     def close(self) -> None:
         """Nothing is held here: Flower ends its own connections."""
+
+
+def _total(value: Any, shape: tuple[int, ...]) -> Tensor:
+    """What a site counted, `[1, ...]` float64. Raises `TypeError` or `ValueError` unless it is numbers in that shape."""
+    found = torch.tensor(value, dtype=torch.float64)
+    if found.shape != shape:
+        raise ValueError(f"shape {list(found.shape)} where {list(shape)} is expected")
+    return found.unsqueeze(0)

@@ -18,6 +18,8 @@ from fedloom.engines.flower.messages import Words
 from fedloom.errors import InvalidValue, RefusedReply, suggestion
 from fedloom.experiment.configuration import Configuration, configuration, load
 from fedloom.flat.layout import Layout
+from fedloom.objectives import Objective, objectives
+from fedloom.objectives.custom import expression_of
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ def description(dataset: Dataset) -> Words:
         "shape": list(dataset.spec.shape),
         "type": _type(dataset.train.inputs),
         "classes": dataset.classes,
+        "objective": expression_of(dataset.objective),
         "mean": None if dataset.mean is None else list(dataset.mean),
         "std": None if dataset.std is None else list(dataset.std),
         "vocabulary": dataset.vocabulary,
@@ -129,8 +132,8 @@ def description(dataset: Dataset) -> Words:
     }
 
 
-def described(words: Any, train: Samples, source: str) -> Dataset:
-    """The data set of these samples, as the server describes it.
+def described(words: Any, train: Samples, source: str, objective: Objective | None = None) -> Dataset:
+    """The data set of these samples, as the server describes it, with the objective of the configuration where it has one.
 
     Raises `RefusedReply` for a description that is none, and `InvalidValue`, naming `source`, for samples that do not fit it.
     """
@@ -139,15 +142,22 @@ def described(words: Any, train: Samples, source: str) -> Dataset:
         scale = [None if words[key] is None else tuple(map(float, words[key])) for key in ("mean", "std")]
         vocabulary = None if words["vocabulary"] is None else int(words["vocabulary"])
         names = None if words["class_names"] is None else tuple(map(str, words["class_names"]))
-        dataset = Dataset(str(words["name"]), train, train[:0], classes, scale[0], scale[1], vocabulary, names)
-        kind = str(words["type"])
+        kind, named = str(words["type"]), words["objective"]
     except (KeyError, TypeError, ValueError):
         raise RefusedReply("the server does not say what the data look like") from None
+    try:
+        if objective is None:  # by its name alone: a server may not have sites import modules
+            objective = objectives.build(str(named))
+        dataset = Dataset(
+            str(words["name"]), train, train[:0], classes, scale[0], scale[1], vocabulary, names, objective
+        )
+    except InvalidValue as error:
+        raise InvalidValue(f"{source}: {error}") from None
     if tuple(train.inputs.shape[1:]) != shape or _type(train.inputs) != kind:
         raise InvalidValue(
             f"{source}: inputs are {list(train.inputs.shape[1:])} {_type(train.inputs)}, the federation's {list(shape)} {kind}"
         )
-    if len(train) and not 0 <= int(train.labels.min()) <= int(train.labels.max()) < classes:
+    if len(train) and objective.classes and not 0 <= int(train.labels.min()) <= int(train.labels.max()) < classes:
         raise InvalidValue(f"{source}: labels must be 0 to {classes - 1}, and {int(train.labels.max())} is among them")
     if vocabulary is not None and len(train) and int(train.inputs.max()) >= vocabulary:
         raise InvalidValue(

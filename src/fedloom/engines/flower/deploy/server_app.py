@@ -185,6 +185,7 @@ class Gathering:
             partition=Partition.counted(samples),
             model=self.settings.configuration.model,
             training=self.settings.configuration.training,
+            objective=self.settings.configuration.objective,
             seed=seed,
         )
         return task if tests is None or not any(tests) else replace(task, local_test=Partition.counted(tests))

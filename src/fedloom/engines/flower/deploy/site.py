@@ -30,6 +30,7 @@ from fedloom.engines.flower.messages import Refusal, Words, pack, whole
 from fedloom.engines.flower.secure_round import layer_exchange
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import DamagedCheckpoint, InvalidValue, RefusedReply
+from fedloom.objectives.custom import build_objective
 from fedloom.randomness import stream_seed
 from fedloom.round import Round
 from fedloom.rounds.engine import INTEGERS, ClientTask, Fault
@@ -157,7 +158,8 @@ class Site:
         engine, _, _ = self._remembering(words, round, client, inbox)
         method = Algorithm() if words.get("given") is True else self._method(engine.task, round)
         (tally,) = engine.evaluate(method, round, [ClientTask(client, None, dict(inbox))])
-        return pack({"correct": int(tally.correct), "loss": float(tally.loss), "samples": int(tally.samples)})
+        totals = {name: total[0].tolist() for name, total in tally.totals.items()}
+        return pack({"samples": int(tally.samples), "totals": totals})
 
     # --- what it needs for that ---
 
@@ -221,8 +223,9 @@ class Site:
         settings = self.settings.configuration
         train, test = own_data(source)
         samples = train if test is None else train.concatenate(test)
+        objective = None if settings.objective is None else build_objective(settings.objective)
         task = make_task(
-            described(words.get("data"), samples, source),
+            described(words.get("data"), samples, source, objective),
             partition=Partition.of([np.arange(len(train))]),
             model=settings.model,
             training=settings.training,

@@ -1,0 +1,324 @@
+"""What is learned: each objective against plain loops, in every engine, and what does not fit it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fedloom as fl
+from fedloom.data.dataset import Dataset, Samples
+from fedloom.errors import FedloomError, InvalidValue
+from fedloom.objectives import Objective, objectives, prediction
+from fedloom.objectives.classification import Classification
+from fedloom.objectives.custom import Custom, build_objective, expression_of
+from fedloom.objectives.multilabel import Multilabel
+from fedloom.objectives.regression import Regression
+from fedloom.objectives.segmentation import Segmentation
+from fedloom.objectives.sequence import NextToken
+
+SAMPLES = 48
+
+
+def absolute(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss as a user writes it."""
+    return (outputs - targets).abs().mean(1)
+
+
+class Tokens(nn.Module):
+    """Logits of the next of five tokens at each place, from the token there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 6)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.head(self.table(tokens))}
+
+
+class Pixels(nn.Module):
+    """Logits of three classes for each pixel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 4, 3, padding=1)
+        self.head = nn.Conv2d(4, 3, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.first(images).relu())
+        return logits
+
+
+def draw(kind: str) -> tuple[Samples, nn.Module, Objective, int]:
+    """Samples, a model, the objective and the number of classes of one kind, the same every time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return _draw(kind)
+
+
+def _draw(kind: str) -> tuple[Samples, nn.Module, Objective, int]:
+    generator = torch.Generator().manual_seed(5)
+    features = torch.randn(SAMPLES, 4, generator=generator)
+    linear = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    if kind == "classification":
+        labels = torch.randint(3, (SAMPLES,), generator=generator)
+        return Samples(features, labels), linear, Classification(0.1, (1.0, 2.0, 0.5), 2), 3
+    if kind == "multilabel":
+        targets = (torch.rand(SAMPLES, 3, generator=generator) < 0.4).float()
+        return Samples(features, targets), linear, Multilabel(), 0
+    if kind == "sequence":
+        tokens = torch.randint(5, (SAMPLES, 7), generator=generator)
+        targets = torch.randint(5, (SAMPLES, 7), generator=generator)
+        targets[:, 5:][torch.rand(SAMPLES, 2, generator=generator) < 0.5] = -100
+        return Samples(tokens, targets), Tokens(), NextToken(), 0
+    if kind == "segmentation":
+        masks = torch.randint(3, (SAMPLES, 5, 5), generator=generator)
+        masks[torch.rand(masks.shape, generator=generator) < 0.1] = 255
+        return Samples(torch.randn(SAMPLES, 1, 5, 5, generator=generator), masks), Pixels(), Segmentation(), 3
+    targets = torch.randn(SAMPLES, 3, generator=generator)
+    objective = Custom(absolute) if kind == "custom" else Regression(kind)  # type: ignore[arg-type]
+    return Samples(features, targets), linear, objective, 0
+
+
+KINDS = ("classification", "multilabel", "sequence", "segmentation", "squared", "absolute", "huber", "custom")
+
+
+def make(kind: str, **options: Any) -> fl.Task:
+    samples, model, objective, classes = draw(kind)
+    vocabulary = 5 if kind == "sequence" else None
+    data = Dataset(kind, samples[:36], samples[36:], classes, vocabulary=vocabulary, objective=objective)
+    training = fl.Training(learning_rate=0.1, momentum=0.5, batch_size=5, epochs=2)
+    return fl.make_task(data, clients=3, partition="iid", model=model, training=training, **options)
+
+
+# --- plain loops, sample by sample and number by number ---
+
+
+def losses(kind: str, output: Tensor, target: Tensor) -> list[tuple[float, float]]:
+    """(loss, weight) of everything that counts in one sample."""
+    if kind == "classification":
+        weights, probability = [1.0, 2.0, 0.5], output.double().softmax(0)
+        soft = [0.1 / 3 + (0.9 if c == int(target) else 0.0) for c in range(3)]
+        value = -sum(weights[c] * soft[c] * math.log(float(probability[c])) for c in range(3))
+        return [(value, weights[int(target)])]
+    if kind == "multilabel":
+        chances = output.double().sigmoid().tolist()
+        return [(-math.log(p if t == 1 else 1 - p), 1.0) for p, t in zip(chances, target.tolist(), strict=True)]
+    if kind == "sequence":
+        rows = zip(output.double(), target.tolist(), strict=True)
+        return [(-math.log(float(row.softmax(0)[t])), 1.0) for row, t in rows if t != -100]
+    if kind == "segmentation":
+        pixels = zip(output.double().flatten(1).T, target.flatten().tolist(), strict=True)
+        return [(-math.log(float(pixel.softmax(0)[t])), 1.0) for pixel, t in pixels if t != 255]
+    errors = [abs(float(a) - float(b)) for a, b in zip(output, target, strict=True)]
+    if kind == "squared":
+        return [(e * e, 1.0) for e in errors]
+    if kind == "huber":
+        return [(e * e / 2 if e <= 1 else e - 0.5, 1.0) for e in errors]
+    return [(e, 1.0) for e in errors]
+
+
+def naive_loss(kind: str, outputs: Tensor, targets: Tensor) -> float:
+    found = [pair for output, target in zip(outputs, targets, strict=True) for pair in losses(kind, output, target)]
+    return sum(value for value, _ in found) / sum(weight for _, weight in found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_and_its_figure_are_those_of_plain_loops(kind: str) -> None:
+    samples, model, objective, _ = draw(kind)
+    outputs = model(samples.inputs)
+    expected = naive_loss(kind, prediction(outputs).detach(), samples.labels)
+    assert float(objective.loss(outputs, samples.labels).detach()) == pytest.approx(expected, rel=1e-5)
+    task = make(kind)
+    result = fl.run("fedavg", task, rounds=1, participation=1.0)
+    module = result.model
+    trained = prediction(module(task.test.inputs)).detach()
+    assert result.history[-1]["loss"] == pytest.approx(naive_loss(kind, trained, task.test.labels), rel=1e-5)
+
+
+def figures(objective: Objective, outputs: Any, targets: Tensor) -> dict[str, float]:
+    counted = objective.statistics(outputs, targets)
+    assert {name: tuple(values.shape[1:]) for name, values in counted.items()} == objective.shapes(
+        prediction(outputs).shape[-1] if prediction(outputs).dim() == 2 else 3
+    )
+    totals = {name: values.double().sum(0, keepdim=True) for name, values in counted.items()}
+    found = objective.figures({**totals, "samples": torch.tensor([float(len(targets))])})
+    return {name: float(value) for name, value in found.items()}
+
+
+def test_figures_of_classes() -> None:
+    outputs = torch.tensor([[3.0, 2.0, 1.0], [1.0, 3.0, 2.0], [1.0, 2.0, 3.0], [3.0, 1.0, 2.0]])
+    found = figures(Classification(top_k=2), outputs, torch.tensor([0, 2, 0, 1]))
+    assert (found["accuracy"], found["top_2"]) == (1 / 4, 2 / 4)
+
+
+def test_figures_of_several_labels() -> None:
+    outputs = torch.tensor([[1.0, -1.0, 1.0], [-1.0, 1.0, -1.0], [-1.0, -1.0, -1.0]])
+    targets = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
+    found = figures(Multilabel(), outputs, targets)  # 2 right, 1 too many, 1 missed; the third class is never right
+    assert found["f1"] == pytest.approx(2 * 2 / (2 * 2 + 1 + 1))
+    assert found["f1_macro"] == pytest.approx((1 + 1 + 0) / 3)
+    assert found["exact"] == pytest.approx(1 / 3)
+
+
+def test_figures_of_numbers() -> None:
+    generator = torch.Generator().manual_seed(1)
+    outputs, targets = (torch.randn(9, 2, generator=generator, dtype=torch.float64) for _ in range(2))
+    found = figures(Regression(), outputs, targets)
+    error = outputs - targets
+    assert found["rmse"] == pytest.approx(float(error.square().mean().sqrt()))
+    assert found["mae"] == pytest.approx(float(error.abs().mean()))
+    spread = (targets - targets.mean(0)).square().sum(0)
+    assert found["r2"] == pytest.approx(float((1 - error.square().sum(0) / spread).mean()))
+
+
+def test_figures_of_tokens_leave_padding_out() -> None:
+    outputs = torch.tensor([[[2.0, 0.0], [0.0, 2.0], [2.0, 0.0]]])
+    found = figures(NextToken(padding=-1), outputs, torch.tensor([[0, 0, -1]]))
+    loss = (math.log(1 + math.exp(-2)) + math.log(1 + math.exp(2))) / 2
+    assert found["accuracy"] == 1 / 2
+    assert found["perplexity"] == pytest.approx(math.exp(loss))
+
+
+def test_figures_of_pixels_leave_out_what_is_ignored() -> None:
+    classes = torch.tensor([[[0, 1, 1], [2, 2, 0]]])
+    targets = torch.tensor([[[0, 1, 2], [2, 255, 255]]])
+    outputs = F.one_hot(classes, 3).permute(0, 3, 1, 2).float()
+    found = figures(Segmentation(), outputs, targets)
+    assert found["accuracy"] == 3 / 4
+    assert found["miou"] == pytest.approx((1 / 1 + 1 / 2 + 1 / 2) / 3)
+
+
+# --- training ---
+
+
+def row(result: fl.Result) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in result.model.parameters()])
+
+
+ENGINES = ("stacked", "processes(workers=1)", "processes(workers=1, inside=stacked)")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_engines_agree(kind: str) -> None:
+    task = make(kind)
+    rows = fl.run("fedprox(mu=0.1)", task, rounds=2, participation=1.0, engine="rows")
+    metric = task.objective.metric.name
+    for engine in ENGINES[: 1 if kind == "custom" else 3]:
+        other = fl.run("fedprox(mu=0.1)", task, rounds=2, participation=1.0, engine=engine)
+        assert torch.allclose(row(other), row(rows), atol=1e-5), engine
+        assert other.history[-1][metric] == pytest.approx(rows.history[-1][metric], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_client_trains_as_plain_torch_does(kind: str) -> None:
+    """One client that takes all samples in one batch, so that their order does not matter."""
+    samples, model, objective, classes = draw(kind)
+    data = Dataset(
+        kind, samples, samples[:0], classes, vocabulary=5 if kind == "sequence" else None, objective=objective
+    )
+    training = fl.Training(learning_rate=0.2, weight_decay=0.01, momentum=0.9, batch_size=None, epochs=3)
+    task = fl.make_task(data, clients=1, partition="iid", model=model, training=training)
+    found = fl.run("fedavg", task, rounds=1, participation=1.0).model
+    plain = task.module(task.initial)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.2, weight_decay=0.01, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        objective.loss(plain(samples.inputs), samples.labels).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    for one, other in zip(found.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["multilabel", "sequence", "huber"])
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(kind: str, tmp_path: Path) -> None:
+    whole = fl.run("fedmr", make(kind), rounds=4, participation=1.0)
+    fl.run("fedmr", make(kind), rounds=2, participation=1.0, directory=tmp_path / "run")
+    resumed = fl.run("fedmr", make(kind), rounds=4, participation=1.0, directory=tmp_path / "run")
+    assert torch.equal(row(resumed), row(whole))
+    assert resumed.history[-1]["loss"] == whole.history[-1]["loss"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_clients_are_judged_one_by_one(kind: str) -> None:
+    samples, model, objective, classes = draw(kind)
+    vocabulary = 5 if kind == "sequence" else None
+    data = Dataset(kind, samples[:40], samples[40:], classes, vocabulary=vocabulary, objective=objective)
+    training = fl.Training(learning_rate=0.05, batch_size=5)
+    task = fl.make_task(data, clients=4, partition="iid", model=model, training=training, local_test=0.25)
+    result = fl.run("ditto", task, rounds=2, participation=1.0, personal_every=1)
+    last, name = result.history[-1], task.objective.metric.name
+    assert {f"personal_{name}", f"personal_{name}_std", f"personal_{name}_worst", "personal_loss"} <= last.keys()
+    assert last[f"personal_{name}_std"] > 0
+    worse, better = sorted((last[f"personal_{name}_worst"], last[f"personal_{name}"]))
+    assert (worse == last[f"personal_{name}_worst"]) == objective.metric.higher_is_better or worse == better
+
+
+# --- names ---
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        Classification(label_smoothing=0.1, class_weights=(1.0, 2.5)),
+        Regression("huber", 2.0),
+        Multilabel(),
+        NextToken(padding=0),
+        Segmentation(),
+    ],
+)
+def test_an_expression_makes_the_same_objective_again(objective: Objective) -> None:
+    expression = expression_of(objective)
+    assert expression is not None
+    assert build_objective(expression) == objective
+
+
+def test_a_function_has_no_expression_but_a_path() -> None:
+    assert expression_of(Custom(absolute)) is None
+    assert build_objective(f"{__name__}:absolute") == Custom(absolute)
+    assert {entry.name for entry in objectives} == {
+        "classification", "multilabel", "regression", "segmentation", "sequence",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make_it", "words"),
+    [
+        (lambda: build_objective("regresion"), "unknown objective 'regresion': did you mean 'regression'?"),
+        (lambda: build_objective("regression(kind=cubed)"), "kind must be"),
+        (lambda: build_objective("no_such_module:loss"), "objective 'no_such_module:loss'"),
+        (lambda: Classification(class_weights=(0.0, 0.0)), "class_weights must not all be 0"),
+        (lambda: Dataset("d", *_parts(torch.zeros(4)), 2), "needs labels [n] of int64, not [3] of float32"),
+        (lambda: Dataset("d", *_parts(torch.zeros(4).long()), objective=Regression()), "not [3] of int64"),
+        (lambda: Dataset("d", *_parts(torch.full((4,), torch.nan)), objective=Regression()), "NaN or infinite"),
+        (lambda: Dataset("d", *_parts(torch.full((4, 2), 2.0)), objective=Multilabel()), "of 0 and 1"),
+        (lambda: prediction({"scores": torch.zeros(1)}), "the model returns a dictionary of scores"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(make_it: Callable[[], Any], words: str) -> None:
+    with pytest.raises(FedloomError) as caught:
+        make_it()
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def _parts(labels: Tensor) -> tuple[Samples, Samples]:
+    samples = Samples(torch.zeros(4, 2), labels)
+    return samples[:3], samples[3:]
+
+
+def test_what_needs_classes_is_refused_before_anything_runs() -> None:
+    task = make("squared")
+    with pytest.raises(InvalidValue, match="fedgen needs class labels"):
+        fl.run("fedgen", task, rounds=1)
+    with pytest.raises(InvalidValue, match="memorisation: the targets of 'squared' are no classes"):
+        fl.run("fedavg", task, rounds=1, record=["memorisation"])
+    with pytest.raises(InvalidValue, match=r"label_noise='symmetric.0.4.': the targets of squared are no classes"):
+        make("squared", label_noise="symmetric(0.4)")
