@@ -29,7 +29,7 @@ from fedloom.engines.choose import make_engine
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import ROWS_HELD, bytes_of_training
-from fedloom.flat.population import cosine_similarity, recombine_, squared_distances, weighted_mean
+from fedloom.flat.population import mean_cosine_similarity, recombine_, squared_distances, weighted_mean
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
@@ -98,7 +98,7 @@ def of_server(job_name: str, models: int) -> dict[str, Any]:
     jobs: dict[str, Callable[[], object]] = {
         "recombine": lambda: recombine_(pool, units, torch.Generator().manual_seed(1)),
         "mean": lambda: weighted_mean(pool, torch.arange(1.0, models + 1)),
-        "cosine": lambda: cosine_similarity(pool),
+        "cosine": lambda: mean_cosine_similarity(pool),
         "distances": lambda: squared_distances(pool),
     }
     jobs[job_name]()

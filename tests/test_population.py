@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedloom.flat.population import (
-    cosine_similarity,
     mean_cosine_similarity,
     recombine,
     recombine_,
@@ -99,25 +101,68 @@ def test_means_and_distances_equal_plain_loops(count: int, width: int, seed: int
         expected = sum(float(weights[k]) * values[k] for k in range(count)) / total
         assert math.isclose(float(weighted_mean(rows, weights)[column]), expected, rel_tol=1e-6, abs_tol=1e-6)
         assert math.isclose(float(weighted_mean(rows)[column]), sum(values) / count, rel_tol=1e-9, abs_tol=1e-12)
-    similarity, distance = cosine_similarity(rows), squared_distances(rows)
-    pairs = []
+    distance = squared_distances(rows)
     for i in range(count):
         for j in range(count):
-            a, b = rows[i].tolist(), rows[j].tolist()
-            dot = sum(x * y for x, y in zip(a, b, strict=True))
-            cosine = dot / math.sqrt(sum(x * x for x in a)) / math.sqrt(sum(y * y for y in b))
-            assert math.isclose(float(similarity[i, j]), cosine, abs_tol=1e-9)
-            assert math.isclose(
-                float(distance[i, j]), sum((x - y) ** 2 for x, y in zip(a, b, strict=True)), rel_tol=1e-9, abs_tol=1e-12
-            )
-            if i < j:
-                pairs.append(cosine)
-    assert math.isclose(float(mean_cosine_similarity(rows)), sum(pairs) / len(pairs) if pairs else 1.0, abs_tol=1e-9)
+            expected = sum((x - y) ** 2 for x, y in zip(rows[i].tolist(), rows[j].tolist(), strict=True))
+            assert math.isclose(float(distance[i, j]), expected, rel_tol=1e-9, abs_tol=1e-12)
 
 
-def test_a_zero_row_has_no_direction() -> None:
-    rows = torch.tensor([[0.0, 0.0], [1.0, 2.0]])
-    assert torch.equal(cosine_similarity(rows)[0], torch.zeros(2))
+def mean_of_pairs(rows: torch.Tensor) -> float:
+    """The mean cosine over all pairs, pair by pair; one row alone counts as 1."""
+    cosines = []
+    for a, b in itertools.combinations(rows.double().tolist(), 2):
+        lengths = math.hypot(*a) * math.hypot(*b)
+        cosines.append(math.fsum(x * y for x, y in zip(a, b, strict=True)) / lengths if lengths else 0.0)
+    return math.fsum(cosines) / len(cosines) if cosines else 1.0
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(1, 12),
+    st.integers(1, 30),
+    st.sampled_from([0.0, 0.1, 1.0, 100.0]),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.float64]),
+    GENERATOR_SEEDS,
+)
+def test_the_mean_cosine_in_one_pass_is_that_of_all_pairs(
+    count: int, width: int, alike: float, with_zeros: bool, dtype: torch.dtype, seed: int
+) -> None:
+    rows = rows_of(count, width + 3, seed).to(dtype) + alike * rows_of(1, width + 3, seed + 1).to(dtype)
+    if with_zeros:
+        rows[::3] = 0
+    rows = rows[:, :width]  # a part of longer rows, as the trainable parameters are
+    found = mean_cosine_similarity(rows)
+    assert found.dtype == dtype
+    assert -1 <= float(found) <= 1
+    assert math.isclose(float(found), mean_of_pairs(rows), abs_tol=1e-6 if dtype == torch.float32 else 1e-12)
+
+
+def test_a_pool_of_equal_and_one_of_opposite_models() -> None:
+    row = rows_of(1, 1000, 3)
+    assert float(mean_cosine_similarity(row.repeat(50, 1))) == pytest.approx(1, abs=1e-6)
+    assert float(mean_cosine_similarity(torch.cat([row, -row]))) == pytest.approx(-1, abs=1e-6)
+    assert float(mean_cosine_similarity(torch.cat([row, torch.zeros_like(row)]))) == pytest.approx(0, abs=1e-6)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the size of the largest tensor that is made, in numbers."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result._base is None:
+            self.numbers = max(self.numbers, result.numel())
+        return result
+
+
+def test_the_mean_cosine_copies_no_pool() -> None:
+    rows = rows_of(50, 1003, 0)[:, :1000]
+    with Largest() as largest:
+        mean_cosine_similarity(rows)
+    assert largest.numbers == 1000  # one model
 
 
 def test_distances_of_near_models_do_not_cancel() -> None:
