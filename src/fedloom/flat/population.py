@@ -96,7 +96,8 @@ def mean_cosine_similarity(rows: Tensor) -> Tensor:
     scale = 1 / norms.clamp_min(torch.finfo(rows.dtype).tiny)
     total = (scale @ rows).double()
     own = (scale * norms).double().square().sum()
-    return ((total @ total - own) / (count * (count - 1))).clamp(-1, 1).to(rows.dtype)
+    mean: Tensor = (total @ total - own) / (count * (count - 1))
+    return mean.clamp(-1, 1).to(rows.dtype)
 
 
 def total_variance(rows: Tensor) -> Tensor:

@@ -211,6 +211,7 @@ def _page(
         options=options,
         lead=_lead(_common([run.configuration for run in runs])),
         unfinished=_unfinished(runs),
+        notices=_notices(runs),
         looks=styles(runs),
         faults=_faults(runs),
         configuration=_facts([run.configuration for run in runs], {"algorithm", "seed", "command", "targets"}),
@@ -359,6 +360,16 @@ def _unfinished(runs: Sequence[RunSummary]) -> str:
         f"Not all runs have {f'{most} rounds' if alike else 'all their rounds'}: {_listed(short, 8, ', ')}. "
         "The figures below are of the rounds they have; a mean curve ends where its shortest run ends."
     )
+
+
+def _notices(runs: Sequence[RunSummary]) -> list[str]:
+    """What runs had to say while they went on, each text once for all seeds of a method, with the rounds."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for run in runs:
+        for timing in run.timings:
+            for text in timing.get("notices", ()):
+                found.setdefault((run.algorithm, text), []).append(f"seed {run.seed} in round {timing['round']}")
+    return [f"{method} ({_listed(rounds, 6, ', ')}): {text}" for (method, text), rounds in found.items()]
 
 
 def _faults(runs: Sequence[RunSummary]) -> dict[str, Any]:

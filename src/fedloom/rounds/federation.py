@@ -20,6 +20,7 @@ from fedloom.round import Round
 from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, RoundLog, without_gap
 from fedloom.rounds.engine import INTEGERS, ClientTask, Engine, Fault, RemoteClients, Reply, expectations, row_for
 from fedloom.rounds.evaluation import Evaluation, Record, newcomers_last
+from fedloom.rounds.pool_watch import PoolWatch
 from fedloom.rounds.schedule import Schedule as Schedule
 from fedloom.state.files import remove_unfinished
 from fedloom.task import Task
@@ -88,6 +89,7 @@ class Federation:
         self.history: list[Record] = []
         self.timings: list[Record] = []
         self.client_history: list[Record] = []
+        self._pool_watch = PoolWatch(task.test.labels)
         self._noted: set[str] = set()  # the notices that are in `timings` by now
         self._midway = False  # a round has begun and not ended, so that the state is that of no round
         participants = schedule.participants(trainers)
@@ -115,8 +117,10 @@ class Federation:
 
     @property
     def notices(self) -> list[str]:
-        """What was wrong with the checkpoints found at the start, and what there is to say of how clients train, a line each."""
-        return [*([] if self.checkpoints is None else self.checkpoints.notices), *self.engine.notices]
+        """What was wrong with the checkpoints found at the start, how clients train where that is not as usual, and whether the
+        models of a pool have come apart, a line each."""
+        of_checkpoints = [] if self.checkpoints is None else self.checkpoints.notices
+        return [*of_checkpoints, *self.engine.notices, *self._pool_watch.notices]
 
     def run(self, on_round: Callable[[Record, Record], None] | None = None) -> None:
         """Run the remaining rounds; `on_round` is called after each with its figures and its times.
@@ -195,6 +199,8 @@ class Federation:
         record = {**record, **{name: value for name, value in measured.items() if name not in record}}
         figures, clients = self.evaluation.measure(self.algorithm, round, self.integers)
         self._require_converging(round, figures.get("loss"))
+        record = {name: _finite(value) for name, value in (record | figures).items()}
+        self._pool_watch.see(record)
         ended = time.perf_counter()
         timing: Record = {
             "round": round.number,
@@ -208,7 +214,7 @@ class Federation:
         if new := [text for text in self.notices if text not in self._noted]:
             timing["notices"] = new
             self._noted.update(new)
-        return {name: _finite(value) for name, value in (record | figures).items()}, timing, clients
+        return record, timing, clients
 
     def _require_converging(self, round: Round, loss: float | None) -> None:
         """Raise `Diverged` when the global model is not finite, or its loss, where that was measured, is far beyond guessing."""
@@ -325,6 +331,9 @@ class Federation:
         found = self.checkpoints.latest(recorded, self._adopt)
         finished = 0 if found is None else found.round
         self.history, self.timings, self.client_history = (log.resume(finished) for log in self._logs)
+        self._noted.update(text for timing in self.timings for text in timing.get("notices", ()))
+        for record in self.history:
+            self._pool_watch.see(record)
         for observer in self.observers:
             observer.resume(finished)
         if found is not None:

@@ -1,0 +1,136 @@
+"""A pool whose models come apart is noticed, and one that does well is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fedloom as fl
+from fedloom.algorithm import build
+from fedloom.engines.stacked import StackedEngine
+from fedloom.report.page import render
+from fedloom.rounds import pool_watch
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.pool_watch import CAME_APART, PoolWatch
+from fedloom.rounds.schedule import Schedule
+from fedloom.task import make_task
+from fedloom.training import Training
+from small_task import small_task
+
+LABELS = torch.arange(10).repeat(3)
+
+
+def rounds(
+    accuracy: list[float], loss: list[float], training_loss: float = 0.5, similarity: float | None = 0.5
+) -> Iterator[dict[str, Any]]:
+    for number, (share, entropy) in enumerate(zip(accuracy, loss, strict=True), 1):
+        figures = {"round": number, "accuracy": share, "loss": entropy, "training_loss": training_loss}
+        yield figures if similarity is None else figures | {"pool_cosine": similarity}
+
+
+def notices(*parts: Iterator[dict[str, Any]], labels: torch.Tensor = LABELS) -> list[str]:
+    watch = PoolWatch(labels)
+    for part in parts:
+        for record in part:
+            watch.see(record)
+            watch.see({"round": 0, "training_loss": 0.1})  # one without evaluation
+    return watch.notices
+
+
+GUESSING, LEARNT, FALLEN = [0.1] * 8, [0.8] * 8, [0.4] * 8
+FLAT, FALLING, RISING = [2.3] * 8, [2.3 - 0.1 * k for k in range(8)], [1.0 + 0.1 * k for k in range(8)]
+
+
+def test_a_model_that_stays_at_chance_while_clients_learn() -> None:
+    assert notices(rounds(GUESSING, FLAT)) == [CAME_APART]
+    assert notices(rounds(GUESSING * 3, FLAT * 3)) == [CAME_APART]  # once
+    assert notices(rounds([0.18] * 8, FLAT)) == [CAME_APART]
+    assert notices(rounds([0.2] * 8, FLAT)) == []
+    assert notices(rounds([0.6] * 8, FLAT), labels=torch.tensor([0, 0, 0, 1, 2])) == [
+        CAME_APART
+    ]  # the most frequent class
+
+
+def test_a_model_that_loses_half_of_what_it_had_learned() -> None:
+    assert notices(rounds(LEARNT, FALLING), rounds(FALLEN, RISING)) == [CAME_APART]
+    assert notices(rounds(LEARNT, FALLING, similarity=None), rounds(FALLEN, RISING)) == [CAME_APART]  # before the pool
+    assert notices(rounds(LEARNT, FALLING), rounds([0.5] * 8, RISING)) == []  # (0.1 + 0.8) / 2 is the limit
+    assert notices(rounds(FALLEN, RISING)) == []
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        rounds(GUESSING[:7], FLAT[:7]),  # too few evaluations
+        rounds(GUESSING, FALLING),  # the loss still falls
+        rounds(GUESSING, FLAT, training_loss=2.1),  # the clients do not learn either
+        rounds(GUESSING, FLAT, similarity=0.81),
+        rounds(GUESSING, FLAT, similarity=None),  # no pool
+    ],
+)
+def test_what_is_no_reason(records: Iterator[dict[str, Any]]) -> None:
+    assert notices(records) == []
+
+
+def test_what_json_cannot_express_is_left_out() -> None:
+    unknown = {"round": 1, "accuracy": 0.1, "loss": None, "training_loss": 0.5, "pool_cosine": 0.5}
+    assert notices(iter([unknown] * 20)) == []
+
+
+def digits(method: str, rate: float, until: int) -> Federation:
+    """Twenty clients, ten a round, whose labels differ much; up to a notice or `until` rounds."""
+    task = make_task(
+        "digits", clients=20, partition="dirichlet(0.1)", model="mlp(hidden=[64, 64, 64])",
+        training=Training(learning_rate=rate, epochs=5, batch_size=50),
+    )  # fmt: skip
+    run = Federation(build(method), task, StackedEngine(task), Schedule(until, 0.5, evaluate_every=1, personal_every=0))
+    while run.finished < until and not run.notices:
+        run.step()
+    return run
+
+
+def test_long_steps_drive_a_pool_apart_and_the_run_says_so() -> None:
+    run = digits("fedmr", 0.2, 400)
+    assert run.notices == [CAME_APART]
+    assert run.history[-1]["accuracy"] < max(record["accuracy"] for record in run.history) - 0.3
+    assert run.history[-1]["pool_cosine"] < 0.7
+
+
+@pytest.mark.parametrize(
+    ("method", "rate", "rounds"), [("fedmr", 0.1, 60), ("fedavg", 0.2, 20), ("fedmr(blend=auto)", 0.2, 60)]
+)
+def test_a_pool_that_does_well_and_averaging_are_left_in_peace(method: str, rate: float, rounds: int) -> None:
+    run = digits(method, rate, rounds)
+    assert run.finished == rounds
+    assert run.notices == []
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["fedmr", "indep", "stages(fedavg:1, fedmr)", "secure(fedmr)", "umf(fedmr, simulate_all=true)", "ala(fedmr)"],
+)
+def test_the_terminal_the_record_and_the_report_say_it_once(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pool_watch, "SIMILARITY", 2.0)
+    monkeypatch.setattr(pool_watch, "EVALUATIONS", 2)
+    monkeypatch.setattr(PoolWatch, "_has_come_apart", lambda self: True)
+    for number in (4, 6):  # the second time it goes on after round 4
+        result = fl.run(method, small_task(), rounds=number, participation=0.5, evaluate_every=1, directory=tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "timings.jsonl").read_text().splitlines()]
+    said = [line["round"] for line in lines if CAME_APART in line.get("notices", ())]
+    assert said == [2]
+    assert [record.message for record in caplog.records].count(CAME_APART) == 2  # and where the run goes on
+    page = render("A run", [result.summary])
+    assert page.count("(seed 0 in round 2): the models of the pool have come apart") == 1
+
+
+def test_a_method_without_a_pool_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PoolWatch, "_has_come_apart", lambda self: True)
+    monkeypatch.setattr(pool_watch, "EVALUATIONS", 2)
+    assert fl.run("fedavg", small_task(), rounds=4, evaluate_every=1).federation.notices == []
