@@ -112,6 +112,14 @@ def test_learning_curves_draw_a_line_and_a_band_a_method_in_its_colour() -> None
     assert len(learning_curves(runs[:1]).data) == 1  # one seed has no band
 
 
+def test_bytes_along_an_axis_are_in_the_unit_that_its_title_names() -> None:
+    runs = [made_up_run("a", 0, rounds=10)]
+    figure, found = learning_curves(runs, x="bytes"), curve(runs, x="bytes")
+    assert found is not None
+    assert figure.layout.xaxis.title.text == "Sent, down and up, kB"
+    np.testing.assert_allclose(figure.data[0].x, found.x / 1000, rtol=1e-6)
+
+
 def test_a_method_that_did_not_record_a_measure_is_left_out_and_others_keep_their_colour() -> None:
     plain, pool = made_up_run("fedavg", 0), made_up_run("fedmr", 0)
     for record in plain.records:
@@ -161,8 +169,9 @@ def test_many_clients_are_drawn_evenly_spaced() -> None:
 
 def test_bars_show_the_means_of_bytes_and_seconds() -> None:
     runs = [made_up_run("a", seed, rounds=10 + 10 * seed) for seed in (0, 1)]
-    down, up = byte_bars(runs).data
-    assert (down.x[0], up.x[0]) == (15_000, 13_500)
+    figure = byte_bars(runs)
+    down, up = figure.data
+    assert (down.x[0], up.x[0], figure.layout.xaxis.title.text) == (15.0, 13.5, "Sent in a run, kB")
     bar = second_bars(runs).data[0]
     assert bar.x[0] == 7.5
     assert bar.error_x.array[0] == pytest.approx(np.std([5, 10], ddof=1))

@@ -24,7 +24,7 @@ from fedloom.cli.running import print_tables
 from fedloom.cli.terminal import comparison_tables, difference_table, overall_tables
 from fedloom.experiment.finished import write_pages
 from fedloom.report.export import differences_to_csv, escape_latex, to_csv, to_data, to_latex, to_markdown
-from fedloom.report.page import render
+from fedloom.report.page import NO_BREAK, render
 from fedloom.report.sheet import NOT_SIGNIFICANT, T_TEST_ONLY, Sheet, overall, reading, sheet
 from fedloom.report.significance import (
     FLIPS,
@@ -311,10 +311,29 @@ def test_how_differences_are_tested_is_said_once_and_in_the_same_words_everywher
         plain = " ".join(text.split())
         for said in reading([one]):
             assert said in plain, place
-        assert [plain.count(word) for word in ("sign-flip", "Holm")] == [1, 1], place
+        assert [plain.count(word) for word in ("sign-flip", "Holm's method")] == [1, 1], place
+        assert plain.count("Holm") == 3, place  # both columns of p say by what they are corrected
     paper = to_latex([one])
     assert all(escape_latex(said) in paper for said in reading([one]))
     assert [paper.count(word) for word in ("sign-flip", "Holm")] == [1, 1]
+    captions = re.findall(r"\\caption\{(.*)\}", paper)
+    assert captions == ["Comparison: accuracy.", "Comparison: cost. Rounds and bytes until the target; * never."]
+
+
+def test_the_highest_figure_names_all_that_have_it_and_those_that_are_not_shown_to_differ() -> None:
+    def tile(runs: list[RunSummary], name: str) -> str:
+        page = render("Tiles", runs, [0.5]).replace(get_plotlyjs(), "").replace(NO_BREAK, " ")
+        (found,) = re.findall(rf"<dt>{name}</dt><dd>[^<]*<small>([^<]*)</small>", page)
+        return html.unescape(found)
+
+    last = "Highest mean accuracy of the last 10 evaluations"
+    far = methods(9, best=0.2, far=0.0)
+    assert tile(far, last) == "best"
+    assert tile(methods(3, a=0.2, near=0.2, far=0.0), last) == "near; not significantly higher than: a"
+    same = [run_of([0.5], name, seed) for name in ("a", "b", "c", "d") for seed in range(3)]
+    assert tile(same, last) == "a; equal: b, c and 1 more"
+    assert tile(same, "Fewest rounds to 50 %") == "a, b and 2 more"
+    assert tile(far, "Fewest rounds to 50 %") == "best, far"
 
 
 def test_the_terminal_shows_everything_in_80_columns() -> None:
@@ -325,7 +344,17 @@ def test_the_terminal_shows_everything_in_80_columns() -> None:
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text  # nothing is cut
-    for word in ("Final %", "Last 1, %", "50 %", "B 50 %", "Down", "Mean rank", "p (exact)", "not significant"):
+    for word in (
+        "Final %",
+        "Last 1, %",
+        "50 %",
+        "B 50 %",
+        "Down",
+        "Mean rank",
+        "p (exact),",
+        "Holm",
+        "not significant",
+    ):
         assert word in text, word
     assert text.count("dirichlet(0.1)") == 6
     assert len(comparison_tables(sheets[0], 200)) == 1

@@ -15,7 +15,16 @@ from fedloom.config.expression import show
 from fedloom.config.registry import Entry
 from fedloom.report.cells import NEVER, SOME, Cell, halves
 from fedloom.report.cells import Table as Plain
-from fedloom.report.sheet import Sheet, difference_cells, difference_title, faults_in, keys, overall, words
+from fedloom.report.sheet import (
+    DIFFERENCE_HEADS,
+    Sheet,
+    difference_cells,
+    difference_title,
+    faults_in,
+    keys,
+    overall,
+    words,
+)
 from fedloom.report.units import percent
 
 WIDE = 150
@@ -77,9 +86,10 @@ def difference_table(sheet: Sheet) -> Table:
     """The differences of the sheet's measure from the reference, with the corrected p of both tests."""
     tests = sheet.tests[sheet.measure]
     table = _frame(f"minus {tests[0].other}", difference_title(sheet))
-    for title in ("Diff.", "95 % interval", "p (t)", "p (exact)"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("")
+    *figures, verdict = DIFFERENCE_HEADS
+    for title in ("Diff.", *figures[1:]):
+        table.add_column(title.replace(", ", ",\n"), justify="right", no_wrap=True)
+    table.add_column(verdict, no_wrap=True)
     for found in tests:
         table.add_row(Text(found.method), *map(Text, difference_cells(found)))
     return table

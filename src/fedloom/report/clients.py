@@ -83,6 +83,12 @@ def client_table(runs: Sequence[RunSummary]) -> Table:
     return Table(tuple(columns), tuple(lines))
 
 
+def client_title(runs: Sequence[RunSummary]) -> str:
+    """What the clients are sorted by."""
+    measured = any(one.score is not None for one in worst_first(runs))
+    return "Clients, the lowest accuracy first" if measured else "Clients, the fewest samples first"
+
+
 def client_caption(runs: Sequence[RunSummary]) -> str:
     """How to read the table; empty where nothing is known of the clients."""
     clients, names, several = _known(runs)

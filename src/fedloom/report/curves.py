@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +13,11 @@ import plotly.graph_objects as go
 from fedloom.config.checks import require_one_of
 from fedloom.report.figures import SHARES, Style, framed, pale, styles
 from fedloom.report.summary import RunSummary, by_algorithm
+from fedloom.report.units import byte_unit
 
 Floats = npt.NDArray[np.float64]
 
-AXES = {"round": "Round", "bytes": "Bytes sent, down and up", "seconds": "Seconds"}
+AXES = {"round": "Round", "bytes": "Sent, down and up, {unit}", "seconds": "Seconds"}
 """What a curve can be drawn over, with the title of the axis: the round, or what was spent until its end."""
 
 MEASURES = {
@@ -103,18 +104,18 @@ def learning_curves(
     share = "accuracy" in measure
     form = ".1%" if share else ".4~g"
     looks = styles(runs)
-    for name, group in by_algorithm(runs).items():
-        if (found := curve(group, measure, x)) is not None:
-            drawn = found.thinned(points)
-            traces += [
-                *([_band(name, looks[name], drawn)] if drawn.seeds > 1 else []),
-                _line(name, looks[name], drawn, form),
-            ]
-    numbers = {"tickformat": "~s", "ticksuffix": "B", "hoverformat": ".3s"} if x == "bytes" else {}
+    found = {name: one for name, group in by_algorithm(runs).items() if (one := curve(group, measure, x)) is not None}
+    size, unit = byte_unit(max((one.x[-1] for one in found.values()), default=0.0)) if x == "bytes" else (1, "")
+    for name, one in found.items():
+        drawn = replace(one, x=one.x / size).thinned(points)
+        traces += [
+            *([_band(name, looks[name], drawn)] if drawn.seeds > 1 else []),
+            _line(name, looks[name], drawn, form),
+        ]
     return framed(
         traces,
         380,
-        xaxis={"title": AXES[x], "rangemode": "tozero", **numbers},
+        xaxis={"title": AXES[x].format(unit=unit), "rangemode": "tozero", "hoverformat": ".4~g"},
         yaxis={"title": html.escape(title_of(measure)), "hoverformat": form, **(SHARES if share else {})},
         hovermode="x unified" if len(looks) <= FEW and x == "round" else "closest",
     )

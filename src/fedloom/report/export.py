@@ -11,6 +11,7 @@ from typing import Any
 
 from fedloom.report.cells import Table, halves
 from fedloom.report.sheet import (
+    DIFFERENCE_HEADS,
     NOT_SIGNIFICANT,
     T_TEST_ONLY,
     Sheet,
@@ -85,12 +86,12 @@ def to_markdown(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
 def to_latex(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
     """Tables for a paper, to be had with `\\input`; they need the package booktabs. The best value of a column is bold."""
     note = " ".join([_explained(sheets), *reading(sheets)]).strip()
-    tables = [_latex(overall(sheets), f"{_caption(sheets)} {note}", "overall")] if len(sheets) > 1 else []
+    tables = [_latex(overall(sheets), _caption(sheets), "overall", note)] if len(sheets) > 1 else []
     for number, one in enumerate(sheets, start=1):
         of = f"{title}, {one.setting}" if one.setting else title
         place = f"-{number}" if one.setting else ""
         accuracy, cost = halves(one.table)
-        tables.append(_latex(accuracy, f"{of}: accuracy. {'' if tables else note}".strip(), f"accuracy{place}"))
+        tables.append(_latex(accuracy, f"{of}: accuracy.", f"accuracy{place}", "" if tables else note))
         tables.append(_latex(cost, f"{of}: cost. Rounds and bytes until the target; * never.", f"cost{place}"))
     return "% Needs \\usepackage{booktabs}.\n\n" + "\n".join(tables)
 
@@ -165,7 +166,7 @@ def escape_markdown(text: str, bold: bool = False) -> str:
 
 def _markdown_differences(one: Sheet) -> str:
     """The differences of the sheet's measure as a table."""
-    heads = ("Method", "minus", "Difference", "95 % interval", "p (t)", "p (exact)", "")
+    heads = ("Method", "minus", *DIFFERENCE_HEADS)
     lines = [
         [escape_markdown(found.method), escape_markdown(found.other), *difference_cells(found)]
         for found in one.tests[one.measure]
@@ -177,7 +178,7 @@ def _flat(text: str) -> str:
     return ", ".join(text.splitlines())
 
 
-def _latex(table: Table, caption: str, name: str) -> str:
+def _latex(table: Table, caption: str, name: str, note: str = "") -> str:
     best = table.best_lines
     heads = " & ".join(escape_latex(_flat(column.title)) for column in table.columns)
     lines = []
@@ -187,8 +188,12 @@ def _latex(table: Table, caption: str, name: str) -> str:
     return (
         f"\\begin{{table}}\n  \\centering\n  \\caption{{{escape_latex(caption)}}}\n  \\label{{tab:{name}}}\n"
         f"  \\begin{{tabular}}{{l{'r' * (len(table.columns) - 1)}}}\n    \\toprule\n    {heads} \\\\\n    \\midrule\n"
-        f"{''.join(lines)}    \\bottomrule\n  \\end{{tabular}}\n\\end{{table}}\n"
+        f"{''.join(lines)}    \\bottomrule\n  \\end{{tabular}}\n{_latex_note(note) if note else ''}\\end{{table}}\n"
     )
+
+
+def _latex_note(text: str) -> str:
+    return f"  \\par\\smallskip\n  \\begin{{minipage}}{{\\linewidth}}\\footnotesize {escape_latex(text)}\\end{{minipage}}\n"
 
 
 def _latex_cell(text: str, is_best: bool) -> str:

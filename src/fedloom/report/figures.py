@@ -19,7 +19,7 @@ import plotly.graph_objects as go
 from fedloom.config.checks import require_one_of
 from fedloom.errors import InvalidValue
 from fedloom.report.summary import RunSummary, Spread, best, by_algorithm, bytes_down, bytes_up, final, seconds
-from fedloom.report.units import byte_text, time_text
+from fedloom.report.units import byte_text, byte_unit, time_text
 
 # After Okabe and Ito (2008): distinguishable with any common colour blindness, on white and on near black alike.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d4f", "#8a8f98")
@@ -155,19 +155,17 @@ def shown_clients(clients: int, limit: int = 60) -> list[int]:
 
 def byte_bars(runs: Sequence[RunSummary]) -> go.Figure:
     """Bytes of a whole run, mean over seeds: full colour down to the clients, pale up from them."""
-    traces: list[go.Bar] = []
-    for name, group in by_algorithm(runs).items():
-        for direction, of, opacity in (("down", bytes_down, 0.95), ("up", bytes_up, 0.5)):
-            total = sum(of(run) for run in group) / len(group)
-            traces.append(_bar(name, runs, opacity, total, f"{direction} {byte_text(total)}"))
-    axis = {
-        "title": "Bytes of a run",
-        "rangemode": "tozero",
-        "tickformat": "~s",
-        "ticksuffix": "B",
-        "hoverformat": ".3s",
+    totals = {
+        (name, direction): sum(of(run) for run in group) / len(group)
+        for name, group in by_algorithm(runs).items()
+        for direction, of in (("down", bytes_down), ("up", bytes_up))
     }
-    return _by_method(traces, runs, axis)
+    size, unit = byte_unit(max(totals.values(), default=0.0))
+    traces = [
+        _bar(name, runs, 0.95 if direction == "down" else 0.5, total / size, f"{direction} {byte_text(total)}")
+        for (name, direction), total in totals.items()
+    ]
+    return _by_method(traces, runs, {"title": f"Sent in a run, {unit}", "rangemode": "tozero"})
 
 
 def second_bars(runs: Sequence[RunSummary]) -> go.Figure:

@@ -23,11 +23,12 @@ from plotly.offline import get_plotlyjs
 
 from fedloom.errors import InvalidValue
 from fedloom.report.cells import Table
-from fedloom.report.clients import client_caption, client_table
+from fedloom.report.clients import client_caption, client_table, client_title
 from fedloom.report.contents import effect_figures, report_figures, setting_curves
 from fedloom.report.curves import AXES, POINTS
 from fedloom.report.figures import ReportFigure, styles
 from fedloom.report.sheet import (
+    DIFFERENCE_HEADS,
     Criterion,
     Sheet,
     difference_cells,
@@ -142,11 +143,13 @@ def render(
         captions=[*_explained(sheet), *reading([sheet])],
         differences=sheet.tests[sheet.measure],
         difference_title=difference_title(sheet),
+        difference_heads=DIFFERENCE_HEADS,
         difference_cells=difference_cells,
         figures=found,
         axes={x: x.capitalize() + "s" * (x == "round") for x in AXES if any(x in f.variants for f in found["curves"])},
         thinned=thinned if max(len(run.records) for run in runs) > POINTS else "",
         label_choices={name: name for figure in found["clients"] for name in figure.variants},
+        client_title=client_title(runs),
         client_table=client_table(runs),
         client_caption=client_caption(runs),
     )
@@ -258,15 +261,26 @@ def _result_tiles(runs: Sequence[RunSummary], one: Sheet) -> list[Tile]:
         if known:
             spread, row = max(known, key=lambda pair: pair[0].mean)
             title = f"Highest {name}" if several else name.capitalize()
-            tiles.append((title, _accuracy(spread), row.algorithm if several else ""))
+            tiles.append((title, _accuracy(spread), _level(one, measure, row.algorithm) if several else ""))
     for k, reach in enumerate(rows[0].reaches):
         whole = [(row.reaches[k].rounds, row) for row in rows if row.reaches[k].reached == row.seeds]
         if reached := [(spread, row) for spread, row in whole if spread is not None]:
-            spread, row = min(reached, key=lambda pair: pair[0].mean)
-            rounds = f"{spread.mean:.1f}" if spread.count > 1 else f"{spread.mean:.0f}"
+            fewest = min((spread for spread, _ in reached), key=lambda spread: spread.mean)
+            methods = [row.algorithm for spread, row in reached if spread.mean == fewest.mean]
+            rounds = f"{fewest.mean:.1f}" if fewest.count > 1 else f"{fewest.mean:.0f}"
             title = f"Fewest rounds to {percent(reach.target)}{NO_BREAK}%"
-            tiles.append((title, rounds, row.algorithm if several else ""))
+            tiles.append((title, rounds, _listed(methods, 2, ", ") if several else ""))
     return tiles + _cost_tiles(len(runs), rows)
+
+
+def _level(one: Sheet, measure: str, highest: str) -> str:
+    """The method with the highest mean, and those that are not shown to differ from it."""
+    level = {"equal": "equal", "not significant": "not significantly higher than"}
+    told = [highest]
+    for verdict, text in level.items():
+        methods = [d.method for d in one.tests[measure] if d.other == highest and d.verdict == verdict]
+        told += [f"{text}: {_listed(methods, 2, ', ')}"] if methods else []
+    return "; ".join(told)
 
 
 def _cost_tiles(runs: int, rows: Sequence[Row]) -> list[Tile]:

@@ -13,6 +13,9 @@ from fedloom.report.summary import LAST, MEASURES, Row, RunSummary, Spread, by_a
 NOT_SIGNIFICANT, T_TEST_ONLY = "ⁿ", "ᵗ"
 """Follow an accuracy whose difference from the reference is not significant, or is so by the t-test only."""
 
+DIFFERENCE_HEADS = ("Difference", "95 % interval", "p (t), Holm", "p (exact), Holm", "Verdict")
+"""Titles of the `difference_cells`: both p are corrected by Holm's method, the interval is not."""
+
 
 @dataclass(frozen=True)
 class Criterion:
@@ -103,13 +106,13 @@ def reading(sheets: Sequence[Sheet]) -> list[str]:
     family = max(comparisons(len(one.rows), one.against) for one in tested)
     seeds = min(found.seeds for one in tested for tests in one.tests.values() for found in tests)
     pairs = "1 comparison" if family == 1 else f"{family} comparisons"
-    reference = "best method" if first.against == "best" else "first method"
+    reference = "method with the highest mean" if first.against == "best" else "first method"
     text = [
         f"Differences from the {reference} are paired by seed and tested at the 5 % level, p-values corrected by Holm's method "
         f"for {pairs}. Significant: by the exact sign-flip test, which assumes no distribution, and by the paired t-test, which "
         f"assumes normal differences (and is undefined where all are equal). t-test only ({T_TEST_ONLY}): by the t-test, with "
         f"too few seeds for the exact test to reach 5 %. Not significant ({NOT_SIGNIFICANT}): all others. Equal: the same "
-        "figure with every seed."
+        "figure with every seed. The 95 % interval of a mean difference is that of the t-test, of each by itself, uncorrected."
     ]
     if family * smallest_exact(seeds) >= 0.05:
         text.append(

@@ -10,11 +10,17 @@ def percent(share: float) -> str:
 
 def byte_text(count: float) -> str:
     """Bytes with a decimal unit (1 kB = 1,000 bytes) and three digits: `1.23 GB`."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if count < 999.5:
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 99.95 else f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.0f} PB"
+    size, unit = byte_unit(count)
+    count /= size
+    return f"{count:,.0f} {unit}" if size == 1 or count >= 99.95 else f"{count:.3g} {unit}"
+
+
+def byte_unit(count: float) -> tuple[int, str]:
+    """The decimal unit that suits so many bytes, and how many bytes it is."""
+    for power, unit in enumerate(("B", "kB", "MB", "GB", "TB")):
+        if count < 999.5 * 1000**power:
+            return 1000**power, unit
+    return 1000**5, "PB"
 
 
 def time_text(seconds: float) -> str:

@@ -60,7 +60,7 @@
     const left = Math.max(0, ...going.map((run) => run.left ?? 0));
     head.append(title, element("p", `${finished} of ${runs.length} finished` + (left ? `, about ${time(left)} for those under way` : "")));
     const table = element("table");
-    const titles = ["Run", "Progress", "Accuracy, %", "Best, %", "A round", "Left"];
+    const titles = ["Run", "Progress", "Accuracy, %", "Best, %", "A round", "Time left"];
     const line = element("tr");
     titles.forEach((text, k) => line.append(element("th", text, k === 3 || k === 4 ? { class: "wide" } : {})));
     const top = element("thead");
