@@ -23,6 +23,7 @@ from fedloom.experiment.finished import StoredRun, read_runs, with_trajectories
 from fedloom.report.clients import worst_first
 from fedloom.report.contents import image_figures
 from fedloom.report.page import ReportOptions, options_of
+from fedloom.report.units import byte_text
 from report_support import CHROMIUM, Browser
 
 METHODS = ("fedavg", "fedmr", "ala(fedavg)")
@@ -164,7 +165,9 @@ def test_bars_are_the_sums_over_all_rounds(folder: Path, figures: dict[str, Any]
         totals = [
             sum(x[f"bytes_{direction}"] for x in lines(place(folder, "fedavg", k) / "metrics.jsonl")) for k in (0, 1)
         ]
-        assert trace.x[0] == statistics.mean(totals)
+        assert trace.hovertemplate.startswith(f"{direction} {byte_text(statistics.mean(totals))}<")
+        assert 1e3 * trace.x[0] == pytest.approx(statistics.mean(totals))
+    assert figures["bytes"].layout.xaxis.title.text == "Sent in a run, kB"
     seconds = [math.fsum(x["seconds"] for x in lines(place(folder, "fedavg", k) / "timings.jsonl")) for k in (0, 1)]
     assert figures["seconds"].data[0].x[0] == pytest.approx(statistics.mean(seconds))
 
