@@ -34,7 +34,7 @@ STATES = {
     "order": "order reproduced",
     "differs": "differs",
     "partial": "partial",
-    "curves": "curves recorded",
+    "curves": "recorded, no number printed",
     "not run": "not run",
 }
 
