@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fedloom.data.partition import Partition, split_train_test
-from fedloom.errors import DataError, InvalidValue
+from fedloom.errors import CheckpointError, DataError, InvalidValue
 from partition_support import histogram_by_loops, make, some_labels
 
 PROPERTIES = settings(max_examples=25, deadline=None)
@@ -92,7 +92,7 @@ def test_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
     np.savez(foreign, other=np.arange(3))
     with pytest.raises(DataError, match="is not a partition file: it has no array 'indices'"):
         make("fixed", labels, 0, file=str(foreign))
-    with pytest.raises(DataError, match="cannot write the partition"):
+    with pytest.raises(CheckpointError, match="cannot be written"):
         make("iid", labels, 2).save(tmp_path / "nowhere" / "split.npz")
     make("iid", labels, 2).save(foreign)
     with pytest.raises(InvalidValue, match=r"clients must be 2, as many as .* holds, or 0, not 3"):

@@ -1,4 +1,5 @@
-"""The command line. Errors are one line on stderr: 2 where the input is to blame, 1 where a run failed, 130 after Ctrl-C."""
+"""The command line. Errors are one line on stderr: 2 where the input is to blame, 1 where a run failed or the disk is full, and
+130 after Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ import typer
 import fedloom
 from fedloom.cli import federation_files, listing, reproducing, running, showing, tuning
 from fedloom.cli.options import RunsFailed, again, first_line
-from fedloom.errors import Diverged, FedloomError
+from fedloom.errors import DiskFull, Diverged, FedloomError
+from fedloom.rounds.termination import sigterm_interrupts
 
 # In the order in which --help lists them. A command's heavy imports stand inside its function.
 commands: tuple[Callable[..., Any], ...] = (
@@ -46,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = app(given, prog_name="fedloom", standalone_mode=False, obj=given)
+        with sigterm_interrupts():
+            code = app(given, prog_name="fedloom", standalone_mode=False, obj=given)
         if code == 130:  # a KeyboardInterrupt
             goes_on = given[0] in ("run", "compare", "tune", "reproduce")
             _say(f"stopped; to go on: {again(given)}" if goes_on else "stopped")
@@ -60,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "fedloom"
             _say(f"{text.rstrip('.')} (see {where} --help)")
         return 2
-    except (Diverged, RunsFailed) as error:
+    except (Diverged, DiskFull, RunsFailed) as error:
         _say(str(error))
         return 1
     except FedloomError as error:

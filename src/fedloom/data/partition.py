@@ -13,7 +13,7 @@ from fedloom.config.registry import Registry
 from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.errors import DataError, InvalidValue
 from fedloom.randomness import stream_seed
-from fedloom.state.files import replacing
+from fedloom.state.files import not_written, replacing
 
 Indices = npt.NDArray[np.int64]
 
@@ -84,13 +84,16 @@ class Partition:
         return counts.reshape(len(self), classes).astype(np.int64)
 
     def save(self, path: str | Path) -> None:
-        """Write to `path` as an npz archive of two plain arrays, `indices` and `offsets`; all of it or nothing."""
+        """Write to `path` as an npz archive of two plain arrays, `indices` and `offsets`; all of it or nothing.
+
+        Raises `CheckpointError` when it cannot be written.
+        """
         target = Path(path)
         try:
             with replacing(target) as temporary, temporary.open("wb") as file:
                 np.savez(file, indices=self.indices, offsets=self.offsets)
         except OSError as error:
-            raise DataError(f"cannot write the partition to {target}: {error.strerror or error}") from error
+            raise not_written(target, error, self.indices.nbytes + self.offsets.nbytes) from None
 
     @classmethod
     def load(cls, path: str | Path) -> Partition:

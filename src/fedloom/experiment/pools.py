@@ -30,6 +30,9 @@ LOOK_SECONDS = 0.2
 ACTOR_SECONDS = 0.5
 """Time between two requests for an actor's events."""
 
+SAVING_SECONDS = 5.0
+"""Time for a run to save what it has when it must end."""
+
 STORE = 128 * 1024**2
 """Bytes for objects on a Ray cluster that is started here: jobs and events are small."""
 
@@ -127,8 +130,9 @@ class _WorkerPool(RunPool):
     def close(self) -> None:
         with self._lock:
             self._stopping = True
-            for worker in self._busy:
-                worker.end(busy=True)
+            with ThreadPoolExecutor(1 + len(self._busy)) as ending:
+                for worker in self._busy:
+                    ending.submit(worker.end, True)
         self._executor.shutdown(cancel_futures=True)
         for worker in self._idle:
             worker.end(busy=False)
@@ -186,6 +190,8 @@ class _RunProcess(_RunWorker):
 
     def end(self, busy: bool) -> None:
         if busy:
+            self.process.terminate()  # which lets it save
+            self.process.join(SAVING_SECONDS)
             self.process.kill()
         else:
             self.connection.close()
@@ -216,6 +222,7 @@ class RayPool(_WorkerPool):
 class _RunActorHandle(_RunWorker):
     def __init__(self, ray: Any, threads: int) -> None:
         self.ray, self.threads = ray, threads
+        self.call: Any = None
         self.actor = ray.remote(_RunActor).options(num_cpus=threads, max_concurrency=2).remote(threads)
         self.there = self.actor.heard.remote()
         self.stopping = False
@@ -232,7 +239,7 @@ class _RunActorHandle(_RunWorker):
                 if not has_room(self.ray, self.threads, 0):
                     self.end(busy=True)
                     raise WorkerDied(f"no node of the Ray cluster has {self.threads} CPU for it")
-            call = self.actor.make.remote(whole, fresh)
+            call = self.call = self.actor.make.remote(whole, fresh)
             done: list[Any] = []
             while not done:
                 done, _ = self.ray.wait([call], timeout=ACTOR_SECONDS)
@@ -248,6 +255,9 @@ class _RunActorHandle(_RunWorker):
         self.actor.stop.remote()
 
     def end(self, busy: bool) -> None:
+        if busy and self.call is not None:
+            self.stop()
+            self.ray.wait([self.call], timeout=SAVING_SECONDS)
         self.ray.kill(self.actor)
 
 

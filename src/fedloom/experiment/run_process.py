@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 STOP = "stop"
@@ -23,6 +24,7 @@ def serve(connection: Connection, threads: int) -> None:
 
     from fedloom.experiment.events import Event
     from fedloom.experiment.jobs import Tasks, attempt
+    from fedloom.rounds.termination import Terminated, sigterm_interrupts
 
     torch.set_num_threads(threads)
     tasks = Tasks()
@@ -32,18 +34,21 @@ def serve(connection: Connection, threads: int) -> None:
         if connection.poll() and connection.recv() == STOP:
             raise KeyboardInterrupt
 
-    while True:
-        try:
+    def work() -> None:
+        while True:
             told = connection.recv()
-        except EOFError:
-            return
-        if told == STOP:
-            continue  # between two runs
-        job, fresh = told
-        try:
-            connection.send(attempt(job, watch, fresh, tasks))
-        except KeyboardInterrupt:
-            connection.send(None)
+            if told == STOP:
+                continue  # between two runs
+            job, fresh = told
+            try:
+                connection.send(attempt(job, watch, fresh, tasks))
+            except Terminated:
+                raise
+            except KeyboardInterrupt:
+                connection.send(None)
+
+    with suppress(EOFError, Terminated), sigterm_interrupts():
+        work()
 
 
 def _end_with_the_parent() -> None:

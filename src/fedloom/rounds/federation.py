@@ -22,6 +22,7 @@ from fedloom.rounds.engine import INTEGERS, ClientTask, Engine, Fault, RemoteCli
 from fedloom.rounds.evaluation import Evaluation, Record, newcomers_last
 from fedloom.rounds.pool_watch import PoolWatch
 from fedloom.rounds.schedule import Schedule as Schedule
+from fedloom.rounds.termination import sigterm_interrupts
 from fedloom.state.files import remove_unfinished
 from fedloom.task import Task
 
@@ -133,6 +134,10 @@ class Federation:
             raise CheckpointError(
                 f"round {self.finished + 1} was interrupted: make the federation again to go on from its last checkpoint"
             )
+        with sigterm_interrupts():
+            self._run(on_round)
+
+    def _run(self, on_round: Callable[[Record, Record], None] | None) -> None:
         saved = self.finished
         try:
             while self.finished < self.schedule.rounds:

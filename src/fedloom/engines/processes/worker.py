@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import sys
 import threading
 
@@ -16,6 +17,8 @@ def main() -> None:
 
     Importing PyTorch takes seconds, in which the parent may end: the thread that watches it starts before that.
     """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # they are for the parent, which saves and then ends its workers
     descriptor, threads = int(sys.argv[1]), int(sys.argv[2])
     threading.Thread(target=_end_with_the_parent, args=(descriptor,), daemon=True).start()
     _serve(descriptor, threads)
@@ -31,7 +34,6 @@ def _end_with_the_parent(descriptor: int) -> None:
 
 def _serve(descriptor: int, threads: int) -> None:
     """Answer the parent's messages until the pipe is closed."""
-    import signal
     from multiprocessing.connection import Connection
 
     import torch
@@ -41,7 +43,6 @@ def _serve(descriptor: int, threads: int) -> None:
     from fedloom.engines.processes.shared_memory import SharedMemory
     from fedloom.flat.allocator import keep_pages
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which decides
     torch.set_num_threads(threads)
     keep_pages()
     memory = SharedMemory()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -141,7 +143,7 @@ def _started(ray: Any, cpus: int, gpus: int, object_store: int) -> Session:
     place = {} if folder is None else {"_temp_dir": str(folder)}
     try:
         # The cluster's processes inherit the environment.
-        with _environment({**_SETTINGS, **_PATIENCE, "PYTHONPATH": paths}), _patience_with_nodes(ray):
+        with _environment({**_SETTINGS, **_PATIENCE, "PYTHONPATH": paths}), _patience_with_nodes(ray), _our_sigterm():
             ray.init(
                 address=LOCAL,
                 num_cpus=cpus,
@@ -160,11 +162,20 @@ def _started(ray: Any, cpus: int, gpus: int, object_store: int) -> Session:
     return Session(LOCAL, started=True, folder=folder, security=security)
 
 
+@contextmanager
+def _our_sigterm() -> Iterator[None]:
+    """Ray puts a handler of its own in the place of one there is; without one, its own stays."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if before is not signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
+
+
 def _connected(ray: Any, address: str) -> Session:
     _probe(address)
     security = os.environ.get(_SECURITY)
     try:
-        with _environment(_SETTINGS):
+        with _environment(_SETTINGS), _our_sigterm():
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
         if address == "auto" and isinstance(error, ConnectionError):

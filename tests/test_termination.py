@@ -1,0 +1,155 @@
+"""SIGTERM saves as Ctrl-C does, in every engine and pool; a full disk is told by one line and one exit code."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fedloom.cli import main
+from fedloom.errors import DiskFull
+from fedloom.rounds.checkpoint import RoundLog
+from fedloom.rounds.termination import Terminated, sigterm_interrupts
+from fedloom.state.files import write_text
+from ray_support import gone
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+JOB = """
+algorithm = "scaffold"
+rounds = 3000
+checkpoint_every = 3000
+model = "mlp(hidden=[8])"
+seed = 2
+threads = 1
+{more}
+
+[data]
+name = "digits"
+clients = 4
+partition = "iid"
+"""
+
+
+def start(folder: Path, more: str, *command: str) -> subprocess.Popen[str]:
+    (folder / "job.toml").write_text(JOB.format(more=more))
+    arguments = [sys.executable, "-c", "import sys; from fedloom.cli import main; sys.exit(main())", *command]
+    return subprocess.Popen(
+        arguments, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def logs(folder: Path) -> list[Path]:
+    return sorted(folder.glob("runs/**/metrics.jsonl"))
+
+
+def wait_for_rounds(folder: Path, runs: int, process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + 120
+    while len([path for path in logs(folder) if path.read_bytes().count(b"\n") > 3]) < runs:
+        assert process.poll() is None, process.stdout and process.stdout.read()
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def children(process: int) -> list[int]:
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process)], capture_output=True, text=True, check=False)
+    own = [int(word) for word in found.stdout.split()]
+    return [*own, *(other for one in own for other in children(one))]
+
+
+@pytest.mark.parametrize(
+    ("more", "command", "runs"),
+    [
+        ('engine = "rows"', ["run", "job.toml"], 1),
+        ('engine = "stacked"', ["run", "job.toml"], 1),
+        ('engine = "processes(workers=2)"', ["run", "job.toml"], 1),
+        ("workers = 2", ["compare", "job.toml", "algorithms=[fedavg, scaffold]"], 2),
+        ('engine = "ray(workers=1)"', ["run", "job.toml"], 1),
+    ],
+    ids=["rows", "stacked", "processes", "compare", "ray"],
+)
+def test_sigterm_saves_the_last_finished_round(more: str, command: list[str], runs: int, tmp_path: Path) -> None:
+    with start(tmp_path, more, *command) as process:
+        wait_for_rounds(tmp_path, runs, process)
+        workers = children(process.pid)
+        began = time.monotonic()
+        for number in [process.pid, *workers] if "ray" not in more else [process.pid]:
+            os.kill(number, signal.SIGTERM)  # as schedulers do: to everybody
+        assert process.stdout is not None
+        output = process.stdout.read()
+        assert process.wait() == 130, output
+    assert time.monotonic() - began < 15
+    assert "to go on: fedloom" in output.splitlines()[-1]
+    assert "Traceback" not in output
+    assert gone(workers, 10)
+    for path in logs(tmp_path):
+        finished = path.read_bytes().count(b"\n")
+        assert (path.parent / f"checkpoint-{finished:07d}.safetensors").exists()
+        assert all(json.loads(line) for line in path.read_text().splitlines())
+    assert len(logs(tmp_path)) == runs
+    assert not list(tmp_path.rglob("*.writing"))
+
+
+def saving() -> None:
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_it_is_raised_once_and_leaves_other_handlers_alone() -> None:
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with pytest.raises(Terminated), sigterm_interrupts():
+        saving()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    heard: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        with sigterm_interrupts():
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert heard == [signal.SIGTERM]
+
+
+def test_a_full_disk_is_named_with_the_file_and_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text(JOB.format(more='engine = "rows"').replace("3000", "2"))
+    said = {}
+    fsync = os.fsync
+    for name in ("checkpoint-0000002.safetensors", "model.safetensors", "configuration.json", "result.json"):
+
+        def full(descriptor: int, name: str = name) -> None:
+            if os.readlink(f"/proc/self/fd/{descriptor}").endswith(name):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            fsync(descriptor)
+
+        monkeypatch.setattr(os, "fsync", full)
+        assert main(["run", "job.toml", "--quiet", "--fresh"]) == 1
+        said[name] = capsys.readouterr().err
+        assert len(said[name].splitlines()) == 1
+        assert f"{name} cannot be written: the disk is full, and the file needs " in said[name]
+        assert not list(tmp_path.rglob("*.writing")), "what was half written is gone"
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "job.toml", "--quiet"]) == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_log_on_a_full_disk_is_named_too(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(
+        DiskFull, match=r"metrics\.jsonl cannot be written: the disk is full, and the file needs 13 bytes"
+    ):
+        RoundLog(tmp_path / "metrics.jsonl").append({"round": 1})
+    with pytest.raises(Exception, match="cannot be written"):
+        write_text(tmp_path / "missing" / "file", "text")
