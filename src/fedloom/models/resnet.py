@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from torch import Tensor, nn
@@ -60,55 +61,31 @@ def initialise(module: nn.Module) -> None:
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
 
 
-class ResNet18(nn.Module):
-    """`[n, channels, height, width] -> [n, classes]`: four stages of two blocks, global average pooling, `head`."""
+class ResNet(nn.Module):
+    """`[n, channels, height, width] -> [n, classes]`: stages `layer1`, `layer2`, ... of `depth` blocks, each after the first at
+    half the resolution, global average pooling, `head`. `large` images are first reduced to a quarter of their side."""
 
-    blocks: ClassVar[tuple[tuple[str, ...], ...]] = (
-        ("conv1", "bn1"), ("layer1",), ("layer2",), ("layer3",), ("layer4",), ("head",)
-    )  # fmt: skip
-
-    def __init__(self, channels: int, classes: int, *, large: bool) -> None:
+    def __init__(
+        self, channels: int, classes: int, widths: Sequence[int], *, depth: int, project: bool, large: bool = False
+    ) -> None:
         super().__init__()
         self.large = large
         kernel, stride = (7, 2) if large else (3, 1)
-        self.conv1 = nn.Conv2d(channels, 64, kernel, stride=stride, padding=kernel // 2, bias=False)
-        self.bn1 = nn.BatchNorm2d(64)
-        self.layer1 = stage(64, 64, 1, depth=2, project=True)
-        self.layer2 = stage(64, 128, 2, depth=2, project=True)
-        self.layer3 = stage(128, 256, 2, depth=2, project=True)
-        self.layer4 = stage(256, 512, 2, depth=2, project=True)
-        self.head = nn.Linear(512, classes)
+        self.conv1 = nn.Conv2d(channels, widths[0], kernel, stride=stride, padding=kernel // 2, bias=False)
+        self.bn1 = nn.BatchNorm2d(widths[0])
+        self.stages = tuple(f"layer{k + 1}" for k in range(len(widths)))
+        for name, before, width in zip(self.stages, (widths[0], *widths), widths, strict=False):
+            self.add_module(name, stage(before, width, 1 if before == width else 2, depth=depth, project=project))
+        self.head = nn.Linear(widths[-1], classes)
+        self.blocks = (("conv1", "bn1"), *((name,) for name in self.stages), ("head",))
         initialise(self)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn1(self.conv1(x)))
         if self.large:
             x = F.max_pool2d(x, 3, stride=2, padding=1)
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
-        logits: Tensor = self.head(x.mean((2, 3)))
-        return logits
-
-
-class ResNet20(nn.Module):
-    """`[n, channels, height, width] -> [n, classes]`: three stages of three blocks, global average pooling, `head`."""
-
-    blocks: ClassVar[tuple[tuple[str, ...], ...]] = (
-        ("conv1", "bn1"), ("layer1",), ("layer2",), ("layer3",), ("head",)
-    )  # fmt: skip
-
-    def __init__(self, channels: int, classes: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, 16, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(16)
-        self.layer1 = stage(16, 16, 1, depth=3, project=False)
-        self.layer2 = stage(16, 32, 2, depth=3, project=False)
-        self.layer3 = stage(32, 64, 2, depth=3, project=False)
-        self.head = nn.Linear(64, classes)
-        initialise(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.bn1(self.conv1(x)))
-        x = self.layer3(self.layer2(self.layer1(x)))
+        for name in self.stages:
+            x = getattr(self, name)(x)
         logits: Tensor = self.head(x.mean((2, 3)))
         return logits
 
@@ -182,7 +159,8 @@ def resnet18(spec: DataSpec, *, stem: Literal["imagenet", "cifar"] = "imagenet")
     no images.
     """
     channels, _, _ = image_shape("resnet18", spec)
-    return ResNet18(channels, spec.outputs, large=stem == "imagenet")
+    widths = (64, 128, 256, 512)
+    return ResNet(channels, spec.outputs, widths, depth=2, project=True, large=stem == "imagenet")
 
 
 @models.register("resnet20")
@@ -192,7 +170,7 @@ def resnet20(spec: DataSpec) -> nn.Module:
     Source: He et al. 2016, section 4.2. Raises `InvalidValue` where the data are no images.
     """
     channels, _, _ = image_shape("resnet20", spec)
-    return ResNet20(channels, spec.outputs)
+    return ResNet(channels, spec.outputs, (16, 32, 64), depth=3, project=False)
 
 
 @models.register("fedmr_resnet20")

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fedloom.data.formats.plain_files import read_bytes
 from fedloom.errors import DataError
 
 _UNSIGNED_BYTES = 8  # the only element type that these data sets use
@@ -42,10 +43,8 @@ def read_idx(path: Path) -> Tensor:
 
 def _read(path: Path) -> bytearray:
     """Content of `path`, unpacked; a bytearray, because a tensor may share the memory of one without a copy."""
+    content = read_bytes(path)
     try:
-        content = bytearray(path.read_bytes())
-        return bytearray(gzip.decompress(content)) if content[:2] == b"\x1f\x8b" else content
+        return bytearray(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path}: damaged gzip file ({error})") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedloom.data.formats.plain_files import read_bytes
 from fedloom.errors import DataError
 
 Bytes = npt.NDArray[np.uint8]
@@ -88,10 +89,7 @@ def read_pickled_arrays(path: Path) -> dict[str, Any]:
     No global that the file names is ever imported: arrays are rebuilt by stand-ins, everything else is refused. Raises
     `DataError` for a file that cannot be read, is damaged, is not such a dictionary, or names anything else.
     """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+    content = read_bytes(path)
     try:
         found = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
     # A damaged pickle fails in as many ways as there are opcodes; every one means the same to the user.

@@ -15,6 +15,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from fedloom.data.dataset import Samples
+from fedloom.data.formats.plain_files import read_bytes
 from fedloom.errors import DataError
 
 Pixels = npt.NDArray[np.uint8]
@@ -80,14 +81,7 @@ def _decode(content: bytes | None, name: str, channels: int, size: tuple[int, in
 
 def read_files(paths: Sequence[Path], channels: int, size: tuple[int, int] | None = None) -> Tensor:
     """The picture files `paths` as uint8 `[n, channels, height, width]`; raises as `decode_images`."""
-
-    def content(row: int) -> bytes:
-        try:
-            return paths[row].read_bytes()
-        except OSError as error:
-            raise DataError(f"{paths[row]}: cannot be read ({error.strerror or error})") from error
-
-    return decode_images(len(paths), content, lambda row: str(paths[row]), channels, size)
+    return decode_images(len(paths), lambda row: read_bytes(paths[row]), lambda row: str(paths[row]), channels, size)
 
 
 def class_folders(root: Path) -> list[str]:

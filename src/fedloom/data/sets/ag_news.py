@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from fedloom.config.fields import Count
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.formats.arrow import column, hub_table, read_tables
 from fedloom.data.formats.labels import class_labels
+from fedloom.data.formats.plain_files import read_text
 from fedloom.data.sets.origin import Origin, files_named, load, parquet_files
 from fedloom.errors import DataError
 
@@ -92,16 +94,13 @@ def _table_texts(table: Any, source: str) -> _Texts:
 def read_csv(path: Path, columns: int) -> list[list[str]]:
     """The rows of a csv file without header, each of `columns` cells; raises `DataError` naming the first bad line."""
     rows: list[list[str]] = []
+    reader = csv.reader(io.StringIO(read_text(path, "csv"), newline=""), strict=True)
     try:
-        with path.open(newline="", encoding="utf-8") as lines:
-            reader = csv.reader(lines, strict=True)
-            for row in reader:
-                if len(row) != columns:
-                    raise DataError(f"{path}: line {reader.line_num} has {len(row)} cells, not {columns}")
-                rows.append(row)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except (csv.Error, UnicodeDecodeError) as error:
+        for row in reader:
+            if len(row) != columns:
+                raise DataError(f"{path}: line {reader.line_num} has {len(row)} cells, not {columns}")
+            rows.append(row)
+    except csv.Error as error:
         raise DataError(f"{path}: damaged csv after line {len(rows)} ({error})") from error
     if not rows:
         raise DataError(f"{path}: no rows")

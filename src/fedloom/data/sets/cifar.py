@@ -13,6 +13,7 @@ from torch import Tensor
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.formats.labels import class_labels, same_length
 from fedloom.data.formats.pickles import Bytes, read_pickled_arrays
+from fedloom.data.formats.plain_files import read_bytes
 from fedloom.data.sets.normalisation import Normalise, Scale, image_dataset
 from fedloom.data.sets.origin import Origin, Parts, Tables, files_named, load
 from fedloom.errors import DataError
@@ -160,10 +161,7 @@ def read_binary_batches(paths: Sequence[Path], label_bytes: int, label_at: int, 
     images: list[Bytes] = []
     labels: list[Tensor] = []
     for path in paths:
-        try:
-            content = np.fromfile(path, dtype=np.uint8)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+        content = np.frombuffer(read_bytes(path), dtype=np.uint8)
         if not len(content) or len(content) % record:
             raise DataError(f"{path}: {len(content)} bytes is not a whole number of records of {record} bytes")
         rows = content.reshape(-1, record)

@@ -18,6 +18,7 @@ from fedloom.config.fields import Share
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.formats.arrow import column, decode_column, hub_table
 from fedloom.data.formats.labels import class_labels, same_length
+from fedloom.data.formats.plain_files import read_text
 from fedloom.data.sets.holdout import hold_out
 from fedloom.data.sets.normalisation import Normalise, Scale, image_dataset
 from fedloom.data.sets.origin import Origin, Parts, cached_files, cached_parts, load
@@ -210,10 +211,8 @@ def read_leaf_images(path: Path, classes: int) -> list[Writer]:
         return found
 
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_hook=convert)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        content = json.loads(read_text(path, "json"), object_hook=convert)
+    except json.JSONDecodeError as error:
         raise DataError(f"{path}: damaged json ({' '.join(str(error).split())})") from error
     if not isinstance(content, dict) or not {"users", "user_data"} <= content.keys():
         raise DataError(f"{path}: no LEAF file (wanted the keys users, num_samples, user_data)")

@@ -9,6 +9,7 @@ import torch
 
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.formats.pictures import pictures, read_files
+from fedloom.data.formats.plain_files import read_text
 from fedloom.data.sets.holdout import hold_out
 from fedloom.data.sets.normalisation import Normalise, Scale, image_dataset
 from fedloom.data.sets.origin import Origin, Parts, Tables, cached_files, load
@@ -94,9 +95,4 @@ def _read_pictures(found: list[tuple[Path, int]]) -> Samples:
 
 
 def _lines(path: Path) -> list[str]:
-    try:
-        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not a text file") from error
+    return [line for line in read_text(path).splitlines() if line.strip()]
