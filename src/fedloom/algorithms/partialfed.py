@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -28,8 +27,8 @@ class PartialFed(PartlyShared):
     were drawn, where they were drawn from; then `strategy_batches` train a alone, at the learning rate, by the straight-through
     gradient <dl/dw_layer, downloaded - own> through the softmax. tau = temperature * cooling^(round - 1), at least
     `coldest`. The model of the likelier sources is uploaded, is the client's own in its next round, and is scored (with the
-    download in its part). `bias` is the first logit of "server_model" (ties are in its favour). Steps are plain: momentum,
-    weight decay and clipping of local training do not apply.
+    download in its part). The download's logits start at `bias`, the client's own at 0 (ties go to the download). Steps are
+    plain: momentum, weight decay and clipping of local training do not apply.
     Reconstructed from the paper's text. Source: Sun et al. 2021, section 3; FedALA, appendix G.
     Use it in cross-silo federations where nobody knows which layers are better shared and which kept.
     """
@@ -75,9 +74,7 @@ class _StrategyStep:
 
     def noise(self) -> Tensor:
         """Gumbel noise for every batch of the round, `[k, steps, layers, 2]`, from each client's own stream."""
-        settings, largest = self.cohort.training, int(self.cohort.sizes.max())
-        size = min(settings.batch_size or largest, largest)
-        steps = settings.epochs * math.ceil(largest / size) if settings.steps is None else settings.steps
+        steps = int(self.cohort.training.local_steps(self.cohort.sizes).max())
         shape = (steps, len(self.cohort.layout.layers), 2)
         drawn = [torch.rand(shape, generator=generator) for generator in self.cohort.stream("strategy")]
         uniform = torch.stack(drawn).to(self.cohort.initial)

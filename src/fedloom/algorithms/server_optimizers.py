@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Plan, Replies, algorithms
 from fedloom.config.fields import BelowOne, Positive, Probability
-from fedloom.errors import InvalidValue
 from fedloom.flat.population import weighted_mean
 from fedloom.round import Round
 
@@ -38,11 +37,6 @@ class ServerOptimizer(Algorithm, ABC):
     @abstractmethod
     def step(self, update: Tensor) -> Tensor:
         """How the server moves, `[T]`, for the clients' mean update `[T]`."""
-
-
-def _require_fraction(name: str, value: float) -> None:
-    if not 0 <= value < 1:
-        raise InvalidValue(f"{name} must be in [0, 1), not {value}")
 
 
 @algorithms.register("fedavgm")
