@@ -187,6 +187,9 @@ def test_images_and_a_report_made_anew_go_by_the_measure_of_the_comparison(
     wanted = "Best accuracy of any<br>evaluation"
     assert page["layout"]["yaxis"]["title"]["text"] == wanted
     assert drawn["ablation-participation"].layout.yaxis.title.text == wanted
+    assert drawn["ablation-participation"].layout.title.text
+    assert main(["report", str(tmp_path), "--images", "png", "--no-captions"]) == 0
+    assert not drawn["ablation-participation"].layout.title.text
 
 
 def test_runs_of_a_plain_comparison_are_found_again_in_a_setting(tmp_path: Path) -> None:

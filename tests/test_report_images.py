@@ -32,6 +32,15 @@ def test_a_figure_that_stands_alone_says_what_it_shows() -> None:
     assert slots["curve-accuracy"].variants["round"].layout.title.text is None  # the page's figure stays as it is
 
 
+def test_a_figure_for_a_paper_has_no_caption_of_its_own() -> None:
+    (slot,) = [slot for slot in image_figures(RUNS) if slot.name == "curve-accuracy"]
+    plain, whole = standalone(slot, captions=False), standalone(slot)
+    assert not plain.layout.title.text
+    assert plain.layout.showlegend
+    assert plain.layout.height - plain.layout.margin.t == whole.layout.height - whole.layout.margin.t
+    assert plain.layout.margin.t < whole.layout.margin.t
+
+
 def test_methods_without_a_legend_of_their_own_get_one() -> None:
     objective = {"kind": "objective", "rounds": [1, 2], "before": [3.0, 2.0], "after": [1.0, 0.5]}
     recorded = [replace(run, recorded=[objective]) for run in RUNS]

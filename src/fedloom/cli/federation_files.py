@@ -31,7 +31,7 @@ def keys(
     days: Annotated[
         int, typer.Option(help="Days that the server's certificate is good for, 825 by default.", show_default=False)
     ] = 825,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Make all keys anew, also those that are there.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Make all keys again, also those that exist.")] = False,
 ) -> None:
     """Make the keys of a federation in DIR: one folder for the server and one for each site.
 
@@ -60,7 +60,7 @@ def _say_keys(found: Keys, hosts: list[str]) -> None:
 def init(
     folder: Folder,
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[FILE.toml] [KEY=VALUE]...", hidden=True)] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Write over files that are there.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Overwrite files that exist.")] = False,
 ) -> None:
     """Write a Flower app into DIR that trains a configuration over real sites.
 

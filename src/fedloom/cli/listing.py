@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def algorithms(name: Name = None) -> None:
     """List the methods by family, or describe the one called NAME.
 
-    A method's parameters stand in its description.
+    The description of a method has its parameters.
     """
     from fedloom.algorithm import algorithms as registry
     from fedloom.algorithms.families import FAMILIES, family_of

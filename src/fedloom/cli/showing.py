@@ -20,10 +20,13 @@ Images = Annotated[
     str,
     typer.Option("--images", metavar="FORMATS", help="Also write every figure as png, svg or pdf: --images png,svg"),
 ]
+Plain = Annotated[bool, typer.Option("--no-captions", help="Images without title and caption, as for a paper.")]
 Methods = Annotated[
     list[str] | None,
     typer.Option(
-        "--landscape", metavar="METHOD", help="Draw the loss around the final model of METHOD, or of all; repeat."
+        "--landscape",
+        metavar="METHOD",
+        help="Draw the loss around the final model of METHOD, or of all; may be repeated.",
     ),
 ]
 Options = Annotated[
@@ -34,11 +37,12 @@ Options = Annotated[
 def report(
     folder: Folder,
     images: Images = "",
+    no_captions: Plain = False,
     landscape: Methods = None,
     landscape_options: Options = "",
     quiet: Quiet = False,
 ) -> None:
-    """Write the report of a run or a comparison anew, and its figures as images.
+    """Write the report of a run or a comparison again, and its figures as images.
 
     DIR holds a run or a comparison, such as runs/digits. Nothing is trained: all comes from what is recorded there.
     """
@@ -65,7 +69,8 @@ def report(
     if formats:
         about = options_of(pages[0])
         by = criterion(about.measure, about.last) if about else None
-        files = write_images(folder / "images", [run.labelled for run in with_trajectories(folder, runs)], formats, by)
+        shown = [run.labelled for run in with_trajectories(folder, runs)]
+        files = write_images(folder / "images", shown, formats, by, captions=not no_captions)
         print(f"images: {folder / 'images'} ({len(files)} files)")
 
 

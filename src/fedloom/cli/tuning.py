@@ -24,10 +24,10 @@ Searched = Annotated[
     ),
 ]
 Trials = Annotated[
-    int | None, typer.Option("--trials", metavar="N", help="So many trials (some of the grid, by chance).")
+    int | None, typer.Option("--trials", metavar="N", help="Number of trials; of a grid, drawn at random.")
 ]
-Optuna = Annotated[bool, typer.Option("--optuna", help="Let Optuna suggest the trials (20 unless --trials says else).")]
-Test = Annotated[bool, typer.Option("--test", help="At the end, score the best choice on the test data: once.")]
+Optuna = Annotated[bool, typer.Option("--optuna", help="Let Optuna suggest the trials, 20 by default.")]
+Test = Annotated[bool, typer.Option("--test", help="Score the best choice on the test data, which can be done once.")]
 
 _SHOWN = 20  # trials in the terminal's table
 

@@ -35,16 +35,21 @@ INK, SOFT = "#1b2026", "#5b6570"
 
 
 def write_images(
-    folder: Path, runs: Sequence[RunSummary], formats: Sequence[str] = ("png",), by: Criterion | None = None
+    folder: Path,
+    runs: Sequence[RunSummary],
+    formats: Sequence[str] = ("png",),
+    by: Criterion | None = None,
+    *,
+    captions: bool = True,
 ) -> list[Path]:
     """Write every figure that the runs, judged `by` a criterion (None: the usual one), have data for into `folder`, once in
-    each format; the files, in order.
+    each format, with title and caption or without (`captions`); the files, in order.
 
     A file is named after the figure, such as `curve-accuracy.png` or `landscapes.svg`. Raises `InvalidValue` in
     one line for an unknown format, or when Kaleido or a Chromium is missing or fails.
     """
     require_images(formats)
-    return save_figures(folder, {one.name: standalone(one) for one in image_figures(runs, by)}, formats)
+    return save_figures(folder, {one.name: standalone(one, captions) for one in image_figures(runs, by)}, formats)
 
 
 def require_images(formats: Sequence[str]) -> None:
@@ -98,12 +103,12 @@ def browser() -> str:
     return found
 
 
-def standalone(one: ReportFigure) -> go.Figure:
-    """The first variant of a figure on a white background, with its title and caption and a legend."""
+def standalone(one: ReportFigure, captions: bool = True) -> go.Figure:
+    """The first variant of a figure on a white background with a legend and, unless not `captions`, its title and caption."""
     figure = go.Figure(next(iter(one.variants.values())))
     width, height = _size(figure)
-    heading, lines = _heading(one, width)
-    top = 36 + 19 * lines + (26 if figure.layout.annotations else 0)
+    heading, lines = _heading(one, width) if captions else ("", 0)
+    top = (36 + 19 * lines if captions else 14) + (26 if figure.layout.annotations else 0)
     _show_methods(figure)
     figure.update_layout(
         width=width,
