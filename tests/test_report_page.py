@@ -192,3 +192,8 @@ def test_the_page_says_what_the_terminal_says_of_differences() -> None:
         assert sentence in text
     assert "mean of the last 4 evaluations" in text
     assert "Differences in the accuracy after the last round" in text
+
+
+def test_names_may_be_broken_but_no_number() -> None:
+    page = render("a", [made_up_run("umf(feddc(alpha=0.01), clock=of.mine)", 0)])
+    assert "umf(<wbr>feddc(<wbr>alpha=<wbr>0.01), clock=<wbr>of.<wbr>mine)" in page

@@ -231,8 +231,8 @@ def _asset(name: str) -> Markup:
 
 
 def _breakable(text: str) -> Markup:
-    """A key or a name that may be broken after its dots, underscores, brackets and equals signs."""
-    return Markup(re.sub(r"([._(=])", r"\1<wbr>", str(escape(text))))
+    """A key or a name that may be broken after its dots, underscores, brackets and equals signs, but in no number."""
+    return Markup(re.sub(r"([_(=]|\.(?!\d))", r"\1<wbr>", str(escape(text))))
 
 
 def _unbroken(text: str) -> str:
