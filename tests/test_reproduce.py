@@ -147,6 +147,7 @@ def test_an_estimate_comes_first_and_alone_where_it_is_all_that_is_asked(reprodu
     assert code == 0
     assert out == ""
     assert "1 cells, 1 run, 54,000 local steps: about" in err
+    assert "Assumed: local steps take as long as a few of FedAvg's just did here, in engine rows" in err
     assert not (tmp_path / "runs").exists()
 
 

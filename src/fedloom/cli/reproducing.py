@@ -79,7 +79,7 @@ def reproduce(
     configuration = next(iter(wanted.configurations.values()))
     configuration = replace(configuration, workers=workers or configuration.workers)
     configuration = replace(configuration, workers=runs_side_by_side(configuration, len(wanted.jobs)))
-    _print_estimate(wanted, configuration)
+    _print_estimate(wanted, configuration, explained=estimate)
     if not estimate:
         _run(wanted, configuration, fresh, quiet, this_command())
 
@@ -101,8 +101,8 @@ def _run(wanted: ReproducePlan, configuration: Configuration, fresh: bool, quiet
     require_finished(failed, len(wanted.jobs))
 
 
-def _print_estimate(wanted: ReproducePlan, configuration: Configuration) -> None:
-    """The estimate, on stderr, setting by setting where there are a few."""
+def _print_estimate(wanted: ReproducePlan, configuration: Configuration, explained: bool) -> None:
+    """The estimate, on stderr, setting by setting where there are a few; what it rests on where `explained`."""
     from rich.console import Console
 
     from fedloom.experiment.cores import threads_each
@@ -111,7 +111,8 @@ def _print_estimate(wanted: ReproducePlan, configuration: Configuration) -> None
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     busy = min(configuration.runs_at_a_time, max(1, len(wanted.jobs)))
-    found = estimate(wanted, threads_each(configuration, len(wanted.jobs)))
+    threads = threads_each(configuration, len(wanted.jobs))
+    found = estimate(wanted, threads)
     left = [one for one in found if one.seconds > 0]
     for one in left if len(left) > 1 else []:
         console.print(f"{one.setting}: {_runs(one.runs - one.finished)}, about {time_text(one.seconds)}")
@@ -125,6 +126,11 @@ def _print_estimate(wanted: ReproducePlan, configuration: Configuration) -> None
         f"{wanted.exhibit.id}: {len(wanted.cells)} cells, {_runs(runs)}{done}, {steps:,} local steps: "
         f"about {time_text(seconds)} on this machine" + (f" with {busy} workers" if busy > 1 else "")
     )
+    if explained:
+        console.print(
+            f"Assumed: local steps take as long as a few of FedAvg's just did here, in engine rows with {threads} "
+            f"thread{'s' * (threads > 1)}, times the passes over the data that a method makes; nothing else keeps the cores busy."
+        )
     if seconds > 600:
         console.print("less with --rounds, --seeds, --samples, --rows or --columns; results are then labelled PARTIAL")
 
