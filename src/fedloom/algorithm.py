@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedloom.config.expression import Call, parse, plain, show
 from fedloom.config.fields import require_fields
 from fedloom.config.registry import Entry, Registry
-from fedloom.errors import InvalidValue
+from fedloom.errors import InvalidValue, quoted
 from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort
@@ -343,7 +343,7 @@ def build(expression: str | Call | Algorithm) -> Algorithm:
         return expression
     call = parse(expression) if isinstance(expression, str) else expression
     if call.until is not None:
-        raise InvalidValue(f"{call}: a last round (:{call.until}) belongs inside stages(...)")
+        raise InvalidValue(f"{quoted(call, str)}: a last round (:{quoted(call.until, str)}) belongs inside stages(...)")
     if algorithms[call.name].make.variadic:
         call = replace(call, positional=([_stage(value) for value in call.positional],))
     return cast(Algorithm, algorithms.build(call))
@@ -351,7 +351,7 @@ def build(expression: str | Call | Algorithm) -> Algorithm:
 
 def _stage(value: Any) -> tuple[Algorithm, Any]:
     if not isinstance(value, Call):
-        raise InvalidValue(f"{show(value)} is not a method with its last round, such as fedavg:100")
+        raise InvalidValue(f"{quoted(value, show)} is not a method with its last round, such as fedavg:100")
     return build(replace(value, until=None)), value.until
 
 

@@ -16,7 +16,11 @@ FedloomError                the user can act on it; the command line prints it a
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
+
+LONGEST_QUOTED = 200
+"""Characters of a value, at most, that an error quotes."""
 
 
 class FedloomError(Exception):
@@ -36,7 +40,7 @@ class UnknownName(FedloomError, KeyError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         names = sorted(known)
-        super().__init__(f"unknown {kind} {name!r}:{suggestion(name, names)} (there are: {', '.join(names)})")
+        super().__init__(f"unknown {kind} {quoted(name)}:{suggestion(name, names)} (there are: {', '.join(names)})")
 
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError would print the repr
@@ -88,8 +92,29 @@ def installing(extra: str) -> str:
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """`" did you mean 'x'?"` for the nearest known name, or nothing when none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name[:LONGEST_QUOTED], list(known), n=1, cutoff=0.5)
     return f" did you mean {near[0]!r}?" if near else ""
+
+
+def quoted(value: object, write: Callable[[Any], str] = repr) -> str:
+    """A value as an error quotes it: on one line, and no more than its first 200 characters.
+
+    >>> quoted("a\\n" * 150)[-40:]
+    "a\\\\na\\\\na\\\\na\\\\na\\\\na\\\\na\\\\n'... (300 characters)"
+    """
+    if isinstance(value, str):
+        start = repr(value[:LONGEST_QUOTED])
+        return start if len(value) <= LONGEST_QUOTED else f"{start}... ({len(value):,} characters)"
+    try:
+        text = write(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, lists in thousands of lists
+        return f"a value of type {type(value).__name__} that is too long to show"
+    return shortened(text)
+
+
+def shortened(text: str) -> str:
+    """The first 200 characters of a text, and how long it is where there are more."""
+    return text if len(text) <= LONGEST_QUOTED else f"{text[:LONGEST_QUOTED]}... ({len(text):,} characters)"
 
 
 def one_line(text: str, longest: int = 500) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedloom.config.expression import show
 from fedloom.config.fields import BelowOne, Count, NonNegative, Positive, Share, require_fields
-from fedloom.errors import InvalidValue, suggestion
+from fedloom.errors import InvalidValue, quoted, suggestion
 
 Optimizer = Literal[
     "sgd", "adam", "adamw", "adamax", "nadam", "radam", "adagrad", "adadelta", "rmsprop", "rprop", "asgd"
@@ -74,13 +74,13 @@ class Training:
         for name, value in self.optimizer_options.items():
             if name not in allowed:
                 raise InvalidValue(
-                    f"optimizer_options: {self.optimizer} has no option {name!r}:{suggestion(name, allowed)} "
+                    f"optimizer_options: {self.optimizer} has no option {quoted(name)}:{suggestion(name, allowed)} "
                     f"(it has: {', '.join(allowed)})"
                 )
             wanted = known[name].default
             plain = value if isinstance(value, (list, tuple)) else [value]
             if any(isinstance(one, bool) != isinstance(wanted, bool) or not _is_finite(one) for one in plain):
-                raise InvalidValue(f"optimizer_options: {name} must be like {show(wanted)}, not {show(value)}")
+                raise InvalidValue(f"optimizer_options: {name} must be like {show(wanted)}, not {quoted(value, show)}")
         if self.optimizer == "sgd" and not self.momentum and any(self.optimizer_options.values()):
             raise InvalidValue(
                 f"optimizer_options: {' and '.join(self.optimizer_options)} of sgd do nothing without momentum"
@@ -92,7 +92,7 @@ class Training:
             optimizer.step()
         except Exception as error:
             raise InvalidValue(
-                f"optimizer_options: {self.optimizer} refuses {show(self.optimizer_options)}: {error}"
+                f"optimizer_options: {self.optimizer} refuses {quoted(self.optimizer_options, show)}: {error}"
             ) from None
 
     def torch_optimizer(self, parameters: Sequence[Tensor], rate: float) -> torch.optim.Optimizer:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, Selection, algorithms, server_model
 from fedloom.config.fields import Count, Probability
 from fedloom.data.dataset import Samples
-from fedloom.errors import InvalidValue, suggestion
+from fedloom.errors import InvalidValue, quoted, suggestion
 from fedloom.flat.layout import Unit
 from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort
@@ -62,7 +62,7 @@ class Stages(Algorithm):
         for last in lasts:
             if isinstance(last, str) and last != "auto":
                 raise InvalidValue(
-                    f"stages: a last round is a number or auto, not {last!r}:{suggestion(last, ['auto'])}"
+                    f"stages: a last round is a number or auto, not {quoted(last)}:{suggestion(last, ['auto'])}"
                 )
         if lasts[-1] == "auto":
             raise InvalidValue("stages: the last method goes on to the end of the run, so it takes no :auto")

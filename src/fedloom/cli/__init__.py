@@ -16,7 +16,7 @@ import typer
 import fedloom
 from fedloom.cli import federation_files, listing, reproducing, running, showing, tuning
 from fedloom.cli.options import RunsFailed, again, first_line
-from fedloom.errors import DiskFull, Diverged, FedloomError
+from fedloom.errors import DiskFull, Diverged, FedloomError, one_line
 from fedloom.rounds.termination import sigterm_interrupts
 
 # In the order in which --help lists them. A command's heavy imports stand inside its function.
@@ -32,6 +32,9 @@ commands: tuple[Callable[..., Any], ...] = (
     listing.datasets,
     listing.partitions,
 )
+
+_LONGEST_LINE = 2000
+"""Characters of an error, at most: what is quoted in it is shorter, but a path may be long."""
 
 app = typer.Typer(
     add_completion=False,
@@ -80,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _say(text: str) -> None:
-    print(f"fedloom: {' '.join(text.split())}", file=sys.stderr)
+    print(f"fedloom: {one_line(text, _LONGEST_LINE)}", file=sys.stderr)
 
 
 def _show_version(wanted: bool) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedloom.cli.options import Fresh, Quiet, patient, require_finished, shown, this_command
-from fedloom.errors import InvalidValue
+from fedloom.errors import InvalidValue, quoted
 
 if TYPE_CHECKING:
     from fedloom.experiment.configuration import Configuration
@@ -182,7 +182,7 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError:
-        raise InvalidValue(f"--seeds must be whole numbers with commas between them, not {text!r}") from None
+        raise InvalidValue(f"--seeds must be whole numbers with commas between them, not {quoted(text)}") from None
 
 
 def _folders(texts: Texts) -> dict[str, str]:
@@ -191,6 +191,6 @@ def _folders(texts: Texts) -> dict[str, str]:
     for text in texts or ():
         name, equals, folder = text.partition("=")
         if not equals or not folder:
-            raise InvalidValue(f"--data {text!r} is not NAME=FOLDER, such as mnist=data/MNIST")
+            raise InvalidValue(f"--data {quoted(text)} is not NAME=FOLDER, such as mnist=data/MNIST")
         found[name] = str(Path(folder).expanduser().resolve())
     return found

@@ -15,7 +15,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedloom.errors import InvalidValue
+from fedloom.errors import InvalidValue, quoted
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:inf|nan)(?![\w.\-(]))"
@@ -23,7 +23,8 @@ _TOKEN = re.compile(
     r"|(?P<name>[A-Za-z_][\w.\-]*)|(?P<mark>[()\[\],=:]))"
 )
 _WORDS = {"true": True, "false": False, "none": None}
-_DEEPEST = 50
+DEEPEST = 50
+"""Levels, at most, of what stands in lists, tables and arguments."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def parse(text: str) -> Call:
     """Read one call. Raises as `parse_value`, and where the value is none."""
     value = parse_value(text)
     if not isinstance(value, Call):
-        raise InvalidValue(f"{text!r} is not a name with arguments, such as fedmr or dirichlet(0.1)")
+        raise InvalidValue(f"{quoted(text)} is not a name with arguments, such as fedmr or dirichlet(0.1)")
     return value
 
 
@@ -73,20 +74,19 @@ class _Parser:
     def __init__(self, text: str) -> None:
         self.text = text
         self.tokens: list[tuple[str, str, int]] = []
-        position, end, depth = 0, len(text.rstrip()), 0
+        position, end = 0, len(text.rstrip())
         while position < end:
             match = _TOKEN.match(text, position)
             if match is None or match.lastgroup is None:
                 raise self._error(position)
             self.tokens.append((match.lastgroup, match[match.lastgroup], match.start(match.lastgroup)))
-            depth += (self.tokens[-1][1] in "([") - (self.tokens[-1][1] in ")]")
-            if depth > _DEEPEST:
-                raise InvalidValue(f"{text[:40]!r}... nests more than {_DEEPEST} levels deep")
             position = match.end()
         self.next = 0
+        self.depth = 0
 
     def _error(self, position: int) -> InvalidValue:
-        return InvalidValue(f"cannot read {self.text!r} from character {position + 1} on: {self.text[position:]!r}")
+        rest = quoted(self.text[position:])
+        return InvalidValue(f"cannot read {quoted(self.text)} from character {position + 1} on: {rest}")
 
     def _fail(self) -> InvalidValue:
         return self._error(self.tokens[self.next][2] if self.next < len(self.tokens) else len(self.text))
@@ -101,6 +101,14 @@ class _Parser:
             raise self._fail()
 
     def value(self) -> Any:
+        self.depth += 1
+        if self.depth > DEEPEST:
+            raise InvalidValue(f"{quoted(self.text)} nests more than {DEEPEST} levels deep")
+        found = self._value()
+        self.depth -= 1
+        return found
+
+    def _value(self) -> Any:
         if self._take("["):
             items: list[Any] = []
             while not self._take("]"):
@@ -146,11 +154,11 @@ class _Parser:
         if self.next < len(self.tokens) and self.tokens[self.next][0] == "name" and following == "=":
             name = self.tokens[self.next][1]
             if name in named:
-                raise InvalidValue(f"{self.text!r} gives {name!r} twice")
+                raise InvalidValue(f"{quoted(self.text)} gives {quoted(name)} twice")
             self.next += 2
             named[name] = self.value()
         elif named:
-            raise InvalidValue(f"{self.text!r}: arguments without a name come before those with one")
+            raise InvalidValue(f"{quoted(self.text)}: arguments without a name come before those with one")
         else:
             positional.append(self.value())
 
@@ -159,6 +167,6 @@ def plain(value: Any) -> Any:
     """Bare words as text, inside lists too; anything that is not a bare word or plain value is refused."""
     if isinstance(value, Call):
         if value.positional or value.named or value.until is not None:
-            raise InvalidValue(f"{value} is not allowed here: a number, text or list is")
+            raise InvalidValue(f"{quoted(value, str)} is not allowed here: a number, text or list is")
         return value.name
     return [plain(item) for item in value] if isinstance(value, list) else value

@@ -22,11 +22,14 @@ import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from fedloom.config.expression import show
-from fedloom.errors import InvalidValue, suggestion
+from fedloom.config.expression import DEEPEST, show
+from fedloom.errors import InvalidValue, quoted, suggestion
 
 LARGEST = 3.4e38
 """About the largest 32-bit float: a larger setting becomes infinite in the computation."""
+
+LARGEST_COUNT = 2**63 - 1
+"""What a 64-bit integer holds."""
 
 Finite = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
 Positive = Annotated[float, Field(gt=0, le=LARGEST)]
@@ -34,7 +37,7 @@ NonNegative = Annotated[float, Field(ge=0, le=LARGEST)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 
 
@@ -52,12 +55,26 @@ def checked(make: Any, values: Mapping[str, Any], prefix: str = "") -> dict[str,
     """
     given = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
     for name, value in given.items():
-        if isinstance(value, str) and "\0" in value:  # no file's name may hold one
-            raise InvalidValue(f"{prefix}{name} must be text without NUL characters, not {show(value)}")
+        require_plain(value, f"{prefix}{name}")
     try:
         return dict(_adapter(make).validate_python(given))
     except ValidationError as error:
         raise InvalidValue(f"{prefix}{_explained(error, type_hints(make))}") from None
+
+
+def require_plain(value: object, name: str, level: int = 1) -> None:
+    """Raise `InvalidValue` for what no option can be: text that no file's name may hold, a whole number beyond
+    the floats, and lists and tables that nest deeper than `DEEPEST`."""
+    if isinstance(value, str) and (odd := re.search("[\0\ud800-\udfff]", value)):
+        kind = "NUL characters" if odd[0] == "\0" else "halves of characters"
+        raise InvalidValue(f"{name} must be text without {kind}, not {quoted(value)}")
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise InvalidValue(f"{name} must be a number between {-LARGEST:g} and {LARGEST:g}, not {quoted(value)}")
+    if isinstance(value, (list, tuple, Mapping)):
+        if level > DEEPEST:
+            raise InvalidValue(f"{name} nests more than {DEEPEST} levels deep")
+        for one in value.values() if isinstance(value, Mapping) else value:
+            require_plain(one, name, level + 1)
 
 
 def parameters(make: Any) -> dict[str, inspect.Parameter]:
@@ -108,7 +125,10 @@ def _explained(error: ValidationError, hints: Mapping[str, Any]) -> str:
     value = own[0]["input"]
     words = [word for one in own for word in re.findall(r"'([^']*)'", one.get("ctx", {}).get("expected", ""))]
     near = suggestion(value, words) if isinstance(value, str) else ""
-    return f"{places[0]} must be {' or '.join(allowed)}, not {show(value)}{near and ':' + near}"
+    costs = next(
+        filter(None, (_costs(hints[str(one["loc"][0])]) for one in own if one["type"] == "less_than_equal")), ""
+    )
+    return f"{places[0]} must be {' or '.join(allowed)}, not {quoted(value, show)}{near and ':' + near}{costs and f': {costs}'}"
 
 
 def _place(location: tuple[str | int, ...]) -> str:
@@ -118,7 +138,10 @@ def _place(location: tuple[str | int, ...]) -> str:
 def _allowed(error: Any, hint: Any) -> str:
     kind: str = error["type"]
     if kind.startswith(("greater_than", "less_than", "finite")):
-        return _range(_bounds(hint))
+        bounds = _bounds(hint)
+        if bounds.get("le") == LARGEST_COUNT and kind != "less_than_equal":
+            del bounds["le"]  # which nobody comes near
+        return _range(bounds)
     if kind == "is_instance_of":
         return _CLASSES.get(error["ctx"]["class"], f"a {error['ctx']['class']}")
     return _KINDS.get(kind) or error["msg"].lower().removeprefix("input should be ").removeprefix("a valid ")
@@ -129,6 +152,12 @@ def _bounds(hint: Any) -> dict[str, float]:
     marks = [one for mark in getattr(hint, "__metadata__", ()) for one in getattr(mark, "metadata", [mark])]
     own = {side: getattr(mark, side) for mark in marks for side in ("gt", "ge", "lt", "le") if hasattr(mark, side)}
     return own | {side: bound for part in get_args(hint) for side, bound in _bounds(part).items()}
+
+
+def _costs(hint: Any) -> str:
+    """What a larger value would take, where a type says so: `Field(le=64, description="each takes ...")`."""
+    marks = [getattr(mark, "description", None) for mark in getattr(hint, "__metadata__", ())]
+    return next(filter(None, [*marks, *map(_costs, get_args(hint))]), "")
 
 
 def _range(bounds: Mapping[str, float]) -> str:

@@ -14,7 +14,7 @@ from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
-from fedloom.errors import InvalidValue, suggestion
+from fedloom.errors import LONGEST_QUOTED, InvalidValue, one_line, quoted, suggestion
 
 VARIABLE = "FEDLOOM_PLUGINS"
 """Names, in the environment, the modules that every process imports."""
@@ -39,29 +39,31 @@ def found_at(path: str, key: str, allowed: str = "'package.module:name'") -> Cal
     """
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
-        raise InvalidValue(f"{key} {path!r} must be {allowed}")
-    module = _imported(module_name, f"{key} {path!r}")
+        raise InvalidValue(f"{key} {quoted(path)} must be {allowed}")
+    module = _imported(module_name, f"{key} {quoted(path)}")
     try:
         found = attrgetter(attribute)(module)
     except AttributeError:
         near = suggestion(attribute, [name for name in vars(module) if not name.startswith("_")])
         raise InvalidValue(
-            f"{key} {path!r}: module {module_name!r} has no {attribute!r}{near and ':' + near}"
+            f"{key} {quoted(path)}: module {quoted(module_name)} has no {quoted(attribute)}{near and ':' + near}"
         ) from None
     if not callable(found):
-        raise InvalidValue(f"{key} {path!r}: {attribute!r} must be a function or class, not {type(found).__name__}")
+        raise InvalidValue(
+            f"{key} {quoted(path)}: {quoted(attribute)} must be a function or class, not {type(found).__name__}"
+        )
     return found  # type: ignore[no-any-return]
 
 
 def _imported(name: str, key: str) -> ModuleType:
     if "/" in name or name.endswith(".py"):
         wanted = name.removesuffix(".py").replace("/", ".").strip(".")
-        raise InvalidValue(f"{key}: {name!r} is a file: give the name of the module, such as {wanted!r}")
+        raise InvalidValue(f"{key}: {quoted(name)} is a file: give the name of the module, such as {quoted(wanted)}")
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())  # for good: worker processes and unpickling import it again
     importlib.invalidate_caches()
     try:
         return importlib.import_module(name)
     except Exception as error:  # whatever the user's file raises while it is imported
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise InvalidValue(f"{key}: cannot import {name!r}: {reason}") from error
+        reason = one_line(f"{type(error).__name__}: {error}", LONGEST_QUOTED)
+        raise InvalidValue(f"{key}: cannot import {quoted(name)}: {reason}") from error

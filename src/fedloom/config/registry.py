@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar, cast
 from fedloom.config.expression import Call, parse, plain
 from fedloom.config.fields import checked, parameters
 from fedloom.config.plugins import import_from_environment
-from fedloom.errors import InvalidValue, UnknownName, suggestion
+from fedloom.errors import InvalidValue, UnknownName, quoted, suggestion
 
 T = TypeVar("T", bound=Callable[..., Any])
 Registered = TypeVar("Registered", bound=Callable[..., Any])
@@ -54,10 +54,10 @@ class Entry(Generic[T]):
             if name not in names:
                 allowed = ", ".join(names) or "none"
                 raise InvalidValue(
-                    f"{self.name} has no parameter {name!r}:{suggestion(name, names)} (it has: {allowed})"
+                    f"{self.name} has no parameter {quoted(name)}:{suggestion(name, names)} (it has: {allowed})"
                 )
             if name in given:
-                raise InvalidValue(f"{self.name} got {name!r} twice")
+                raise InvalidValue(f"{self.name} got {quoted(name)} twice")
             given[name] = value
         return given
 
@@ -117,7 +117,7 @@ class Registry(Generic[T]):
         call = parse(expression) if isinstance(expression, str) else expression
         entry = self[call.name]
         if call.until is not None:
-            raise InvalidValue(f"{call}: nothing may follow here, but :{call.until} does")
+            raise InvalidValue(f"{quoted(call, str)}: nothing may follow here, but :{quoted(call.until, str)} does")
         given = entry.options(call.positional, call.named)
         values = {name: self.argument(entry.make, name, value) for name, value in given.items()}
         options = checked(entry.make, values, f"{entry.name}: ")

@@ -11,7 +11,7 @@ from fedloom.config.expression import show
 from fedloom.config.fields import require_fields
 from fedloom.config.registry import Registry
 from fedloom.data.partition import Indices, Partition, draw_from_each, sample_keys
-from fedloom.errors import InvalidValue
+from fedloom.errors import InvalidValue, quoted
 from fedloom.randomness import numpy_stream
 
 
@@ -30,7 +30,9 @@ class LabelNoise:
         require_fields(self)
         limits = self._limits
         if len(limits) != 2 or not 0 <= limits[0] <= limits[1] <= 1:
-            raise InvalidValue(f"rate must be between 0 and 1, or a range [lowest, highest], not {show(self.rate)}")
+            raise InvalidValue(
+                f"rate must be between 0 and 1, or a range [lowest, highest], not {quoted(self.rate, show)}"
+            )
 
     @property
     def _limits(self) -> list[float]:

@@ -14,14 +14,15 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import Field
 
 from fedloom.algorithm import build, describe
-from fedloom.config.expression import Call, parse, parse_value, show
-from fedloom.config.fields import Count, NonNegativeInt, Share, require_fields, type_hints
+from fedloom.config.expression import DEEPEST, Call, parse, parse_value, show
+from fedloom.config.fields import Count, NonNegativeInt, Share, require_fields, require_plain, type_hints
 from fedloom.config.plugins import import_plugins
 from fedloom.data.dataset import Dataset, datasets
 from fedloom.data.noise import build_label_noise
 from fedloom.data.partition import partitions
 from fedloom.engines.choose import require_engine_on, settled_by
-from fedloom.errors import FedloomError, InvalidValue
+from fedloom.engines.dispatch import MOST_WORKERS
+from fedloom.errors import LONGEST_QUOTED, FedloomError, InvalidValue, one_line, quoted, shortened
 from fedloom.experiment.settings import combinations, label, require_key, with_changes
 from fedloom.experiment.trackers.tracker import build_tracker
 from fedloom.experiment.validation import withhold
@@ -97,7 +98,7 @@ class Configuration(Schedule):
     directory: str | None = None
     engine: str = "rows"
     device: str = "cpu"
-    threads: Count | None = None
+    threads: Annotated[int, Field(ge=1, le=MOST_WORKERS)] | None = None
     workers: Count | Literal["auto"] = "auto"
     pool: str = "processes"
     model: str = "mlp"
@@ -109,14 +110,19 @@ class Configuration(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not re.fullmatch(r"\w[\w. +=-]*", self.name):
+        if not re.fullmatch(r"\w[\w. +=-]{,199}", self.name):
             raise InvalidValue(
-                f"name {self.name!r} must begin with a letter, figure or _ and can name a folder: no slashes"
+                f"name {quoted(self.name)} must begin with a letter, figure or _ and can name a folder: no slashes, "
+                "at most 200 characters"
             )
+        if self.directory is not None and any(len(part.encode()) > 255 for part in Path(self.directory).parts):
+            raise InvalidValue(f"directory must be a path of names of at most 255 bytes, not {quoted(self.directory)}")
+        if self.pool == "processes" and self.workers != "auto" and self.workers > MOST_WORKERS:
+            raise InvalidValue(f"workers must be at most {MOST_WORKERS} on this machine, not {self.workers}")
         if self.pool not in ("processes", "ray") and not self.pool.startswith("ray://"):
-            raise InvalidValue(f"pool must be processes, ray or ray://host:port, not {self.pool!r}")
+            raise InvalidValue(f"pool must be processes, ray or ray://host:port, not {quoted(self.pool)}")
         if len(set(self.seeds)) < len(self.seeds):
-            raise InvalidValue(f"seeds must differ from each other, not {self.seeds}")
+            raise InvalidValue(f"seeds must differ from each other, not {quoted(self.seeds)}")
 
     @property
     def schedule(self) -> Schedule:
@@ -202,13 +208,22 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Configuration:
 def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """What a file and `key=value` overrides say, not checked yet. Raises as `load` does where it cannot be read."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            content = file.read(LONGEST_FILE + 1)
+        if len(content) > LONGEST_FILE:
+            raise InvalidValue(f"{path} is longer than {LONGEST_FILE:,} bytes: no configuration is")
+        table = tomllib.loads(content.decode())
+    except InvalidValue:
+        raise
     except OSError as error:
         raise InvalidValue(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
     except UnicodeDecodeError:
         raise InvalidValue(f"{path} is not a TOML file: it is not text in UTF-8") from None
-    except (ValueError, RecursionError) as error:
-        raise InvalidValue(f"{path} is not a TOML file: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise InvalidValue(f"{path} nests more than {DEEPEST} levels deep") from None
+    except ValueError as error:
+        raise InvalidValue(f"{path} is not a TOML file: {one_line(str(error), LONGEST_QUOTED)}") from None
+    _require_plain_values(table)
     table.setdefault("name", path.stem)
     for override in overrides:
         put(table, override)
@@ -217,6 +232,7 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 def configuration(table: Mapping[str, Any]) -> Configuration:
     """The configuration of a table of plain values. Raises as `load` does."""
+    _require_plain_values(table)
     values = {key: value for key, value in table.items() if key != "settings"}
     for name, kind in _SECTIONS.items():
         values[name] = _read(kind, values.get(name, {}), name)
@@ -232,6 +248,11 @@ def configuration(table: Mapping[str, Any]) -> Configuration:
             raise InvalidValue(f"settings, {label(changes)}: {error}") from None
         variants[label(changes)] = replace(variant, changes=changes)
     return replace(found, variants=variants)
+
+
+def _require_plain_values(table: Mapping[str, Any]) -> None:
+    for key, value in table.items():
+        require_plain(value, key if key in _KEYS else quoted(key))
 
 
 _SECTIONS: dict[str, type] = {"data": Data, "training": Training}
@@ -259,7 +280,7 @@ def _read(kind: type[_Kind], table: object, section: str = "") -> _Kind:
     prefix = section and f"{section}."
     if not isinstance(table, Mapping):
         names = ", ".join(key.removeprefix(prefix) for key in _KEYS if key.startswith(prefix))
-        raise InvalidValue(f"{section} must be a table with the keys {names}, not {show(table)}")
+        raise InvalidValue(f"{section} must be a table with the keys {names}, not {quoted(table, show)}")
     for key in table:
         require_key(prefix + key, _KEYS)
     hints = type_hints(kind)
@@ -269,12 +290,20 @@ def _read(kind: type[_Kind], table: object, section: str = "") -> _Kind:
         raise InvalidValue(f"{prefix}{error}") from None
 
 
+LONGEST_FILE = 4 << 20
+"""Bytes of a configuration file, at most."""
+
+
 def put(table: dict[str, Any], text: str, example: str = "rounds=50 or training.learning_rate=0.1") -> None:
     """Put `key=value` into the table; tables on the way are made. Raises `InvalidValue`, with the `example`, otherwise."""
     key, equals, value = text.partition("=")
     if not equals or not re.fullmatch(r"\s*[\w-]+(\.[\w-]+)*\s*", key):
-        raise InvalidValue(f"{text!r} is not key=value, such as {example}")
-    table.update(with_changes(table, {key.strip(): _value(value.strip())}))
+        raise InvalidValue(f"{quoted(text)} is not key=value, such as {example}")
+    if key.count(".") >= DEEPEST:
+        raise InvalidValue(f"{quoted(key)} nests more than {DEEPEST} levels deep")
+    given = _value(value.strip())
+    require_plain(given, shortened(key.strip()))
+    table.update(with_changes(table, {key.strip(): given}))
 
 
 def _value(text: str) -> Any:
@@ -307,7 +336,7 @@ def _check(found: Configuration) -> None:
     described = [describe(_named("algorithms", text, build)) for text in found.algorithms]
     for position, method in enumerate(described):
         if method in described[:position]:
-            raise InvalidValue(f"algorithms lists {method!r} twice")
+            raise InvalidValue(f"algorithms lists {quoted(method)} twice")
     for recorder in _named("record", found.record, build_recorders):
         reasons = [recorder.inapplicable(build(text)) for text in found.methods]
         if reasons and all(reasons):
@@ -329,4 +358,4 @@ def _named(key: str, value: _Given, make: Callable[[_Given], _Made]) -> _Made:
     try:
         return make(value)
     except FedloomError as error:
-        raise InvalidValue(f"{key} = {value!r}: {error}") from None
+        raise InvalidValue(f"{key} = {quoted(value)}: {error}") from None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import difflib
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypedDict
@@ -19,7 +20,7 @@ from pydantic import Field
 
 from fedloom.config.expression import show
 from fedloom.config.fields import Finite, checked
-from fedloom.errors import InvalidValue
+from fedloom.errors import LONGEST_QUOTED, InvalidValue, quoted, shortened
 
 Changes = dict[str, Any]
 """One setting: full keys with the value of each, such as `{"training.epochs": 5}`."""
@@ -33,6 +34,9 @@ _Range = TypedDict(
         "scale": Literal["linear", "log"],
     },
 )
+
+MOST_COMBINATIONS = 10_000
+"""Settings of one configuration, and trials of one search, at most."""
 
 _EXAMPLE = "a list such as [1, 5] or a range such as {from = 0.1, to = 0.5, steps = 3}"
 
@@ -74,7 +78,9 @@ def read_axes(table: object, known: Sequence[str], prefix: str = "", *, steps_ne
     with the nearest, and for anything that is no list or range.
     """
     if not isinstance(table, Mapping):
-        raise InvalidValue(f"{prefix.rstrip('.')} must be a table of keys, each with {_EXAMPLE}, not {show(table)}")
+        raise InvalidValue(
+            f"{prefix.rstrip('.')} must be a table of keys, each with {_EXAMPLE}, not {quoted(table, show)}"
+        )
     return {key: _axis(value, prefix + key, steps_needed) for key, value in _leaves(table, "", known, prefix)}
 
 
@@ -92,11 +98,20 @@ def _combined(lists: Mapping[str, list[Any]], *, combine: Literal["product", "zi
     if not lists:
         return iter(())
     if combine == "product":
+        require_few([len(values) for values in lists.values()])
         return itertools.product(*lists.values())
     if len({len(values) for values in lists.values()}) > 1:
         lengths = ", ".join(f"{key} has {len(values)}" for key, values in lists.items())
         raise InvalidValue(f"settings with combine = 'zip' need lists of one length: {lengths}")
     return zip(*lists.values(), strict=True)
+
+
+def require_few(sizes: Sequence[int]) -> None:
+    """Raise `InvalidValue` where so many values of each key have more than `MOST_COMBINATIONS` combinations."""
+    count = math.prod(sizes)
+    if count > MOST_COMBINATIONS:
+        product = " x ".join(map(str, sizes))
+        raise InvalidValue(f"{product} values have {count:,} combinations: at most {MOST_COMBINATIONS:,} are allowed")
 
 
 def values_of(axis: Axis) -> list[Any]:
@@ -128,7 +143,9 @@ def with_changes(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
         for depth, name in enumerate(tables, start=1):
             inner = inner.setdefault(name, {})
             if not isinstance(inner, dict):
-                raise InvalidValue(f"{key!r} cannot be set: {'.'.join(tables[:depth])!r} is a value, not a table")
+                raise InvalidValue(
+                    f"{quoted(key)} cannot be set: {quoted('.'.join(tables[:depth]))} is a value, not a table"
+                )
         inner[last] = value
     return result
 
@@ -137,10 +154,11 @@ def require_key(key: str, known: Sequence[str], prefix: str = "") -> None:
     """Raise `InvalidValue` unless the full key is known; it names the nearest, by the whole key or by its last word."""
     if key not in known:
         words = {one.rpartition(".")[2]: one for one in reversed(known)}
-        alike = difflib.get_close_matches(key.rpartition(".")[2], words, n=1)
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.8) or [words[word] for word in alike]
+        short = key[:LONGEST_QUOTED]
+        alike = difflib.get_close_matches(short.rpartition(".")[2], words, n=1)
+        near = difflib.get_close_matches(short, known, n=1, cutoff=0.8) or [words[word] for word in alike]
         hint = f"did you mean '{prefix}{near[0]}'?" if near else f"there are {', '.join(known)}"
-        raise InvalidValue(f"unknown key {prefix + key!r}: {hint}")
+        raise InvalidValue(f"unknown key {quoted(prefix + key)}: {hint}")
 
 
 def _leaves(table: Mapping[str, Any], inside: str, known: Sequence[str], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -162,13 +180,14 @@ def _axis(value: Any, key: str, steps_needed: bool) -> Axis:
     if isinstance(value, Mapping):
         return _range(value, key, steps_needed)
     if not isinstance(value, list):
-        raise InvalidValue(f"{key} must be {_EXAMPLE}, not {show(value)}")
+        raise InvalidValue(f"{key} must be {_EXAMPLE}, not {quoted(value, show)}")
     if not value:
         raise InvalidValue(f"{key} lists no value: give {_EXAMPLE}")
-    texts = [plain_text(one) for one in value]
-    for position, text in enumerate(texts):
-        if text in texts[:position]:
-            raise InvalidValue(f"{key} lists {text} twice")
+    texts: set[str] = set()
+    for text in map(plain_text, value):
+        if text in texts:
+            raise InvalidValue(f"{key} lists {shortened(text)} twice")
+        texts.add(text)
     return value
 
 

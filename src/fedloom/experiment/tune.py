@@ -10,11 +10,13 @@ import csv
 import io
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tomli_w
 
 from fedloom.algorithm import build, describe
@@ -25,7 +27,16 @@ from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.jobs import Job, Tasks, job_of, require_possible
 from fedloom.experiment.parameters import PREFIX, parameter_keys, with_parameters
 from fedloom.experiment.pools import RunPool
-from fedloom.experiment.settings import Changes, Range, label, plain_text, read_axes, values_of, with_changes
+from fedloom.experiment.settings import (
+    Changes,
+    Range,
+    label,
+    plain_text,
+    read_axes,
+    require_few,
+    values_of,
+    with_changes,
+)
 from fedloom.randomness import numpy_stream
 from fedloom.report.summary import Spread, measured
 from fedloom.state.files import write_text
@@ -126,10 +137,16 @@ class Search:
     def grid(self, trials: int | None = None) -> list[Trial]:
         """A trial for each combination of values, or `trials` of them drawn at random (by the stream (seed, "trials"))."""
         lists = [values_of(axis) for axis in self.axes.values()]
-        every = [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*lists)]
-        if trials is not None and trials < len(every):
-            drawn = numpy_stream(self.told.seed, "trials").choice(len(every), trials, replace=False)
-            every = [every[k] for k in sorted(drawn.tolist())]
+        sizes = [len(values) for values in lists]
+        if trials is None or trials >= math.prod(sizes):
+            require_few(sizes)
+            every = [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*lists)]
+        else:
+            drawn = sorted(numpy_stream(self.told.seed, "trials").choice(math.prod(sizes), trials, replace=False))
+            places = zip(*np.unravel_index(drawn, sizes), strict=True)
+            every = [
+                {key: values[k] for key, values, k in zip(self.axes, lists, place, strict=True)} for place in places
+            ]
         return [self.trial(number, changes) for number, changes in enumerate(every, start=1)]
 
     def _corners(self) -> Iterator[Changes]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fedloom.errors import InvalidValue, suggestion
+from fedloom.errors import InvalidValue, quoted, suggestion
 
 
 def require_device(name: str) -> None:
@@ -16,7 +16,7 @@ def require_device(name: str) -> None:
     if not re.fullmatch(r"cpu|auto|cuda(:\d+)?", name):
         known = ("cpu", "cuda", "auto")
         raise InvalidValue(
-            f"device {name!r} is not allowed:{suggestion(name, known)} (allowed: cpu, cuda, cuda:1, auto)"
+            f"device {quoted(name)} is not allowed:{suggestion(name, known)} (allowed: cpu, cuda, cuda:1, auto)"
         )
 
 
@@ -35,7 +35,7 @@ def find_device(name: str) -> torch.device:
     here = present()
     wanted = {"auto": here[min(1, len(here) - 1)], "cuda": "cuda:0"}.get(name, name)
     if wanted not in here:
-        raise InvalidValue(f"there is no device {name!r} here (there are: {', '.join(here)})")
+        raise InvalidValue(f"there is no device {quoted(name)} here (there are: {', '.join(here)})")
     return torch.device(wanted)
 
 

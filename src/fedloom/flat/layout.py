@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from fedloom.errors import InvalidValue
+from fedloom.errors import InvalidValue, quoted
 
 Unit = tuple[slice, ...]
 """The slices of a row that move together."""
@@ -148,7 +148,7 @@ class Layout:
         if kind == "layer":
             return [self._owned({layer}) for layer in self.layers]
         if kind != "segment":
-            raise InvalidValue(f"unit {kind!r} is not one of 'layer', 'tensor', 'segment'")
+            raise InvalidValue(f"unit {quoted(kind)} is not one of 'layer', 'tensor', 'segment'")
         if not 0 < fraction <= 1:
             raise InvalidValue(f"fraction {fraction} is not in (0, 1]")
         count = len(self.layers)
@@ -179,7 +179,7 @@ class Layout:
         owns nothing."""
         for name in modules:
             if not any(_is_inside(part.layer, name) for part in self.slices):
-                raise InvalidValue(f"no module {name!r} with parameters (there are: {', '.join(self.layers)})")
+                raise InvalidValue(f"no module {quoted(name)} with parameters (there are: {', '.join(self.layers)})")
         return self.unit(lambda part: any(_is_inside(part.layer, name) for name in modules))
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from fedloom.config.expression import parse, plain
 from fedloom.config.plugins import found_at
 from fedloom.data import DataSpec
-from fedloom.errors import FedloomError, InvalidValue
+from fedloom.errors import LONGEST_QUOTED, FedloomError, InvalidValue, one_line, quoted
 from fedloom.models import models
 from fedloom.randomness import global_stream
 
@@ -44,7 +44,7 @@ def _read(expression: str, spec: DataSpec) -> Callable[[], nn.Module]:
         return partial(entry.make, spec, **options)
     call = parse(f"model({inside}" if bracket else "model")
     if call.positional:
-        raise InvalidValue(f"model {expression!r}: arguments need their names, such as width=3")
+        raise InvalidValue(f"model {quoted(expression)}: arguments need their names, such as width=3")
     make = found_at(path, "model", "a registered name or 'package.module:callable'")
     return partial(_called, path, make, spec, {name: plain(value) for name, value in call.named.items()})
 
@@ -53,7 +53,7 @@ def _called(path: str, make: Callable[..., Any], spec: DataSpec, options: Mappin
     """The module that `make`, found at `path`, returns."""
     named = dict(options)
     if "spec" in named:
-        raise InvalidValue(f"model {path!r}: 'spec' describes the data and is no option")
+        raise InvalidValue(f"model {quoted(path)}: 'spec' describes the data and is no option")
     try:
         if "spec" in inspect.signature(make).parameters:
             named["spec"] = spec
@@ -61,8 +61,8 @@ def _called(path: str, make: Callable[..., Any], spec: DataSpec, options: Mappin
     except FedloomError:
         raise
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise InvalidValue(f"model {path!r} with options {dict(options)!r}: {reason}") from error
+        reason = one_line(f"{type(error).__name__}: {error}", LONGEST_QUOTED)
+        raise InvalidValue(f"model {quoted(path)} with options {quoted(dict(options))}: {reason}") from error
     if not isinstance(built, nn.Module):
-        raise InvalidValue(f"model {path!r} must return a torch.nn.Module, not {type(built).__name__}")
+        raise InvalidValue(f"model {quoted(path)} must return a torch.nn.Module, not {type(built).__name__}")
     return built

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from fedloom.config.checks import require_at_least, require_between
-from fedloom.errors import InvalidValue
+from fedloom.config.checks import require_at_least
+from fedloom.errors import InvalidValue, quoted
 from fedloom.secure.draws import Choices, Draw, sample
 
 if TYPE_CHECKING:
@@ -40,7 +40,12 @@ class Rules:
     high: int | None = None
 
     def __post_init__(self) -> None:
-        require_between("repeats", self.repeats, 1, MOST_REPEATS)
+        if self.repeats > MOST_REPEATS:
+            raise InvalidValue(
+                f"repeats must be between 1 and {MOST_REPEATS}, not {quoted(self.repeats)}: in each, every client sends and "
+                "receives about one model"
+            )
+        require_at_least("repeats", self.repeats, 1)
         require_at_least("low", self.low, 1)
         if self.high is not None and self.high < self.low:
             raise InvalidValue(f"high must be at least low, which is {self.low}, not {self.high}")

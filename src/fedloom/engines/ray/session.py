@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedloom.errors import FedloomError, InvalidValue, MissingExtra, installing
+from fedloom.errors import FedloomError, InvalidValue, MissingExtra, installing, quoted
 
 LOCAL = "local"
 """The address that means a cluster of this machine alone, started here."""
@@ -100,7 +100,7 @@ def join(address: str, cpus: int, gpus: int, object_store: int) -> Session:
         if _current is not None or address not in (LOCAL, "auto"):
             where = "" if _current is None else f" ({_current.address})"
             raise InvalidValue(
-                f"engine 'ray' cannot connect to {address!r}: this process is connected to another Ray cluster{where}"
+                f"engine 'ray' cannot connect to {quoted(address)}: this process is connected to another Ray cluster{where}"
             )
         _current = Session(address, started=False)
         return _current
@@ -185,7 +185,7 @@ def _connected(ray: Any, address: str) -> Session:
         hint = " (a cluster that asks for a token needs RAY_AUTH_MODE=token here, and its token)"
         if isinstance(error, ImportError):
             hint = f": {installing('ray')}"
-        raise FedloomError(f"engine 'ray' cannot connect to {address!r}: {first_line(error)}{hint}") from error
+        raise FedloomError(f"engine 'ray' cannot connect to {quoted(address)}: {first_line(error)}{hint}") from error
     _hush()
     return Session(address, started=True, security=security)
 
@@ -197,13 +197,13 @@ def _probe(address: str) -> None:
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise InvalidValue(
-            f"address {address!r} is not allowed: use local, auto, 'host:port' or 'ray://host:port' (with a port number)"
+            f"address {quoted(address)} is not allowed: use local, auto, 'host:port' or 'ray://host:port' (with a port number)"
         )
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_SECONDS).close()
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise FedloomError(f"engine 'ray' cannot reach the cluster at {address!r}: {reason}") from None
+        raise FedloomError(f"engine 'ray' cannot reach the cluster at {quoted(address)}: {reason}") from None
 
 
 def _hush() -> None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 from fedloom.config.expression import Call, parse, plain
 from fedloom.config.plugins import found_at
 from fedloom.config.registry import Registry
-from fedloom.errors import FedloomError, InvalidValue
+from fedloom.errors import FedloomError, InvalidValue, quoted
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,10 @@ def _own(path: str, call: Call, expression: str) -> Tracker:
         raise
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise InvalidValue(f"tracker {expression!r} cannot be made: {reason}") from error
+        raise InvalidValue(f"tracker {quoted(expression)} cannot be made: {reason}") from error
     missing = [name for name in ("begin", "record", "end") if not callable(getattr(made, name, None))]
     if missing:
-        raise InvalidValue(f"tracker {expression!r} lacks {', '.join(missing)}: a tracker has begin, record and end")
+        raise InvalidValue(
+            f"tracker {quoted(expression)} lacks {', '.join(missing)}: a tracker has begin, record and end"
+        )
     return made  # type: ignore[no-any-return]
