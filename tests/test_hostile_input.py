@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
+import gzip
+import io
+import json
+import pickle
 import re
+import tracemalloc
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
+from safetensors.torch import save
 
 from fedloom.algorithm import algorithms
 from fedloom.cli import main
 from fedloom.config.expression import Call, show
 from fedloom.data.dataset import datasets
+from fedloom.data.formats.arrow import image_samples, read_tables
+from fedloom.data.formats.idx import read_idx
+from fedloom.data.formats.numpy_files import read_arrays
+from fedloom.data.formats.pictures import read_files
 from fedloom.data.noise import label_noises
 from fedloom.data.partition import partitions
+from fedloom.data.sets.ag_news import read_csv
+from fedloom.data.sets.cifar import read_binary_batches, read_python_batches
+from fedloom.data.sets.femnist import read_leaf_images
 from fedloom.engines.base import engines
-from fedloom.errors import LONGEST_QUOTED, FedloomError, InvalidValue, quoted
+from fedloom.errors import LONGEST_QUOTED, CheckpointError, DataError, FedloomError, InvalidValue, quoted
+from fedloom.experiment.artifact import load_model
 from fedloom.experiment.configuration import LONGEST_FILE, configuration, put, read_table
 from fedloom.experiment.trackers.tracker import trackers
 from fedloom.models import models
 from fedloom.recording.recorder import recorders
+from fedloom.state.tensors import _digest
 
 HEX = "0x" + "f" * 50_000  # which Python reads, but does not write in decimal figures
 LONG = "y " * 49_999 + "yy"
@@ -175,4 +197,233 @@ def test_any_configuration_is_read_or_refused_in_one_short_line(given: dict[str,
         for method in found.methods:
             found.resolved(method, found.seed)
     except FedloomError as error:
+        require_one_short_line(str(error))
+
+
+# --- data ---
+
+
+def idx_bytes(shape: Sequence[int], content: bytes = b"") -> bytes:
+    return bytes([0, 0, 8, len(shape)]) + b"".join(size.to_bytes(4, "big") for size in shape) + content
+
+
+def npz_bytes(header: str, size: int = 64) -> bytes:
+    """An archive of one array, whose header says this, and zeros."""
+    text = header.encode() + b"\n"
+    buffer = io.BytesIO()
+    with ZipFile(buffer, "w", ZIP_DEFLATED) as archive, archive.open("inputs.npy", "w") as file:
+        file.write(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(size))
+    return buffer.getvalue()
+
+
+def parquet_bytes(**columns: Any) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.table(columns), buffer)
+    return buffer.getvalue()
+
+
+def picture_bytes(*shape: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(np.zeros(shape, np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def model_bytes(metadata: str) -> bytes:
+    """A model's file with any metadata, which are those that its digest is of."""
+    tensors = {"weight": torch.zeros(10, 64)}
+    return save(tensors, {"fedloom": metadata, "digest": _digest(tensors, metadata)})
+
+
+def leaf_bytes(users: Any, data: Any) -> bytes:
+    return json.dumps({"users": users, "num_samples": [1], "user_data": data}).encode()
+
+
+def read_pictures(path: Path) -> Any:
+    return image_samples(read_tables([path]), "label", 10, 1, str(path))
+
+
+def read_texts(path: Path) -> Any:
+    return read_csv(path, 3)
+
+
+def read_leaf(path: Path) -> Any:
+    return read_leaf_images(path, 62)
+
+
+def read_batch(path: Path) -> Any:
+    return read_python_batches([path], "labels", 10)
+
+
+def header(shape: str, descr: str = "|u1") -> str:
+    return f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}"
+
+
+PIXELS = [0.5] * 784
+NESTED: list[Any] = []
+for _ in range(40):
+    NESTED = [NESTED, NESTED]  # 2^40 lists, in a pickle of a few hundred bytes
+
+HOSTILE: list[tuple[Callable[[Path], Any], bytes, str]] = [
+    (read_arrays, npz_bytes(header("(1000000000000,)")), "of shape (1000000000000,) in"),
+    (read_arrays, npz_bytes(header("(100000000000, 0)")), "of shape (100000000000, 0) in"),
+    (read_arrays, npz_bytes(header("(True,)")), "of shape (True,) in"),
+    (read_arrays, npz_bytes(header("(-1,)")), "of shape (-1,) in"),
+    (read_arrays, npz_bytes(header("(((((((")), "damaged or not an npz"),
+    (read_arrays, npz_bytes("(" * 3000), "damaged or not an npz"),
+    (read_arrays, npz_bytes(header("(8,)", "O")), "Object arrays"),
+    (read_arrays, npz_bytes(header(f"({1 << 25},)"), 1 << 25), "takes 0.03 GiB of memory, more than the 0.01 GiB"),
+    (read_idx, idx_bytes([10**9, 28, 28]), "takes 730.16 GiB of memory"),
+    (read_idx, gzip.compress(idx_bytes([10**9, 28, 28])), "takes 730.16 GiB of memory"),
+    (read_idx, gzip.compress(idx_bytes([9], bytes(1 << 25))), "18 bytes or more, but an idx file of shape [9] has 17"),
+    (read_idx, gzip.compress(idx_bytes([0xFFFFFFFF] * 255)), "GiB of memory"),
+    (read_idx, bytes([0, 0, 8, 0]), "header of 0 dimensions"),
+    (read_leaf, leaf_bytes(3, {}), "users must be a list of names, each of them once, not 3"),
+    (read_leaf, leaf_bytes(None, {}), "users must be a list of names"),
+    (read_leaf, leaf_bytes([{}], {}), "users must be a list of names"),
+    (read_leaf, leaf_bytes([[1]], {}), "users must be a list of names"),
+    (read_leaf, leaf_bytes(["a"] * 100_000, {"a": {"x": [PIXELS], "y": [1]}}), "each of them once, not ['a', 'a'"),
+    (read_leaf, leaf_bytes(["a"], None), "user_data must hold x and y of each user, not None"),
+    (read_leaf, leaf_bytes(["a"], ["a"]), "user_data must hold x and y of each user, not ['a']"),
+    (read_leaf, leaf_bytes(["a" * 10_000], {}), "(10,000 characters) has no x and y"),
+    (read_leaf, leaf_bytes(["a"], {"a": {"x": [[10**400] * 784], "y": [1]}}), "x must be lists of 784 numbers"),
+    (read_leaf, leaf_bytes(["a"], {"a": {"x": [PIXELS], "y": [[1]]}}), "labels must be a list of integers"),
+    (read_leaf, b'{"users": [' + b"9" * 5000 + b"]}", "damaged json"),
+    (read_leaf, b'{"users": ' + b"[" * 100_000, "damaged json (maximum recursion depth"),
+    (read_pictures, parquet_bytes(image=[{"bytes": 3}], label=[1]), "pictures must be stored as bytes, not as int64"),
+    (read_pictures, parquet_bytes(image=[{"bytes": [1]}], label=[1]), "pictures must be stored as bytes, not as list"),
+    (read_pictures, parquet_bytes(image=[{"bytes": "a"}], label=[1]), "pictures must be stored as bytes, not as string"),
+    (read_pictures, parquet_bytes(image=[bytes(1 << 22)] * 40, label=[1] * 40), "GiB of memory"),
+    (read_pictures, parquet_bytes(image=[picture_bytes(700, 700)], label=[1]), "row 0: takes 0.00 GiB of memory"),
+    (read_pictures, parquet_bytes(image=[picture_bytes(400, 400)] * 100, label=[1] * 100), "takes 0.01 GiB of memory"),
+    (read_batch, pickle.dumps({"data": np.zeros((1, 3072), np.uint8), "labels": NESTED}), "labels must be a list of integers"),
+    (read_batch, b"\x80\x02]r\xff\xff\xff\x7f.", "object number 2147483647 in 9 bytes"),
+    (read_batch, b"\x80\x04\x8e" + (1 << 62).to_bytes(8, "little"), "refused or damaged pickle"),
+    (read_texts, b'"' + b"9" * 200_000 + b'","a","b"\n', "damaged csv"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDLOOM_DATA_GIB", "0.01")
+
+
+@pytest.mark.usefixtures("small_memory")
+@pytest.mark.parametrize(("read", "content", "said"), HOSTILE, ids=[said[:40] for _, _, said in HOSTILE])
+def test_a_hostile_file_is_refused_in_one_line_and_little_memory(
+    read: Callable[[Path], Any], content: bytes, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_bytes(content)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match=re.escape(said)) as caught:
+            read(tmp_path / "file")
+        assert tracemalloc.get_traced_memory()[1] < 3 * len(content) + (1 << 25)
+    finally:
+        tracemalloc.stop()
+    assert str(tmp_path / "file") in str(caught.value)
+    require_one_short_line(str(caught.value))
+
+
+def test_a_picture_of_169_megapixels_is_refused_before_it_is_decoded(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    (tmp_path / "large.png").write_bytes(picture_bytes(13_000, 13_000))
+    with pytest.raises(
+        DataError, match=r"large.png: takes 0.63 GiB of memory, more than the 0.25 GiB that it may take"
+    ):
+        read_files([tmp_path / "large.png"], 1, size=(32, 32))
+    with pytest.raises(DataError, match=r"takes 27.94 GiB of memory, more than the 4.00 GiB"):
+        read_files([tmp_path / "large.png"], 3, size=(100_000, 100_000))
+    assert not recwarn.list
+
+
+def test_who_needs_more_memory_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(idx_bytes([1 << 20], bytes(1 << 20)))
+    monkeypatch.setenv("FEDLOOM_DATA_GIB", "0.0009")
+    with pytest.raises(DataError, match="set FEDLOOM_DATA_GIB to more than 0"):
+        read_idx(tmp_path / "file")
+    monkeypatch.setenv("FEDLOOM_DATA_GIB", "0.001")
+    assert len(read_idx(tmp_path / "file")) == 1 << 20
+    monkeypatch.setenv("FEDLOOM_DATA_GIB", "much")
+    with pytest.raises(InvalidValue, match="FEDLOOM_DATA_GIB must be a number of GiB greater than 0, not 'much'"):
+        read_idx(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["synthetic(dimension=1000000000)", "synthetic(users=1000000000)", "synthetic(classes=1000000000)",
+     "synthetic_feddc(samples=1000000000)", "synthetic_feddc(users=1000000, dimension=1000000)"],
+)  # fmt: skip
+def test_synthetic_data_that_fit_no_memory_are_refused_with_what_they_would_take(expression: str) -> None:
+    with pytest.raises(DataError, match=r"synthetic\w*: takes [\d,]+\.\d\d GiB of memory, more than the 4.00 GiB"):
+        datasets.build(expression)
+
+
+@pytest.mark.parametrize("metadata", ["[" * 100_000, "3", '{"model": 3}', "9" * 5000, '{"a": ' * 3000, "nan"])
+def test_metadata_that_make_no_sense_are_damage(metadata: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(model_bytes(metadata))
+    with pytest.raises(CheckpointError, match=r"model.safetensors") as caught:
+        load_model(tmp_path / "model.safetensors")
+    require_one_short_line(str(caught.value))
+
+
+# Whole files, of which a few bytes are then changed.
+WHOLE: list[tuple[Callable[[Path], Any], bytes]] = [
+    (read_arrays, npz_bytes(header("(64,)"))),
+    (read_idx, idx_bytes([3, 2], bytes(6))),
+    (read_idx, gzip.compress(idx_bytes([3, 2], bytes(6)))),
+    (read_leaf, leaf_bytes(["a"], {"a": {"x": [[0] * 784], "y": [1]}})),
+    (read_pictures, parquet_bytes(image=[{"bytes": picture_bytes(8, 8), "path": "a"}] * 3, label=[1, 2, 3])),
+    (read_batch, pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [1, 2]})),
+    (read_batch, pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [1, 2]}, protocol=2)),
+    (lambda path: read_binary_batches([path], 1, 0, 10), bytes(2 * 3073)),
+    (lambda path: read_files([path], 3), picture_bytes(8, 8)),
+    (read_texts, b'"1","title","text, with ""quotes"""\n'),
+    (load_model, model_bytes('{"model": "logistic", "shape": "64", "classes": "10", "vocabulary": ""}')),
+    (read_table, b'algorithm = "fedavg"\nseeds = [0, 1]\n[data]\nname = "digits"\nlocal_test = 0.25\n'),
+]
+
+
+@pytest.mark.usefixtures("small_memory")
+@pytest.mark.parametrize(("read", "content"), WHOLE, ids=map(str, range(len(WHOLE))))
+@settings(deadline=10_000, max_examples=60, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_changed_file_is_read_or_refused_in_one_short_line(
+    read: Callable[[Path], Any], content: bytes, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    changed = bytearray(content)
+    for at, value in data.draw(
+        st.lists(st.tuples(st.integers(0, len(content) - 1), st.binary(max_size=4)), max_size=3)
+    ):
+        changed[at : at + len(value)] = value
+    path = tmp_path_factory.getbasetemp() / "changed"
+    path.write_bytes(
+        changed[: data.draw(st.sampled_from([len(content), len(content), data.draw(st.integers(0, len(content)))]))]
+    )
+    try:
+        read(path)
+    except FedloomError as error:
+        require_one_short_line(str(error))
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.just([PIXELS]),
+    lambda inside: st.lists(inside, max_size=3) | st.dictionaries(st.sampled_from(["x", "y", "a"]), inside, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(deadline=10_000, suppress_health_check=list(HealthCheck))
+@given(
+    users=_JSON | st.lists(st.sampled_from(["a", "x"])),
+    found=_JSON | st.fixed_dictionaries({"a": st.fixed_dictionaries({"x": _JSON, "y": _JSON})}),
+)
+def test_any_json_is_read_or_refused_in_one_short_line(
+    users: Any, found: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "users.json"
+    path.write_bytes(leaf_bytes(users, found))
+    try:
+        read_leaf(path)
+    except DataError as error:
         require_one_short_line(str(error))

@@ -60,7 +60,12 @@ def read_tensors(path: Path, **expected: str) -> tuple[dict[str, Tensor], dict[s
     about = found.get("fedloom", "")
     if found.get("digest") != _digest(tensors, about):
         raise DamagedCheckpoint(f"{path} is damaged: it does not match its digest")
-    metadata: dict[str, str] = json.loads(about)
+    try:
+        metadata: object = json.loads(about)
+    except (ValueError, RecursionError):
+        metadata = None
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise DamagedCheckpoint(f"{path} is damaged: its metadata are not texts by name")
     for name, value in expected.items():
         if metadata.get(name) != value:
             raise DamagedCheckpoint(f"{path} is of {name} {metadata.get(name)}, not {value}")

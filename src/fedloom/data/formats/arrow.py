@@ -14,24 +14,29 @@ from torch import Tensor
 
 from fedloom.data.dataset import Samples
 from fedloom.data.formats.labels import class_labels
+from fedloom.data.formats.limits import reading, require_room
 from fedloom.data.formats.pictures import decode_images
-from fedloom.errors import DataError, MissingExtra
+from fedloom.errors import LONGEST_QUOTED, DataError, MissingExtra, one_line, shortened
+
+_ROWS = 1000  # that are unpacked at a time
 
 IMAGE_COLUMNS = ("image", "img")
 
 
 def read_tables(paths: Sequence[Path]) -> Any:
     """The parquet files `paths` as one Arrow table; raises `DataError` for a damaged file or differing columns."""
-    tables = []
+    tables: list[pa.Table] = []
+    taken = 0
     for path in paths:
-        try:
-            tables.append(pq.read_table(path))
-        except (OSError, pa.ArrowInvalid) as error:
-            raise DataError(f"{path}: damaged parquet file ({_line(error)})") from error
-    try:
+        with reading(path, "damaged parquet file"), pq.ParquetFile(path) as file:
+            batches = []
+            for batch in file.iter_batches(_ROWS):  # a few bytes of a file can stand for any number of rows
+                batches.append(batch)
+                taken += batch.nbytes
+                require_room(taken, path)
+            tables.append(pa.Table.from_batches(batches, file.schema_arrow))
+    with reading(paths[0], "other columns than its sister files"):
         return pa.concat_tables(tables)
-    except pa.ArrowInvalid as error:
-        raise DataError(f"{paths[0]}: other columns than its sister files ({_line(error)})") from error
 
 
 def hub_installed() -> bool:
@@ -56,7 +61,7 @@ def hub_table(repository: str, split: str) -> Any:
         return hub.load_dataset(repository, split=split).with_format("arrow")[:]
     # Network, hub and file errors of several packages reach here; each means that the hub gave no data.
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = one_line(str(error), LONGEST_QUOTED) or type(error).__name__
         raise DataError(f"hub data set {repository!r}, split {split!r}: cannot be loaded ({reason})") from error
 
 
@@ -75,8 +80,8 @@ def decode_column(table: Any, channels: int, source: str) -> Tensor:
     kind = found.type
     if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
         found = pa.chunked_array([chunk.field("bytes") for chunk in found.chunks], type=kind.field("bytes").type)
-    elif not pa.types.is_binary(kind) and not pa.types.is_large_binary(kind):
-        raise DataError(f"{source}: pictures must be stored as bytes, not as {kind}")
+    if not pa.types.is_binary(found.type) and not pa.types.is_large_binary(found.type):
+        raise DataError(f"{source}: pictures must be stored as bytes, not as {shortened(str(found.type))}")
     # One contiguous array: indexing a chunked one searches its chunks for every picture.
     whole = found.combine_chunks() if found.num_chunks else pa.array([], type=found.type)
     return decode_images(len(whole), lambda row: whole[row].as_py(), lambda row: f"{source}: row {row}", channels)
@@ -91,8 +96,6 @@ def column(table: Any, names: Sequence[str], source: str) -> Any:
                 row = int(np.flatnonzero(found.is_null().to_numpy())[0])
                 raise DataError(f"{source}: nothing in column {name!r} of row {row}")
             return found
-    raise DataError(f"{source}: no column {' or '.join(map(repr, names))} (it has: {', '.join(table.column_names)})")
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    raise DataError(
+        f"{source}: no column {' or '.join(map(repr, names))} (it has: {shortened(', '.join(table.column_names))})"
+    )

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gzip
 import math
-import zlib
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fedloom.data.formats.plain_files import read_bytes
-from fedloom.errors import DataError
+from fedloom.data.formats.limits import reading, require_room
+from fedloom.errors import DataError, quoted
 
 _UNSIGNED_BYTES = 8  # the only element type that these data sets use
 
@@ -23,28 +22,23 @@ def read_idx(path: Path) -> Tensor:
     fastest. Raises `DataError` for a damaged gzip stream, another magic number or element type, or a wrong length.
     Source: Y. LeCun, C. Cortes, C. Burges, the MNIST database, "file formats".
     """
-    content = _read(path)
-    if len(content) < 4 or content[0] or content[1]:
-        raise DataError(f"{path}: not an idx file (it begins with {content[:4].hex(' ') or 'nothing'})")
-    if content[2] != _UNSIGNED_BYTES:
-        raise DataError(f"{path}: idx element type 0x{content[2]:02x}, only unsigned bytes (0x08) are read")
-    dimensions = content[3]
-    header = 4 + 4 * dimensions
-    if not dimensions or len(content) < header:
-        raise DataError(f"{path}: idx header of {dimensions} dimensions in a file of {len(content)} bytes")
-    shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, header, 4)]
-    if len(content) != header + math.prod(shape):
-        expected = header + math.prod(shape)
-        raise DataError(f"{path}: {len(content)} bytes, but an idx file of shape {shape} has {expected}")
-    if not math.prod(shape):
+    with reading(path, "damaged gzip file"), path.open("rb") as file:
+        content = gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
+        start = content.read(4)
+        if len(start) < 4 or start[0] or start[1]:
+            raise DataError(f"{path}: not an idx file (it begins with {start.hex(' ') or 'nothing'})")
+        if start[2] != _UNSIGNED_BYTES:
+            raise DataError(f"{path}: idx element type 0x{start[2]:02x}, only unsigned bytes (0x08) are read")
+        sizes = content.read(4 * start[3])
+        if not sizes or len(sizes) < 4 * start[3]:
+            raise DataError(f"{path}: idx header of {start[3]} dimensions in a file of {4 + len(sizes)} bytes")
+        shape = [int.from_bytes(sizes[at : at + 4], "big") for at in range(0, len(sizes), 4)]
+        count, header = math.prod(shape), 4 + len(sizes)
+        require_room(count, path)
+        elements = bytearray(content.read(count + 1))  # a tensor shares its memory; nothing beyond is unpacked
+    if len(elements) != count:
+        found = f"{header + len(elements)} bytes" + (" or more" if len(elements) > count else "")
+        raise DataError(f"{path}: {found}, but an idx file of shape {quoted(shape)} has {header + count}")
+    if not count:
         return torch.empty(shape, dtype=torch.uint8)
-    return torch.frombuffer(content, dtype=torch.uint8, offset=header).view(shape)
-
-
-def _read(path: Path) -> bytearray:
-    """Content of `path`, unpacked; a bytearray, because a tensor may share the memory of one without a copy."""
-    content = read_bytes(path)
-    try:
-        return bytearray(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: damaged gzip file ({error})") from error
+    return torch.frombuffer(elements, dtype=torch.uint8).view(shape)

@@ -2,40 +2,58 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
+import math
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+from zipfile import ZipFile
 
 import numpy as np
-from numpy.lib.npyio import NpzFile
+from numpy.lib import format as npy
 
-from fedloom.errors import DataError
-
-# RuntimeError: a zip version or compression that does not exist; MemoryError: an array that claims to be larger than memory.
-_DAMAGE = (OSError, ValueError, KeyError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
+from fedloom.data.formats.limits import reading, require_room
+from fedloom.errors import DataError, quoted
 
 
 def read_arrays(path: Path) -> dict[str, Any]:
     """The arrays of an npz file, or of the npy files in a folder, by name.
 
-    Raises `DataError` for a file that is missing, damaged, of another kind, or holds Python objects.
+    Raises `DataError` for a file that is missing, damaged, of another kind, holds Python objects, or takes more memory than
+    a data set may.
     """
-    try:
+    found: dict[str, Any] = {}
+    with reading(path, "damaged or not an npz or npy file"):
+        if not path.exists():
+            raise DataError(f"{path}: no such file")
         if path.is_dir():
-            found = {file.stem: np.load(file, allow_pickle=False) for file in sorted(path.glob("*.npy"))}
-        else:
-            with path.open("rb") as file:  # NumPy leaves a file of its own open when the archive is damaged
-                stored = np.load(file, allow_pickle=False)
-                if not isinstance(stored, NpzFile):
-                    raise DataError(f"{path}: a single array; wanted an npz file or a folder of npy files")
-                with stored:
-                    found = {key: stored[key] for key in stored.files}
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file") from error
-    except _DAMAGE as error:
-        raise DataError(f"{path}: damaged or not an npz or npy file ({' '.join(str(error).split())})") from error
-    for name, array in found.items():
-        if not isinstance(array, np.ndarray):  # NumPy hands out anything else in an archive as bytes
-            raise DataError(f"{path}: {name!r} is not an array")
+            sizes = {file: file.stat().st_size for file in sorted(path.glob("*.npy"))}
+            require_room(sum(sizes.values()), path)
+            for place, size in sizes.items():
+                with place.open("rb") as file:
+                    found[place.stem] = _array(file, size, f"{path}: {quoted(place.stem)}")
+            return found
+        with path.open("rb") as file:
+            if file.peek(6)[:6] == npy.MAGIC_PREFIX:
+                raise DataError(f"{path}: a single array; wanted an npz file or a folder of npy files")
+            with ZipFile(file) as archive:
+                require_room(sum(member.file_size for member in archive.infolist()), path)
+                for member in archive.infolist():
+                    name = member.filename.removesuffix(".npy")
+                    with archive.open(member) as unpacked:
+                        found[name] = _array(unpacked, member.file_size, f"{path}: {quoted(name)}")
     return found
+
+
+def _array(file: IO[bytes], size: int, source: str) -> np.ndarray[Any, Any]:
+    """The array in an npy file of `size` bytes; its header cannot claim more elements than that holds."""
+    if file.read(6) != npy.MAGIC_PREFIX:
+        raise DataError(f"{source} is not an array")
+    file.seek(0)
+    read_header = npy.read_array_header_1_0 if npy.read_magic(file) == (1, 0) else npy.read_array_header_2_0
+    shape, _, dtype = read_header(file)
+    if not dtype.hasobject:  # which `read_array` refuses
+        whole = all(type(extent) is int and extent >= 0 for extent in shape)
+        if not whole or file.tell() + math.prod(shape) * dtype.itemsize != size:
+            raise DataError(f"{source}: damaged: an array of {dtype} of shape {quoted(shape)} in {size} bytes")
+    file.seek(0)
+    array: np.ndarray[Any, Any] = npy.read_array(file, allow_pickle=False)
+    return array

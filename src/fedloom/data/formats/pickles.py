@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedloom.data.formats.plain_files import read_bytes
+from fedloom.data.formats.limits import reading, require_room
 from fedloom.errors import DataError
 
 Bytes = npt.NDArray[np.uint8]
@@ -89,13 +90,14 @@ def read_pickled_arrays(path: Path) -> dict[str, Any]:
     No global that the file names is ever imported: arrays are rebuilt by stand-ins, everything else is refused. Raises
     `DataError` for a file that cannot be read, is damaged, is not such a dictionary, or names anything else.
     """
-    content = read_bytes(path)
-    try:
+    with reading(path, "refused or damaged pickle"):
+        content = path.read_bytes()
+        require_room(len(content), path)
+        for opcode, argument, _ in pickletools.genops(content):
+            # Python makes room for every number up to that of a remembered object.
+            if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > len(content):
+                raise pickle.UnpicklingError(f"object number {argument} in {len(content)} bytes")
         found = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
-    # A damaged pickle fails in as many ways as there are opcodes; every one means the same to the user.
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{path}: refused or damaged pickle ({reason})") from error
     if not isinstance(found, dict):
         raise DataError(f"{path}: a pickled {type(found).__name__}, not a dictionary of arrays")
     return {_text(key): value.values if isinstance(value, _Array) else value for key, value in found.items()}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import math
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,12 +17,15 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from fedloom.data.dataset import Samples
+from fedloom.data.formats.limits import reading, require_room
 from fedloom.data.formats.plain_files import read_bytes
-from fedloom.errors import DataError
+from fedloom.errors import DataError, shortened
 
 Pixels = npt.NDArray[np.uint8]
 _MODES = {1: "L", 3: "RGB"}
 _SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm"})
+_BYTES_A_PIXEL = 4  # while it is decoded, whatever its mode
+_SHARE = 1 / 16  # of the memory of a data set that one picture may take: 67 million pixels by default
 _CHUNK = 500  # pictures a task: long enough that handing out tasks costs nothing
 
 
@@ -38,24 +43,29 @@ def decode_images(
     """
     if not count:
         return torch.empty((0, channels, *(size or (0, 0))), dtype=torch.uint8)
-    first = _decode(content(0), name(0), channels, size)
-    pixels = np.empty((count, *first.shape), dtype=np.uint8)
+    if size is not None:
+        require_room(count * channels * math.prod(size), name(0))
+    # Pillow warns of large pictures and decodes them all the same; `require_room` decides instead.
+    with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):
+        first = _decode(content(0), name(0), channels, size)
+        require_room(count * first.size, name(0))
+        pixels = np.empty((count, *first.shape), dtype=np.uint8)
 
-    def decode_chunk(start: int) -> None:
-        for row in range(start, min(start + _CHUNK, count)):
-            image = _decode(content(row), name(row), channels, size)
-            if image.shape != first.shape:
-                height, width = image.shape[1:]
-                raise DataError(f"{name(row)}: {height} x {width} pixels, but {name(0)} has {_extent(first)}")
-            pixels[row] = image
+        def decode_chunk(start: int) -> None:
+            for row in range(start, min(start + _CHUNK, count)):
+                image = _decode(content(row), name(row), channels, size)
+                if image.shape != first.shape:
+                    height, width = image.shape[1:]
+                    raise DataError(f"{name(row)}: {height} x {width} pixels, but {name(0)} has {_extent(first)}")
+                pixels[row] = image
 
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        for task in [pool.submit(decode_chunk, start) for start in range(0, count, _CHUNK)]:
-            try:
-                task.result()
-            except DataError:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            for task in [pool.submit(decode_chunk, start) for start in range(0, count, _CHUNK)]:
+                try:
+                    task.result()
+                except DataError:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise
     return torch.from_numpy(pixels)
 
 
@@ -67,15 +77,16 @@ def _decode(content: bytes | None, name: str, channels: int, size: tuple[int, in
     if content is None:
         raise DataError(f"{name}: no picture")
     try:
-        with Image.open(io.BytesIO(content)) as picture:
+        with reading(name, "unreadable picture"), Image.open(io.BytesIO(content)) as picture:
+            require_room(picture.width * picture.height * _BYTES_A_PIXEL, name, _SHARE)
             shown = picture if picture.mode == _MODES[channels] else picture.convert(_MODES[channels])
             if size is not None and shown.size != (size[1], size[0]):
                 shown = shown.resize((size[1], size[0]), Image.Resampling.BILINEAR)
             pixels = np.asarray(shown)
-    except UnidentifiedImageError as error:
-        raise DataError(f"{name}: not a picture in a known format") from error
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(f"{name}: unreadable picture ({error})") from error
+    except DataError as error:
+        if isinstance(error.__cause__, UnidentifiedImageError):
+            raise DataError(f"{name}: not a picture in a known format") from error
+        raise
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
 
 
@@ -106,7 +117,7 @@ def read_image_folder(
     labels: list[int] = []
     for name in class_folders(root):
         if name not in known:
-            raise DataError(f"{root / name}: no such class among the training images ({', '.join(classes)})")
+            raise DataError(f"{root / name}: no such class among the training images ({shortened(', '.join(classes))})")
         found = pictures(root / name)
         paths += found
         labels += [known[name]] * len(found)

@@ -88,7 +88,10 @@ def _csv_texts(path: Path) -> _Texts:
 
 def _table_texts(table: Any, source: str) -> _Texts:
     labels = class_labels(column(table, ("label",), source).to_numpy(), len(_NAMES), source)
-    return [tokens(text) for text in column(table, ("text",), source).to_pylist()], labels
+    texts = column(table, ("text",), source).to_pylist()
+    if not all(isinstance(text, str) for text in texts):
+        raise DataError(f"{source}: column 'text' must hold texts")
+    return [tokens(text) for text in texts], labels
 
 
 def read_csv(path: Path, columns: int) -> list[list[str]]:

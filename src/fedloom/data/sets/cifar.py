@@ -16,7 +16,7 @@ from fedloom.data.formats.pickles import Bytes, read_pickled_arrays
 from fedloom.data.formats.plain_files import read_bytes
 from fedloom.data.sets.normalisation import Normalise, Scale, image_dataset
 from fedloom.data.sets.origin import Origin, Parts, Tables, files_named, load
-from fedloom.errors import DataError
+from fedloom.errors import DataError, shortened
 
 _SHAPE = (3, 32, 32)
 _PIXELS = 3 * 32 * 32
@@ -139,7 +139,7 @@ def read_python_batches(paths: Sequence[Path], label_key: str, classes: int) -> 
         batch = read_pickled_arrays(path)
         for key in ("data", label_key):
             if key not in batch:
-                raise DataError(f"{path}: no {key!r} in the batch (it has: {', '.join(sorted(batch))})")
+                raise DataError(f"{path}: no {key!r} in the batch (it has: {shortened(', '.join(sorted(batch)))})")
         data = batch["data"]
         if not isinstance(data, np.ndarray) or data.ndim != 2 or data.shape[1] != _PIXELS:
             shape = list(data.shape) if isinstance(data, np.ndarray) else type(data).__name__

@@ -18,11 +18,12 @@ from fedloom.config.fields import Share
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.formats.arrow import column, decode_column, hub_table
 from fedloom.data.formats.labels import class_labels, same_length
+from fedloom.data.formats.limits import reading
 from fedloom.data.formats.plain_files import read_text
 from fedloom.data.sets.holdout import hold_out
 from fedloom.data.sets.normalisation import Normalise, Scale, image_dataset
 from fedloom.data.sets.origin import Origin, Parts, cached_files, cached_parts, load
-from fedloom.errors import DataError
+from fedloom.errors import DataError, quoted
 from fedloom.randomness import numpy_stream
 
 _CLASSES = 62
@@ -210,27 +211,30 @@ def read_leaf_images(path: Path, classes: int) -> list[Writer]:
             return {"x": _pixels(found["x"], path), "y": class_labels(found["y"] or np.empty(0, int), classes, path)}
         return found
 
-    try:
+    with reading(path, "damaged json"):
         content = json.loads(read_text(path, "json"), object_hook=convert)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}: damaged json ({' '.join(str(error).split())})") from error
     if not isinstance(content, dict) or not {"users", "user_data"} <= content.keys():
         raise DataError(f"{path}: no LEAF file (wanted the keys users, num_samples, user_data)")
-    return [_writer(name, content["user_data"], path) for name in content["users"]]
+    users, data = content["users"], content["user_data"]
+    if not isinstance(users, list) or not all(isinstance(name, str) for name in users) or len(set(users)) < len(users):
+        raise DataError(f"{path}: users must be a list of names, each of them once, not {quoted(users)}")
+    if not isinstance(data, dict):
+        raise DataError(f"{path}: user_data must hold x and y of each user, not {quoted(data)}")
+    return [_writer(name, data, path) for name in users]
 
 
 def _writer(name: str, data: Mapping[str, Any], path: Path) -> Writer:
     found = data.get(name)
     if not isinstance(found, dict) or not isinstance(found.get("x"), Tensor):
-        raise DataError(f"{path}: user {name!r} has no x and y in user_data")
-    same_length(len(found["x"]), len(found["y"]), f"{path}: user {name!r}")
+        raise DataError(f"{path}: user {quoted(name)} has no x and y in user_data")
+    same_length(len(found["x"]), len(found["y"]), f"{path}: user {quoted(name)}")
     return Writer(name, found["x"], found["y"])
 
 
 def _pixels(rows: object, path: Path) -> Tensor:
     try:
         values = np.asarray(rows, dtype=np.float32).reshape(-1, _SIDE * _SIDE) if rows else np.empty((0, _SIDE * _SIDE))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise DataError(f"{path}: x must be lists of {_SIDE * _SIDE} numbers") from error
     if not np.all((values >= 0) & (values <= 1)):
         raise DataError(f"{path}: pixels must lie in 0..1")

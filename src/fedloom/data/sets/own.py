@@ -19,7 +19,7 @@ from fedloom.data.formats.pictures import class_folders, pictures, read_image_fo
 from fedloom.data.sets.holdout import hold_out
 from fedloom.data.sets.normalisation import Normalise, image_dataset
 from fedloom.data.sets.origin import Parts, cached_files
-from fedloom.errors import DataError, InvalidValue, suggestion
+from fedloom.errors import DataError, InvalidValue, one_line, quoted, shortened, suggestion
 
 _KEYS = ("inputs", "labels", "groups", "test_inputs", "test_labels", "test_groups")
 _MOST_CLASSES = 1_000_000  # a label beyond this is a mistake, such as an id in place of a class
@@ -51,10 +51,12 @@ def arrays(
     for key in found:
         if key not in _KEYS:
             near = suggestion(key, _KEYS)
-            raise DataError(f"{path}: unknown array {key!r}{near and ':'}{near} (there may be: {', '.join(_KEYS)})")
+            raise DataError(
+                f"{path}: unknown array {quoted(key)}{near and ':'}{near} (there may be: {', '.join(_KEYS)})"
+            )
     for key in ("inputs", "labels", *(("test_inputs", "test_labels") if any("test_" in key for key in found) else ())):
         if key not in found:
-            raise DataError(f"{path}: no array {key!r} (it has: {', '.join(sorted(found)) or 'none'})")
+            raise DataError(f"{path}: no array {key!r} (it has: {shortened(', '.join(sorted(found))) or 'none'})")
     triples = [(found["inputs"], found["labels"], found.get("groups"))]
     if "test_inputs" in found:
         triples.append((found["test_inputs"], found["test_labels"], found.get("test_groups")))
@@ -147,7 +149,7 @@ def call_source(source: str) -> Any:
     try:
         return function()
     except Exception as error:
-        raise DataError(f"{source}: raised {type(error).__name__}: {' '.join(str(error).split())}") from error
+        raise DataError(f"{source}: raised {one_line(f'{type(error).__name__}: {error}')}") from error
 
 
 def own_samples(parts: Sequence[tuple[Any, Any, Any]], layout: Layout, source: str) -> list[Samples]:

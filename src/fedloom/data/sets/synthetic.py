@@ -11,6 +11,7 @@ from pydantic import Field
 
 from fedloom.config.fields import Count, NonNegative
 from fedloom.data.dataset import Dataset, Samples, datasets
+from fedloom.data.formats.limits import require_room
 from fedloom.data.sets.holdout import hold_out
 from fedloom.errors import InvalidValue
 from fedloom.randomness import numpy_stream
@@ -42,8 +43,10 @@ def synthetic(
     """
     if iid and (alpha or beta):
         raise InvalidValue(f"iid=True goes with alpha=0 and beta=0, not with alpha={alpha} and beta={beta}")
+    require_room(_bytes(users * 50, dimension, classes), "synthetic")  # the fewest samples that users have
     draw = numpy_stream(seed, "synthetic sizes")
     sizes = draw.lognormal(4.0, 2.0, users).astype(np.int64) + 50
+    require_room(_bytes(int(sizes.sum()), dimension, classes), "synthetic")
     samples = _sample(sizes, alpha, beta, not iid, not iid, dimension, classes, seed)
     assert samples.groups is not None
     train, test = hold_out(samples, test_fraction, seed, within=samples.groups)
@@ -70,6 +73,7 @@ def synthetic_feddc(
     `test="train"` tests on all the data trained on, as the authors' code does. Groups are the users.
     Source: Gao et al., FedDC, section 4.1; FedUmf, appendix, Figure A5.
     """
+    require_room(_bytes(users * samples, dimension, classes), "synthetic_feddc")
     sizes = np.full(users, samples, dtype=np.int64)
     drawn = _sample(sizes, alpha, beta, alpha > 0, beta > 0, dimension, classes, seed)
     if test == "train":
@@ -77,6 +81,11 @@ def synthetic_feddc(
     assert drawn.groups is not None
     train, held_out = hold_out(drawn, test_fraction, seed, within=drawn.groups)
     return Dataset("synthetic_feddc", train, held_out, classes)
+
+
+def _bytes(samples: int, dimension: int, classes: int) -> int:
+    """What drawing so many samples takes at its peak: inputs in double and in single precision, and a linear model."""
+    return samples * (12 * dimension + 16) + 8 * dimension * classes
 
 
 def _sample(

@@ -1,0 +1,55 @@
+"""How much memory a data set may take, whatever a file or an option claims, and what a damaged file gives."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fedloom.errors import LONGEST_QUOTED, DataError, FedloomError, InvalidValue, one_line, quoted
+
+VARIABLE = "FEDLOOM_DATA_GIB"
+"""Names, in the environment, the most memory in GiB that one data set may take."""
+
+DEFAULT = 4.0
+"""More than any of the standard data sets takes."""
+
+
+def allowed_bytes() -> int:
+    """The most memory that one data set may take. Raises `InvalidValue` where the environment says no number."""
+    text = os.environ.get(VARIABLE) or str(DEFAULT)
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise InvalidValue(f"{VARIABLE} must be a number of GiB greater than 0, not {quoted(text)}")
+    return int(found * 2**30)
+
+
+def require_room(needed: int, source: Path | str, share: float = 1) -> None:
+    """Raise `DataError` unless `source` may take `needed` bytes, of which no more than `share` of the memory allowed."""
+    needed = min(needed, 2**90)  # the sizes in a header may multiply to more than a float holds
+    if needed > allowed_bytes() * share:
+        takes, may, wanted = (size / 2**30 for size in (needed, allowed_bytes() * share, needed / share))
+        raise DataError(
+            f"{source}: takes {takes:,.2f} GiB of memory, more than the {may:,.2f} GiB that it may take: set {VARIABLE} to more "
+            f"than {wanted:,.2f} if the data are meant to be so large"
+        )
+
+
+@contextmanager
+def reading(path: Path | str, damage: str) -> Iterator[None]:
+    """`DataError`, in one line, in the place of whatever a library raises over a file: a damaged one fails in a hundred ways,
+    and every one means the same to the user. `damage` says what the file then is, such as "damaged parquet file"."""
+    try:
+        yield
+    except FedloomError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.strerror:
+            raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+        reason = one_line(str(error), LONGEST_QUOTED) or type(error).__name__
+        raise DataError(f"{path}: {damage} ({reason})") from error
