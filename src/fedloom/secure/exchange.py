@@ -40,12 +40,11 @@ class Rules:
     high: int | None = None
 
     def __post_init__(self) -> None:
-        if self.repeats > MOST_REPEATS:
+        if not 1 <= self.repeats <= MOST_REPEATS:
             raise InvalidValue(
                 f"repeats must be between 1 and {MOST_REPEATS}, not {quoted(self.repeats)}: in each, every client sends and "
                 "receives about one model"
             )
-        require_at_least("repeats", self.repeats, 1)
         require_at_least("low", self.low, 1)
         if self.high is not None and self.high < self.low:
             raise InvalidValue(f"high must be at least low, which is {self.low}, not {self.high}")
