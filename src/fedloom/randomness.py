@@ -1,6 +1,6 @@
 """One stream of random numbers for each (seed, round, client, purpose); no global random state anywhere.
 
-A stream is named, never handed around: whoever draws, wherever and in whatever order, the same name gives the same numbers.
+Streams have names and are not passed around: the same name gives the same numbers, wherever and in whatever order it is drawn.
 So a resumed run, a run on several processes and a run over real sites draw alike.
 """
 

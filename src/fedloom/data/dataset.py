@@ -102,7 +102,7 @@ class Dataset:
 
 @cache
 def _figures(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """The values on a device: sending them there for every batch would let it wait."""
+    """The values as a tensor on a device, kept: sending them for every batch would make it wait."""
     return torch.tensor(values, device=device)
 
 

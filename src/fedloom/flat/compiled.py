@@ -65,7 +65,7 @@ class CompiledGradient:
         return found, gradients, dict(zip(held, after, strict=True))
 
     def _proven(self, eager: _Function, arguments: _Arguments) -> _Function:
-        """The function compiled, or as it is where that gives other numbers."""
+        """The compiled function, or the eager one where their numbers differ."""
         compiled = _compiled(eager, cuda=arguments[3].is_cuda)
         devices = [arguments[3].device] if arguments[3].is_cuda else []
         with torch.random.fork_rng(devices=devices):
@@ -102,11 +102,11 @@ def _compiled(function: _Function, cuda: bool) -> _Function:
 
 
 def _numbers(answer: tuple[Tensors, tuple[Tensor, Tensors]]) -> list[Tensor]:
-    """Everything that a function found: the loss, the gradients, what layers have moved."""
+    """All tensors that a function returned, in double precision: loss, gradients, and buffers that layers have updated."""
     gradients, (loss, after) = answer
     return [tensor.detach().double() for tensor in (loss, *gradients, *after)]
 
 
 def _first(error: Exception) -> str:
-    """What is wrong, in one line."""
+    """The first line of an error's text, or its type."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

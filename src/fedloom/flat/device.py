@@ -40,12 +40,12 @@ def find_device(name: str) -> torch.device:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`. A GPU copies it while this process goes on: the copy stands in the order of its work."""
+    """The tensor on `device`. A copy to a GPU does not block this process; it comes in order with the GPU's other work."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def moved_back(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """What was read from a file, each tensor where the one of its name in `like` lies, else on `device`."""
+    """Tensors read from a file, each moved to the device of the tensor of that name in `like`, or else to `device`."""
     return {name: tensor.to(like[name].device if name in like else device) for name, tensor in tensors.items()}

@@ -66,7 +66,7 @@ class FoldedSGD:
 
     @staticmethod
     def covers(settings: Training) -> bool:
-        """Whether these settings of local training ask for nothing else."""
+        """Whether local training with these settings is such a step: SGD without clipping, autocast or other options."""
         plain = settings.clip is None and settings.autocast == "none" and not any(settings.optimizer_options.values())
         return settings.optimizer == "sgd" and plain
 

@@ -28,9 +28,7 @@ class Batch(NamedTuple):
 
     inputs: Tensor
     labels: Tensor
-    step: int = (
-        0  # which step of this call, from 0 (`Cohort.lock_steps(in_step=False)`: that of whoever has made fewest)
-    )
+    step: int = 0  # which step of this call, from 0; where clients' steps differ, that of the client with the fewest
     clients: Rows | None = None  # whose samples they are, where that is not everybody in the cohort
     share: Tensor | None = None  # `[k, b]`, each sample's share of its client's mean: 0 for padding
 
@@ -203,7 +201,7 @@ class FlatModule:
         return self._gradient[0, :0]
 
     def bind(self, rows: Tensor) -> None:
-        """Make the module a view of `rows [1, P]` (free when it already is)."""
+        """Make the module a view of `rows [1, P]` (which costs nothing when it is one already)."""
         row = rows[0]
         if self._row is None or self._row.data_ptr() != row.data_ptr():
             self.layout.bind(self.module, row)
@@ -241,7 +239,7 @@ class FlatModule:
         return [piece(rows, part) for part in self._moving]
 
     def folded(self, settings: Training, rate: float) -> FoldedStep | None:
-        """A whole step of SGD in one, where there is a way."""
+        """A function that does a whole step of SGD at once, if there is one for this module and these settings."""
         return None
 
     def tensor_gradients(
@@ -271,7 +269,7 @@ class FlatModule:
             self._compiled = CompiledGradient(module, batch_size, self.objective.loss, notice)
 
     def _compiled_for(self, batch: Batch, loss_fn: LossFn) -> CompiledGradient | None:
-        """What computes this step, where it is one that is compiled."""
+        """The compiled loss and gradient for batches of this shape, if there are any."""
         compiled = self._compiled
         if compiled is None or loss_fn is not data_loss or self.autocast is not None:
             return None
@@ -286,7 +284,7 @@ class FlatModule:
         return loss.unsqueeze(0), [gradient.unsqueeze(0) for gradient in gradients]
 
     def _laid_out(self, inputs: Tensor) -> Tensor:
-        """Images `[b, c, h, w]` as convolutions are fastest on them. Filters stay as they lie in the row."""
+        """Images `[b, c, h, w]` in the memory format in which convolutions are fastest here; filters keep that of the row."""
         return channels_last(inputs) if self.shortcuts.channels_last and inputs.dim() == 4 else inputs
 
     def train_only(self, units: Unit | None) -> None:
@@ -335,8 +333,8 @@ def piece(rows: Tensor, part: TensorSlice) -> Tensor:
 
 @torch.no_grad()
 def convolutions_weigh_little(module: nn.Module, image: Tensor) -> bool:
-    """Whether the module has convolutions of images, with few weights beside what they put out for one image `[1, c, h, w]`: then
-    they are faster on a CPU where the channels lie last, which every layer then hands on."""
+    """Whether the module has 2d convolutions with few weights compared with their outputs for one image `[1, c, h, w]`. On a CPU
+    these are faster in channels-last memory format, which each layer hands on to the next."""
     convolutions = [part for part in module.modules() if isinstance(part, nn.Conv2d)]
     put_out = 0
 
@@ -355,12 +353,12 @@ def convolutions_weigh_little(module: nn.Module, image: Tensor) -> bool:
 
 
 def generator_state(tensor: Tensor) -> Tensor:
-    """Where torch's own generator of the tensor's device stands."""
+    """The state of torch's global generator for the tensor's device."""
     return torch.cuda.get_rng_state(tensor.device) if tensor.is_cuda else torch.get_rng_state()
 
 
 def channels_last(images: Tensor) -> Tensor:
-    """`[b, c, h, w]` with the channels last. Images of one channel lie so anyway, and are told from others by their strides."""
+    """`[b, c, h, w]` in channels-last memory format. For one channel the formats differ in the strides alone, which are set."""
     height, width = images.shape[2:]
     if images.shape[1] == 1 and images.is_contiguous():
         return images.as_strided(images.shape, (height * width, 1, width, 1), images.storage_offset())

@@ -32,13 +32,13 @@ _LONG = frozenset({
 def autocast(kind: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
     """While active, one model's forward pass and loss compute in `kind` where that does no harm (None: nowhere).
 
-    Nothing is kept between two uses of a weight: a copy of one step must not outlive it.
+    Autocast's cache of converted weights is off, since each step changes the weights.
     """
     return nullcontext() if kind is None else torch.autocast(device.type, kind, cache_enabled=False)
 
 
 def stacked_autocast(kind: torch.dtype | None) -> AbstractContextManager[Any]:
-    """The same for models under `vmap`, whose rules run before torch's autocast and hide from it what it looks for."""
+    """The same for models under `vmap`, which torch's autocast does not see: vmap's rules run before it."""
     return nullcontext() if kind is None else _Autocast(kind)
 
 

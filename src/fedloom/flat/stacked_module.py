@@ -115,7 +115,7 @@ class StackedModule(FlatModule):
         return [self._streams[place] for place in torch.arange(len(self._streams))[clients].tolist()]
 
     def _here(self, clients: Rows) -> Rows:
-        """The clients' places where the counts are; they are sent there once for all steps that the clients take together."""
+        """The clients' row numbers on the device of the counts, copied there once for all steps of the same clients."""
         if not isinstance(clients, Tensor):
             return clients
         if self._places is None or self._places[0] is not clients:
