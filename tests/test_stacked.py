@@ -68,8 +68,7 @@ def federated(engine: type[RowsEngine], task: Task, method: str, rounds: int = 3
 def assert_same(one: Federation, many: Federation, tolerance: float = 1e-8, notices: Sequence[str] = ()) -> None:
     """The same server state, memory, figures and bytes; an engine had to say no more than these notices."""
     engine = many.engine
-    if isinstance(engine, StackedEngine):  # workers, which tests share, have notices of their own
-        assert engine.notices == list(notices)
+    assert engine.notices == list(notices)
     pairs = ((one.algorithm.full_state(), many.algorithm.full_state()), (one.engine.memory(), engine.memory()))
     for expected, found in pairs:
         assert found.keys() == expected.keys()

@@ -24,14 +24,20 @@ engines: Registry[Callable[..., Any]] = Registry("engine", "fedloom.engines")
 
 @dataclass(frozen=True)
 class Choice:
-    """Which engine was taken, and the seconds of a trial round in each that was measured (none where it was named)."""
+    """Which engine was taken, and why where nobody named it: the rule's `reason`, or the seconds of a trial round in each."""
 
     name: str
     seconds: Mapping[str, float] = field(default_factory=dict)
+    reason: str = ""
+
+    @property
+    def named(self) -> bool:
+        """Whether it was taken by its name."""
+        return not self.reason and not self.seconds
 
     def __str__(self) -> str:
         measured = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in self.seconds.items())
-        return f"{self.name} (trial round: {measured})" if measured else self.name
+        return self.name if self.named else f"{self.name} ({self.reason or f'trial round: {measured}'})"
 
 
 def load_integers(cohort: Cohort, inbox: Message, initial: Tensor) -> bool:
@@ -64,6 +70,13 @@ class LocalEngine(Engine):
     def __init__(self, memory_budget: int) -> None:
         self.store = ClientStore(budget=memory_budget)
         self.notices: list[str] = []
+        self._standing: list[str] | None = None
+
+    def renew_notices(self) -> None:
+        """Keep the notices from before the first round alone: others are of a federation that is over, or told already."""
+        if self._standing is None:
+            self._standing = list(self.notices)
+        self.notices = list(self._standing)
 
     def notice(self, text: str) -> None:
         """Have the run say something, once."""

@@ -98,8 +98,8 @@ class ClientResult:
 
 @dataclass(frozen=True)
 class Answers:
-    """One result for each client that trained, in order, or the tallies of an evaluation, in any order; and the notices of the
-    worker's engine so far."""
+    """One result for each client that trained, in order, or the tallies of an evaluation, in any order; and the notices that came
+    up meanwhile."""
 
     results: tuple[ClientResult | Fault | Tally, ...]
     notices: tuple[str, ...]
@@ -146,6 +146,7 @@ class ClientTrainer:
 
     def _answers(self, engine: RowsEngine, assignment: Assignment, work: Work) -> Answers | Exception:
         algorithm, round = assignment.algorithm, assignment.round
+        engine.renew_notices()
         engine.store.begin(None)
         for client in work.clients:
             if client.memory:

@@ -143,6 +143,7 @@ class WorkerEngine(LocalEngine, ABC):
     def begin(self, task: Task, directory: Path | None) -> None:
         if task is not self.task or self.inside != self._announced_inside:
             self._announce(task)
+        self.renew_notices()
         self.store.begin(directory)
         keep_pages()
 
@@ -266,6 +267,7 @@ class WorkerEngine(LocalEngine, ABC):
             handle.group = ()
 
     def _announce(self, task: Task) -> None:
+        self.notices, self._standing = [], None
         setup = self._setup_for(task)
         self.task, self._announced_inside = task, self.inside
         self._setup = self._publish(self._packed(setup))

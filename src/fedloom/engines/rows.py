@@ -52,6 +52,7 @@ class RowsEngine(LocalEngine):
 
     def begin(self, task: Task, directory: Path | None) -> None:
         self.task = task
+        self.renew_notices()
         self.flat_module.autocast = task.training.autocast_dtype
         self.flat_module.compile_for(full_batch(task) if self.compiled else None, self.notice)
         self.store.begin(directory)
