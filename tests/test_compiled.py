@@ -103,7 +103,7 @@ def test_auto_tries_compiled_stacks_where_operations_are_dear_to_start(
 ) -> None:
     """As on CUDA; a model that cannot be compiled, and so not stacked either, is no trouble."""
     monkeypatch.setattr(trial, "_launches_kernels", lambda task: True)
-    monkeypatch.setattr(trial, "_has_cores", lambda task: False)
+    monkeypatch.setattr(trial, "has_cores", lambda task: False)
     task: Task = world(False) if model is None else replace(small_task(), model=model)
     engine = make_engine("auto", task)
     assert engine.chosen is not None

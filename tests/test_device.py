@@ -445,7 +445,7 @@ def test_auto_takes_no_engine_that_recorders_cannot_use(monkeypatch: pytest.Monk
 
 
 def test_auto_in_process_tries_no_worker_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.engines.trial._has_cores", lambda task: True)
+    monkeypatch.setattr("fedloom.engines.trial.has_cores", lambda task: True)
     monkeypatch.setattr("fedloom.engines.trial.SECONDS", 0.01)
     task = make_task("digits", clients=4, partition="iid", model="logistic")
     chosen = make_engine("auto", task, in_process=True).chosen

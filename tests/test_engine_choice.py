@@ -15,7 +15,7 @@ from fedloom.engines.dispatch import WorkerHandle
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.engines.trial import TrialRound, _mean_steps
+from fedloom.engines.trial import TrialRound, mean_steps
 from fedloom.errors import FedloomError, UnknownName
 from fedloom.experiment import run as experiments
 from fedloom.experiment.configuration import configuration
@@ -107,9 +107,9 @@ def test_auto_starts_no_workers_for_few_short_rounds(monkeypatch: pytest.MonkeyP
 def test_a_trial_counts_what_the_rounds_to_come_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """World: 6 clients with 3, 6, 2, 4, 4 and 2 batches of 4, two epochs, so 7 steps each on average."""
     task = world()
-    assert _mean_steps(task) == 7
-    assert _mean_steps(replace(task, training=replace(task.training, steps=5))) == 5
-    assert _mean_steps(replace(task, training=replace(task.training, batch_size=None))) == 2
+    assert mean_steps(task) == 7
+    assert mean_steps(replace(task, training=replace(task.training, steps=5))) == 5
+    assert mean_steps(replace(task, training=replace(task.training, batch_size=None))) == 2
     timed(monkeypatch, {"rows": 0.2})
     trial = TrialRound(task, RowsEngine(task))
     assert trial.clients == 4  # a step took longer than LONG_STEP
@@ -141,11 +141,11 @@ def test_a_configuration_names_its_engine(tmp_path: Path) -> None:
     experiment = configuration(table)
     name = RunName("fedavg", 0)
     run_configured(experiment, name, heard.append)
-    told = [event.text for event in heard if event.kind == "notice"]
+    told = [event.text for event in heard if event.kind == "started"]
     assert len(told) == 1
     assert "trial round: rows" in told[0]
     kept = json.loads((run_directory(experiment, *name).path / "engine.json").read_text())
-    assert f"engine: {kept['name']} " in told[0]
+    assert told[0].startswith(f"{kept['name']} (")
     assert {"rows", "stacked"} <= kept["seconds"].keys()
     assert experiment.resolved(*name)["engine"] == "auto"
     assert configuration({**table, "engine": "rows"}).resolved(*name)["engine"] == "rows"

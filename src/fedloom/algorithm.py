@@ -117,6 +117,9 @@ class Algorithm:
     wraps: ClassVar[tuple[str, ...]] = ()  # names of the fields that hold inner methods
     single_download: ClassVar[bool] = True  # a client is sent one model, so that a wrapper can change where it starts
     stackable: ClassVar[bool] = True  # the client half treats every row by itself, so that clients may advance together
+    plain_steps: ClassVar[bool] = (
+        True  # most local steps are SGD on the cross entropy, which stacks of linear layers fold
+    )
     variadic: ClassVar[bool] = False  # positional arguments are (method, last round) pairs of the first field
     averages: ClassVar[bool] = (
         True  # the server half needs no more of the replies than their mean, or an estimate of it

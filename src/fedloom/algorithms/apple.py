@@ -43,6 +43,7 @@ class Apple(PartlyShared):
     own_model: ClassVar[str] = "apple_model"
     single_download: ClassVar[bool] = False
     averages: ClassVar[bool] = False
+    plain_steps: ClassVar[bool] = False
 
     # --- the server half ---
 

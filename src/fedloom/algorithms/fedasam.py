@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class SharpnessAware(Algorithm, ABC):
     falls (or rises) over each cycle in equal steps from the round's to that rate.
     """
 
+    plain_steps: ClassVar[bool] = False
     rho: NonNegative = 0.1
     statistics_once: bool = False
     swa: bool = False

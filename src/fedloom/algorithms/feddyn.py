@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class Drifting(Algorithm):
     last upload (the server then holds N models).
     """
 
+    plain_steps: ClassVar[bool] = False
     alpha: NonNegative = 0.01
     evaluate: Evaluated = "cloud"
 

@@ -76,6 +76,7 @@ class FedGen(Algorithm):
 
     averages: ClassVar[bool] = False
     reply_dtypes: ClassVar[Mapping[str, torch.dtype]] = {"labels": torch.int32}
+    plain_steps: ClassVar[bool] = False
 
     # --- the server half ---
 

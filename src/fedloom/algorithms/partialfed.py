@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ class PartialFed(PartlyShared):
     Use it in cross-silo federations where nobody knows which layers are better shared and which kept.
     """
 
+    plain_steps: ClassVar[bool] = False
     model_batches: Count = 8
     strategy_batches: NonNegativeInt = 2
     temperature: Positive = 5.0

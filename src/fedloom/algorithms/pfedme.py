@@ -38,6 +38,7 @@ class PFedMe(PartlyShared):
     inner_weight_decay: NonNegative = 0.0
 
     own_model: ClassVar[str] = "pfedme_personal"
+    plain_steps: ClassVar[bool] = False
 
     def receive(self, round: Round, replies: Replies) -> None:
         before = self.state["model"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ class Scaffold(Algorithm):
     Use it when clients take many local steps on skewed data, take part often, and traffic may double.
     """
 
+    plain_steps: ClassVar[bool] = False
     option: Literal[1, 2] = 2
     server_learning_rate: Positive = 1.0
     momentum_aware: bool = True

@@ -16,6 +16,7 @@ def run(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Qu
     """Train one method with one seed.
 
     FILE.toml is the configuration; KEY=VALUE changes one of its keys, such as algorithm=fedmr or training.learning_rate=0.1.
+    A rule chooses where clients train; engine=rows, stacked, processes or ray names it.
     The same command goes on after an interruption; with more rounds=..., it lengthens a run, finished or not.
     """
     from fedloom.config.expression import parse

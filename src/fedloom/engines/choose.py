@@ -1,4 +1,4 @@
-"""Which engine trains: by name, or the one that is fastest here and now."""
+"""Which engine trains: by name, by a rule, or the one that is fastest here and now."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import fedloom.engines.ray.driver  # noqa: F401  registers the engine
+from fedloom.algorithm import Algorithm
 from fedloom.config.expression import Call, parse
 from fedloom.config.registry import Entry
 from fedloom.engines.base import Choice, LocalEngine, engines
+from fedloom.engines.rule import by_rule
 from fedloom.engines.trial import fastest
 from fedloom.errors import InvalidValue
 from fedloom.flat.device import require_device
@@ -19,13 +21,29 @@ WHERE = ("workers", "threads", "cpus", "gpus", "address", "memory_budget", "obje
 """Options that say where and how fast clients train, not what comes of it (but for the last digits of sums)."""
 
 
+DEFAULT = "default"
+"""The engine of who names none: a rule chooses."""
+
+
 def make_engine(
-    name: str, task: Task, schedule: Schedule | None = None, *, in_process: bool = False, **options: Any
+    name: str,
+    task: Task,
+    schedule: Schedule | None = None,
+    *,
+    in_process: bool = False,
+    alone: bool = True,
+    algorithm: Algorithm | None = None,
+    begun: Choice | None = None,
+    **options: Any,
 ) -> LocalEngine:
-    """The engine called `name`, made with `options`: `rows`, `stacked`, `processes`, `ray`, or `auto`, which measures.
+    """The engine called `name`, made with `options`: `rows`, `stacked`, `processes`, `ray`, `default`, for which a rule chooses,
+    or `auto`, which measures.
 
     `name` may hold options itself, as in `ray(workers=4, gpus=1)`; `ray://host:port` is `ray(address='ray://host:port')`.
 
+    `default` looks at the task, the `schedule` and the `algorithm` and takes the same engine every time on the same kind of
+    machine (`by_rule`); a run goes on in the engine that it was `begun` in. Where the run is not `alone`, but one of several that
+    share the cores, the rule starts no processes.
     `auto` runs a short round of plain averaging in each engine on this machine on this task and takes the fastest; options are
     then those that all of these have. Worker processes are tried only where the rounds of the `schedule` are worth their start;
     without one they are taken to be many. `in_process=True`: recorders hook client training, so engines with several processes
@@ -34,11 +52,14 @@ def make_engine(
     Raises `UnknownName` for another name and `InvalidValue` for options that the engine does not take.
     """
     entry, given = read_engine(name, **options)
-    if entry.make is fastest:
-        chosen: LocalEngine = fastest(task, schedule, in_process, **given)
-        return chosen
-    engine: LocalEngine = entry.make(task, **given)
-    engine.chosen = Choice(name)
+    engine: LocalEngine
+    if entry.make is by_rule:
+        engine = by_rule(task, schedule, in_process or not alone, algorithm, begun, **given)
+    elif entry.make is fastest:
+        engine = fastest(task, schedule, in_process, **given)
+    else:
+        engine = entry.make(task, **given)
+        engine.chosen = Choice(name)
     return engine
 
 

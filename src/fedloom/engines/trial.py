@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
 import time
 from contextlib import suppress
@@ -65,7 +66,7 @@ def fastest(
         made[name] = StackedEngine(task, proof, compiled=True, memory_budget=memory_budget)
         with suppress(FedloomError):  # no compiler here, or none that knows these layers
             seconds[name] = trial.seconds(made[name])
-    if not in_process and _has_cores(task) and trial.to_come(min(seconds.values()), schedule) > 2 * START:
+    if not in_process and has_cores(task) and trial.to_come(min(seconds.values()), schedule) > 2 * START:
         participants = task.clients if schedule is None else schedule.participants(task.clients)
         crew = ProcessesEngine(task, workers=min(torch.get_num_threads(), participants), memory_budget=memory_budget)
         for inside in ("rows", "stacked") if "stacked" in made else ("rows",):
@@ -84,11 +85,11 @@ def fastest(
     return best
 
 
-def _has_cores(task: Task) -> bool:
-    """Whether worker processes can pay: they share memory of the CPU, need cores of their own, and start no workers."""
-    return (
-        os.name == "posix" and not task.initial.is_cuda and torch.get_num_threads() > 1 and VARIABLE not in os.environ
-    )
+def has_cores(task: Task) -> bool:
+    """Whether worker processes can pay: they share memory of the CPU, need cores of their own, and are started by none that was
+    started likewise."""
+    first = multiprocessing.parent_process() is None and VARIABLE not in os.environ
+    return os.name == "posix" and not task.initial.is_cuda and torch.get_num_threads() > 1 and first
 
 
 def _launches_kernels(task: Task) -> bool:
@@ -117,7 +118,7 @@ class TrialRound:
 
     def _take(self, rows: RowsEngine, steps: int) -> None:
         """Let clients make so many steps in the trial, or as many as the task asks for."""
-        asked = _mean_steps(self._asked)
+        asked = mean_steps(self._asked)
         self.steps = min(float(steps), asked)
         self.task = self._asked if steps >= asked else _with_steps(self._asked, steps)
         rows.begin(self.task, None)
@@ -134,7 +135,7 @@ class TrialRound:
         if schedule is None:
             return float("inf")
         participants = schedule.participants(self._asked.clients)
-        longer = _mean_steps(self._asked) / self.steps
+        longer = mean_steps(self._asked) / self.steps
         return schedule.rounds * seconds * longer * participants / self.clients
 
     def _run(self, engine: RowsEngine | ProcessesEngine, count: int) -> float:
@@ -159,6 +160,6 @@ def _with_steps(task: Task, steps: int) -> Task:
     return replace(task, training=replace(task.training, steps=steps))
 
 
-def _mean_steps(task: Task) -> float:
+def mean_steps(task: Task) -> float:
     """Local steps of a client in a round, on average."""
     return float(task.training.local_steps(torch.from_numpy(task.partition.sizes).double()).mean())

@@ -20,7 +20,7 @@ from fedloom.config.plugins import import_plugins
 from fedloom.data.dataset import Dataset, datasets
 from fedloom.data.noise import build_label_noise
 from fedloom.data.partition import partitions
-from fedloom.engines.choose import require_engine_on, settled_by
+from fedloom.engines.choose import DEFAULT, require_engine_on, settled_by
 from fedloom.engines.dispatch import MOST_WORKERS
 from fedloom.errors import LONGEST_QUOTED, FedloomError, InvalidValue, one_line, quoted, shortened
 from fedloom.experiment.settings import combinations, label, require_key, with_changes
@@ -69,11 +69,11 @@ class Configuration(Schedule):
     Python. `workers` changes nothing of the results, `threads` (by default PyTorch's number divided by the runs) no more than
     the last digits of sums. The `pool` they go on in is `processes`, `ray` (a cluster of this machine) or `ray://host:port`
     (one whose nodes share the file system).
-    `record` says what is written down beside the figures,
-    such as `["objective(every=10)", "ala(client=8)", "trajectory(client=4)"]`. `engine` is `rows`, `stacked`, `processes`,
-    `ray`, or `auto`, which takes the one that is fastest here; engines agree but for the last digits, so `auto` may not repeat
-    those. An engine may have options: `ray(workers=4, gpus=1)`, `ray://host:10001`. `device` is where data and models lie: `cpu`,
-    `cuda`, `cuda:1`, or `auto`, a GPU where there is one.
+    `record` says what is written down beside the figures, such as `["objective(every=10)", "ala(client=8)"]`. `engine` is `rows`,
+    `stacked`, `processes` or `ray`; `default`, for which a rule chooses, the same every time on the same kind of machine; or
+    `auto`, which takes the one that is fastest here. Engines agree but for the last digits, so `auto` may not repeat those. An
+    engine may have options: `ray(workers=4, gpus=1)`, `ray://host:10001`. `device` is where data and models lie: `cpu`, `cuda`,
+    `cuda:1`, or `auto`, a GPU where there is one.
     `objective` is what is learned, such as `regression(kind=huber)` or `module:function`, by default what the data set says.
     `plugins` are modules of the user's own that register methods, models or data, imported before anything is looked up.
     `trackers` hear of every round, such as `["tensorboard", "mlflow(uri='sqlite:///mlflow.db')", "module:Class"]`.
@@ -96,7 +96,7 @@ class Configuration(Schedule):
     measure: Literal["final", "best", "last", "personal"] = "last"
     record: list[str] = field(default_factory=list)
     directory: str | None = None
-    engine: str = "rows"
+    engine: str = DEFAULT
     device: str = "cpu"
     threads: Annotated[int, Field(ge=1, le=MOST_WORKERS)] | None = None
     workers: Count | Literal["auto"] = "auto"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from fedloom.engines.choose import read_engine
+from fedloom.engines.choose import DEFAULT, read_engine
 from fedloom.experiment.configuration import Configuration
 from fedloom.flat.device import find_device
 
@@ -56,7 +56,7 @@ def using_threads(threads: int | None) -> Iterator[None]:
 
 def _spreads_itself(configuration: Configuration) -> bool:
     """Whether a run uses several cores, or a GPU, by itself."""
-    here = read_engine(configuration.engine)[0].name in ("rows", "stacked")
+    here = read_engine(configuration.engine)[0].name in ("rows", "stacked", DEFAULT)
     return not here or find_device(configuration.device).type != "cpu"
 
 

@@ -5,7 +5,7 @@ split.npz              which samples each client holds (`Partition.load` reads i
 labels.safetensors     where there is label noise, the training labels as `given` to the clients and the `true` ones
 task.json              label counts of the clients, class names, sizes
 environment.json       versions and machine of the latest start
-engine.json            where the run chose its engine by measuring, which it took and what it measured
+engine.json            where nobody named the engine, which one was taken, and the rule's reason or what was measured
 metrics.jsonl          one line a round, the same in every repetition
 timings.jsonl          seconds of each round
 recorded.jsonl         on request, what was noted of each round (with recorded/, models that were kept); recording.json, all of it
@@ -30,6 +30,8 @@ from typing import Any, TypeVar
 from filelock import FileLock, Timeout
 
 from fedloom.algorithm import Algorithm, describe
+from fedloom.engines.base import Choice
+from fedloom.engines.choose import DEFAULT
 from fedloom.errors import CheckpointError
 from fedloom.experiment.identity import environment, version_changes
 from fedloom.recording.run_recording import RESULT as RECORDED
@@ -80,7 +82,19 @@ class RunDirectory:
         """What the run here depends on. Raises `CheckpointError` when that file is missing or damaged."""
         return read_json(self.path / "configuration.json", dict)
 
-    def begin(self, configuration: Mapping[str, Any], method: Algorithm, fresh: bool = False) -> list[str]:
+    @property
+    def engine(self) -> Choice | None:
+        """The engine that the run here was begun in, where nobody named one. Raises as `configuration`."""
+        path = self.path / "engine.json"
+        return Choice(**read_json(path, dict)) if path.exists() else None
+
+    def kept(self, configuration: dict[str, Any]) -> dict[str, Any]:
+        """The configuration, which goes on in the engine of the run here if it names none."""
+        if configuration["engine"] != DEFAULT or self.rounds is None:
+            return configuration
+        return {**configuration, "engine": self.configuration["engine"]}
+
+    def begin(self, configuration: dict[str, Any], method: Algorithm, fresh: bool = False) -> list[str]:
         """Make the directory ready for a run of this configuration, which `settle` makes it that of once the run is sure to
         start; what there is to say about going on is returned, line by line.
 
@@ -106,13 +120,13 @@ class RunDirectory:
         changes = version_changes(before, present)
         return [f"{self.path} was begun with {changes}: the last digits may differ"] if changes else []
 
-    def require(self, configuration: Mapping[str, Any], method: Algorithm) -> None:
+    def require(self, configuration: dict[str, Any], method: Algorithm) -> None:
         """Raise `CheckpointError` unless the directory is empty, or holds a run of `method` that can go on, or has come to its
         end, with this configuration: nothing differs, unless in the number of rounds. The text names the first key that does.
         """
         if not (self.path / "configuration.json").exists():
             return
-        before, now = dotted(self.configuration), dotted(configuration)
+        before, now = dotted(self.configuration), dotted(self.kept(configuration))
         for key in sorted((before.keys() | now.keys()) - {"rounds"}):
             if before.get(key) != now.get(key):
                 raise CheckpointError(
@@ -165,11 +179,16 @@ class RunDirectory:
             task["label_counts"],
             task["class_names"],
             configuration,
-            read_json(self.path / "environment.json", dict),
+            read_json(self.path / "environment.json", dict) | trained_in(self.engine),
             read_json(recorded, list) if (recorded := self.path / RECORDED).exists() else [],
             RoundLog(self.path / "clients.jsonl").read(),
             task["wrong_labels"],
         )
+
+
+def trained_in(chosen: Choice | None) -> dict[str, str]:
+    """What reports say of an engine that nobody named, beside versions and machine."""
+    return {} if chosen is None else {"engine": str(chosen)}
 
 
 @contextmanager

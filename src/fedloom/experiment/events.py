@@ -22,8 +22,9 @@ class RunName(NamedTuple):
 class Event:
     """Something that happened to a run.
 
-    `started` (also when it goes on; `finished` rounds are done), `round` (with its figures in `record` and its times in
-    `timing`), `ended`, `skipped` (it was finished before), `failed` and `notice` (with a line of `text`).
+    `started` (also when it goes on; `finished` rounds are done, and `text` is an engine that nobody named), `round` (with its
+    figures in `record` and its times in `timing`), `ended`, `skipped` (it was finished before), `failed` and `notice` (with a
+    line of `text`).
     """
 
     kind: Literal["started", "round", "ended", "skipped", "failed", "notice"]

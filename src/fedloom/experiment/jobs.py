@@ -127,7 +127,7 @@ def attempt(job: Job, watch: Watch, fresh: bool, tasks: Tasks) -> str | None:
         return tasks.of(job.configuration, seed)
 
     try:
-        run_configured(job.configuration, job.name, watch, fresh=fresh, make_task=make_task, path=job.path)
+        run_configured(job.configuration, job.name, watch, fresh=fresh, make_task=make_task, path=job.path, alone=False)
     except Exception as error:
         if "FEDLOOM_TRACEBACK" in os.environ:
             traceback.print_exc()

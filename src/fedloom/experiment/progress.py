@@ -27,7 +27,7 @@ Rounds = int | Mapping[RunName, int]
 
 
 class Display:
-    """What both ways of showing share: a line when a run ends, and notices.
+    """What both ways of showing share: the engines that runs train in, a line when a run ends, and notices.
 
     `finished` holds the rounds that are done, by run; all of them for a run that is over, whichever way, since it asks for no
     more time. `live` is what is on the screen while runs go on.
@@ -42,6 +42,7 @@ class Display:
         self.total = runs * rounds if isinstance(rounds, int) else sum(rounds.values())
         self.finished: dict[RunName, int] = {}
         self._rounds = rounds
+        self._engines: set[str] = set()
 
     def rounds(self, run: RunName) -> int:
         """How many rounds a run has."""
@@ -62,6 +63,9 @@ class Display:
             texts["started"] = f"going on from round {event.finished} of {self.rounds(event.run)}"
         if event.kind in texts:
             self.line(f"{event.run}: {texts[event.kind]}")
+        if event.kind == "started" and event.text not in {"", *self._engines}:
+            self._engines.add(event.text)
+            self.line(f"engine: {event.text}")
 
     def line(self, text: str) -> None:
         """A line that stays."""

@@ -18,13 +18,14 @@ from torch import nn
 
 from fedloom.algorithm import Algorithm, build, describe
 from fedloom.config.plugins import import_plugins
-from fedloom.engines.base import LocalEngine
-from fedloom.engines.choose import make_engine, settled_by
+from fedloom.engines.base import Choice, LocalEngine
+from fedloom.engines.choose import DEFAULT, make_engine, settled_by
+from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
 from fedloom.experiment.artifact import save_model
 from fedloom.experiment.configuration import Configuration, schedule_values
 from fedloom.experiment.cores import using_threads
-from fedloom.experiment.directory import RunDirectory, folder_name, locked, to_json
+from fedloom.experiment.directory import RunDirectory, folder_name, locked, to_json, trained_in
 from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.identity import environment, identity
 from fedloom.experiment.trackers.tracker import Tracker
@@ -56,6 +57,7 @@ class Result:
     task: Task
     configuration: dict[str, Any]
     recording: Recording | None = None
+    engine: Choice | None = None
 
     @cached_property
     def model(self) -> nn.Module:
@@ -108,7 +110,7 @@ class Result:
             about["label_counts"],
             about["class_names"],
             self.configuration,
-            environment(),
+            environment() | trained_in(self.engine),
             self.recorded,
             self.federation.client_history,
             about["wrong_labels"],
@@ -151,7 +153,7 @@ def run(
     personal_clients: int = 1000,
     new_clients: float = 0.0,
     record: Sequence[str] = (),
-    engine: str = "rows",
+    engine: str = DEFAULT,
     trackers: Sequence[str | Tracker] = (),
     on_round: OnRound | None = None,
 ) -> Result:
@@ -161,7 +163,8 @@ def run(
     there: the same call goes on where it was interrupted, and only reads what is there when the run is finished; with more
     `rounds` it lengthens the run, unless the method `needs_total_rounds`. `algorithm` stays as it is. `record` says what is
     written down beside the figures, such as `["objective(every=10)"]` (`Result.recorded`); the run is the same without.
-    `engine` is where clients train: `rows`, `stacked`, `processes`, `ray` or `auto`, which takes the fastest (`make_engine`).
+    `engine` is where clients train: `rows`, `stacked`, `processes`, `ray`, `default` or `auto` (`make_engine`); by default a rule
+    chooses, and a run that goes on keeps its engine.
     `trackers` hear of every round (`build_tracker`).
     Raises `InvalidValue` for a figure out of range, `CheckpointError` for the directory of another run, and `Diverged` when
     no client's model is finite any more.
@@ -187,12 +190,16 @@ def run(
     place = None if directory is None else RunDirectory(Path(directory))
     with nullcontext() if place is None else locked(place.lock):
         before = None if place is None else place.rounds
+        described = described if place is None else place.kept(described)
 
         def watch(event: Event) -> None:
             if event.kind == "notice":
                 _logger.warning(event.text)
-            elif event.kind == "started" and before not in (None, rounds):
-                _logger.warning("%s: going on from round %d of %d", directory, event.finished, rounds)
+            elif event.kind == "started":
+                if before not in (None, rounds):
+                    _logger.warning("%s: going on from round %d of %d", directory, event.finished, rounds)
+                if event.text:
+                    _logger.info("engine: %s", event.text)
             elif event.kind == "round" and on_round is not None:
                 on_round(event.record, event.timing)
 
@@ -205,8 +212,13 @@ def run(
             RunName(described["algorithm"], seed),
             watch,
             trackers,
-            engine=lambda in_process: make_engine(engine, task, schedule, in_process=in_process),
+            _engine_text(engine, described),
         ).carry_out(place)
+
+
+def _engine_text(engine: str, described: dict[str, Any]) -> str:
+    """The engine as it was named, with its options, or the one that a run which goes on keeps."""
+    return engine if settled_by(engine) == described["engine"] else str(described["engine"])
 
 
 def run_directory(configuration: Configuration, algorithm: str, seed: int, setting: str = "") -> RunDirectory:
@@ -224,19 +236,22 @@ def run_configured(
     make_task: Callable[[int], Task] | None = None,
     path: Path | None = None,
     engine: Callable[[Task], Engine] | None = None,
+    alone: bool = True,
 ) -> RunSummary:
     """Run one method with one seed in its directory, or go on with it, or, when it is finished, only read its figures.
 
     `configuration` is that of the run's own setting. `fresh` starts again whatever is there. `watch` hears of every round;
     what it raises stops the run after that round. `make_task` gives the task of a seed where the caller keeps tasks, `path`
-    is the directory where it is not the usual one, `engine` makes the engine where it is not the configuration's. Raises as `run`
-    does.
+    is the directory where it is not the usual one, `engine` makes the engine where it is not the configuration's. A run that
+    is not `alone` shares the cores with others. Raises as `run` does.
     """
     import_plugins(configuration.plugins)  # in worker processes too
     resolved = configuration.resolved(name.algorithm, name.seed)
     place = run_directory(configuration, *name) if path is None else RunDirectory(path)
     with locked(place.lock):
         method = build(name.algorithm)
+        if not fresh:
+            resolved = place.kept(resolved)
         if not fresh and place.finished:
             place.require(resolved, method)
         if not fresh and place.ended(resolved):
@@ -253,9 +268,8 @@ def run_configured(
             name,
             watch,
             configuration.trackers,
-            engine=lambda in_process: (
-                engine(task) if engine else make_engine(configuration.engine, task, schedule, in_process=in_process)
-            ),
+            engine or _engine_text(configuration.engine, resolved),
+            alone,
             experiment=configuration.name,
             model=configuration.model,
         )
@@ -278,9 +292,8 @@ class _RunPlan:
     name: RunName
     watch: Watch
     trackers: Sequence[str | Tracker]
-    engine: Callable[
-        [bool], Engine
-    ]  # makes it; given whether clients must train in this process, for a recorder to hear
+    engine: str | Callable[[Task], Engine]
+    alone: bool = True  # no other runs share the cores
     experiment: str = "fedloom"
     model: str = ""  # the expression that builds it again; by default the name of its class
 
@@ -291,17 +304,17 @@ class _RunPlan:
         path = None if place is None else place.path
         recording = Recording(self.recorders, path) if self.recorders else None
         hooked = any(one.hooks_training and not one.inapplicable(self.method) for one in self.recorders)
-        with closing(self.engine(hooked)) as engine:
+        with closing(RowsEngine(self.task) if over else self._engine(hooked, place)) as engine:
             federation = self._federation(engine, recording, place)
-            chosen = engine.chosen if isinstance(engine, LocalEngine) else None
-            if chosen is not None and chosen.seconds:
-                notices.append(f"engine: {chosen}")
-                if path is not None:
-                    write_text(path / "engine.json", json.dumps(dataclasses.asdict(chosen)) + "\n")
+            chosen = place.engine if place and over else engine.chosen if isinstance(engine, LocalEngine) else None
+            if chosen is not None and chosen.named:
+                chosen = None
+            if chosen is not None and path is not None:
+                write_text(path / "engine.json", json.dumps(dataclasses.asdict(chosen)) + "\n")
             for notice in [*notices, *federation.notices, *(recording.notices if recording else [])]:
                 self._say(notice)
-            self.watch(Event("started", self.name, federation.finished))
-            result = Result(federation, self.task, self.described, recording)
+            self.watch(Event("started", self.name, federation.finished, text=str(chosen or "")))
+            result = Result(federation, self.task, self.described, recording, chosen)
             with Tracking(() if over else self.trackers, path, self._say) as tracking:
                 self._track(result, tracking)
                 if place is not None and not over:
@@ -309,6 +322,16 @@ class _RunPlan:
                 if self.trackers and not over:
                     tracking.finish(result.ends)
         return result
+
+    def _engine(self, in_process: bool, place: RunDirectory | None) -> Engine:
+        """Where clients train: in this process for a recorder to hook their training."""
+        if not isinstance(self.engine, str):
+            return self.engine(self.task)
+        begun = None if place is None else place.engine
+        return make_engine(
+            self.engine, self.task, self.schedule,
+            in_process=in_process, alone=self.alone, algorithm=self.method, begun=begun,
+        )  # fmt: skip
 
     def _federation(self, engine: Engine, recording: Recording | None, place: RunDirectory | None) -> Federation:
         """The federation, after its last checkpoint where it has a directory; what is needed to read that is written first."""

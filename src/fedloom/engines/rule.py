@@ -1,0 +1,122 @@
+"""Which engine trains where nobody names one: a rule of the model, the method, the sizes and the cores, without a clock."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from fedloom.algorithm import Algorithm
+from fedloom.engines.base import Choice, LocalEngine, engines
+from fedloom.engines.processes.parent import ProcessesEngine
+from fedloom.engines.rows import RowsEngine, full_batch
+from fedloom.engines.stacked import StackedEngine
+from fedloom.engines.trial import START, has_cores, mean_steps
+from fedloom.flat.linear_chain import FoldedSGD, linear_layers
+from fedloom.local.proof import Proof, prove
+from fedloom.rounds.schedule import Schedule
+from fedloom.state.store import BUDGET
+from fedloom.task import Task
+
+STEP_SECONDS, MULTIPLY_ADDS = 1e-3, 2e10
+"""A step of convolutions takes about so many seconds on one core, and one second for so many multiply-adds. From digits_cnn (0.1
+million a sample) to ResNet-20 (34 million) this was right within a factor of 2.5."""
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@engines.register("default")
+def by_rule(
+    task: Task,
+    schedule: Schedule | None = None,
+    in_process: bool = False,
+    algorithm: Algorithm | None = None,
+    begun: Choice | None = None,
+    *,
+    memory_budget: int = BUDGET,
+) -> LocalEngine:
+    """The engine that is usually fastest on a task like this: the same one every time on the same kind of machine.
+
+    On a CPU, chains of linear layers train in stacks where the method's clients take plain steps of SGD, and convolutions in
+    worker processes, as many as there are threads, where training would take twice the start of these (without a `schedule`,
+    rounds are taken to be many). On a GPU, models train in stacks of as many as fit in memory. Everything else trains row by row.
+    With `in_process`, no process is started.
+
+    A run goes on in the engine that it was `begun` in; where no processes are started now, rows give their numbers.
+    """
+    chosen, proof = (begun, None) if begun else choice(task, schedule, in_process, algorithm)
+    engine: LocalEngine
+    if chosen.name == "stacked":
+        engine = StackedEngine(task, proof, memory_budget=memory_budget)
+    elif chosen.name != "rows" and has_cores(task) and not in_process:
+        engine = ProcessesEngine(task, workers=most_workers(task, schedule), memory_budget=memory_budget)
+    else:
+        engine = RowsEngine(task, proof, memory_budget=memory_budget)
+        if chosen.name != "rows":
+            engine.notice(
+                f"the run began in {chosen.name}, but starts no processes here: clients train one after another"
+            )
+    engine.chosen = chosen
+    return engine
+
+
+def choice(
+    task: Task, schedule: Schedule | None, in_process: bool, algorithm: Algorithm | None
+) -> tuple[Choice, Proof | None]:
+    """The rule's choice, and which shortcuts the task allows where that was found out."""
+    cuda = task.initial.is_cuda
+    plain = algorithm is None or all(method.plain_steps for method in algorithm.nested())
+    folds = plain and task.objective.plain_cross_entropy and FoldedSGD.covers(task.training)
+    if cuda or (folds and linear_layers(task.model, task.layout)):
+        proof = prove(task.model, task.dataset, task.train, task.training, stack=True)
+        if task.clients == 1 or proof.unstackable or not (cuda or proof.shortcuts.folded):
+            return Choice("rows", reason="models of this task cannot be stacked"), proof
+        if not cuda:
+            return Choice("stacked", reason="linear layers train fastest in stacks"), proof
+        if StackedEngine(task, proof).chunk == 1:
+            return Choice("rows", reason="the memory of the GPU holds one model in training"), proof
+        return Choice("stacked", reason="models train fastest in stacks on a GPU"), proof
+    if any(isinstance(layer, CONVOLUTIONS) for layer in task.model.modules()):
+        if in_process or not has_cores(task):
+            return Choice("rows", reason="no worker processes are started here"), None
+        if training_seconds(task, schedule) > 2 * START:
+            workers = most_workers(task, schedule)
+            return Choice(f"processes(workers={workers})", reason="convolutions outweigh the start of workers"), None
+        return Choice("rows", reason="too few convolutions for the start of workers"), None
+    reason = "neither convolutions nor plain steps of linear layers, which stacks would fold"
+    return Choice("rows", reason=reason), None
+
+
+def most_workers(task: Task, schedule: Schedule | None) -> int:
+    """A worker for each thread of PyTorch, but no more than there are clients in a round."""
+    return min(torch.get_num_threads(), task.clients if schedule is None else schedule.participants(task.clients))
+
+
+def training_seconds(task: Task, schedule: Schedule | None) -> float:
+    """Seconds that all local training takes one core, by the count of its multiply-adds."""
+    if schedule is None:
+        return float("inf")
+    sample = task.dataset.prepare(task.train.inputs[:1])
+    step = STEP_SECONDS + 3 * full_batch(task) * multiply_adds(task.model, sample) / MULTIPLY_ADDS
+    return schedule.rounds * schedule.participants(task.clients) * mean_steps(task) * step
+
+
+@torch.no_grad()
+def multiply_adds(module: nn.Module, sample: Tensor) -> int:
+    """Multiply-adds of the linear layers and convolutions in a forward pass of `sample [1, ...]`."""
+    counted = 0
+
+    def count(layer: nn.Module, _: object, output: Tensor) -> None:
+        nonlocal counted
+        weight = layer.weight
+        assert isinstance(weight, Tensor)
+        counted += output.numel() * weight[0].numel()
+
+    own = copy.deepcopy(module).eval()
+    for layer in own.modules():
+        if isinstance(layer, (nn.Linear, *CONVOLUTIONS)):
+            layer.register_forward_hook(count)
+    with torch.random.fork_rng(devices=[]):
+        own(sample)
+    return counted

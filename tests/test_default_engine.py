@@ -1,0 +1,274 @@
+"""The engine of who names none: what the rule chooses, that it chooses the same again, and that a run keeps it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+import fedloom as fl
+from every_method import EVERY_METHOD
+from fedloom.algorithm import build
+from fedloom.data.partition import Partition
+from fedloom.engines.base import Choice, LocalEngine
+from fedloom.engines.choose import make_engine
+from fedloom.engines.processes.parent import ProcessesEngine
+from fedloom.engines.processes.worker import VARIABLE
+from fedloom.engines.rows import RowsEngine
+from fedloom.engines.rule import choice, multiply_adds, training_seconds
+from fedloom.engines.stacked import StackedEngine
+from fedloom.engines.trial import START
+from fedloom.errors import CheckpointError
+from fedloom.experiment.comparison import Comparison
+from fedloom.experiment.configuration import Configuration, configuration
+from fedloom.experiment.events import Event, RunName
+from fedloom.experiment.progress import Lines
+from fedloom.experiment.run import run_configured, run_directory
+from fedloom.flat.linear_chain import FoldedSGD
+from fedloom.flat.stacked_module import StackedModule
+from fedloom.objectives.custom import build_objective
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
+from fedloom.task import Task, make_task
+from test_stacked import EVERYBODY
+
+SHORT, LONG = Schedule(rounds=2, participation=0.5), Schedule(rounds=10_000, participation=0.5)
+
+
+def task(model: str = "mlp(hidden=[16])", clients: int = 6, **training: Any) -> Task:
+    return make_task("digits", clients=clients, partition="dirichlet(0.5)", model=model, training=training)
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads, whatever this machine has."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+
+
+@pytest.mark.usefixtures("cores")
+@pytest.mark.parametrize(
+    ("model", "method", "schedule", "training", "expected"),
+    [
+        ("mlp(hidden=[16])", "fedavg", LONG, {}, "stacked"),
+        ("mlp(hidden=[16])", "fedmr", SHORT, {"momentum": 0.9, "weight_decay": 0.01}, "stacked"),
+        ("logistic", "stages(fedavg:1, fedmr)", SHORT, {}, "stacked"),
+        ("mlp(hidden=[16])", "fedavg", LONG, {"optimizer": "adam"}, "rows"),
+        ("mlp(hidden=[16])", "fedavg", LONG, {"clip": 1.0}, "rows"),
+        ("mlp(hidden=[16])", "fedprox", LONG, {}, "rows"),
+        ("mlp(hidden=[16])", "umf(feddc)", LONG, {}, "rows"),
+        ("digits_cnn", "fedavg", LONG, {}, "processes(workers=2)"),
+        ("digits_cnn", "fedprox", LONG, {"optimizer": "adam"}, "processes(workers=2)"),
+        ("digits_cnn", "fedavg", None, {}, "processes(workers=2)"),
+        ("digits_cnn", "fedavg", SHORT, {}, "rows"),
+    ],
+)
+def test_the_rule_looks_at_model_method_settings_and_work(
+    model: str, method: str, schedule: Schedule | None, training: dict[str, Any], expected: str
+) -> None:
+    found = [choice(task(model, **training), schedule, False, build(method))[0] for _ in range(2)]
+    assert found[0].name == expected
+    assert found[0].reason
+    assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("cores")
+def test_no_processes_start_where_they_must_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = task("digits_cnn")
+
+    def name(in_process: bool = False) -> str:
+        return choice(own, LONG, in_process, build("fedavg"))[0].name
+
+    assert name() == "processes(workers=2)"
+    assert name(in_process=True) == "rows"
+    with monkeypatch.context() as inside:
+        inside.setattr(torch, "get_num_threads", lambda: 1)
+        assert name() == "rows"
+    with monkeypatch.context() as inside:
+        inside.setenv(VARIABLE, "1")
+        assert name() == "rows"
+    with monkeypatch.context() as inside:
+        inside.setattr("multiprocessing.parent_process", lambda: "a program that spreads its work by itself")
+        assert name() == "rows"
+
+
+def test_models_that_cannot_be_stacked_train_row_by_row() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 10)
+            self.layer.register_forward_hook(lambda layer, inputs, output: 2 * output)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            out: Tensor = self.layer(inputs.flatten(1))
+            return out
+
+    assert choice(replace(task(), model=Shared()), LONG, False, None)[0].name == "rows"
+    other = replace(task().dataset, objective=build_objective("classification(label_smoothing=0.1)"))
+    assert choice(replace(task(), dataset=other), LONG, False, None)[0].name == "rows"
+    alone = replace(task(), partition=Partition.from_sizes(task().partition.indices, [len(task().partition.indices)]))
+    assert choice(alone, LONG, False, None)[0].name == "rows"
+
+
+@pytest.mark.usefixtures("cores")
+def test_work_is_counted_in_multiply_adds() -> None:
+    sample = torch.zeros(1, 1, 8, 8)
+    assert multiply_adds(nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)), sample) == 2368
+    assert multiply_adds(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)), sample) == 36 * 4 * 9
+    own = task("digits_cnn", batch_size=10, epochs=2)
+    before = torch.random.get_rng_state()
+    once, more = (training_seconds(own, replace(SHORT, rounds=rounds)) for rounds in (1, 7))
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert more == pytest.approx(7 * once)
+    step = 1e-3 + 3 * 10 * multiply_adds(own.model, sample) / 2e10
+    steps = sum(2 * -(-int(size) // 10) for size in own.partition.sizes) / 6
+    assert once == pytest.approx(3 * steps * step)
+    rounds = int(2 * START / once)
+    for more, expected in ((0, "rows"), (1, "processes(workers=2)")):
+        assert choice(own, replace(SHORT, rounds=rounds + more), False, None)[0].name == expected
+
+
+@pytest.mark.parametrize("method", [method for method in EVERY_METHOD if method != "fedbn"])  # it needs batch norm
+def test_methods_say_whether_their_clients_take_plain_steps(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`plain_steps` where all steps are folded, and not where none is; some have both kinds."""
+    kinds: list[bool] = []
+
+    def noted(owner: type, name: str, plain: bool) -> None:
+        before = getattr(owner, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            kinds.append(plain)
+            return before(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, call)
+
+    own = task(batch_size=20)
+    engine = StackedEngine(own)
+    noted(FoldedSGD, "__call__", True)
+    for name in ("gradient", "tensor_gradients", "partial_gradient"):
+        noted(StackedModule, name, False)
+    schedule = Schedule(2, 1.0 if method.startswith(EVERYBODY) else 0.5, evaluate_every=9)
+    built = build(method)
+    Federation(built, own, engine, schedule).run()
+    assert kinds
+    told = all(one.plain_steps for one in built.nested())
+    assert told == all(kinds) or (any(kinds) and not all(kinds))
+
+
+@pytest.mark.parametrize(("method", "engine"), [("fedmr", "stacked"), ("fedprox", "rows")])
+def test_a_run_has_the_numbers_of_the_engine_that_the_rule_names(method: str, engine: str) -> None:
+    own = task()
+    one, other = (fl.run(method, own, rounds=3, participation=0.5, engine=name) for name in ("default", engine))
+    assert fl.run(method, own, rounds=3, participation=0.5).history == one.history
+    assert one.history == other.history
+    assert torch.equal(one.federation.algorithm.model(), other.federation.algorithm.model())
+    assert one.engine is not None
+    assert one.engine.name == engine
+    assert other.engine is None
+    assert one.configuration["engine"] == "default"
+
+
+@pytest.mark.usefixtures("cores")
+def test_processes_give_a_run_the_numbers_of_rows(caplog: pytest.LogCaptureFixture) -> None:
+    own = task("digits_cnn", clients=2, steps=1)
+    with caplog.at_level(logging.INFO, "fedloom"):
+        engine = make_engine("default(memory_budget=1000)", own, LONG, algorithm=build("fedavg"))
+    assert isinstance(engine, ProcessesEngine)
+    assert engine.workers == 1  # of two clients one trains in a round
+    assert engine.store.budget == 1000
+    schedule = Schedule(2, 1.0)
+    runs = [Federation(build("fedavg"), own, each, schedule) for each in (engine, RowsEngine(own))]
+    for run in runs:
+        run.run()
+    engine.close()
+    assert torch.equal(runs[0].algorithm.model(), runs[1].algorithm.model())
+
+
+def test_a_run_that_goes_on_keeps_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = task()
+    whole = fl.run("fedmr", own, rounds=4, participation=0.5, engine="stacked")
+    fl.run("fedmr", own, rounds=2, participation=0.5, directory=tmp_path)
+    kept = json.loads((tmp_path / "engine.json").read_text())
+    assert kept["name"] == "stacked"
+    assert kept["reason"]
+    monkeypatch.setattr("fedloom.engines.rule.choice", lambda *_: (Choice("rows", reason="another rule"), None))
+    found = fl.run("fedmr", own, rounds=4, participation=0.5, directory=tmp_path)
+    assert isinstance(found.federation.engine, StackedEngine)
+    assert torch.equal(found.federation.algorithm.model(), whole.federation.algorithm.model())
+    assert json.loads((tmp_path / "engine.json").read_text()) == kept
+    assert found.summary.environment["engine"] == f"stacked ({kept['reason']})"
+    with pytest.raises(CheckpointError, match="engine = 'default', not 'rows'"):
+        fl.run("fedmr", own, rounds=5, participation=0.5, directory=tmp_path, engine="rows")
+
+
+def test_a_run_whose_engine_was_named_goes_on_in_it_by_default(tmp_path: Path) -> None:
+    own = task()
+    whole = fl.run("fedmr", own, rounds=4, participation=0.5, engine="rows")
+    fl.run("fedmr", own, rounds=2, participation=0.5, directory=tmp_path, engine="rows")
+    found = fl.run("fedmr", own, rounds=4, participation=0.5, directory=tmp_path)
+    assert type(found.federation.engine) is RowsEngine
+    assert found.configuration["engine"] == "rows"
+    assert json.loads((tmp_path / "configuration.json").read_text())["engine"] == "rows"
+    assert not (tmp_path / "engine.json").exists()
+    assert torch.equal(found.federation.algorithm.model(), whole.federation.algorithm.model())
+
+
+@pytest.mark.usefixtures("cores")
+def test_a_run_in_worker_processes_goes_on_where_none_may_start() -> None:
+    begun = Choice("processes(workers=2)", reason="convolutions outweigh the start of workers")
+    engine: LocalEngine = make_engine("default", task("digits_cnn"), LONG, alone=False, begun=begun)
+    assert type(engine) is RowsEngine
+    assert engine.chosen == begun
+    assert any("starts no processes here" in notice for notice in engine.notices)
+
+
+def test_a_finished_run_is_read_without_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = task()
+    first = fl.run("fedmr", own, rounds=2, participation=0.5, directory=tmp_path)
+
+    def started(*_: object, **__: object) -> LocalEngine:
+        raise AssertionError("an engine is made for nothing")
+
+    monkeypatch.setattr("fedloom.experiment.run.make_engine", started)
+    again = fl.run("fedmr", own, rounds=2, participation=0.5, directory=tmp_path)
+    assert again.history == first.history
+    assert again.engine == first.engine
+    assert torch.equal(again.federation.algorithm.model(), first.federation.algorithm.model())
+
+
+def plan(folder: Path, **more: Any) -> Configuration:
+    table = {"directory": str(folder), "rounds": 1, "participation": 0.5, "data": {"clients": 6}}
+    return configuration({**table, "model": "mlp(hidden=[16])", "algorithms": ["fedavg", "fedmr"], **more})
+
+
+def test_the_choice_is_told_first_and_stands_in_the_report(tmp_path: Path) -> None:
+    own, text = plan(tmp_path), StringIO()
+    display = Lines(Console(file=text, width=200), 2, 1)
+    assert Comparison.of(own).run(display) == {}
+    reason = "stacked (linear layers train fastest in stacks)"
+    lines = text.getvalue().splitlines()
+    assert lines[0] == f"engine: {reason}"
+    assert text.getvalue().count("engine:") == 1
+    assert reason in (tmp_path / "report.html").read_text()
+    name = RunName("fedmr", 0)
+    assert own.resolved(*name)["engine"] == "default"
+    assert run_directory(own, *name).engine == Choice("stacked", reason="linear layers train fastest in stacks")
+    events: list[Event] = []
+    run_configured(own, name, events.append, fresh=True)
+    assert [event.text for event in events if event.kind == "started"] == [reason]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_runs_of_a_comparison_start_no_processes_of_their_own(tmp_path: Path, workers: int) -> None:
+    """However many go on at a time, they share the cores and have the same numbers."""
+    own = plan(tmp_path, model="digits_cnn", workers=workers, threads=2, training={"steps": 1})
+    assert Comparison.of(own).run(lambda event: None) == {}
+    kept = [run_directory(own, method, 0).engine for method in ("fedavg", "fedmr")]
+    assert kept == 2 * [Choice("rows", reason="no worker processes are started here")]
