@@ -358,7 +358,7 @@ def test_without_a_terminal_runs_at_the_same_time_each_have_their_lines_and_all_
         # 5 + 2 rounds in 10 s, 20 + 40 + 20 - 7 are left: 104 s; but the slow one took 10 s for 2 of its 40
         "1 of 4 runs finished; about 3 min 10 s left for all",
         "  fedavg, seed 0: round 5 of 20, accuracy 25.0 %",
-        "  fedmr, seed 0, rounds=40: round 2 of 40, accuracy not measured yet",
+        "  fedmr, seed 0, rounds=40: round 2 of 40, not measured yet",
     ]
     now += 1
     assert tell(Event("round", slow, 3)) == []  # not a line a round

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, load_wine
+from sklearn.linear_model import LinearRegression
 
+import fedloom as fl
 from fedloom.config.expression import Call
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.sets.holdout import hold_out
@@ -158,3 +163,41 @@ def test_synthetic_refuses_what_makes_no_sense(name: str, options: dict[str, obj
     with pytest.raises(InvalidValue, match=text) as caught:
         make(name, **options)
     assert "\n" not in str(caught.value)
+
+
+# --- tables of scikit-learn ---
+
+
+@pytest.mark.parametrize(
+    ("name", "load"), [("wine", load_wine), ("breast_cancer", load_breast_cancer), ("diabetes", load_diabetes)]
+)
+def test_tables_keep_every_sample_standardised_by_the_training_part(name: str, load: Callable[[], Any]) -> None:
+    data, source = make(name), load()
+    assert data.train.inputs.mean(0).abs().max() < 1e-5
+    assert (data.train.inputs.std(0, correction=0) - 1).abs().max() < 1e-5
+    assert len(data.train) + len(data.test) == len(source.data)
+    kept = torch.cat([data.train.inputs, data.test.inputs]).double().numpy()
+    scaled = (source.data - source.data.mean(0)) / source.data.std(0)
+    assert np.allclose(np.corrcoef(np.sort(kept, 0).T), np.corrcoef(np.sort(scaled, 0).T), atol=1e-4)
+    if data.objective.classes:
+        assert sorted([*data.train.labels.tolist(), *data.test.labels.tolist()]) == sorted(source.target.tolist())
+        assert data.class_names == tuple(source.target_names)
+
+
+def test_federated_regression_comes_as_near_as_least_squares_on_all_data() -> None:
+    data = make("diabetes")
+    exact = LinearRegression().fit(data.train.inputs, data.train.labels)
+    error = float(np.sqrt(np.mean((exact.predict(data.test.inputs) - data.test.labels.numpy()) ** 2)))
+    task = fl.make_task(
+        data, clients=10, partition="dirichlet(0.5)", model="logistic", training={"learning_rate": 0.05}
+    )
+    result = fl.run("scaffold", task, rounds=60, participation=1.0, engine="stacked")
+    assert result.score == pytest.approx(error, rel=0.02)
+    assert result.history[-1]["r2"] > 0.3
+    assert result.best_score <= result.score
+
+
+@pytest.mark.parametrize(("name", "least"), [("wine", 0.94), ("breast_cancer", 0.95)])
+def test_federated_classification_of_tables(name: str, least: float) -> None:
+    task = fl.make_task(name, clients=5, partition="dirichlet(0.5)", model="logistic", training={"learning_rate": 0.1})
+    assert fl.run("fedavg", task, rounds=40, participation=1.0, engine="stacked").accuracy >= least

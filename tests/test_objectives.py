@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,13 @@ from torch.nn import functional as F
 import fedloom as fl
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.errors import FedloomError, InvalidValue
+from fedloom.experiment.comparison import Comparison
+from fedloom.experiment.configuration import configuration
+from fedloom.experiment.events import Event
+from fedloom.experiment.finished import read_runs
+from fedloom.experiment.jobs import Tasks
+from fedloom.experiment.pools import SerialPool
+from fedloom.experiment.tune import Runner, Search, best_of, search_grid
 from fedloom.objectives import Objective, objectives, prediction
 from fedloom.objectives.classification import Classification
 from fedloom.objectives.custom import Custom, build_objective, expression_of
@@ -22,6 +30,8 @@ from fedloom.objectives.multilabel import Multilabel
 from fedloom.objectives.regression import Regression
 from fedloom.objectives.segmentation import Segmentation
 from fedloom.objectives.sequence import NextToken
+from fedloom.report.sheet import sheet
+from fedloom.report.summary import best, rounds_to
 
 SAMPLES = 48
 
@@ -206,6 +216,13 @@ def row(result: fl.Result) -> Tensor:
 ENGINES = ("stacked", "processes(workers=1)", "processes(workers=1, inside=stacked)")
 
 
+def test_weighted_and_smoothed_classes_are_those_of_pytorch() -> None:
+    samples, model, objective, _ = draw("classification")
+    logits = model(samples.inputs)
+    expected = F.cross_entropy(logits, samples.labels, torch.tensor([1.0, 2.0, 0.5]), label_smoothing=0.1)
+    assert torch.allclose(objective.loss(logits, samples.labels), expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_engines_agree(kind: str) -> None:
     task = make(kind)
@@ -214,6 +231,7 @@ def test_engines_agree(kind: str) -> None:
     for engine in ENGINES[: 1 if kind == "custom" else 3]:
         other = fl.run("fedprox(mu=0.1)", task, rounds=2, participation=1.0, engine=engine)
         assert torch.allclose(row(other), row(rows), atol=1e-5), engine
+        assert other.federation.notices == []
         assert other.history[-1][metric] == pytest.approx(rows.history[-1][metric], rel=1e-4)
 
 
@@ -322,3 +340,78 @@ def test_what_needs_classes_is_refused_before_anything_runs() -> None:
         fl.run("fedavg", task, rounds=1, record=["memorisation"])
     with pytest.raises(InvalidValue, match=r"label_noise='symmetric.0.4.': the targets of squared are no classes"):
         make("squared", label_noise="symmetric(0.4)")
+
+
+# --- what follows the metric ---
+
+
+def job(folder: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "rounds": 8,
+        "participation": 1.0,
+        "evaluate_every": 1,
+        "model": "logistic",
+        "directory": str(folder),
+        "data": {"name": "diabetes", "clients": 5, "partition": "iid", "local_test": 0.25},
+        "training": {"learning_rate": 0.05, "epochs": 3, "batch_size": 20},
+        **more,
+    }
+
+
+def test_a_comparison_follows_a_metric_of_which_less_is_better(tmp_path: Path) -> None:
+    events: list[Event] = []
+    methods = ["fedprox(mu=50.0)", "fedavg"]
+    table = job(
+        tmp_path, algorithms=methods, seeds=[0, 1], targets=[0.85], personal_every=4, workers=1, engine="stacked"
+    )
+    assert Comparison.of(configuration(table)).run(events.append) == {}
+    assert {event.score for event in events if event.kind == "ended"} != {"not measured"}
+    assert [event.text for event in events if event.kind == "notice"] == []
+    runs = [run.summary for run in read_runs(tmp_path)]
+    one = sheet(runs, [0.85], measure="final")
+    near, free = (row.final for row in one.rows)
+    assert near is not None
+    assert free is not None
+    assert free.mean < near.mean
+    assert [(d.method, d.other) for d in one.tests["final"]] == [("fedprox(mu=50.0)", "fedavg")]
+    for run in runs:
+        errors = [record["rmse"] for record in run.records]
+        assert best(run) == min(errors)
+        assert rounds_to(run, 0.85) == next((k for k, error in enumerate(errors, 1) if error <= 0.85), None)
+    titles = [column.title for column in one.table.columns]
+    assert one.table.best(titles.index("Final RMSE")) == {1}
+    assert {"Rounds to 0.85", "Clients' own"} <= set(titles)
+    text = (tmp_path / "report.html").read_text()
+    assert "Lowest final RMSE" in text
+    assert "Accuracy" not in text.partition("plotly.js v")[0]
+    assert "Final RMSE" in (tmp_path / "comparison.tex").read_text()
+    result = json.loads((tmp_path / "fedavg/seed-0/result.json").read_text())
+    assert result["best_rmse"] <= result["rmse"]
+
+
+def test_a_search_takes_what_has_the_least_error(tmp_path: Path) -> None:
+    search = Search(job(tmp_path, algorithm="fedavg"), {"training": {"learning_rate": [0.0001, 0.05]}})
+    tasks = Tasks()
+    found = search_grid(search, Runner(SerialPool(tasks), lambda event: None, lambda: False), tasks)
+    errors = [trial.spread.mean for trial in found if trial.spread is not None]
+    assert errors[1] < errors[0]
+    assert best_of(found) is found[1]
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"targets": [60.0]}, "targets"),
+        ({"objective": "regresion"}, "objective = 'regresion': unknown objective"),
+        ({"objective": "regression", "targets": [-1.0]}, "targets"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused(keys: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(FedloomError, match=words):
+        configuration(job(tmp_path, algorithm="fedavg", **keys))
+
+
+def test_a_configuration_names_the_objective(tmp_path: Path) -> None:
+    told = configuration(job(tmp_path, algorithm="fedavg", objective="regression(kind=huber)", targets=[60.0]))
+    assert told.task(0).objective == Regression("huber")
+    assert told.resolved("fedavg", 0)["objective"] == "regression(kind=huber)"

@@ -13,6 +13,7 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from fedloom.errors import InvalidValue
+from fedloom.objectives import ACCURACY
 from fedloom.report import RunSummary, write_report
 from fedloom.report.page import render
 from fedloom.report.sheet import difference_cells, reading, sheet
@@ -187,7 +188,7 @@ def test_the_page_says_what_the_terminal_says_of_differences() -> None:
     for cell in (cell for line in found.table.lines for cell in line if "±" in cell.text):
         assert cell.text in text
     for one in found.tests["final"]:
-        assert all(cell in text for cell in difference_cells(one))
+        assert all(cell in text for cell in difference_cells(one, ACCURACY))
     for sentence in reading([found]):
         assert sentence in text
     assert "mean of the last 4 evaluations" in text

@@ -88,7 +88,8 @@ def test_the_state_tells_where_each_run_stands(folder: Path) -> None:
     finished, stopped, other = runs_of(state)
     accuracies = [record["accuracy"] for record in RunDirectory(folder / "job/fedavg/seed-0").summary().records]
     assert (finished["state"], finished["rounds"], finished["total"], finished["left"]) == ("finished", 6, 6, None)
-    assert (finished["accuracy"], finished["best"]) == (accuracies[-1], max(accuracies))
+    shown = [f"{100 * value:.2f}" for value in (accuracies[-1], max(accuracies))]
+    assert [finished["score"], finished["best"]] == shown
     assert (stopped["seed"], stopped["rounds"], stopped["total"]) == (1, 2, 6)
     assert stopped["left"] == pytest.approx(4 * stopped["pace"])
     assert other["group"] == "other"

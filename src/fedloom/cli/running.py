@@ -45,7 +45,8 @@ def run(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Qu
     final, best, seconds = figures.final(found), figures.best(found), figures.seconds(found)
     scores = "no test samples"
     if final is not None and best is not None:
-        scores = f"test accuracy {100 * final:.2f} %, best {100 * best:.2f} %"
+        metric = found.metric
+        scores = f"test {metric.noun} {metric.text(final)}{metric.unit}, best {metric.text(best)}{metric.unit}"
     print(f"{name}: {scores}")
     print(f"{len(found.records)} rounds, {byte_text(figures.bytes_down(found))} down, ", end="")
     print(f"{byte_text(figures.bytes_up(found))} up, {time_text(seconds or 0)}")

@@ -13,7 +13,7 @@ from rich.text import Text
 from fedloom.algorithm import Algorithm
 from fedloom.config.expression import show
 from fedloom.config.registry import Entry
-from fedloom.report.cells import NEVER, SOME, Cell, halves
+from fedloom.report.cells import NEVER, SOME, Cell, halves, target_text
 from fedloom.report.cells import Table as Plain
 from fedloom.report.sheet import (
     DIFFERENCE_HEADS,
@@ -25,7 +25,6 @@ from fedloom.report.sheet import (
     overall,
     words,
 )
-from fedloom.report.units import percent
 
 WIDE = 150
 """Columns of a terminal from which on the comparison's cells are shown with all that they say."""
@@ -48,10 +47,11 @@ def comparison_tables(sheet: Sheet, width: int, *, explained: bool = True) -> li
     if len(rows[0].reaches) > 2:
         cost = cost.part([k for k, column in enumerate(cost.columns) if not column.title.startswith("Bytes to")])
     if explained and rows[0].reaches:
-        shares = ", ".join(f"{percent(reach.target)} %" for reach in rows[0].reaches)
+        metric = sheet.metric
+        targets = ", ".join(f"{target_text(metric, reach.target)}{metric.unit}" for reach in rows[0].reaches)
         told.append(
-            f"{shares}: rounds to that accuracy ({NEVER} never, {SOME} not with every seed; 2×: in half as many as the first "
-            "method), B: bytes until then"
+            f"{targets}: rounds to that {metric.noun} ({NEVER} never, {SOME} not with every seed; 2×: in half as many as the "
+            "first method), B: bytes until then"
         )
     return [_shown(accuracy, "", brief=True), _shown(cost, "; ".join(told), brief=True)]
 
@@ -91,7 +91,7 @@ def difference_table(sheet: Sheet) -> Table:
         table.add_column(title.replace(", ", ",\n"), justify="right", no_wrap=True)
     table.add_column(verdict, no_wrap=True)
     for found in tests:
-        table.add_row(Text(found.method), *map(Text, difference_cells(found)))
+        table.add_row(Text(found.method), *map(Text, difference_cells(found, sheet.metric)))
     return table
 
 
@@ -109,7 +109,7 @@ def _frame(title: str, caption: str) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, caption=caption or None, caption_justify="left"
     )
-    table.add_column(title, justify="left", overflow="fold")
+    table.add_column(title, justify="left", overflow="fold", min_width=8)
     return table
 
 

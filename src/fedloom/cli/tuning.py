@@ -94,9 +94,10 @@ def _print(search: Search, found: Sequence[Trial], best: Trial) -> None:
     ranked = sorted(found, key=lambda trial: (trial.score is None, -(trial.score or 0.0), trial.number))[:_SHOWN]
     keys = list(search.axes)
     lines = [
-        [str(trial.number), *(plain_text(trial.changes[key]) for key in keys), _accuracy(trial)] for trial in ranked
+        [str(trial.number), *(plain_text(trial.changes[key]) for key in keys), _score(trial)] for trial in ranked
     ]  # fmt: skip
-    what = f"{words(search.told.measure, search.told.last)} on validation data, %"
+    named = words(search.told.measure, search.told.last, best.metric)
+    what = f"{named} on validation data{', %' if best.metric.share else ''}"
     count = f"{len(ranked)} best of {len(found)} trials; " if len(found) > len(ranked) else ""
     console = Console(highlight=False)
     console.print(trial_table(["Trial", *keys, "Validation"], lines, ranked.index(best), count + what))
@@ -119,11 +120,14 @@ def _print_test(tested: Trial) -> None:
 
     told = tested.configuration
     seeds = f" over {len(tested.values)} seeds" if len(tested.values) > 1 else ""
-    print(f"test:   {_accuracy(tested)} %{seeds}, {words(told.measure, told.last)}, trained on all training data")
+    named = words(told.measure, told.last, tested.metric)
+    print(f"test:   {_score(tested)}{tested.metric.unit}{seeds}, {named}, trained on all training data")
 
 
-def _accuracy(trial: Trial) -> str:
+def _score(trial: Trial) -> str:
+    from fedloom.report.cells import score_cell
+
     spread = trial.spread
     if spread is None:
         return trial.reason or "–"
-    return f"{100 * spread.mean:.2f}" + (f" ± {100 * spread.std:.2f}" if spread.count > 1 else "")
+    return score_cell(spread, trial.metric).text

@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import Field
 
 from fedloom.algorithm import build, describe
+from fedloom.config.checks import require_share
 from fedloom.config.expression import DEEPEST, Call, parse, parse_value, show
-from fedloom.config.fields import Count, NonNegativeInt, Share, require_fields, require_plain, type_hints
+from fedloom.config.fields import Count, NonNegativeInt, Positive, require_fields, require_plain, type_hints
 from fedloom.config.plugins import import_plugins
 from fedloom.data.dataset import Dataset, datasets
 from fedloom.data.noise import build_label_noise
@@ -27,6 +28,7 @@ from fedloom.experiment.settings import combinations, label, require_key, with_c
 from fedloom.experiment.trackers.tracker import build_tracker
 from fedloom.experiment.validation import withhold
 from fedloom.models import models
+from fedloom.objectives import ACCURACY
 from fedloom.objectives.custom import build_objective
 from fedloom.recording.recorder import build_recorders, expression
 from fedloom.rounds.schedule import Schedule
@@ -90,7 +92,7 @@ class Configuration(Schedule):
     seeds: list[NonNegativeInt] = field(default_factory=list)
     plugins: list[str] = field(default_factory=list)
     trackers: list[str] = field(default_factory=list)
-    targets: list[Share] = field(default_factory=list)
+    targets: list[Positive] = field(default_factory=list)
     last: Count = 10
     against: Literal["best", "first"] = "best"
     measure: Literal["final", "best", "last", "personal"] = "last"
@@ -347,8 +349,9 @@ def _check(found: Configuration) -> None:
     _named("data.name", found.data.name, datasets.read)
     _named("data.partition", found.data.partition, partitions.read)
     _named("data.label_noise", found.data.label_noise, build_label_noise)
-    if found.objective is not None:
-        _named("objective", found.objective, build_objective)
+    metric = ACCURACY if found.objective is None else _named("objective", found.objective, build_objective).metric
+    for target in found.targets if metric.share else ():
+        require_share("targets", target)
     if ":" not in found.model:
         _named("model", found.model, models.read)
 

@@ -34,6 +34,7 @@ from fedloom.engines.base import Choice
 from fedloom.engines.choose import DEFAULT
 from fedloom.errors import CheckpointError
 from fedloom.experiment.identity import environment, version_changes
+from fedloom.objectives import Metric
 from fedloom.recording.run_recording import RESULT as RECORDED
 from fedloom.report.summary import RunSummary, dotted
 from fedloom.rounds.checkpoint import RoundLog
@@ -183,6 +184,7 @@ class RunDirectory:
             read_json(recorded, list) if (recorded := self.path / RECORDED).exists() else [],
             RoundLog(self.path / "clients.jsonl").read(),
             task["wrong_labels"],
+            Metric(**task["metric"]),
         )
 
 

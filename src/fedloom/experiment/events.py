@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from fedloom.objectives import ACCURACY, Metric
+
 
 class RunName(NamedTuple):
     """One run of a comparison: a method, as the user wrote it, a seed, and the label of a setting where there are several."""
@@ -34,6 +36,13 @@ class Event:
     seconds: float = 0.0
     text: str = ""
     timing: dict[str, Any] = field(default_factory=dict)
+    metric: Metric = ACCURACY  # by which the record judges
+
+    @property
+    def score(self) -> str:
+        """What the record says of the metric, as text."""
+        value = self.record.get(self.metric.name)
+        return "not measured" if value is None else f"{self.metric.text(value, 1)}{self.metric.unit}"
 
 
 Watch = Callable[[Event], None]

@@ -57,7 +57,7 @@ class Display:
             "notice": event.text,
             "failed": f"failed: {event.text}",
             "skipped": "finished before",
-            "ended": f"accuracy {_percent(event)} after {event.finished} rounds, {time_text(event.seconds)}",
+            "ended": f"{event.metric.noun} {event.score} after {event.finished} rounds, {time_text(event.seconds)}",
         }
         if event.finished:
             texts["started"] = f"going on from round {event.finished} of {self.rounds(event.run)}"
@@ -74,12 +74,12 @@ class Display:
 
 @dataclass
 class _UnderWay:
-    """A run that goes on: when it began, after how many rounds, how many are done since, and the latest accuracy."""
+    """A run that goes on: when it began, after how many rounds, how many are done since, and what was measured last."""
 
     began: float
     first: int
     done: int = 0
-    accuracy: str = "not measured yet"
+    score: str = "not measured yet"
 
     def left(self, now: float, rounds: int) -> float:
         """Seconds that the rest of `rounds` takes at the run's own pace; 0 while there is none."""
@@ -111,8 +111,8 @@ class Lines(Display):
             self._done += 1
             run = self._under_way[event.run]
             run.done += 1
-            if event.record.get("accuracy") is not None:
-                run.accuracy = _percent(event)
+            if event.record.get(event.metric.name) is not None:
+                run.score = f"{event.metric.noun} {event.score}"
             if now - self._spoke >= max(_PAUSE, _SHARE * (now - self._began)):
                 self._spoke = now
                 self._say(now)
@@ -123,7 +123,7 @@ class Lines(Display):
         if self.runs > 1:
             self.line(f"{self._over} of {self.runs} runs finished; {left} for all")
         for name, run in self._under_way.items():
-            text = f"{name}: round {self.finished[name]} of {self.rounds(name)}, accuracy {run.accuracy}"
+            text = f"{name}: round {self.finished[name]} of {self.rounds(name)}, {run.score}"
             self.line(f"  {text}" if self.runs > 1 else f"{text}; {left}")
 
     def _left(self, now: float) -> float:
@@ -165,8 +165,8 @@ class Bars(Display):
             )
         elif event.kind == "round":
             self._progress.update(self._bars[event.run], completed=event.finished)
-            if "accuracy" in event.record:
-                self._progress.update(self._bars[event.run], accuracy=_percent(event))
+            if event.metric.name in event.record:
+                self._progress.update(self._bars[event.run], accuracy=event.score)
         elif event.kind in ("ended", "failed") and event.run in self._bars:
             self._progress.remove_task(self._bars.pop(event.run))
         self._progress.update(self._all, completed=sum(self.finished.values()))
@@ -186,8 +186,3 @@ def display(console: Console, runs: int, rounds: Rounds) -> Iterator[Display]:
 def _short(run: RunName) -> str:
     """What fits beside a bar; the setting stands last, where it may be cut."""
     return f"seed {run.seed}: {run.algorithm}" + (f", {run.setting}" if run.setting else "")
-
-
-def _percent(event: Event) -> str:
-    accuracy = event.record.get("accuracy")
-    return "not measured" if accuracy is None else f"{100 * accuracy:.1f} %"

@@ -80,22 +80,36 @@ class Result:
     @property
     def accuracy(self) -> float:
         """Test accuracy after the last round, a share in [0, 1]. Raises `InvalidValue` where the test set is empty."""
-        return self._accuracies[-1]
+        return self._judged("accuracy")[-1]
 
     @property
     def best_accuracy(self) -> float:
         """Best test accuracy of any round (chosen on the test set, so it flatters). Raises as `accuracy`."""
-        return max(self._accuracies)
+        return max(self._judged("accuracy"))
 
     @property
-    def _accuracies(self) -> list[float]:
-        found = figures.accuracies(self.summary)
+    def score(self) -> float:
+        """The task's metric on the test set after the last round; of a classification the accuracy. Raises as `accuracy`."""
+        return self._judged(self.task.objective.metric.name)[-1]
+
+    @property
+    def best_score(self) -> float:
+        """The best value of the metric in any round (chosen on the test set, so it flatters). Raises as `accuracy`."""
+        metric = self.task.objective.metric
+        return metric.best(self._judged(metric.name)) or 0.0
+
+    def _judged(self, name: str) -> list[float]:
+        found = [float(record[name]) for record in self.history if record.get(name) is not None]
+        if not found and len(self.task.test):
+            raise InvalidValue(
+                f"models of this task are judged by {self.task.objective.metric.name}: there is no {name}"
+            )
         if not found:
-            raise InvalidValue(f"the test set of {self.task.dataset.name!r} is empty, so there is no test accuracy")
+            raise InvalidValue(f"the test set of {self.task.dataset.name!r} is empty, so there is no test {name}")
         return found
 
     def rounds_to(self, target: float) -> int | None:
-        """First round with at least this test accuracy (a share in (0, 1]); None if never."""
+        """First round whose test accuracy (a share in (0, 1]), or whatever the metric is, is as good; None if never."""
         return figures.rounds_to(self.summary, target)
 
     @cached_property
@@ -114,6 +128,7 @@ class Result:
             self.recorded,
             self.federation.client_history,
             about["wrong_labels"],
+            self.task.objective.metric,
         )
 
     @cached_property
@@ -124,10 +139,11 @@ class Result:
     @cached_property
     def ends(self) -> dict[str, Any]:
         """The figures at the end."""
+        metric = self.task.objective.metric
         return {
             "rounds": len(self.history),
-            "accuracy": figures.final(self.summary),
-            "best_accuracy": figures.best(self.summary),
+            metric.name: figures.final(self.summary),
+            f"best_{metric.name}": figures.best(self.summary),
             "bytes_down": figures.bytes_down(self.summary),
             "bytes_up": figures.bytes_up(self.summary),
             "seconds": figures.seconds(self.summary),
@@ -276,7 +292,8 @@ def run_configured(
         with using_threads(configuration.threads):
             result = plan.carry_out(place, fresh)
         found = place.summary(name.algorithm)
-    watch(Event("ended", name, configuration.rounds, result.history[-1], figures.seconds(found) or 0.0))
+    last, seconds, metric = result.history[-1], figures.seconds(found) or 0.0, found.metric
+    watch(Event("ended", name, configuration.rounds, last, seconds, metric=metric))
     return found
 
 
@@ -360,7 +377,10 @@ class _RunPlan:
             for notice in timing.get("notices", ()):
                 if notice not in said:
                     self._say(notice)
-            self.watch(Event("round", self.name, record["round"], record, timing["seconds"], timing=timing))
+            metric = result.task.objective.metric
+            self.watch(
+                Event("round", self.name, record["round"], record, timing["seconds"], timing=timing, metric=metric)
+            )
 
         label = f"{folder_name(str(self.described['algorithm']))}/seed-{self.schedule.seed}"
         label = f"{folder_name(self.name.setting)}/{label}" if self.name.setting else label
@@ -385,14 +405,17 @@ def _described_data(task: Task) -> dict[str, Any]:
     """What reports say of the clients' data."""
     names = task.dataset.class_names
     labels = task.train.labels.cpu().numpy()
-    counted = task.objective.classes and not task.elsewhere
+    counts = task.partition.sizes[:0, None] if task.elsewhere else task.partition.sizes[:, None]
+    if task.objective.classes and not task.elsewhere:
+        counts = task.partition.histogram(labels, task.dataset.classes)
     index = torch.from_numpy(task.partition.indices).to(task.train.labels.device)
     wrong = None if task.true_labels is None else (task.train.labels != task.true_labels)[index]
     return {
-        "label_counts": task.partition.histogram(labels, task.dataset.classes).tolist() if counted else [],
+        "label_counts": counts.tolist(),
         "wrong_labels": 0 if wrong is None else int(wrong.sum()),
         "class_names": None if names is None else list(names),
         "train_samples": int(task.partition.sizes.sum()),
         "test_samples": len(task.test),
         "parameters": task.layout.trainable,
+        "metric": dataclasses.asdict(task.objective.metric),
     }

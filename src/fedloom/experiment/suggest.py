@@ -67,7 +67,7 @@ def _make(runner: Runner, batch: list[Trial], asked: list[Any]) -> None:
         runner.run([trial for trial, _ in live], [seed])
         live = [(trial, one) for trial, one in live if not trial.reason]
         for trial, one in live:
-            one.report(sum(trial.values.values()) / len(trial.values), step)
+            one.report(trial.signed(sum(trial.values.values()) / len(trial.values)), step)
             if step + 1 < len(trial.seeds) and one.should_prune():
                 trial.reason = f"{_GIVEN_UP} after {step + 1} of {len(trial.seeds)} seeds"
         live = [(trial, one) for trial, one in live if not trial.reason]

@@ -37,6 +37,7 @@ from fedloom.experiment.settings import (
     values_of,
     with_changes,
 )
+from fedloom.objectives import ACCURACY, Metric
 from fedloom.randomness import numpy_stream
 from fedloom.report.summary import Spread, measured
 from fedloom.state.files import write_text
@@ -56,6 +57,7 @@ class Trial:
     configuration: Configuration
     values: dict[int, float] = field(default_factory=dict)
     reason: str = ""
+    metric: Metric = ACCURACY
 
     @property
     def spread(self) -> Spread | None:
@@ -64,8 +66,12 @@ class Trial:
 
     @property
     def score(self) -> float | None:
-        """What the best trial has most of."""
-        return None if self.spread is None else self.spread.mean
+        """What the best trial has most of: the mean over the seeds, negative where less is better."""
+        return None if self.spread is None else self.signed(self.spread.mean)
+
+    def signed(self, value: float) -> float:
+        """A value of the metric as a score, of which more is better."""
+        return value if self.metric.higher_is_better else -value
 
     @property
     def algorithm(self) -> str:
@@ -184,11 +190,12 @@ class Runner:
             told = trial.configuration
             for seed in trial.seeds if seeds is None else seeds:
                 name = trial.name(seed)
-                value = None if name in failed else measured(jobs[name].summary(), told.measure, told.last)
-                if value is None:
+                summary = None if name in failed else jobs[name].summary()
+                value = None if summary is None else measured(summary, told.measure, told.last)
+                if summary is None or value is None:
                     trial.reason = failed.get(name, "nothing was measured")
                 else:
-                    trial.values[seed] = value
+                    trial.values[seed], trial.metric = value, summary.metric
 
 
 def search_grid(search: Search, runner: Runner, tasks: Tasks, trials: int | None = None) -> list[Trial]:
@@ -204,7 +211,7 @@ def best_of(trials: Sequence[Trial]) -> Trial:
     scored = [trial for trial in trials if trial.score is not None]
     if not scored:
         raise InvalidValue(f"none of {len(trials)} trials came to its end, the first: {trials[0].reason}")
-    return max(scored, key=lambda trial: trial.score or 0.0)
+    return max(scored, key=lambda trial: 0.0 if trial.score is None else trial.score)
 
 
 def write_trials(search: Search, trials: Sequence[Trial]) -> Path:

@@ -148,7 +148,7 @@ class _ClientPlan:
         self.share = None if self.share is None else moved(self.share, device)
 
     def write(self, part: slice, inputs: Tensor, labels: Tensor) -> None:
-        """Write some of its samples, in its order, into `inputs [n, ...]` and `labels [n]`."""
+        """Write some of its samples, in its order, into `inputs [n, ...]` and `labels [n, ...]`."""
         index = self.index[part]
         self.loader.inputs(index, None if self.drawn is None else self.drawn[part], inputs)
         torch.index_select(self.loader.samples.labels, 0, index, out=labels)
@@ -218,7 +218,8 @@ def _batches(
     for done in range(0, steps, at_once):
         count = min(at_once, steps - done) * size
         inputs = loader.empty(len(chosen), count)
-        labels = loader.samples.labels.new_empty(len(chosen), count)
+        held = loader.samples.labels
+        labels = held.new_empty(len(chosen), count, *held.shape[1:])
         shares = [plan.share[start + done * size :][:count] for plan, start in chosen if plan.share is not None]
         for row, (plan, start) in enumerate(chosen):
             begin = start + done * size

@@ -114,7 +114,7 @@ class _Comparison:
         inputs = inputs.to(self.layout.dtype) if inputs.is_floating_point() else inputs
         chosen = Samples(inputs, samples.labels[index])
         self.samples = [chosen[: SAMPLES[0]], chosen[SAMPLES[0] :]]
-        self.dataset = Dataset("samples", chosen, chosen, dataset.classes)
+        self.dataset = Dataset("samples", chosen, chosen, dataset.classes, objective=dataset.objective)
         self.settings = replace(
             training, learning_rate=RATE, epochs=1, steps=None, batch_size=BATCH, drop_last=False, augmentation="none",
             clip=None if training.clip is None else min(training.clip, CLIP),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -27,6 +27,33 @@ class Metric:
     title: str
     higher_is_better: bool = False
     share: bool = False
+
+    @property
+    def noun(self) -> str:
+        """The title within a sentence: `accuracy`, `RMSE`."""
+        word = self.title[1:2].islower()
+        return self.title[0].lower() + self.title[1:] if word else self.title
+
+    @property
+    def unit(self) -> str:
+        """What follows a value: ` %` after a share."""
+        return " %" if self.share else ""
+
+    def text(self, value: float, digits: int = 2) -> str:
+        """A value without its unit: a share in per cent with so many digits after the point, else two digits more in all."""
+        return f"{100 * value:.{digits}f}" if self.share else f"{value:.{digits + 2}g}"
+
+    def best(self, values: Iterable[float]) -> float | None:
+        """The best of the values; None without any."""
+        return (max if self.higher_is_better else min)(values, default=None)
+
+    def reaches(self, value: float, target: float) -> bool:
+        """Whether a value is as good as the target."""
+        return value >= target if self.higher_is_better else value <= target
+
+
+ACCURACY = Metric("accuracy", "Accuracy", higher_is_better=True, share=True)
+"""The share of samples whose class is found."""
 
 
 class Objective(ABC):

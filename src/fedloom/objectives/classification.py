@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fedloom.config.fields import BelowOne, Count, NonNegative, require_fields
 from fedloom.errors import InvalidValue
-from fedloom.objectives import Metric, Objective, Totals, objectives, prediction
+from fedloom.objectives import ACCURACY, Objective, Totals, objectives, prediction
 
 
 @objectives.register("classification")
@@ -28,7 +28,7 @@ class Classification(Objective):
     label_smoothing: BelowOne = 0.0
     class_weights: Sequence[NonNegative] = ()
     top_k: Count | None = None
-    metric = Metric("accuracy", "Accuracy", higher_is_better=True, share=True)
+    metric = ACCURACY
     classes = True
     _weights: dict[tuple[torch.device, torch.dtype], Tensor] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -46,24 +46,42 @@ class Classification(Objective):
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         logits = prediction(outputs)
-        return F.cross_entropy(logits, targets, self._weights_like(logits), label_smoothing=self.label_smoothing)
+        if self.plain_cross_entropy:
+            return F.cross_entropy(logits, targets)
+        loss, weights = self._each(logits, targets)
+        return loss.sum() / weights.sum()
+
+    def _each(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss and weight of each sample, `[b]`: with classes c, weights w and smoothing e,
+        (1 - e) w_y (-log p_y) + e / c sum_k w_k (-log p_k), and w_y. As in `cross_entropy`, but `vmap` takes it.
+        """
+        surprise = -logits.log_softmax(1)
+        weights = self._weights_like(logits)
+        if weights is None:
+            weights = logits.new_ones(logits.shape[1])
+        own = weights[targets]
+        right = surprise.gather(1, targets.unsqueeze(1)).squeeze(1) * own
+        return (1 - self.label_smoothing) * right + self.label_smoothing * (surprise * weights).mean(1), own
 
     def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
         logits = prediction(outputs)
-        weights = self._weights_like(logits)
-        found = {
-            "correct": logits.argmax(1) == targets,
-            "loss": F.cross_entropy(logits, targets, weights, reduction="none", label_smoothing=self.label_smoothing),
-        }
-        if weights is not None:
-            found["weight"] = weights[targets]
+        found = {"correct": logits.argmax(1) == targets}
+        if self.plain_cross_entropy:
+            found["loss"] = F.cross_entropy(logits, targets, reduction="none")
+        else:
+            found["loss"], found["weight"] = self._each(logits, targets)
         if self.top_k is not None:
             largest = logits.topk(min(self.top_k, logits.shape[1]), dim=1).indices
             found["among"] = (largest == targets.unsqueeze(1)).any(1)
         return found
 
     def shapes(self, outputs: int) -> dict[str, tuple[int, ...]]:
-        names = ("correct", "loss", *(("weight",) if self.class_weights else ()), *(("among",) if self.top_k else ()))
+        names = (
+            "correct",
+            "loss",
+            *(() if self.plain_cross_entropy else ("weight",)),
+            *(("among",) if self.top_k else ()),
+        )
         return dict.fromkeys(names, ())
 
     def figures(self, totals: Totals) -> dict[str, Tensor]:

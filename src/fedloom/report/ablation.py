@@ -52,6 +52,7 @@ class Ablation:
     name: str
     title: str
     lines: Sequence[AblationLine]
+    share: bool = True  # whether they are shares, drawn in per cent
 
     @property
     def values(self) -> list[Any]:
@@ -85,7 +86,8 @@ def ablations(runs: Sequence[RunSummary], by: Criterion) -> list[Ablation]:
     trained = list(_trained(runs, by))
     names = dict.fromkeys(name for one in trained for name in one.features if name != METHOD)
     varying = [name for name in names if len({_key(one.features[name]) for one in trained if name in one.features}) > 1]
-    found = [Ablation(name, by.title, _lines(name, varying, trained)) for name in varying]
+    share = all(run.metric.share for run in runs)
+    found = [Ablation(name, by.title, _lines(name, varying, trained), share) for name in varying]
     return [one for one in found if one.lines]
 
 
@@ -100,7 +102,8 @@ def ablation_figure(ablation: Ablation, looks: Mapping[str, Style]) -> go.Figure
     for k, line in enumerate(ablation.lines[:LINES]):
         style = looks[line.method] if own and line.method else Style(COLOURS[k % len(COLOURS)], "solid")
         name = wrapped(line.method if own and line.method else line.label, NAME)
-        traces.append(_trace(line, name, style, ablation.numeric, line.method if own else None))
+        form = ".2%" if ablation.share else ".4~g"
+        traces.append(_trace(line, name, style, ablation.numeric, line.method if own else None, form))
     values = sorted(ablation.values) if ablation.numeric else []
     wide = bool(values) and values[0] > 0 and values[-1] / values[0] >= 20
     kind = "category" if not values else "log" if wide else "linear"
@@ -112,7 +115,11 @@ def ablation_figure(ablation: Ablation, looks: Mapping[str, Style]) -> go.Figure
         traces,
         max(360 + legend, 2 * legend),  # a legend that is taller than the plot would be cut
         xaxis=across,
-        yaxis={"title": wrapped(ablation.title), **SHARES, "rangemode": "normal" if values else "tozero"},
+        yaxis={
+            "title": wrapped(ablation.title),
+            **(SHARES if ablation.share else {}),
+            "rangemode": "normal" if values else "tozero",
+        },
         barmode="group",
         hovermode="closest",
         showlegend=len(traces) > 1,
@@ -120,7 +127,9 @@ def ablation_figure(ablation: Ablation, looks: Mapping[str, Style]) -> go.Figure
     )
 
 
-def _trace(line: AblationLine, name: str, style: Style, numeric: bool, group: str | None) -> go.Scatter | go.Bar:
+def _trace(
+    line: AblationLine, name: str, style: Style, numeric: bool, group: str | None, form: str
+) -> go.Scatter | go.Bar:
     spreads = list(line.spreads.values())
     error = {"type": "data", "array": [one.std for one in spreads], "visible": any(one.count > 1 for one in spreads)}
     common: dict[str, Any] = {
@@ -129,7 +138,7 @@ def _trace(line: AblationLine, name: str, style: Style, numeric: bool, group: st
         "name": name,
         "legendgroup": group,
         "customdata": [one.count for one in spreads],
-        "hovertemplate": "%{x}: %{y:.2%}, %{customdata} seeds<extra>%{fullData.name}</extra>",
+        "hovertemplate": f"%{{x}}: %{{y:{form}}}, %{{customdata}} seeds<extra>%{{fullData.name}}</extra>",
     }
     if not numeric:
         return go.Bar(x=[wrapped(_text(value)) for value in line.spreads], marker={"color": style.colour}, **common)

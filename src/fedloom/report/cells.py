@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fedloom.objectives import ACCURACY, Metric
 from fedloom.report.summary import LAST, Reach, Row, Spread
 from fedloom.report.units import byte_text, percent, time_text
 
@@ -35,13 +37,7 @@ class Column:
     best: str = ""
     order: str = "descending"
     brief: str = ""
-
-
-_CLIENTS = (
-    Column("Clients' own, %", "largest", brief="Clients %"),
-    Column("Std over clients, %", "smallest", "ascending", brief="Spread"),
-    Column("Worst tenth, %", "largest", brief="Worst %"),
-)
+    score: bool = False  # whether its values are of the metric that methods are judged by
 
 
 @dataclass(frozen=True)
@@ -81,18 +77,29 @@ def comparison(rows: Sequence[Row], marks: Mapping[str, Mapping[str, str]] | Non
     how many seeds did where not all. Columns about the clients' own test data stand there where there are such figures.
     `marks` are put behind the accuracies, by measure (`MEASURES`) and method; `last` evaluations are in the mean of the last.
     """
-    targets = [percent(reach.target) for reach in rows[0].reaches] if rows else []
+    metric = rows[0].metric if rows else ACCURACY
+    targets = [f"{target_text(metric, reach.target)}{metric.unit}" for reach in rows[0].reaches] if rows else []
     clients = any(row.personal is not None for row in rows)
+    in_percent = ", %" if metric.share else ""
+    best = ("largest", "descending") if metric.higher_is_better else ("smallest", "ascending")
     columns = (
         Column("Method", order="ascending"),
         Column("Seeds"),
         Column("Rounds"),
-        Column("Final accuracy, %", "largest", brief="Final %"),
-        Column("Best accuracy, %", "largest", brief="Best %"),
-        Column("Mean of last, %", "largest", brief=f"Last {last}, %"),
-        *(_CLIENTS if clients else ()),
-        *(Column(f"Rounds to {target} %", "smallest", "ascending", f"{target} %") for target in targets),
-        *(Column(f"Bytes to {target} %", "smallest", "ascending", f"B {target} %") for target in targets),
+        Column(f"Final {metric.noun}{in_percent}", *best, f"Final{metric.unit}", score=True),
+        Column(f"Best {metric.noun}{in_percent}", *best, f"Best{metric.unit}", score=True),
+        Column(f"Mean of last{in_percent}", *best, f"Last {last}{in_percent}", score=True),
+        *(
+            (
+                Column(f"Clients' own{in_percent}", *best, f"Clients{metric.unit}", score=True),
+                Column(f"Std over clients{in_percent}", "smallest", "ascending", "Spread", score=True),
+                Column(f"Worst tenth{in_percent}", *best, f"Worst{metric.unit}", score=True),
+            )
+            if clients
+            else ()
+        ),
+        *(Column(f"Rounds to {target}", "smallest", "ascending", target) for target in targets),
+        *(Column(f"Bytes to {target}", "smallest", "ascending", f"B {target}") for target in targets),
         Column("Bytes down", brief="Down"),
         Column("Bytes up", brief="Up"),
         Column("Time"),
@@ -105,20 +112,31 @@ def halves(table: Table) -> tuple[Table, Table]:
     """A comparison as two tables that fit a page: accuracies, and what they cost. Seeds and rounds, which a caption says, are
     left out, and so are faults of none."""
     titles = [column.title for column in table.columns]
-    accuracy = [k for k, title in enumerate(titles) if title.endswith(", %")]
+    accuracy = [k for k, column in enumerate(table.columns) if column.score]
     faultless = all(line[titles.index("Faults")].text == "0" for line in table.lines)
     silent = {"Method", "Seeds", "Rounds", *(["Faults"] if faultless else [])}
     cost = [k for k, title in enumerate(titles) if k not in accuracy and title not in silent]
     return table.part([0, *accuracy]), table.part([0, *cost])
 
 
-def share_cell(spread: Spread | None, mark: str = "") -> Cell:
-    """A share over seeds in per cent, `87.21 ± 0.48`, or in brief `87.2±0.5`, with a mark behind it."""
+def score_cell(spread: Spread | None, metric: Metric, mark: str = "") -> Cell:
+    """A metric over seeds, a share in per cent: `87.21 ± 0.48`, or in brief `87.2±0.5`, with a mark behind it."""
     if spread is None:
         return Cell("–", None)
-    deviation, brief = (f" ± {100 * spread.std:.2f}", f"±{100 * spread.std:.1f}") if spread.count > 1 else ("", "")
-    mean = 100 * spread.mean
-    return Cell(f"{mean:.2f}{deviation}{mark}", spread.mean, brief=f"{mean:.1f}{brief}{mark}")
+    several, mean, std = spread.count > 1, spread.mean, spread.std
+    if metric.share:
+        mean, std, places = 100 * mean, 100 * std, (2, 1)
+    else:  # in brief about three digits of the mean, else two of the deviation too
+        size = math.floor(math.log10(abs(mean))) if mean else 0
+        few = max(0, 2 - size) if size >= 0 else 1 - size
+        places = (max(few, 1 - math.floor(math.log10(std))) if several and std > 0 else few + 1, few)
+    text, brief = (f"{mean:.{digits}f}" + (f" ± {std:.{digits}f}" if several else "") for digits in places)
+    return Cell(f"{text}{mark}", spread.mean, brief=f"{brief.replace(' ± ', '±')}{mark}")
+
+
+def target_text(metric: Metric, target: float) -> str:
+    """A target without its unit: `87.5`."""
+    return percent(target) if metric.share else f"{target:g}"
 
 
 def _line(row: Row, first: Row, clients: bool, marks: Mapping[str, Mapping[str, str]]) -> tuple[Cell, ...]:
@@ -127,8 +145,11 @@ def _line(row: Row, first: Row, clients: bool, marks: Mapping[str, Mapping[str, 
         Cell(row.algorithm, row.algorithm),
         Cell(str(row.seeds), row.seeds),
         Cell(str(row.rounds), row.rounds),
-        *(share_cell(spread, marks.get(name, {}).get(row.algorithm, "")) for name, spread in shares.items()),
-        *(share_cell(spread) for spread in ((row.client_std, row.client_worst) if clients else ())),
+        *(
+            score_cell(spread, row.metric, marks.get(name, {}).get(row.algorithm, ""))
+            for name, spread in shares.items()
+        ),
+        *(score_cell(spread, row.metric) for spread in ((row.client_std, row.client_worst) if clients else ())),
         *(_rounds(reach, base) for reach, base in zip(row.reaches, first.reaches, strict=True)),
         *(_bytes(reach.bytes, NEVER, reach.reached < reach.seeds) for reach in row.reaches),
         _bytes(row.bytes_down),

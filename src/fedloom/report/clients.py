@@ -42,7 +42,8 @@ def worst_first(runs: Sequence[RunSummary]) -> list[Client]:
         known = {name: table[number] for name, table in tables.items() if number in table}
         judged = list(known.values()) if len(chosen) > 1 else list(known.values())[-1:]
         found.append(Client(number, counts, known, statistics.fmean(judged) if judged else None))
-    return sorted(found, key=lambda one: (one.score is None, one.score or 0.0, sum(one.counts), one.number))
+    sign = 1 if chosen[0].metric.higher_is_better else -1
+    return sorted(found, key=lambda one: (one.score is None, sign * (one.score or 0.0), sum(one.counts), one.number))
 
 
 def same_data(runs: Sequence[RunSummary]) -> list[RunSummary]:
@@ -59,14 +60,16 @@ def same_data(runs: Sequence[RunSummary]) -> list[RunSummary]:
 def client_table(runs: Sequence[RunSummary]) -> Table:
     """What each client holds and how well it is served, the worst first; no lines where nothing is known of the clients."""
     clients, names, several = _known(runs)
+    metric, classes = runs[0].metric, any(len(one.counts) > 1 for one in clients)
+    unit = ", %" if metric.share else ""
     titles = [
         "Client",
-        *(["Mean, %"] if several and names else []),
-        *(f"{name}, %" for name in names),
+        *([f"Mean{unit}"] if several and names else []),
+        *(f"{name}{unit}" for name in names),
         "Samples",
-        "Classes",
     ]
-    columns = [*(Column(title, order="ascending") for title in titles), Column("Most frequent", order="")]
+    columns = [Column(title, order="ascending") for title in [*titles, *(["Classes"] if classes else [])]]
+    columns += [Column("Most frequent", order="")] if classes else []
     lines = []
     for one in clients[:LISTED]:
         samples, held = sum(one.counts), sum(count > 0 for count in one.counts)
@@ -74,10 +77,10 @@ def client_table(runs: Sequence[RunSummary]) -> Table:
         lines.append(
             (
                 Cell(str(one.number), one.number),
-                *(Cell("", None) if value is None else Cell(f"{100 * value:.1f}", value) for value in accuracies),
+                *(Cell("", None) if value is None else Cell(metric.text(value, 1), value) for value in accuracies),
                 Cell(f"{samples:,}", samples),
-                Cell(str(held), held),
-                Cell(_labels(one.counts, same_data(runs)[0].class_names), None),
+                *([Cell(str(held), held)] if classes else []),
+                *([Cell(_labels(one.counts, same_data(runs)[0].class_names), None)] if classes else []),
             )
         )
     return Table(tuple(columns), tuple(lines))
@@ -86,7 +89,7 @@ def client_table(runs: Sequence[RunSummary]) -> Table:
 def client_title(runs: Sequence[RunSummary]) -> str:
     """What the clients are sorted by."""
     measured = any(one.score is not None for one in worst_first(runs))
-    return "Clients, the lowest accuracy first" if measured else "Clients, the fewest samples first"
+    return f"Clients, the worst {runs[0].metric.noun} first" if measured else "Clients, the fewest samples first"
 
 
 def client_caption(runs: Sequence[RunSummary]) -> str:
@@ -96,13 +99,14 @@ def client_caption(runs: Sequence[RunSummary]) -> str:
         return ""
     first = same_data(runs)[0]
     wrong = f", by the labels given, of which {first.wrong_labels:,} are wrong" if first.wrong_labels else ""
-    text = f"Training samples of each class{wrong}; seed {first.seed}."
+    each = " of each class" if len(clients[0].counts) > 1 else ""
+    text = f"Training samples{each}{wrong}; seed {first.seed}."
     if not names:
         text += " No accuracies: they need local test data (local_test) and personal_every."
     elif several:
-        text += " Accuracy on the client's own test data, of the model that it would use with each method."
+        text += f" {first.metric.title} on the client's own test data, of the model that it would use with each method."
     else:
-        text += " Accuracy on the client's own test data, of the global model and of the model that it would use."
+        text += f" {first.metric.title} on the client's own test data, of the global model and of the model that it would use."
     return text + (f" The first {LISTED} of {len(clients):,} clients." if len(clients) > LISTED else "")
 
 
@@ -116,7 +120,7 @@ def _accuracies(run: RunSummary, several: bool) -> dict[str, dict[int, float]]:
     """The latest accuracy of each client, by what it is the accuracy of."""
     last = run.clients[-1] if run.clients else {}
     tables = {
-        kind: dict(zip(table["clients"], table["accuracy"], strict=True))
+        kind: dict(zip(table["clients"], table[run.metric.name], strict=True))
         for kind, table in last.items()
         if kind != "round"
     }

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from fedloom.report import figures
 from fedloom.report.ablation import ablation_figure, ablations
-from fedloom.report.curves import AXES, MEASURES, learning_curves, title_of
+from fedloom.report.curves import AXES, learning_curves, measures, title_of
 from fedloom.report.figures import ReportFigure
 from fedloom.report.recorded import joint_landscapes, memorisation_figures, recorded_figures
 from fedloom.report.sheet import Criterion, criterion
@@ -70,18 +70,21 @@ def _seeds(runs: Sequence[RunSummary]) -> list[ReportFigure]:
     if _seed_count(runs) < 2:
         return []
     drawn = figures.accuracy_by_seed(runs)
-    return [_figure("seeds", "Final accuracy of each seed.", "A dot is a seed, the bar their mean.", drawn)]
+    return [
+        _figure("seeds", f"Final {runs[0].metric.noun} of each seed.", "A dot is a seed, the bar their mean.", drawn)
+    ]
 
 
 def _curves(runs: Sequence[RunSummary]) -> list[ReportFigure]:
     """Learning curves of all that was recorded, over each axis that the runs have figures for."""
+    known = measures(runs[0].metric)
     others = {
         name: (title_of(name), "as recorded.")
         for name in _recorded_numbers(runs)[: LIMIT["curves"]]
     }  # fmt: skip
     found = []
-    for measure, (title, caption) in {**MEASURES, **others}.items():
-        name = f"curve-{measure}" if measure in MEASURES else f"other-{measure}"
+    for measure, (title, caption) in {**known, **others}.items():
+        name = f"curve-{measure}" if measure in known else f"other-{measure}"
         drawn = {
             x: learning_curves(runs, measure, x) for x in AXES if any(measure in r for run in runs for r in run.records)
         }
@@ -94,9 +97,9 @@ def _curves(runs: Sequence[RunSummary]) -> list[ReportFigure]:
 
 def _recorded_numbers(runs: Sequence[RunSummary]) -> list[str]:
     """The names of further numbers in the records."""
-    lines = [record for run in runs for record in run.records]
+    lines, known = [record for run in runs for record in run.records], measures(runs[0].metric)
     return sorted(
-        {key for line in lines for key, value in line.items() if isinstance(value, float) and key not in MEASURES}
+        {key for line in lines for key, value in line.items() if isinstance(value, float) and key not in known}
     )
 
 
@@ -115,7 +118,11 @@ def _labels(runs: Sequence[RunSummary]) -> list[ReportFigure]:
     """Each label distribution that runs have: by seed, or by run where one seed has several (other partitions, other data)."""
     different: list[RunSummary] = []
     for run in runs:
-        if run.label_counts and all(run.label_counts != other.label_counts for other in different):
+        if (
+            run.label_counts
+            and len(run.label_counts[0]) > 1
+            and all(run.label_counts != other.label_counts for other in different)
+        ):
             different.append(run)
     if not different:
         return []

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import plotly.graph_objects as go
 
 from fedloom.config.checks import require_one_of
+from fedloom.objectives import ACCURACY, Metric
 from fedloom.report.figures import SHARES, Style, framed, pale, styles
 from fedloom.report.summary import RunSummary, by_algorithm
 from fedloom.report.units import byte_unit
@@ -86,22 +87,40 @@ def curve(runs: Sequence[RunSummary], measure: str = "accuracy", x: str = "round
     return Curve(np.array(rounds, dtype=np.int64), along.mean(0), values.mean(0), std, len(values))
 
 
-def title_of(measure: str) -> str:
+def measures(metric: Metric) -> dict[str, tuple[str, str]]:
+    """Title and caption of the figures that records are known to have where runs are judged by this metric."""
+    return {
+        name.replace("accuracy", metric.name): (
+            title.replace("accuracy", metric.noun).replace("Accuracy", metric.title),
+            caption,
+        )
+        for name, (title, caption) in MEASURES.items()
+    }
+
+
+def title_of(measure: str, metric: Metric = ACCURACY) -> str:
     """The title of a measure's figure."""
-    return MEASURES[measure][0] if measure in MEASURES else measure.replace("_", " ").capitalize()
+    known = measures(metric)
+    return known[measure][0] if measure in known else measure.replace("_", " ").capitalize()
 
 
-def learning_curves(
-    runs: Sequence[RunSummary], measure: str = "accuracy", x: str = "round", points: int = POINTS
-) -> go.Figure:
+def is_share(measure: str, metric: Metric = ACCURACY) -> bool:
+    """Whether a measure is drawn in per cent."""
+    return "accuracy" in measure or (metric.share and metric.name in measure)
+
+
+def learning_curves(runs: Sequence[RunSummary], measure: str = "", x: str = "round", points: int = POINTS) -> go.Figure:
     """A measure of the records over rounds, bytes or seconds: mean over seeds, with a band of ± one standard deviation.
 
-    `measure` is `accuracy`, `loss`, `training_loss`, `pool_cosine` or any other figure of the records. A curve of more than
+    `measure` is `accuracy`, `loss`, `training_loss`, `pool_cosine` or any other figure of the records, by default what the runs
+    are judged by. A curve of more than
     `points` points is thinned. Methods that did not record the measure, or what `x` needs, are left out. Raises
     `InvalidValue` for an unknown `x`.
     """
     traces: list[go.Scatter] = []
-    share = "accuracy" in measure
+    metric = runs[0].metric if runs else ACCURACY
+    measure = measure or metric.name
+    share = is_share(measure, metric)
     form = ".1%" if share else ".4~g"
     looks = styles(runs)
     found = {name: one for name, group in by_algorithm(runs).items() if (one := curve(group, measure, x)) is not None}
@@ -116,7 +135,7 @@ def learning_curves(
         traces,
         380,
         xaxis={"title": AXES[x].format(unit=unit), "rangemode": "tozero", "hoverformat": ".4~g"},
-        yaxis={"title": html.escape(title_of(measure)), "hoverformat": form, **(SHARES if share else {})},
+        yaxis={"title": html.escape(title_of(measure, metric)), "hoverformat": form, **(SHARES if share else {})},
         hovermode="x unified" if len(looks) <= FEW and x == "round" else "closest",
     )
 

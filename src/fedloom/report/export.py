@@ -17,6 +17,7 @@ from fedloom.report.sheet import (
     Sheet,
     difference_cells,
     difference_title,
+    in_percent,
     keys,
     overall,
     reading,
@@ -91,7 +92,7 @@ def to_latex(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
         of = f"{title}, {one.setting}" if one.setting else title
         place = f"-{number}" if one.setting else ""
         accuracy, cost = halves(one.table)
-        tables.append(_latex(accuracy, f"{of}: accuracy.", f"accuracy{place}", "" if tables else note))
+        tables.append(_latex(accuracy, f"{of}: {one.metric.noun}.", f"accuracy{place}", "" if tables else note))
         tables.append(_latex(cost, f"{of}: cost. Rounds and bytes until the target; * never.", f"cost{place}"))
     return "% Needs \\usepackage{booktabs}.\n\n" + "\n".join(tables)
 
@@ -136,7 +137,7 @@ def _plain(row: Row) -> dict[str, Any]:
 
 
 def _caption(sheets: Sequence[Sheet]) -> str:
-    return f"{sheets[0].criterion.title}, in per cent, by {', '.join(keys(sheets))}."
+    return f"{sheets[0].criterion.title}{in_percent(sheets[0])}, by {', '.join(keys(sheets))}."
 
 
 def _explained(sheets: Sequence[Sheet]) -> str:
@@ -168,7 +169,7 @@ def _markdown_differences(one: Sheet) -> str:
     """The differences of the sheet's measure as a table."""
     heads = ("Method", "minus", *DIFFERENCE_HEADS)
     lines = [
-        [escape_markdown(found.method), escape_markdown(found.other), *difference_cells(found)]
+        [escape_markdown(found.method), escape_markdown(found.other), *difference_cells(found, one.metric)]
         for found in one.tests[one.measure]
     ]
     return f"{difference_title(one)}:\n\n{markdown_table(heads, lines, left=(0, 1, 6))}"

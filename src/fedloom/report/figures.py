@@ -18,6 +18,7 @@ import plotly.graph_objects as go
 
 from fedloom.config.checks import require_one_of
 from fedloom.errors import InvalidValue
+from fedloom.objectives import ACCURACY
 from fedloom.report.summary import RunSummary, Spread, best, by_algorithm, bytes_down, bytes_up, final, seconds
 from fedloom.report.units import byte_text, byte_unit, time_text
 
@@ -71,6 +72,8 @@ def accuracy_by_seed(runs: Sequence[RunSummary], measure: str = "final") -> go.F
     """Each seed's `final` or `best` test accuracy as a dot, the mean over seeds as a bar across; one line a method."""
     require_one_of("measure", measure, ("final", "best"))
     of = final if measure == "final" else best
+    metric = runs[0].metric if runs else ACCURACY
+    form = ".2%" if metric.share else ".4~g"
     traces: list[go.Scatter] = []
     for name, group in by_algorithm(runs).items():
         found = {run.seed: value for run in group if (value := of(run)) is not None}
@@ -87,7 +90,7 @@ def accuracy_by_seed(runs: Sequence[RunSummary], measure: str = "final") -> go.F
             x=[sum(found.values()) / len(found)],
             y=[wrapped(name)],
             marker={"symbol": "line-ns", "size": 22, "line": {"width": 3, "color": colour}},
-            hovertemplate="mean %{x:.2%}<extra>%{fullData.name}</extra>",
+            hovertemplate=f"mean %{{x:{form}}}<extra>%{{fullData.name}}</extra>",
             **common,
         )
         dots = go.Scatter(
@@ -95,11 +98,15 @@ def accuracy_by_seed(runs: Sequence[RunSummary], measure: str = "final") -> go.F
             y=[wrapped(name)] * len(found),
             customdata=list(found),
             marker={"size": 10, "color": colour, "opacity": 0.55},
-            hovertemplate="seed %{customdata}: %{x:.2%}<extra>%{fullData.name}</extra>",
+            hovertemplate=f"seed %{{customdata}}: %{{x:{form}}}<extra>%{{fullData.name}}</extra>",
             **common,
         )
         traces += [mean, dots]
-    return _by_method(traces, runs, {"title": f"{measure.capitalize()} test accuracy", "tickformat": ".2~%"})
+    return _by_method(
+        traces,
+        runs,
+        {"title": f"{measure.capitalize()} test {metric.noun}", **({"tickformat": ".2~%"} if metric.share else {})},
+    )
 
 
 def label_distribution(

@@ -130,7 +130,7 @@ def _panel(name: str, one: Entry, axis: str, low: float, high: float) -> list[go
         y=[0],
         mode="markers",
         marker={"size": 10, "color": _ORANGE, "line": {"width": 1.5, "color": "#ffffff"}},
-        hovertemplate=f"the model: loss {one['loss']:.4g}, accuracy {100 * one['accuracy']:.1f} %<extra></extra>",
+        hovertemplate=f"the model: loss {one['loss']:.4g}{_accuracy(one)}<extra></extra>",
         **common,
     )
     return [surface, model]
@@ -206,3 +206,7 @@ def _over(traces: Sequence[go.Contour | go.Scatter], recorded: Entry) -> go.Figu
         for axis, name, share in zip(("xaxis", "yaxis"), ("First", "Second"), recorded["explained"], strict=True)
     }
     return framed(list(traces), 460, **axes, hovermode="closest")
+
+
+def _accuracy(one: Mapping[str, Any]) -> str:
+    return f", accuracy {100 * one['accuracy']:.1f} %" if "accuracy" in one else ""

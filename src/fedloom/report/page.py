@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
 from fedloom.errors import InvalidValue
-from fedloom.report.cells import Table
+from fedloom.objectives import Metric
+from fedloom.report.cells import Table, score_cell, target_text
 from fedloom.report.clients import client_caption, client_table, client_title
 from fedloom.report.contents import effect_figures, report_figures, setting_curves
 from fedloom.report.curves import AXES, POINTS
@@ -34,6 +35,7 @@ from fedloom.report.sheet import (
     difference_cells,
     difference_title,
     faults_in,
+    in_percent,
     keys,
     overall,
     reading,
@@ -144,7 +146,7 @@ def render(
         differences=sheet.tests[sheet.measure],
         difference_title=difference_title(sheet),
         difference_heads=DIFFERENCE_HEADS,
-        difference_cells=difference_cells,
+        difference_cells=partial(difference_cells, metric=sheet.metric),
         figures=found,
         axes={x: x.capitalize() + "s" * (x == "round") for x in AXES if any(x in f.variants for f in found["curves"])},
         thinned=thinned if max(len(run.records) for run in runs) > POINTS else "",
@@ -174,7 +176,9 @@ def write_overview(
     counts = (("Settings", len(sheets)), ("Methods", len({row.algorithm for row in rows})))
     drawn = effect_figures(runs, sheets[0].criterion)
     spread = _spread({row.seeds for row in rows})
-    caption = f"{spread}{sheets[0].criterion.title}, in per cent, by {', '.join(keys(sheets))}. Rank 1 is the best."
+    caption = (
+        f"{spread}{sheets[0].criterion.title}{in_percent(sheets[0])}, by {', '.join(keys(sheets))}. Rank 1 is the best."
+    )
     text = _page(
         "overview.html",
         ReportOptions.of(title, sheets[0], command),
@@ -252,30 +256,34 @@ def _plain(figure: ReportFigure) -> dict[str, Any]:
 def _result_tiles(runs: Sequence[RunSummary], one: Sheet) -> list[Tile]:
     """The best accuracies and the fewest rounds to each target of one setting, and what the runs took."""
     rows, several = one.rows, len(one.rows) > 1
-    names = {"final": "final accuracy", "best": "best accuracy"}
+    metric = one.metric
+    names = {"final": f"final {metric.noun}", "best": f"best {metric.noun}"}
     if several:
-        names.setdefault(one.measure, words(one.measure, one.last))
+        names.setdefault(one.measure, words(one.measure, one.last, metric))
     tiles = []
     for measure, name in names.items():
         known = [(spread, row) for row in rows if (spread := spread_of(row, measure)) is not None]
         if known:
-            spread, row = max(known, key=lambda pair: pair[0].mean)
-            title = f"Highest {name}" if several else name.capitalize()
-            tiles.append((title, _accuracy(spread), _level(one, measure, row.algorithm) if several else ""))
+            sign = 1 if metric.higher_is_better else -1
+            spread, row = max(known, key=lambda pair: sign * pair[0].mean)
+            extreme = "Highest" if metric.higher_is_better else "Lowest"
+            title = f"{extreme} {name}" if several else name[0].upper() + name[1:]
+            tiles.append((title, _score(spread, metric), _level(one, measure, row.algorithm) if several else ""))
     for k, reach in enumerate(rows[0].reaches):
         whole = [(row.reaches[k].rounds, row) for row in rows if row.reaches[k].reached == row.seeds]
         if reached := [(spread, row) for spread, row in whole if spread is not None]:
             fewest = min((spread for spread, _ in reached), key=lambda spread: spread.mean)
             methods = [row.algorithm for spread, row in reached if spread.mean == fewest.mean]
             rounds = f"{fewest.mean:.1f}" if fewest.count > 1 else f"{fewest.mean:.0f}"
-            title = f"Fewest rounds to {percent(reach.target)}{NO_BREAK}%"
+            title = f"Fewest rounds to {target_text(metric, reach.target)}{metric.unit}".replace(" %", f"{NO_BREAK}%")
             tiles.append((title, rounds, _listed(methods, 2, ", ") if several else ""))
     return tiles + _cost_tiles(len(runs), rows)
 
 
 def _level(one: Sheet, measure: str, highest: str) -> str:
-    """The method with the highest mean, and those that are not shown to differ from it."""
-    level = {"equal": "equal", "not significant": "not significantly higher than"}
+    """The method with the best mean, and those that are not shown to differ from it."""
+    word = "higher" if one.metric.higher_is_better else "lower"
+    level = {"equal": "equal", "not significant": f"not significantly {word} than"}
     told = [highest]
     for verdict, text in level.items():
         methods = [d.method for d in one.tests[measure] if d.other == highest and d.verdict == verdict]
@@ -293,9 +301,8 @@ def _cost_tiles(runs: int, rows: Sequence[Row]) -> list[Tile]:
     return tiles
 
 
-def _accuracy(spread: Spread) -> str:
-    deviation = f" ± {100 * spread.std:.1f}" if spread.count > 1 else ""
-    return f"{100 * spread.mean:.1f}{deviation} %".replace(" ", NO_BREAK)
+def _score(spread: Spread, metric: Metric) -> str:
+    return f"{score_cell(spread, metric).brief.replace('±', ' ± ')}{metric.unit}".replace(" ", NO_BREAK)
 
 
 def _worth_showing(table: Table) -> Table:
@@ -318,14 +325,14 @@ def _explained(one: Sheet) -> list[str]:
     """What the figures of the comparison are."""
     rows = one.rows
     found = [
-        f"{_spread({row.seeds for row in rows})}Accuracy on the test set: final after the last round, best of any evaluation "
-        f"(selected on the test data), mean of the last {one.last} evaluations."
+        f"{_spread({row.seeds for row in rows})}{one.metric.title} on the test set: final after the last round, best of any "
+        f"evaluation (selected on the test data), mean of the last {one.last} evaluations."
     ]
     if any(row.personal is not None for row in rows):
         found.append(
-            "Clients' own: accuracy of each client's own model on its own test data, over all samples (where these models "
-            "were not evaluated, of the global model); std over clients: standard deviation of the clients' accuracies, "
-            "unweighted; worst tenth: mean over the tenth of the clients with the lowest."
+            f"Clients' own: {one.metric.noun} of each client's own model on its own test data, over all samples (where these "
+            "models were not evaluated, of the global model); std over clients: standard deviation of the clients' figures, "
+            "unweighted; worst tenth: mean over the tenth of the clients with the worst."
         )
     if rows[0].reaches:
         faster = f"; 2×: in half as many rounds as {rows[0].algorithm}" if len(rows) > 1 else ""

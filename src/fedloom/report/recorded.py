@@ -11,7 +11,8 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 
-from fedloom.report.curves import learning_curves, title_of
+from fedloom.objectives import ACCURACY, Metric
+from fedloom.report.curves import is_share, learning_curves, title_of
 from fedloom.report.figures import SEQUENCE, SHARES, ReportFigure, Style, framed, pale, styles
 from fedloom.report.landscapes import Entry, cross_sections, landscapes, trajectories, trajectory
 from fedloom.report.summary import RunSummary, by_algorithm
@@ -92,13 +93,18 @@ def memorisation_curves(runs: Sequence[RunSummary]) -> go.Figure:
 
 
 def local_models(
-    method: str, recorded: Entry, style: Style, measure: str = "accuracy", limits: Sequence[float] | None = None
+    method: str,
+    recorded: Entry,
+    style: Style,
+    measure: str = "accuracy",
+    limits: Sequence[float] | None = None,
+    metric: Metric = ACCURACY,
 ) -> go.Figure:
     """Each uploaded model (thin) and the global model aggregated from them (thick), on the test set, over the rounds.
 
     `recorded` is of the recorder `aggregate`, `measure` its `accuracy` or `loss`, `limits` those of the vertical axis.
     """
-    share = measure == "accuracy"
+    share = is_share(measure, metric)
     form = ".1%" if share else ".4~g"
     common: dict[str, Any] = {
         "x": recorded["rounds"], "legendgroup": method, "connectgaps": True, "mode": "lines+markers",
@@ -123,7 +129,11 @@ def local_models(
         hovertemplate=f"global model, round %{{x}}: %{{y:{form}}}<extra></extra>",
         **common,
     )
-    yaxis = {"title": title_of(measure), **(SHARES if share else {}), **({"range": list(limits)} if limits else {})}
+    yaxis = {
+        "title": title_of(measure, metric),
+        **(SHARES if share else {}),
+        **({"range": list(limits)} if limits else {}),
+    }
     xaxis = {"title": "Round", "rangemode": "tozero"}
     return framed([*thin, thick], 340, xaxis=xaxis, yaxis=yaxis, hovermode="closest")
 
@@ -257,7 +267,8 @@ def memorisation_figures(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
 def _local_models(chosen: Sequence[RunSummary], looks: Mapping[str, Style]) -> Iterator[ReportFigure]:
     """The accuracy of all methods, then the loss, each on one scale."""
     known = of_kind(chosen, "aggregate")
-    for measure in ("accuracy", "loss"):
+    metric = chosen[0].metric if chosen else ACCURACY
+    for measure in dict.fromkeys((metric.name, "loss")):
         lines = [line for _, one in known for line in (*one["models"][measure], one["global"][measure])]
         values = [value for line in lines for value in line if value is not None]
         low, high = min(values, default=0.0), max(values, default=1.0)
@@ -269,7 +280,7 @@ def _local_models(chosen: Sequence[RunSummary], looks: Mapping[str, Style]) -> I
                 f"of the {some} that the clients of {name} upload (thin) and of the global model aggregated from them (thick). "
                 f"Seed {run.seed}."
             )
-            figure = local_models(name, one, looks[name], measure, (low - beyond, high + beyond))
+            figure = local_models(name, one, looks[name], measure, (low - beyond, high + beyond), metric)
             yield ReportFigure(f"local-{measure}-{name}", f"Local models: test {measure}", caption, {"": figure})
 
 

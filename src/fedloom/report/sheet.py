@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedloom.report.cells import Cell, Column, Table, comparison, share_cell
+from fedloom.objectives import ACCURACY, Metric
+from fedloom.report.cells import Cell, Column, Table, comparison, score_cell
 from fedloom.report.significance import Difference, comparisons, differences, seeds_needed, smallest_exact
 from fedloom.report.summary import LAST, MEASURES, Row, RunSummary, Spread, by_algorithm, measured, summarise
 
@@ -19,10 +20,11 @@ DIFFERENCE_HEADS = ("Difference", "95 % interval", "p (t), Holm", "p (exact), Ho
 
 @dataclass(frozen=True)
 class Criterion:
-    """What runs are judged by: its name, and its value for a run, a share (None where it was not measured)."""
+    """What runs are judged by: its name, its value for a run (None where it was not measured), and the metric that this is of."""
 
     name: str
     of: Callable[[RunSummary], float | None]
+    metric: Metric = ACCURACY
 
     @property
     def title(self) -> str:
@@ -51,7 +53,12 @@ class Sheet:
     @property
     def criterion(self) -> Criterion:
         """The measure as a criterion for single runs."""
-        return criterion(self.measure, self.last)
+        return criterion(self.measure, self.last, self.metric)
+
+    @property
+    def metric(self) -> Metric:
+        """What the methods are judged by."""
+        return self.rows[0].metric if self.rows else ACCURACY
 
     @property
     def table(self) -> Table:
@@ -77,23 +84,24 @@ def sheet(
             method: {run.seed: value for run in group if (value := measured(run, name, last)) is not None}
             for method, group in by_algorithm(runs).items()
         }
-        tests[name] = [one for one in differences(values, against) if one.seeds > 1]
+        upwards = not rows or rows[0].metric.higher_is_better
+        tests[name] = [one for one in differences(values, against, upwards) if one.seeds > 1]
     return Sheet(tuple(rows), tests, last, against, measure, setting, dict(changes or {}))
 
 
-def words(measure: str, last: int) -> str:
+def words(measure: str, last: int, metric: Metric = ACCURACY) -> str:
     """What a measure is: `mean accuracy of the last 10 evaluations`."""
     named = {
-        "final": "accuracy after the last round",
-        "best": "best accuracy of any evaluation",
-        "personal": "accuracy of the clients' own models",
+        "final": f"{metric.noun} after the last round",
+        "best": f"best {metric.noun} of any evaluation",
+        "personal": f"{metric.noun} of the clients' own models",
     }
-    return named.get(measure, f"mean accuracy of the last {last} evaluations")
+    return named.get(measure, f"mean {metric.noun} of the last {last} evaluations")
 
 
-def criterion(measure: str = "last", last: int = LAST) -> Criterion:
+def criterion(measure: str = "last", last: int = LAST, metric: Metric = ACCURACY) -> Criterion:
     """One of the `MEASURES` as a criterion."""
-    return Criterion(words(measure, last), lambda run: measured(run, measure, last))
+    return Criterion(words(measure, last, metric), lambda run: measured(run, measure, last), metric)
 
 
 def reading(sheets: Sequence[Sheet]) -> list[str]:
@@ -106,7 +114,7 @@ def reading(sheets: Sequence[Sheet]) -> list[str]:
     family = max(comparisons(len(one.rows), one.against) for one in tested)
     seeds = min(found.seeds for one in tested for tests in one.tests.values() for found in tests)
     pairs = "1 comparison" if family == 1 else f"{family} comparisons"
-    reference = "method with the highest mean" if first.against == "best" else "first method"
+    reference = "method with the best mean" if first.against == "best" else "first method"
     text = [
         f"Differences from the {reference} are paired by seed and tested at the 5 % level, p-values corrected by Holm's method "
         f"for {pairs}. Significant: by the exact sign-flip test, which assumes no distribution, and by the paired t-test, which "
@@ -131,24 +139,26 @@ def faults_in(one: Sheet) -> str:
 def overall(sheets: Sequence[Sheet]) -> Table:
     """One measure of every method (a line) in every setting (a column), and the mean of a method's ranks over the settings.
 
-    Rank 1 is the largest mean; equal means share the mean of their ranks. Settings in which some method has no value are
+    Rank 1 is the best mean; equal means share the mean of their ranks. Settings in which some method has no value are
     left out of the ranks.
     """
     from scipy.stats import rankdata  # takes a second to import, which a single run does not need
 
     methods = list(dict.fromkeys(row.algorithm for one in sheets for row in one.rows))
     found = [{row.algorithm: spread_of(row, one.measure) for row in one.rows} for one in sheets]
-    whole = [means for one in found if len(means := [s.mean for m in methods if (s := one.get(m))]) == len(methods)]
-    ranks = [rankdata([-mean for mean in means]) for means in whole]
+    signs = [-1 if one.metric.higher_is_better else 1 for one in sheets]
+    known = [[sign * s.mean for m in methods if (s := one.get(m))] for sign, one in zip(signs, found, strict=True)]
+    whole = [means for means in known if len(means) == len(methods)]
+    ranks = [rankdata(means) for means in whole]
     columns = (
         Column("Method", order="ascending"),
-        *(Column(_heading(one.changes), "largest") for one in sheets),
+        *(Column(_heading(one.changes), "largest" if one.metric.higher_is_better else "smallest") for one in sheets),
         Column("Mean rank", "smallest", "ascending"),
     )
     lines = []
     for k, method in enumerate(methods):
         cells = [
-            share_cell(spreads.get(method), one.marks[one.measure].get(method, ""))
+            score_cell(spreads.get(method), one.metric, one.marks[one.measure].get(method, ""))
             for one, spreads in zip(sheets, found, strict=True)
         ]
         rank = sum(float(one[k]) for one in ranks) / len(ranks) if ranks else None
@@ -156,16 +166,25 @@ def overall(sheets: Sequence[Sheet]) -> Table:
     return Table(columns, tuple(lines))
 
 
+def in_percent(one: Sheet) -> str:
+    """What a caption says of the unit of a sheet's figures."""
+    return ", in per cent" if one.metric.share else ""
+
+
 def difference_title(one: Sheet) -> str:
     """What the table of a sheet's differences shows."""
-    return f"Differences in the {one.criterion.name}, in points"
+    return f"Differences in the {one.criterion.name}{', in points' if one.metric.share else ''}"
 
 
-def difference_cells(found: Difference) -> list[str]:
-    """Difference and interval in points, corrected p of both tests, and the verdict."""
-    interval = "–" if found.low is None or found.high is None else f"{100 * found.low:+.2f} to {100 * found.high:+.2f}"
+def difference_cells(found: Difference, metric: Metric) -> list[str]:
+    """Difference and interval, of shares in points, corrected p of both tests, and the verdict."""
+
+    def signed(value: float) -> str:
+        return f"{100 * value:+.2f}" if metric.share else f"{value:+.3g}"
+
+    interval = "–" if found.low is None or found.high is None else f"{signed(found.low)} to {signed(found.high)}"
     tests = [p_text(found.t_test_corrected), p_text(found.exact_corrected)]
-    return [f"{100 * found.mean:+.2f}", interval, *tests, found.verdict]
+    return [signed(found.mean), interval, *tests, found.verdict]
 
 
 def p_text(p: float | None) -> str:

@@ -64,15 +64,17 @@ Values = Mapping[str, Mapping[int, float]]
 """A figure by method and seed."""
 
 
-def differences(values: Values, against: str) -> list[Difference]:
+def differences(values: Values, against: str, higher_is_better: bool = True) -> list[Difference]:
     """Every other method minus the reference, in the order of the methods.
 
-    `against` is `best` (the largest mean) or `first`. Methods without a seed in common with the reference are left out.
+    `against` is `best` (the largest mean, or the smallest where less is better) or `first`. Methods without a seed in common with
+    the reference are left out.
     """
     means = {method: float(np.mean([*known.values()])) for method, known in values.items() if known}
     if len(means) < 2:
         return []
-    reference = next(iter(means)) if against == "first" else max(means, key=lambda method: means[method])
+    best = (max if higher_is_better else min)(means, key=lambda method: means[method])
+    reference = next(iter(means)) if against == "first" else best
     wanted = [(method, reference) for method in means if method != reference]
     pairs = (
         wanted if against == "first" else [*wanted, *itertools.combinations([m for m in means if m != reference], 2)]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedloom.config.checks import require_at_least, require_share
+from fedloom.objectives import ACCURACY, Metric
 
 LAST = 10
 """Evaluations that `mean_of_last` averages unless told otherwise."""
@@ -32,7 +33,8 @@ class RunSummary:
     the report shows `command`, the line that repeats the run, and uses `targets` and `rounds`. `recorded` holds
     what was recorded on request (`Recording.results`), one entry a recorder, and `clients` the lines of `clients.jsonl`: the
     accuracy of each client in the rounds in which the clients' own models were evaluated. Label counts are of the labels as the
-    clients have them, of which `wrong_labels` are wrong (label noise).
+    clients have them, of which `wrong_labels` are wrong (label noise). Runs are judged by the task's `metric`; where it is not
+    the accuracy, it stands in its place in everything below.
     """
 
     algorithm: str
@@ -46,6 +48,7 @@ class RunSummary:
     recorded: list[dict[str, Any]] = field(default_factory=list)
     clients: list[dict[str, Any]] = field(default_factory=list)
     wrong_labels: int = 0
+    metric: Metric = ACCURACY
 
 
 @dataclass(frozen=True)
@@ -98,16 +101,17 @@ class Row:
     personal: Spread | None = None
     client_std: Spread | None = None
     client_worst: Spread | None = None
+    metric: Metric = ACCURACY
 
 
 def summarise(runs: Sequence[RunSummary], targets: Sequence[float] = (), last: int = LAST) -> list[Row]:
     """One `Row` a method, in the order in which the methods first appear in `runs`.
 
-    `targets` are test accuracies in (0, 1]; `last` is the number of evaluations in the mean of the last ones. Raises
-    `InvalidValue` for a target that is not such a share (a per cent, for instance) or `last` below 1.
+    `targets` are values of the metric, test accuracies in (0, 1]; `last` is the number of evaluations in the mean of the last
+    ones. Raises `InvalidValue` for a target that is not such a share (a per cent, for instance) or `last` below 1.
     """
-    for target in targets:
-        require_share("target accuracy", target)
+    for target in targets if all(run.metric.share for run in runs) else ():
+        require_share(f"target {ACCURACY.noun}", target)
     require_at_least("last", last, 1)
     return [_row(name, group, targets, last) for name, group in by_algorithm(runs).items()]
 
@@ -129,8 +133,8 @@ def dotted(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def accuracies(run: RunSummary) -> list[float]:
-    """Test accuracy of every round that was evaluated, in order."""
-    return [float(record["accuracy"]) for record in run.records if record.get("accuracy") is not None]
+    """Test accuracy (or whatever the metric is) of every round that was evaluated, in order."""
+    return [float(record[run.metric.name]) for record in run.records if record.get(run.metric.name) is not None]
 
 
 def final(run: RunSummary) -> float | None:
@@ -141,7 +145,7 @@ def final(run: RunSummary) -> float | None:
 
 def best(run: RunSummary) -> float | None:
     """Best accuracy of any evaluation. It is chosen on the test set, so it flatters a curve that jumps."""
-    return max(accuracies(run), default=None)
+    return run.metric.best(accuracies(run))
 
 
 def mean_of_last(run: RunSummary, count: int = LAST) -> float | None:
@@ -158,7 +162,7 @@ def personal(run: RunSummary, part: str = "") -> float | None:
     personal models were not evaluated, the global model on the clients' own test data takes their place.
     """
     for name in ("personal", "client"):
-        found = [record[key] for record in run.records if (key := f"{name}_accuracy{part}") in record]
+        found = [record[key] for record in run.records if (key := f"{name}_{run.metric.name}{part}") in record]
         if found:
             return float(found[-1])
     return None
@@ -172,8 +176,9 @@ def measured(run: RunSummary, measure: str, last: int = LAST) -> float | None:
 
 
 def rounds_to(run: RunSummary, target: float) -> int | None:
-    """First round, counted from 1, whose test accuracy is at least `target`, without smoothing; None if never."""
-    reached = (int(r["round"]) for r in run.records if r.get("accuracy") is not None and r["accuracy"] >= target)
+    """First round, counted from 1, whose test accuracy is as good as `target`, without smoothing; None if never."""
+    found = ((int(record["round"]), record.get(run.metric.name)) for record in run.records)
+    reached = (number for number, value in found if value is not None and run.metric.reaches(value, target))
     return next(reached, None)
 
 
@@ -254,4 +259,5 @@ def _row(name: str, runs: Sequence[RunSummary], targets: Sequence[float], last: 
         spread(personal),
         spread(lambda run: personal(run, "_std")),
         spread(lambda run: personal(run, "_worst")),
+        runs[0].metric,
     )

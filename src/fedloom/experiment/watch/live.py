@@ -16,6 +16,7 @@ from typing import Any
 
 from fedloom.errors import CheckpointError
 from fedloom.experiment.directory import RunDirectory
+from fedloom.report import summary as figures
 from fedloom.report.page import render, templates
 from fedloom.report.summary import RunSummary
 
@@ -41,8 +42,8 @@ class Standing:
     state: str  # "finished", "running" or "quiet"
     rounds: int
     total: int
-    accuracy: float | None
-    best: float | None
+    score: str
+    best: str
     pace: float | None
     left: float | None
     quiet: float
@@ -129,7 +130,8 @@ class Watched:
         run = self._summary(path)
         if run is None:
             return None
-        accuracies = [float(r["accuracy"]) for r in run.records if r.get("accuracy") is not None]
+        measured = [figures.final(run), figures.best(run)]
+        final, best = ("–" if value is None else run.metric.text(value) for value in measured)
         rounds, total = len(run.records), int(run.configuration.get("rounds", len(run.records)))
         last = [float(timing["seconds"]) for timing in run.timings[-_PACE:] if "seconds" in timing]
         pace = sum(last) / len(last) if last else None
@@ -143,8 +145,8 @@ class Watched:
             state,
             rounds,
             total,
-            accuracies[-1] if accuracies else None,
-            max(accuracies, default=None),
+            final,
+            best,
             pace,
             None if pace is None or ended else pace * max(0, total - rounds),
             quiet,

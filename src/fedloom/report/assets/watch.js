@@ -42,8 +42,8 @@
     line.append(
       element("td", `${run.algorithm}, seed ${run.seed}`),
       progress,
-      element("td", share(run.accuracy)),
-      element("td", share(run.best), { class: "wide" }),
+      element("td", run.score),
+      element("td", run.best, { class: "wide" }),
       element("td", run.pace === null ? "–" : time(run.pace), { class: "wide" }),
       element("td", run.state === "running" && run.left !== null ? time(run.left) : "–"),
     );

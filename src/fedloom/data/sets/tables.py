@@ -1,0 +1,72 @@
+"""Small tables that come with scikit-learn: numbers in columns, nothing to download."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.data.dataset import Dataset, Samples, datasets
+from fedloom.data.sets.holdout import hold_out
+from fedloom.objectives import Objective
+from fedloom.objectives.classification import CLASSIFICATION
+from fedloom.objectives.regression import Regression
+
+_SPLIT_SEED = 0  # fixed, so that results compare between runs of every seed
+
+
+@datasets.register("diabetes")
+def diabetes(*, test_fraction: float = 0.2) -> Dataset:
+    """442 patients, 10 measurements each, and how far their diabetes got within a year: a regression.
+
+    Inputs and target are standardised by mean and deviation of the training part, so that a model that only knows the mean has
+    an RMSE of about 1. `test_fraction` of the samples test. Source: Efron, Hastie, Johnstone, Tibshirani, Least Angle Regression,
+    2004.
+    """
+    from sklearn.datasets import load_diabetes
+
+    return _table("diabetes", load_diabetes(), test_fraction, Regression())
+
+
+@datasets.register("breast_cancer")
+def breast_cancer(*, test_fraction: float = 0.2) -> Dataset:
+    """569 tumours, 30 measurements each, malignant or benign (2 classes).
+
+    Inputs are standardised by mean and deviation of the training part. Of every class floor((1 - test_fraction) n) samples train
+    and the others test. Source: Street, Wolberg, Mangasarian, Nuclear feature extraction for breast tumor diagnosis, 1993.
+    """
+    from sklearn.datasets import load_breast_cancer
+
+    return _table("breast_cancer", load_breast_cancer(), test_fraction, CLASSIFICATION)
+
+
+@datasets.register("wine")
+def wine(*, test_fraction: float = 0.2) -> Dataset:
+    """178 wines, 13 measurements each, from 3 growers (classes).
+
+    Prepared as `breast_cancer`. Source: Aeberhard, Forina, Wine, UCI, 1991.
+    """
+    from sklearn.datasets import load_wine
+
+    return _table("wine", load_wine(), test_fraction, CLASSIFICATION)
+
+
+def _table(name: str, source: Any, test_fraction: float, objective: Objective) -> Dataset:
+    """The data set of a table of scikit-learn."""
+    inputs = torch.from_numpy(source.data).to(torch.float64)
+    targets = torch.from_numpy(source.target)
+    targets = targets.long() if objective.classes else targets.to(torch.float64)
+    within = targets if objective.classes else torch.zeros(len(targets), dtype=torch.int64)
+    train, test = hold_out(Samples(inputs, targets), test_fraction, _SPLIT_SEED, within=within)
+    parts = [Samples(_scaled(part.inputs, train.inputs), part.labels) for part in (train, test)]
+    if objective.classes:
+        names = tuple(str(one) for one in source.target_names)
+        return Dataset(name, parts[0], parts[1], len(names), class_names=names, objective=objective)
+    parts = [Samples(part.inputs, _scaled(part.labels, train.labels)) for part in parts]
+    return Dataset(name, parts[0], parts[1], objective=objective)
+
+
+def _scaled(values: Tensor, training: Tensor) -> Tensor:
+    """Columns with mean 0 and deviation 1 over the training part, as float32."""
+    return ((values - training.mean(0)) / training.std(0, correction=0).clamp_min(1e-12)).float()
