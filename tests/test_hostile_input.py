@@ -37,12 +37,15 @@ from fedloom.data.sets.ag_news import read_csv
 from fedloom.data.sets.cifar import read_binary_batches, read_python_batches
 from fedloom.data.sets.femnist import read_leaf_images
 from fedloom.engines.base import engines
+from fedloom.engines.flower.deploy.agreement import read_configuration
 from fedloom.errors import LONGEST_QUOTED, CheckpointError, DataError, FedloomError, InvalidValue, quoted
 from fedloom.experiment.artifact import load_model
 from fedloom.experiment.configuration import LONGEST_FILE, configuration, put, read_table
+from fedloom.experiment.directory import read_json
 from fedloom.experiment.trackers.tracker import trackers
 from fedloom.models import models
 from fedloom.recording.recorder import recorders
+from fedloom.rounds.checkpoint import RoundLog
 from fedloom.state.tensors import _digest
 
 HEX = "0x" + "f" * 50_000  # which Python reads, but does not write in decimal figures
@@ -76,6 +79,9 @@ def require_one_short_line(text: str) -> None:
         ("algorithm=a" + ":a" * 3000, "nests more than 50 levels deep"),
         ("name=" + "x" * 201, "at most 200 characters"),
         ("directory=" + "x" * 256, "directory must be a path of names of at most 255 bytes"),
+        ("data.name=\"arrays(path='" + "x" * 5000 + "')\"", "path must be a path of names of at most 255 bytes, not 'xxx"),
+        ("data.name=\"images(folder='" + "x" * 256 + "')\"", "folder must be a path of names of at most 255 bytes"),
+        ("model=mlp(hidden=[1000000000000000])", "cannot be built: [enforce fail"),
         ("directory=a\udcffb", "directory must be text without halves of characters, not 'a\\udcffb'"),
         ("threads=1000000000", "threads must be between 1 and"),
         ("workers=100000", "workers must be at most"),
@@ -130,6 +136,24 @@ def test_a_file_that_makes_no_sense_is_told_in_one_short_line(content: bytes, sa
     with pytest.raises(InvalidValue, match=re.escape(said)) as caught:
         read_table(tmp_path / "job.toml")
     require_one_short_line(str(caught.value))
+
+
+@pytest.mark.parametrize(
+    "text", ["rounds = " + "9" * 5000, "rounds = " + "[" * 3000, "rounds = " + "[" * 60 + "]" * 60]
+)
+def test_a_federation_that_makes_no_sense_is_told_in_one_short_line(text: str) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        read_configuration(text)
+    require_one_short_line(str(caught.value))
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "9" * 5000, "nan", ""])
+def test_a_record_that_makes_no_sense_is_damaged(content: str, tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"result.json is missing or damaged"):
+        read_json(tmp_path / "result.json", dict)
+    (tmp_path / "metrics.jsonl").write_text(content)
+    assert RoundLog(tmp_path / "metrics.jsonl").read() == []
 
 
 def test_an_endless_file_is_no_configuration() -> None:
@@ -296,6 +320,7 @@ HOSTILE: list[tuple[Callable[[Path], Any], bytes, str]] = [
     (read_pictures, parquet_bytes(image=[picture_bytes(700, 700)], label=[1]), "row 0: takes 0.00 GiB of memory"),
     (read_pictures, parquet_bytes(image=[picture_bytes(400, 400)] * 100, label=[1] * 100), "takes 0.01 GiB of memory"),
     (read_batch, pickle.dumps({"data": np.zeros((1, 3072), np.uint8), "labels": NESTED}), "labels must be a list of integers"),
+    (read_batch, pickle.dumps({"da\nta\x1b": 1}), "(it has: da ta )"),
     (read_batch, b"\x80\x02]r\xff\xff\xff\x7f.", "object number 2147483647 in 9 bytes"),
     (read_batch, b"\x80\x04\x8e" + (1 << 62).to_bytes(8, "little"), "refused or damaged pickle"),
     (read_texts, b'"' + b"9" * 200_000 + b'","a","b"\n', "damaged csv"),

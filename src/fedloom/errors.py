@@ -113,8 +113,9 @@ def quoted(value: object, write: Callable[[Any], str] = repr) -> str:
 
 
 def shortened(text: str) -> str:
-    """The first 200 characters of a text, and how long it is where there are more."""
-    return text if len(text) <= LONGEST_QUOTED else f"{text[:LONGEST_QUOTED]}... ({len(text):,} characters)"
+    """The first 200 characters of a text, without control characters, and how long it is where there are more."""
+    start = "".join(c if c.isprintable() else " " for c in text[:LONGEST_QUOTED])
+    return start if len(text) <= LONGEST_QUOTED else f"{start}... ({len(text):,} characters)"
 
 
 def one_line(text: str, longest: int = 500) -> str:

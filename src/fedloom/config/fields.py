@@ -41,6 +41,10 @@ Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 
 
+_PATHS = ("path", "folder", "file", "directory")
+"""Options that hold a file's path, whatever has them."""
+
+
 def require_fields(instance: Any) -> None:
     """Check the fields of a dataclass, in its `__post_init__`. Raises `InvalidValue` for a value that its type does not allow."""
     values = {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance) if field.init}
@@ -56,6 +60,8 @@ def checked(make: Any, values: Mapping[str, Any], prefix: str = "") -> dict[str,
     given = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
     for name, value in given.items():
         require_plain(value, f"{prefix}{name}")
+        if name in _PATHS and isinstance(value, str) and any(len(part.encode()) > 255 for part in value.split("/")):
+            raise InvalidValue(f"{prefix}{name} must be a path of names of at most 255 bytes, not {quoted(value)}")
     try:
         return dict(_adapter(make).validate_python(given))
     except ValidationError as error:

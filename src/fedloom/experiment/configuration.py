@@ -117,8 +117,6 @@ class Configuration(Schedule):
                 f"name {quoted(self.name)} must begin with a letter, figure or _ and can name a folder: no slashes, "
                 "at most 200 characters"
             )
-        if self.directory is not None and any(len(part.encode()) > 255 for part in Path(self.directory).parts):
-            raise InvalidValue(f"directory must be a path of names of at most 255 bytes, not {quoted(self.directory)}")
         if self.pool == "processes" and self.workers != "auto" and self.workers > MOST_WORKERS:
             raise InvalidValue(f"workers must be at most {MOST_WORKERS} on this machine, not {self.workers}")
         if self.pool not in ("processes", "ray") and not self.pool.startswith("ray://"):

@@ -219,7 +219,7 @@ def read_json(path: Path, kind: type[_Json], remedy: str = "start again with --f
         found = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(found, kind):
             return found
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         pass
     raise CheckpointError(f"{path} is missing or damaged: {remedy}")
 

@@ -93,7 +93,7 @@ def _known(folder: Path, groups: Mapping[int, Sequence[Run]]) -> list[dict[str, 
     """What is kept in the folder of these runs; None where nothing is, or where it is of others."""
     try:
         kept = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return list(kept["trajectories"]) if groups and kept.get("of") == _digest(groups) else None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ import tomli_w
 from fedloom.algorithm import build, describe
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.experiment.configuration import VARYING, Configuration, configuration
-from fedloom.experiment.directory import finished_runs, to_json
+from fedloom.experiment.directory import finished_runs, read_json, to_json
 from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.jobs import Job, Tasks, job_of, require_possible
 from fedloom.experiment.parameters import PREFIX, parameter_keys, with_parameters
@@ -249,7 +248,7 @@ def score_on_test(search: Search, best: Trial, runner: Runner) -> Trial:
     """
     path = search.folder / "tested.json"
     choice = {key: plain_text(value) for key, value in best.changes.items()}
-    if path.exists() and (before := json.loads(path.read_text(encoding="utf-8"))) != choice:
+    if path.exists() and (before := read_json(path, dict, f"remove {path}")) != choice:
         raise InvalidValue(
             f"the test data of this search were used once, for {label(before)}: a second choice tested on them is no test "
             f"any more (remove {path} to do it all the same)"

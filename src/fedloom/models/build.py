@@ -33,7 +33,11 @@ def build_model(expression: str, spec: DataSpec, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         make = _read(expression, spec)
         with global_stream(seed, "model"):
-            return make()
+            try:
+                return make()
+            except (RuntimeError, MemoryError, OverflowError) as error:  # more weights than there is memory for
+                reason = one_line(str(error), LONGEST_QUOTED)
+                raise InvalidValue(f"model {quoted(expression)} cannot be built: {reason}") from error
 
 
 def _read(expression: str, spec: DataSpec) -> Callable[[], nn.Module]:

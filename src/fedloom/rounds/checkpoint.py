@@ -134,7 +134,7 @@ class RoundLog:
         for line in self.path.read_bytes().splitlines() if self.path.exists() else []:
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             number = record.get("round") if isinstance(record, dict) else None
             if isinstance(number, int) and number > (records[-1]["round"] if records else 0):

@@ -118,7 +118,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     for line in path.read_bytes().splitlines():
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
             found.append(value)

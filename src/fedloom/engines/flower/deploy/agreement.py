@@ -15,7 +15,7 @@ import torch
 from fedloom.config.fields import NonNegative, NonNegativeInt, Share, checked
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.engines.flower.messages import Words
-from fedloom.errors import InvalidValue, RefusedReply, suggestion
+from fedloom.errors import LONGEST_QUOTED, InvalidValue, RefusedReply, one_line, suggestion
 from fedloom.experiment.configuration import Configuration, configuration, load
 from fedloom.flat.layout import Layout
 from fedloom.objectives import Objective, objectives
@@ -112,8 +112,9 @@ def _parsed(text: str) -> Configuration:
     """The configuration in a text; kept for sites that share a process, as in tests."""
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise InvalidValue(f"run configuration: configuration is not TOML: {' '.join(str(error).split())}") from None
+    except (ValueError, RecursionError) as error:
+        reason = one_line(str(error), LONGEST_QUOTED)
+        raise InvalidValue(f"run configuration: configuration is not TOML: {reason}") from None
     return configuration({"name": "federation", **table})
 
 

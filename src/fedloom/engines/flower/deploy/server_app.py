@@ -107,7 +107,7 @@ class Opening:
             found = cls(**json.loads(path.read_text(encoding="utf-8")))
             if len(found.samples) == len(found.tests) == count and isinstance(found.federation, str):
                 return found
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, RecursionError):
             pass
         raise CheckpointError(f"{path} is damaged or of another run: use another folder")
 
