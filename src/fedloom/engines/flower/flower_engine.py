@@ -22,7 +22,7 @@ from flwr.app import Message
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, describe
-from fedloom.engines.base import Choice, inspect_reply
+from fedloom.engines.base import inspect_reply
 from fedloom.engines.flower.known_sites import MOST_SAMPLES
 from fedloom.engines.flower.messages import (
     Expected,
@@ -58,7 +58,6 @@ class FlowerEngine(RemoteClients):
     how many samples they have."""
 
     in_process: bool | None = None
-    chosen: Choice | None = None
 
     def __init__(self, messenger: SiteMessenger, largest_share: float = 1.0) -> None:
         self.messenger, self.sites, self.numbers = messenger, messenger.sites, messenger.numbers
