@@ -1,5 +1,6 @@
 # make setup: a virtual environment and the install;  make demo: the main job and its report;  make docs: site/index.html;
-# make quick: a cross-section of the tests in a minute;  make test: every test;  make dist: a wheel and an sdist in dist/
+# make quick: a cross-section of the tests in a minute;  make test: every test;  make chaos MINUTES=60: kills, damaged files, mutated inputs and malicious sites;
+# make dist: a wheel and an sdist in dist/
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -9,7 +10,9 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 QUICK := architecture config layout population randomness fedavg fedmr global_methods global_invariants stages federation \
          evaluation checkpoint store tables cli partitions data_own secure_faults
 
-.PHONY: setup setup-dev demo quick test lint docs dist clean
+MINUTES ?= 60
+
+.PHONY: setup setup-dev demo quick test chaos lint docs dist clean
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
@@ -32,6 +35,9 @@ quick: setup-dev
 
 test: setup-dev
 	$(PYTEST)
+
+chaos: setup-dev
+	$(BIN)/python tests/chaos/harness.py --minutes $(MINUTES)
 
 lint: setup-dev
 	$(BIN)/ruff check .

@@ -10,15 +10,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fedloom.cli import main
+from fedloom.engines.rows import RowsEngine
 from fedloom.errors import DiskFull
 from fedloom.rounds.checkpoint import RoundLog
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from fedloom.rounds.termination import Terminated, sigterm_interrupts
 from fedloom.state.files import write_text
 from ray_support import gone
+from small_task import KeepsClientMemory, small_task
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 JOB = """
@@ -144,6 +149,31 @@ def test_a_full_disk_is_named_with_the_file_and_what_it_needs(
     assert main(["run", "job.toml", "--quiet"]) == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_between_a_rounds_figures_and_its_state_waits(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = small_task()
+    schedule = Schedule(rounds=9, participation=0.5, checkpoint_every=9)
+    append = RoundLog.append
+
+    def interrupted(log: RoundLog, record: Any) -> None:
+        append(log, record)
+        if record["round"] == 3:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(RoundLog, "append", interrupted)
+    federation = Federation(KeepsClientMemory(), task, RowsEngine(task), schedule, tmp_path, "this run")
+    with pytest.raises(KeyboardInterrupt):
+        federation.run()
+    monkeypatch.undo()
+    again = Federation(KeepsClientMemory(), task, RowsEngine(task), schedule, tmp_path, "this run")
+    assert again.finished == 3
+    assert again.notices == []
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_log_on_a_full_disk_is_named_too(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
@@ -153,3 +183,37 @@ def test_a_log_on_a_full_disk_is_named_too(tmp_path: Path) -> None:
         RoundLog(tmp_path / "metrics.jsonl").append({"round": 1})
     with pytest.raises(Exception, match="cannot be written"):
         write_text(tmp_path / "missing" / "file", "text")
+
+
+@pytest.mark.parametrize("more", [[], ["--fresh"]])
+def test_what_killed_writers_left_is_gone_with_the_next_start_and_nothing_else(
+    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text(JOB.format(more='engine = "rows"').replace("3000", "2"))
+    assert main(["run", "job.toml", "--quiet"]) == 0
+    (place,) = tmp_path.glob("runs/job/*/seed-2")
+    left = place / ".report.html.0123456789abcdef.writing"
+    others = [place / ".report.html.writing", place / ".tmpAb3dE6", place / "notes.0123456789abcdef.writing"]
+    for folder in (left, *others):
+        folder.mkdir()
+        (folder / "report.html").write_text("half")
+    assert main(["run", "job.toml", "--quiet", *more]) == 0  # finished: nothing is computed without --fresh
+    assert not left.exists()
+    assert all((folder / "report.html").read_text() == "half" for folder in others)
+
+
+def test_a_changed_figure_of_a_finished_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text(JOB.format(more='engine = "rows"').replace("3000", "2"))
+    assert main(["run", "job.toml", "--quiet"]) == 0
+    (path,) = tmp_path.glob("runs/job/*/seed-2/metrics.jsonl")
+    path.write_text(path.read_text().replace('"loss": ', '"loss": 1', 1))
+    capsys.readouterr()
+    assert main(["run", "job.toml", "--quiet"]) == 2
+    said = capsys.readouterr().err
+    assert "metrics.jsonl is not as it was written, up to round 2: " in said
+    assert len(said.splitlines()) == 1
+    assert main(["run", "job.toml", "--quiet", "--fresh"]) == 0

@@ -32,12 +32,12 @@ from filelock import FileLock, Timeout
 from fedloom.algorithm import Algorithm, describe
 from fedloom.engines.base import Choice
 from fedloom.engines.choose import DEFAULT
-from fedloom.errors import CheckpointError
+from fedloom.errors import CheckpointError, DamagedCheckpoint
 from fedloom.experiment.identity import environment, version_changes
 from fedloom.objectives import Metric
 from fedloom.recording.run_recording import RESULT as RECORDED
 from fedloom.report.summary import RunSummary, dotted
-from fedloom.rounds.checkpoint import RoundLog
+from fedloom.rounds.checkpoint import RoundLog, require_logs
 from fedloom.state.files import remove_unfinished, slug, write_text
 
 _Json = TypeVar("_Json", dict[str, Any], list[Any])
@@ -82,6 +82,13 @@ class RunDirectory:
     def configuration(self) -> dict[str, Any]:
         """What the run here depends on. Raises `CheckpointError` when that file is missing or damaged."""
         return read_json(self.path / "configuration.json", dict)
+
+    def require_figures(self) -> None:
+        """Raise `CheckpointError` where the figures of a run that came to its end are not as they were written."""
+        try:
+            require_logs(self.path)
+        except DamagedCheckpoint as error:
+            raise CheckpointError(f"{error}: {_OTHERWISE}") from None
 
     @property
     def engine(self) -> Choice | None:

@@ -39,7 +39,7 @@ from fedloom.rounds.engine import Engine
 from fedloom.rounds.evaluation import Record
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.state.files import write_text
+from fedloom.state.files import remove_unfinished, write_text
 from fedloom.state.tensors import write_tensors
 from fedloom.task import Task
 
@@ -265,12 +265,14 @@ def run_configured(
     resolved = configuration.resolved(name.algorithm, name.seed)
     place = run_directory(configuration, *name) if path is None else RunDirectory(path)
     with locked(place.lock):
+        remove_unfinished(place.path)
         method = build(name.algorithm)
         if not fresh:
             resolved = place.kept(resolved)
         if not fresh and place.finished:
             place.require(resolved, method)
         if not fresh and place.ended(resolved):
+            place.require_figures()
             watch(Event("skipped", name, configuration.rounds))
             return place.summary(name.algorithm)
         task = (make_task or configuration.task)(name.seed)

@@ -22,7 +22,7 @@ from fedloom.rounds.engine import INTEGERS, ClientTask, Engine, Fault, RemoteCli
 from fedloom.rounds.evaluation import Evaluation, Record, newcomers_last
 from fedloom.rounds.pool_watch import PoolWatch
 from fedloom.rounds.schedule import Schedule as Schedule
-from fedloom.rounds.termination import sigterm_interrupts
+from fedloom.rounds.termination import sigterm_interrupts, uninterrupted
 from fedloom.state.files import remove_unfinished
 from fedloom.task import Task
 
@@ -158,16 +158,20 @@ class Federation:
         """
         self._midway = True
         before, integers = self.algorithm.full_state(), self.integers
+        succeeded = False
         try:
             record, timing, clients = self._round(self._first.at(self.finished + 1))
+            with uninterrupted():
+                succeeded = True
+                self._record(record, timing, clients)
+                self.engine.commit()
+                self._midway = False
         except BaseException:
-            self.algorithm.restore(before)
-            self.integers = integers
-            self._midway = not self.engine.rollback()
+            if not succeeded:
+                self.algorithm.restore(before)
+                self.integers = integers
+                self._midway = not self.engine.rollback()
             raise
-        self._record(record, timing, clients)
-        self.engine.commit()
-        self._midway = False
         return record, timing
 
     def _round(self, round: Round) -> tuple[Record, Record, Record | None]:

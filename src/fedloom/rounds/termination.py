@@ -18,8 +18,7 @@ def sigterm_interrupts() -> Iterator[None]:
 
     Nothing changes where SIGTERM has a handler already, nor in other threads than the main one, which alone takes signals.
     """
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    if not _takes_signals() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
 
@@ -32,3 +31,27 @@ def sigterm_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait until the block has ended."""
+    if not _takes_signals():
+        yield
+        return
+    waiting: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, lambda number, frame: waiting.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+        for arrived in waiting:
+            signal.raise_signal(arrived)
+
+
+def _takes_signals() -> bool:
+    """Only the main thread does."""
+    return threading.current_thread() is threading.main_thread()

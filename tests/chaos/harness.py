@@ -1,0 +1,98 @@
+"""Runs the trials for some minutes and prints what came of them, one table: python tests/chaos/harness.py --minutes 60
+
+`make test` runs it for some seconds (test_chaos.py), `make chaos MINUTES=60` at length. The same seed draws alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import resource
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+if __name__ == "__main__":  # as a program: as pytest, which finds the tests' modules
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from chaos.trials import TRIALS, Wrong
+
+
+@dataclass
+class Tally:
+    """What came of the repetitions of one trial."""
+
+    ends: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    longest: float = 0.0
+
+    @property
+    def tried(self) -> int:
+        return self.ends.total() + len(self.wrong)
+
+
+def run(seconds: float, seed: int, names: list[str] | None = None) -> dict[str, Tally]:
+    """Repeat the trials in turns, each for its share of the time, and once at least."""
+    tallies = {name: Tally() for name in names or TRIALS}
+    with tempfile.TemporaryDirectory(prefix="fedloom-chaos-") as folder, ExitStack() as stack:
+        trials = {name: TRIALS[name](Path(folder) / name) for name in tallies}
+        for trial in trials.values():
+            stack.callback(trial.close)
+        draws = {name: random.Random(f"{name} {seed}") for name in tallies}
+        spent = dict.fromkeys(tallies, 0.0)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end or any(tally.tried == 0 for tally in tallies.values()):
+            name = min(spent, key=lambda name: (tallies[name].tried > 0, spent[name]))
+            began = time.monotonic()
+            try:
+                tallies[name].ends[trials[name].once(draws[name])] += 1
+            except Wrong as error:
+                tallies[name].wrong.append(str(error))
+            took = time.monotonic() - began
+            spent[name] += took
+            tallies[name].longest = max(tallies[name].longest, took)
+    return tallies
+
+
+def held() -> dict[str, int]:
+    """What this process holds that must not grow: descriptors, threads, files in shared memory; and its largest memory, MiB."""
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+        "shared memory": len(os.listdir("/dev/shm")),
+        "MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
+    }
+
+
+def table(tallies: dict[str, Tally]) -> str:
+    lines = ["| trial | tried | wrong | longest, s | how it went |", "|---|---|---|---|---|"]
+    for name, tally in tallies.items():
+        ends = ", ".join(f"{count} {end}" for end, count in tally.ends.most_common())
+        lines.append(f"| {name} | {tally.tried} | {len(tally.wrong)} | {tally.longest:.1f} | {ends} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("trials", nargs="*", help=f"all by default: {', '.join(TRIALS)}")
+    options = parser.parse_args()
+    before = held()
+    tallies = run(60 * options.minutes, options.seed, options.trials or None)
+    after = held()
+    print(table(tallies))
+    print("held before and after: " + ", ".join(f"{name} {before[name]} and {after[name]}" for name in before))
+    wrong = [f"{name}: {text}" for name, tally in tallies.items() for text in tally.wrong]
+    print("\n".join(wrong))
+    raise SystemExit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""What the harness does to runs, files, inputs and federations, one thing at a time, and what must hold then.
+
+A trial is made once and then repeated; `once` does one thing drawn from `draw`, and returns in a word how it went. It raises
+`Wrong` when something came out that should not have. A new trial joins by being listed in `TRIALS`, a new malicious site in
+`sites.SITES`.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from chaos.sites import SITES
+from damage import damages
+from every_method import EVERY_METHOD
+from fedloom.algorithm import build, describe
+from fedloom.config.expression import parse
+from fedloom.data.formats.numpy_files import read_arrays
+from fedloom.data.partition import Partition
+from fedloom.errors import FedloomError
+from fedloom.experiment.configuration import load
+from fedloom.secure import InMemoryTransport
+from fedloom.secure.faults import ProtocolViolation
+from fedloom.secure.wire import Answer, Request
+from fedloom.state.tensors import read_tensors, write_tensors
+from flower_support import CLIENTS, EVERYBODY, LocalGrid, flower, nodes, run_config
+from forking_cli import Server, serving
+from secure_support import World
+
+SECONDS = 10.0  # the longest that reading an input may take
+
+
+class Wrong(AssertionError):
+    """Something came out that should not have."""
+
+
+class Trial(ABC):
+    """Something to do again and again, in a `folder` of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    @abstractmethod
+    def once(self, draw: random.Random) -> str:
+        """One thing; how it went. Raises `Wrong`."""
+
+    def close(self) -> None:
+        """End what the trial started."""
+        return
+
+
+# --- runs that are killed, and files that are damaged ---
+
+JOB = """
+algorithm = "{method}"
+rounds = 12
+participation = {participation}
+checkpoint_every = 3
+evaluate_every = 1
+threads = 1
+engine = "{engine}"
+model = "mlp(hidden=[8])"
+[data]
+clients = 6
+partition = "dirichlet(0.5)"
+local_test = 0.25
+"""
+KEPT = ("metrics.jsonl", "clients.jsonl", "model.safetensors", "split.npz", "configuration.json", "task.json")
+METHODS = sorted({*EVERY_METHOD} - {"fedbn"})  # which wants batch norm; silobn is much the same without
+ENGINES = ("rows", "stacked")
+
+
+def job(method: str, engine: str) -> str:
+    return JOB.format(method=method, engine=engine, participation=1.0 if method in EVERYBODY else 0.5)
+
+
+class Runs(Trial):
+    """Runs of a small job, whose files are compared with those of a run that nobody disturbed."""
+
+    undisturbed: dict[tuple[str, str], dict[str, bytes]]
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.undisturbed, self.numbers = {}, count()
+        self.stack = ExitStack()
+        self.process = self.stack.enter_context(serving())
+
+    def close(self) -> None:
+        self.stack.close()
+
+    def server(self, method: str, engine: str) -> Server:
+        folder = self.folder / str(next(self.numbers))
+        folder.mkdir()
+        (folder / "job.toml").write_text(job(method, engine))
+        return Server(self.process, folder)
+
+    def expected(self, method: str, engine: str) -> dict[str, bytes]:
+        if (method, engine) not in self.undisturbed:
+            server = self.server(method, engine)
+            if (code := server.run("run", "job.toml", "--quiet"))[0] != 0:
+                raise Wrong(f"{method} on {engine} fails undisturbed: {code[1]}")
+            place = place_of(server)
+            self.undisturbed[method, engine] = {name: (place / name).read_bytes() for name in KEPT}
+            shutil.rmtree(server.folder)
+        return self.undisturbed[method, engine]
+
+    def require_same(self, server: Server, expected: dict[str, bytes], what: str) -> None:
+        for name, content in expected.items():
+            if (place_of(server) / name).read_bytes() != content:
+                raise Wrong(f"{what}: {name} differs from that of a run that was not disturbed")
+        if left := list(server.folder.rglob("*.writing")):
+            raise Wrong(f"{what}: {left[0].name} was left behind")
+
+
+def place_of(server: Server) -> Path:
+    """The directory of the one run."""
+    (path,) = server.folder.glob("runs/job/*/seed-0")
+    return path
+
+
+class Kills(Runs):
+    """A run of any method, killed at random moments or in the middle of writes, and started again each time."""
+
+    def once(self, draw: random.Random) -> str:
+        method, engine = draw.choice(METHODS), draw.choice(ENGINES)
+        expected, server = self.expected(method, engine), self.server(method, engine)
+        killed = 0
+        for _ in range(3):
+            if draw.random() < 0.5:
+                code, _ = server.run("run", "job.toml", "--quiet", die_at=draw.randint(1, 40))
+            else:
+                command = server.start("run", "job.toml", "--quiet")
+                time.sleep(draw.random() * 0.6)
+                with suppress(ProcessLookupError):
+                    command.send(signal.SIGKILL)
+                code, _ = command.wait()
+            killed += code == -signal.SIGKILL
+        code, output = server.run("run", "job.toml", "--quiet")
+        if code != 0:
+            raise Wrong(f"{method} on {engine} does not go on after {killed} kills: {output}")
+        self.require_same(server, expected, f"{method} on {engine}, killed {killed} times")
+        shutil.rmtree(server.folder)
+        return f"{killed} kills, the same bytes"
+
+
+class Damages(Runs):
+    """A run that was stopped half-way, with one file damaged: it comes to the same end, or is refused in one line."""
+
+    methods = ("fedavg", "scaffold", "ditto", "stages(fedavg:4, fedmr)")
+
+    def once(self, draw: random.Random) -> str:
+        method = draw.choice(self.methods)
+        expected, server = self.expected(method, "rows"), self.server(method, "rows")
+        server.run("run", "job.toml", "--quiet", die_at=draw.randint(12, 60))  # the last of these come after its end
+        path = draw.choice(
+            sorted(path for path in place_of(server).rglob("*") if path.stat().st_size and path.is_file())
+        )
+        ((what, content),) = damages_of(path.read_bytes(), draw)
+        path.write_bytes(content)
+        code, output = server.run("run", "job.toml", "--quiet")
+        what = f"{method}, {path.name}: {what}"
+        if "Traceback" in output or "FEDLOOM_TRACEBACK" in output:
+            raise Wrong(f"{what}: {output}")
+        if code == 0:
+            self.require_same(server, expected, what)
+            said = "noticed" if "damaged" in output or "going on" in output or "starting again" in output else "mended"
+        elif code == 2 and "seed-0" in output and len(output.splitlines()) == 1:
+            said = "refused"
+        else:
+            raise Wrong(f"{what}: exit code {code}: {output}")
+        shutil.rmtree(server.folder)
+        return said
+
+
+def damages_of(content: bytes, draw: random.Random) -> list[tuple[str, bytes]]:
+    """One damage of any kind."""
+    return [draw.choice(list(damages(content, 4, draw.randrange(1 << 30))))]
+
+
+# --- inputs ---
+
+
+def mutated(content: bytes, draw: random.Random) -> bytes:
+    """Some of the bytes changed, cut or repeated, or others put in."""
+    found = bytearray(content)
+    for _ in range(draw.randint(1, 4)):
+        start = draw.randrange(len(found) + 1)
+        kind = draw.randrange(4)
+        put = draw.choice((b"[" * 5000, b"9" * 5000, b"\x00", b"\xff" * 8, b'"', b"nan", b"1e999", b"\x1b[31m"))
+        part = found[start : start + draw.randrange(1, 40)]
+        found[start : start + (len(part) if kind else 0)] = (put, b"", part * 2, draw.randbytes(len(part)))[kind]
+    return bytes(found)
+
+
+class Inputs(Trial):
+    """Configurations, expressions, files and messages of an exchange, mutated: read, or refused in one line and in time."""
+
+    expressions = (*EVERY_METHOD, "stages(fedprox(mu=0.01):100, fedmr)", "ala(fedmr(local=moon(tau=0.5)), percent=80)")
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        Partition(np.arange(30), np.array([0, 10, 30])).save(folder / "split.npz")
+        np.savez(folder / "own.npz", inputs=np.zeros((4, 3), np.float32), labels=np.arange(4))
+        write_tensors(folder / "tensors.safetensors", {"model": torch.arange(9.0)}, {"round": "3"})
+        (folder / "job.toml").write_text(job("fedavg", "rows"))
+        self.files = {path: path.read_bytes() for path in sorted(folder.iterdir())}
+
+    def once(self, draw: random.Random) -> str:
+        kind = draw.choice(("expression", "file", "file", "request", "answer"))
+        began = time.monotonic()
+        try:
+            getattr(self, f"_{kind}")(draw)
+            said = "read"
+        except (FedloomError, ProtocolViolation) as error:
+            said = "refused"
+            if "\n" in str(error) or len(str(error)) > 2000:
+                raise Wrong(f"{kind}: refused at length: {str(error)[:300]!r}") from error
+        except Wrong:
+            raise
+        except Exception as error:
+            raise Wrong(f"{kind}: {type(error).__name__}: {str(error)[:300]}") from error
+        if time.monotonic() - began > SECONDS:
+            raise Wrong(f"{kind}: took {time.monotonic() - began:.0f} s")
+        return f"{kind} {said}"
+
+    def _expression(self, draw: random.Random) -> None:
+        text = mutated(draw.choice(self.expressions).encode(), draw).decode(errors="replace")
+        parse(text)
+        method = build(text)
+        if build(describe(method)) != method:
+            raise Wrong(f"{text!r} is not built again from {describe(method)!r}")
+
+    def _file(self, draw: random.Random) -> None:
+        path = draw.choice(list(self.files))
+        other = self.folder / f"mutated{path.suffix}"
+        other.write_bytes(mutated(self.files[path], draw))
+        if path.suffix == ".toml":
+            load(other)
+        elif path.suffix == ".safetensors":
+            tensors, metadata = read_tensors(other)
+            if tensors["model"].tolist() != list(range(9)) or metadata != {"round": "3"}:
+                raise Wrong(f"{path.name} is read as something else")
+        else:
+            (Partition.load if path.name == "split.npz" else read_arrays)(other)
+
+    def _request(self, draw: random.Random) -> None:
+        world = World(3)
+        world.offer()
+        content = mutated(Request("begin", world.terms()).encode(), draw)
+        if not isinstance(world.peers[10].handle(content), bytes):
+            raise Wrong("a peer did not answer")
+        Request.decode(content)
+
+    def _answer(self, draw: random.Random) -> None:
+        world = World(3)
+        world.offer()
+        answer = mutated(world.peers[12].handle(Request("begin", world.terms()).encode()), draw)
+        world = World(3)
+        world.peers[12].handle = lambda request: answer  # type: ignore[method-assign]
+        terms, _ = world.exchange(InMemoryTransport(world.peers))
+        if not {10, 11} <= set(terms.peers):
+            raise Wrong("a peer with bad answers drove another out")
+        Answer.decode(answer, 12)
+
+
+# --- sites ---
+
+
+class Strangers(Trial):
+    """One of the sites of a federation answers what it likes: it is refused by name, or bounded, and the rounds go on."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.numbers = count()
+
+    def once(self, draw: random.Random) -> str:
+        kind, folder = draw.choice(SITES), self.folder / str(next(self.numbers))
+        site = kind(draw)
+        grid = LocalGrid(nodes(CLIENTS, folder), run_config("fedavg", folder / "run", rounds=2))
+        federation = flower(grid.run_config, grid)
+        liar = draw.choice(list(grid.nodes))
+        grid.nodes[liar].tamper = site.tamper
+        number = grid.nodes[liar].config["partition-id"]
+        records: Iterable[dict[str, object]] = [federation.step()[0] for _ in range(2)]
+        for record in records:
+            faults = {fault["client"]: fault["reason"] for fault in record["faults"]}  # type: ignore[attr-defined]
+            if set(faults) - {number}:
+                raise Wrong(f"{kind.__name__}: honest sites were refused: {faults}")
+            if number in record["clients"] and site.refused and number not in faults:  # type: ignore[operator]
+                raise Wrong(f"{kind.__name__} was not refused")
+        if not torch.isfinite(federation.algorithm.model()).all():
+            raise Wrong(f"{kind.__name__} made the model not finite")
+        shutil.rmtree(folder, ignore_errors=True)
+        return f"{kind.__name__} {'refused' if site.refused else 'bounded'}"
+
+
+TRIALS: dict[str, type[Trial]] = {"kills": Kills, "damages": Damages, "inputs": Inputs, "strangers": Strangers}

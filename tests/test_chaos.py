@@ -1,0 +1,56 @@
+"""A short run of the harness (`make chaos` makes a long one), and that it notices what is wrong."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="the sites of a federation need Flower")
+if not hasattr(os, "fork"):
+    pytest.skip("processes are forked to start them quickly", allow_module_level=True)
+
+import chaos.trials
+from chaos.harness import run, table
+from chaos.sites import Claims
+from chaos.trials import TRIALS
+
+
+@pytest.mark.parametrize("name", TRIALS)
+def test_nothing_goes_wrong_for_some_seconds(name: str) -> None:
+    tallies = run(seconds=3, seed=1, names=[name])
+    assert tallies[name].wrong == []
+    assert tallies[name].tried > 0
+    assert f"| {name} | {tallies[name].tried} | 0 |" in table(tallies)
+
+
+def test_a_site_that_is_not_refused_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unnoticed(Claims):
+        refused = True
+
+    monkeypatch.setattr(chaos.trials, "SITES", (Unnoticed,))
+    found = run(seconds=3, seed=0, names=["strangers"])["strangers"]
+    assert set(found.wrong) == {"Unnoticed was not refused"}
+
+
+def test_damage_that_is_read_as_something_else_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, found = chaos.trials.read_tensors, []
+
+    def careless(path: Any) -> Any:
+        found.append(path)
+        return read(path.with_name("tensors.safetensors"))[0], {"round": "4"}
+
+    monkeypatch.setattr(chaos.trials, "read_tensors", careless)
+    wrong = run(seconds=2, seed=0, names=["inputs"])["inputs"].wrong
+    assert len(wrong) == len(found) > 0
+    assert set(wrong) == {"tensors.safetensors is read as something else"}
+
+
+def test_a_raw_exception_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def careless(text: str) -> None:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(chaos.trials, "parse", careless)
+    wrong = run(seconds=2, seed=0, names=["inputs"])["inputs"].wrong
+    assert set(wrong) == {"expression: RecursionError: too deep"}
