@@ -371,15 +371,15 @@ def test_without_a_terminal_runs_at_the_same_time_each_have_their_lines_and_all_
     assert tell(Event("round", slow, 4)) == [
         # 5 + 4 rounds in 20 s
         "2 of 4 runs finished; about 3 min 00 s left for all",
-        "  fedmr, seed 0, rounds=40: round 4 of 40, accuracy not measured yet",
-        "  fedala, seed 0: round 0 of 20, accuracy not measured yet",
+        "  fedmr, seed 0, rounds=40: round 4 of 40, not measured yet",
+        "  fedala, seed 0: round 0 of 20, not measured yet",
     ]
     assert "failed: diverged" in tell(Event("failed", slow, text="diverged"))[0]
     now += 20
     assert tell(Event("round", late, 1)) == [
         # 10 rounds in 40 s, 19 are left: 76 s; but this one took 28 s for 1
         "3 of 4 runs finished; about 8 min 52 s left for all",
-        "  fedala, seed 0: round 1 of 20, accuracy not measured yet",
+        "  fedala, seed 0: round 1 of 20, not measured yet",
     ]
 
 

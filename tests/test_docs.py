@@ -28,15 +28,16 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", (DOCS / page).read_text(), re.M | re.S)
 
 
-def test_the_code_on_the_page_about_own_methods_prints_what_the_page_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", ["own-method.md", "objectives.md"])
+def test_the_code_on_a_page_prints_what_the_page_says(page: str, tmp_path: Path) -> None:
     program = tmp_path / "page.py"
-    program.write_text("import torch\ntorch.set_num_threads(1)\n" + "\n".join(blocks("own-method.md", "python")))
+    program.write_text("import torch\ntorch.set_num_threads(1)\n" + "\n".join(blocks(page, "python")))
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    promised = "".join(blocks("own-method.md", "text"))
+    promised = "".join(blocks(page, "text"))
     assert NUMBER.sub("#", done.stdout) == NUMBER.sub("#", promised)
     printed, said = ([float(number) for number in NUMBER.findall(text)] for text in (done.stdout, promised))
-    assert len(said) > 5
+    assert len(said) >= 3
     # Other versions of PyTorch round otherwise: an accuracy on 364 digits may move by a few of them.
     assert printed == pytest.approx(said, abs=0.04)
 

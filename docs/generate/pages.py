@@ -1,9 +1,9 @@
 """What the documentation takes from the code when it is built: a hook of MkDocs.
 
 A line `[[methods: personal]]` in a page is replaced by all methods of that family, `[[datasets]]`, `[[partitions]]`,
-`[[label_noises]]`, `[[models]]`, `[[recorders]]` and `[[trackers]]` by all there is of each, `[[methods]]` by a table of every
-method, `[[ledger]]` by what is recorded of the papers' tables and figures, and `[[file: benchmarks/RESULTS.md]]` by a file of
-the repository. So a new method is in the documentation without another edit.
+`[[label_noises]]`, `[[models]]`, `[[objectives]]`, `[[recorders]]` and `[[trackers]]` by all there is of each, `[[methods]]` by a
+table of every method, `[[ledger]]` by what is recorded of the papers' tables and figures, and `[[file: benchmarks/RESULTS.md]]`
+by a file of the repository. So a new method is in the documentation without another edit.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from fedloom.data.noise import label_noises
 from fedloom.data.partition import partitions
 from fedloom.experiment.trackers import trackers
 from fedloom.models import models
+from fedloom.objectives import objectives
 from fedloom.papers.ledger import ledger, to_markdown
 from fedloom.recording.recorder import recorders
 
@@ -32,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 REGISTRIES: dict[str, Registry[Any]] = {
     "datasets": datasets, "partitions": partitions, "label_noises": label_noises, "models": models, "recorders": recorders,
-    "trackers": trackers,
+    "trackers": trackers, "objectives": objectives,
 }  # fmt: skip
 
 _GREEK = {

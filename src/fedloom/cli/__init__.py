@@ -31,6 +31,7 @@ commands: tuple[Callable[..., Any], ...] = (
     listing.models,
     listing.datasets,
     listing.partitions,
+    listing.objectives,
 )
 
 _LONGEST_LINE = 2000

@@ -1,4 +1,4 @@
-"""`fedloom algorithms`, `models`, `datasets` and `partitions`: what there is, and what each is."""
+"""`fedloom algorithms`, `models`, `datasets`, `partitions` and `objectives`: what there is, and what each is."""
 
 from __future__ import annotations
 
@@ -48,6 +48,13 @@ def datasets(name: Name = None) -> None:
 def partitions(name: Name = None) -> None:
     """List the ways to share data out to clients, or describe the one called NAME."""
     from fedloom.data.partition import partitions as registry
+
+    _list(registry, name)
+
+
+def objectives(name: Name = None) -> None:
+    """List what models can learn, or describe the objective called NAME."""
+    from fedloom.objectives import objectives as registry
 
     _list(registry, name)
 

@@ -19,10 +19,11 @@ from fedloom.objectives import ACCURACY, Objective, Totals, objectives, predicti
 @objectives.register("classification")
 @dataclass(frozen=True)
 class Classification(Objective):
-    """Mean cross entropy of logits `[b, classes]` and labels `[b]`; judged by the accuracy.
+    """One class for each sample: mean cross entropy, judged by the accuracy.
 
-    `label_smoothing` as in PyTorch's `cross_entropy`, likewise `class_weights`, one for each class: the weighted mean is divided
-    by the weights of the batch. `top_k` records the share of samples whose class is among the k largest logits, too.
+    Of logits `[b, classes]` and labels `[b]`. `label_smoothing` is that of PyTorch's `cross_entropy`, as are `class_weights`, one
+    for each class: the weighted mean is divided by the weights of the batch. `top_k` records the share of samples whose class
+    is among the k largest logits, too.
     """
 
     label_smoothing: BelowOne = 0.0

@@ -17,10 +17,11 @@ from fedloom.objectives import Metric, Objective, Totals, objectives, prediction
 @objectives.register("multilabel")
 @dataclass(frozen=True)
 class Multilabel(Objective):
-    """Mean binary cross entropy of logits and targets `[b, classes]` of 0 and 1; judged by the micro-averaged F1.
+    """Any number of classes for each sample: mean binary cross entropy, judged by F1.
 
-    A class counts as predicted where its logit is above 0. F1 = 2 tp / (2 tp + fp + fn): `f1` of all decisions together,
-    `f1_macro` the mean over classes that occur or are predicted; `exact`, the share of samples with every class right.
+    Of logits and targets `[b, classes]`, which are 0 or 1. A class counts as predicted where its logit is above 0.
+    F1 = 2 tp / (2 tp + fp + fn): `f1` of all decisions together, `f1_macro` the mean over classes that occur or are predicted;
+    `exact`, the share of samples with every class right.
     """
 
     metric = Metric("f1", "F1 (micro)", higher_is_better=True, share=True)

@@ -20,11 +20,12 @@ STRATA = 10
 @objectives.register("regression")
 @dataclass(frozen=True)
 class Regression(Objective):
-    """The mean error, over samples and columns, of outputs and targets `[b, d]` (or `[b]`, d = 1); judged by the RMSE.
+    """Numbers for each sample: the mean error, judged by the RMSE.
 
-    `kind` of error: `squared`, (y - t)^2; `absolute`, |y - t|; or `huber`: (y - t)^2 / 2 where |y - t| <= `delta`, and
-    `delta` (|y - t| - `delta` / 2) beyond. Recorded: the root of the mean squared error, `rmse`; the mean absolute error, `mae`;
-    and `r2`, 1 minus the squared error over the variance of the targets, the mean over columns (0 where they do not vary).
+    Over samples and columns, of outputs and targets `[b, d]` (or `[b]`, d = 1). `kind` of error: `squared`, (y - t)^2;
+    `absolute`, |y - t|; or `huber`: (y - t)^2 / 2 where |y - t| <= `delta`, and `delta` (|y - t| - `delta` / 2) beyond. Recorded:
+    the root of the mean squared error, `rmse`; the mean absolute error, `mae`; and `r2`, 1 minus the squared error over the
+    variance of the targets, the mean over columns (0 where they do not vary).
     """
 
     kind: Literal["squared", "absolute", "huber"] = "squared"

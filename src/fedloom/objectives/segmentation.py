@@ -18,8 +18,10 @@ from fedloom.objectives import Metric, Objective, Totals, objectives, prediction
 @objectives.register("segmentation")
 @dataclass(frozen=True)
 class Segmentation(Objective):
-    """Mean cross entropy over the pixels of a batch: logits `[b, classes, h, w]`, targets `[b, h, w]`; pixels equal to `ignore`
-    count nowhere. Judged by the mean over classes of intersection / union; `accuracy` is the share of pixels that are right.
+    """A class for each pixel: mean cross entropy, judged by the mean IoU.
+
+    Over the pixels of a batch, of logits `[b, classes, h, w]` and targets `[b, h, w]`; pixels equal to `ignore` count nowhere.
+    IoU is intersection / union, its mean is over classes; `accuracy` is the share of pixels that are right.
     """
 
     ignore: int = 255

@@ -18,8 +18,10 @@ from fedloom.objectives import Metric, Objective, Totals, objectives, prediction
 @objectives.register("sequence")
 @dataclass(frozen=True)
 class NextToken(Objective):
-    """Mean cross entropy over the tokens of a batch: logits `[b, tokens, vocabulary]`, targets `[b, tokens]`; targets equal to
-    `padding` count nowhere. Judged by the perplexity, exp(loss); `accuracy` is the share of tokens whose logit is largest.
+    """The next token at every place: mean cross entropy, judged by the perplexity.
+
+    Over the tokens of a batch, of logits `[b, tokens, vocabulary]` and targets `[b, tokens]`; targets equal to `padding` count
+    nowhere. The perplexity is exp(loss); `accuracy` is the share of tokens whose logit is largest.
     """
 
     padding: int = -100
