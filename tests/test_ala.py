@@ -183,6 +183,7 @@ def test_every_method_starts_where_a_wrapper_says_or_is_refused(name: str) -> No
         "stages": "stages(fedavg)",
         "secure": "secure(fedmr)",
         "clustered": "clustered(fedavg)",
+        "robust": "robust(fedavg)",
         "pfedme": "pfedme(regularisation=5)",
         "fedavg_c": "fedavg_c(finetune_epochs=1)",
         "fedprox_c": "fedprox_c(finetune_epochs=1)",

@@ -122,7 +122,7 @@ def test_an_option_that_makes_no_sense_is_told_in_one_short_line(
         (b"rounds = " + b"9" * 5000, "is not a TOML file"),
         (b"rounds = " + b"9" * 4000, "rounds must be a number between"),
         (b"rounds = " + HEX.encode(), "must be a number between"),
-        (b"rounds = " + b"[" * 3000, "nests more than 50 levels deep"),
+        (b"rounds = " + b"[" * 3000 + b"]" * 3000, "nests more than 50 levels deep"),
         (b"rounds = " + b"[" * 60 + b"]" * 60, "nests more than 50 levels deep"),
         (b"a." * 3000 + b"a = 1", "nests more than 50 levels deep"),
         (b"#" * (LONGEST_FILE + 1), "is longer than 4,194,304 bytes"),

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,15 @@ from fedloom.rounds.termination import Terminated, sigterm_interrupts
 from fedloom.state.files import write_text
 from ray_support import gone
 from small_task import KeepsClientMemory, small_task
+
+
+@pytest.fixture(autouse=True)
+def nobody_waits_for_sigterm() -> Iterator[None]:
+    """Ray, where another test has started it in this process, leaves a handler."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 JOB = """
