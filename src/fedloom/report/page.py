@@ -337,7 +337,7 @@ def _explained(one: Sheet) -> list[str]:
     if rows[0].reaches:
         faster = f"; 2×: in half as many rounds as {rows[0].algorithm}" if len(rows) > 1 else ""
         found.append(
-            f"Rounds, and bytes down and up, until the first evaluation at or above the target; * never reached{faster}."
+            f"Rounds, and bytes down and up, until the first evaluation that is as good as the target; * never reached{faster}."
         )
     if sentence := faults_in(one):
         found.append(f"{sentence[0].upper()}{sentence[1:]}.")
