@@ -1,4 +1,5 @@
-"""Training-time changes to images."""
+"""Training-time changes to images: each is flipped left to right with p = 0.5 and, with p = 0.5, cropped at random after zero
+padding (FedUmf, appendix)."""
 
 from __future__ import annotations
 
@@ -9,31 +10,24 @@ from torch.nn import functional as F
 PADDING = 4
 
 
-def draw_flip_crop(count: int, generator: torch.Generator, padding: int = PADDING) -> Tensor:
-    """What `flip_crop` draws for `count` images, `[count, 3]` int64: whether it is flipped, and the crop's shift in rows and in
-    columns."""
+def draw_flip_crop(count: int, generator: torch.Generator) -> Tensor:
+    """For each of `count` images, `[count, 3]` int64: whether it is flipped, and the crop's shift in rows and in columns."""
     flipped = torch.rand(count, generator=generator) < 0.5
     cropped = torch.rand(count, generator=generator) < 0.5
-    shift = torch.randint(0, 2 * padding + 1, (2, count), generator=generator)
-    shift = torch.where(cropped, shift, padding)
+    shift = torch.randint(0, 2 * PADDING + 1, (2, count), generator=generator)
+    shift = torch.where(cropped, shift, PADDING)
     return torch.stack([flipped.long(), shift[0], shift[1]], 1)
 
 
-def apply_flip_crop(images: Tensor, drawn: Tensor, padding: int = PADDING) -> Tensor:
+def apply_flip_crop(images: Tensor, drawn: Tensor) -> Tensor:
     """The images `[b, channels, height, width]` changed as `drawn [b, 3]` says."""
     count, _, height, width = images.shape
     flipped, down, right = drawn.to(images.device).unsqueeze(2).unbind(1)
     columns = torch.arange(width, device=images.device).expand(count, width)
     columns = torch.where(flipped.bool(), columns.flip(1), columns) + right
     rows = torch.arange(height, device=images.device) + down
-    padded = F.pad(images, (padding, padding, padding, padding))
+    padded = F.pad(images, (PADDING, PADDING, PADDING, PADDING))
     index = torch.arange(count, device=images.device)[:, None, None]
     moved = padded[index, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
     # `contiguous` would leave the strides of a single channel as they are, and convolutions and dropout then go another way.
     return moved.clone(memory_format=torch.contiguous_format)
-
-
-def flip_crop(images: Tensor, generator: torch.Generator, padding: int = PADDING) -> Tensor:
-    """Each image of `[b, channels, height, width]` is flipped left to right with p = 0.5 and, with p = 0.5, cropped at random
-    after zero padding (FedUmf, appendix). Draws from `generator` on the CPU, whatever the device."""
-    return apply_flip_crop(images, draw_flip_crop(len(images), generator, padding), padding)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files as package_files
-from pathlib import Path
 
 from fedloom.config.expression import Call, parse
 from fedloom.data.dataset import DataSpec
 from fedloom.data.formats.arrow import hub_installed
-
-_INSIDE = ("", "raw", "gzip", "data", "plain_text")
+from fedloom.data.sets.origin import places
 
 
 @dataclass(frozen=True)
@@ -76,13 +73,8 @@ def at_hand(name: str, folder: str | None = None) -> bool:
     Whether the files are complete is only found out when they are read.
     """
     known = facts()[name]
-    if known.generated:
+    if known.generated or any(
+        next(place.glob(pattern), None) for place in places(known.folders, folder) for pattern in known.files
+    ):
         return True
-    given = folder or os.environ.get("FEDLOOM_DATA")
-    if given:
-        root = Path(given)
-        bases = [root / one for one in known.folders] + ([root] if folder or root.name in known.folders else [])
-        places = [base / inside for base in bases for inside in _INSIDE]
-        if any(next(place.glob(pattern), None) for place in places if place.is_dir() for pattern in known.files):
-            return True
     return known.hub and folder is None and hub_installed()

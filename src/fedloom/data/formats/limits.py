@@ -53,3 +53,15 @@ def reading(path: Path | str, damage: str) -> Iterator[None]:
             raise DataError(f"{path}: cannot be read ({error.strerror})") from error
         reason = one_line(str(error), LONGEST_QUOTED) or type(error).__name__
         raise DataError(f"{path}: {damage} ({reason})") from error
+
+
+def read_bytes(path: Path) -> bytes:
+    """The bytes of `path`. Raises `DataError` where it cannot be read."""
+    with reading(path, "damaged file"):
+        return path.read_bytes()
+
+
+def read_text(path: Path, kind: str = "text") -> str:
+    """The text of `path`. Raises `DataError` where it cannot be read or is not UTF-8, so no `kind` of file."""
+    with reading(path, f"damaged {kind}"):
+        return path.read_text(encoding="utf-8")

@@ -17,8 +17,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from fedloom.data.dataset import Samples
-from fedloom.data.formats.limits import reading, require_room
-from fedloom.data.formats.plain_files import read_bytes
+from fedloom.data.formats.limits import read_bytes, reading, require_room
 from fedloom.errors import DataError, shortened
 
 Pixels = npt.NDArray[np.uint8]

@@ -20,7 +20,7 @@ from fedloom.config.fields import Count
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.formats.arrow import column, hub_table, read_tables
 from fedloom.data.formats.labels import class_labels
-from fedloom.data.formats.plain_files import read_text
+from fedloom.data.formats.limits import read_text
 from fedloom.data.sets.origin import Origin, files_named, load, parquet_files
 from fedloom.errors import DataError
 

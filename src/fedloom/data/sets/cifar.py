@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.formats.labels import class_labels, same_length
+from fedloom.data.formats.limits import read_bytes
 from fedloom.data.formats.pickles import Bytes, read_pickled_arrays
-from fedloom.data.formats.plain_files import read_bytes
 from fedloom.data.sets.normalisation import Normalise, Scale, image_dataset
 from fedloom.data.sets.origin import Origin, Parts, Tables, files_named, load
 from fedloom.errors import DataError, shortened

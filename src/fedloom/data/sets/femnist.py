@@ -18,8 +18,7 @@ from fedloom.config.fields import Share
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.formats.arrow import column, decode_column, hub_table
 from fedloom.data.formats.labels import class_labels, same_length
-from fedloom.data.formats.limits import reading
-from fedloom.data.formats.plain_files import read_text
+from fedloom.data.formats.limits import read_text, reading
 from fedloom.data.sets.holdout import hold_out
 from fedloom.data.sets.normalisation import Normalise, Scale, image_dataset
 from fedloom.data.sets.origin import Origin, Parts, cached_files, cached_parts, load

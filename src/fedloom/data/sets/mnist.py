@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -83,39 +83,38 @@ def _idx_set(
     hub: bool | None,
     normalise: Normalise,
 ) -> Dataset:
-
     tables = Tables(name, repository, "label", 10, 1)
-
-    def read(place: Path) -> Parts | None:
-        files = files_named(place, _FILES)
-        if files is None:
-            return tables.read(place)
-        return _idx_samples(files[0], files[1], 10), _idx_samples(files[2], files[3], 10)
-
-    wanted = ", ".join(f"{file}[.gz]" for file in _FILES)
-    parts = load(Origin(name, folders, wanted, read, tables.fetch), folder, hub)
+    parts = load(Origin(name, folders, _wanted(_FILES), _idx_reader(_FILES, 10, tables), tables.fetch), folder, hub)
     return image_dataset(name, parts, 10, normalise, scale, class_names)
 
 
 def _emnist(split: str, classes: int, first_label: int, folder: str | None) -> Parts:
-    names = [
-        f"emnist-{split}-{part}-{kind}-ubyte" for part in ("train", "test") for kind in ("images-idx3", "labels-idx1")
-    ]
+    kinds = ("images-idx3", "labels-idx1")
+    names = [f"emnist-{split}-{part}-{kind}-ubyte" for part in ("train", "test") for kind in kinds]
+    read = _idx_reader(names, classes, None, first_label, transposed=True)
+    return load(Origin(f"emnist {split}", ("EMNIST", "emnist"), _wanted(names), read), folder, None)
+
+
+def _wanted(names: Sequence[str]) -> str:
+    return ", ".join(f"{name}[.gz]" for name in names)
+
+
+def _idx_reader(
+    names: Sequence[str], classes: int, tables: Tables | None, first_label: int = 0, *, transposed: bool = False
+) -> Callable[[Path], Parts | None]:
+    """Reads both parts from the idx files `names` (images and labels to train, then to test), or from `tables`."""
 
     def read(place: Path) -> Parts | None:
         files = files_named(place, names)
         if files is None:
-            return None
-        train, test = (_idx_samples(files[at], files[at + 1], classes, first_label, transposed=True) for at in (0, 2))
+            return None if tables is None else tables.read(place)
+        train, test = (_idx_samples(files[at], files[at + 1], classes, first_label, transposed) for at in (0, 2))
         return train, test
 
-    wanted = ", ".join(f"{name}[.gz]" for name in names)
-    return load(Origin(f"emnist {split}", ("EMNIST", "emnist"), wanted, read), folder, None)
+    return read
 
 
-def _idx_samples(
-    images_path: Path, labels_path: Path, classes: int, first_label: int = 0, *, transposed: bool = False
-) -> Samples:
+def _idx_samples(images_path: Path, labels_path: Path, classes: int, first_label: int, transposed: bool) -> Samples:
     """Samples of two idx files; `first_label` is the number the files give to class 0."""
     images = _of_dimensions(read_idx(images_path), 3, images_path)
     numbers = _of_dimensions(read_idx(labels_path), 1, labels_path)

@@ -84,7 +84,7 @@ def load(origin: Origin[T], folder: str | None, hub: bool | None) -> T:
     """
     if folder is not None and not Path(folder).is_dir():
         raise DataError(f"{folder}: no such folder (wanted for {origin.name})")
-    for place in _places(origin, folder):
+    for place in places(origin.folders, folder):
         content = origin.read(place)
         if content is not None:
             return content
@@ -143,14 +143,15 @@ def parquet_files(folder: Path, train: str = "train", test: str = "test") -> tup
     return (parts[0], parts[1]) if all(parts) else None
 
 
-def _places(origin: Origin[T], folder: str | None) -> Iterator[Path]:
+def places(folders: Sequence[str], folder: str | None) -> Iterator[Path]:
+    """Where a set with these folders may lie, in `folder` or FEDLOOM_DATA; only places that exist."""
     given = folder or os.environ.get("FEDLOOM_DATA")
     if not given:
         return
     root = Path(given)
-    bases = [root / name for name in origin.folders]
+    bases = [root / name for name in folders]
     # Several sets use the same file names: the folder of all data counts as this set's only if its path says so.
-    if folder is not None or {part.lower() for part in root.parts[-2:]} & {name.lower() for name in origin.folders}:
+    if folder is not None or {part.lower() for part in root.parts[-2:]} & {name.lower() for name in folders}:
         bases.append(root)
     seen: set[Path] = set()
     for base in bases:

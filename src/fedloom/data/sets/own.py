@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,13 +54,7 @@ def arrays(
             raise DataError(
                 f"{path}: unknown array {quoted(key)}{near and ':'}{near} (there may be: {', '.join(_KEYS)})"
             )
-    for key in ("inputs", "labels", *(("test_inputs", "test_labels") if any("test_" in key for key in found) else ())):
-        if key not in found:
-            raise DataError(f"{path}: no array {key!r} (it has: {shortened(', '.join(sorted(found))) or 'none'})")
-    triples = [(found["inputs"], found["labels"], found.get("groups"))]
-    if "test_inputs" in found:
-        triples.append((found["test_inputs"], found["test_labels"], found.get("test_groups")))
-    train, *rest = own_samples(triples, layout, path)
+    train, *rest = own_samples(parts_of(found, path), layout, path)
     return own_dataset("arrays", train, rest[0] if rest else None, classes, normalise, test_fraction, seed, path)
 
 
@@ -131,6 +125,16 @@ def python(
     pair = isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, tuple) for part in given)
     train, *rest = own_samples([triple(part, source) for part in (given if pair else (given,))], layout, source)
     return own_dataset("python", train, rest[0] if rest else None, classes, normalise, test_fraction, seed, source)
+
+
+def parts_of(found: Mapping[str, Any], path: Path | str) -> list[tuple[Any, Any, Any]]:
+    """(inputs, labels, client ids or None) for training and, where there are arrays for it, for testing. Raises `DataError`
+    for an array that is missing."""
+    prefixes = ("", "test_") if any(key.startswith("test_") for key in found) else ("",)
+    for key in (f"{prefix}{name}" for prefix in prefixes for name in ("inputs", "labels")):
+        if key not in found:
+            raise DataError(f"{path}: no array {key!r} (it has: {shortened(', '.join(sorted(found))) or 'none'})")
+    return [(found[f"{one}inputs"], found[f"{one}labels"], found.get(f"{one}groups")) for one in prefixes]
 
 
 def triple(part: object, source: str) -> tuple[Any, Any, Any]:

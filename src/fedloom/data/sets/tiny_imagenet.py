@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 
 from fedloom.data.dataset import Dataset, Samples, datasets
+from fedloom.data.formats.limits import read_text
 from fedloom.data.formats.pictures import pictures, read_files
-from fedloom.data.formats.plain_files import read_text
 from fedloom.data.sets.holdout import hold_out
 from fedloom.data.sets.normalisation import Normalise, Scale, image_dataset
 from fedloom.data.sets.origin import Origin, Parts, Tables, cached_files, load
