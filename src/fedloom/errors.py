@@ -118,6 +118,17 @@ def shortened(text: str) -> str:
     return start if len(text) <= LONGEST_QUOTED else f"{start}... ({len(text):,} characters)"
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, cut at 200 characters; its type where it has none."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return text if len(text) <= LONGEST_QUOTED else f"{text[:LONGEST_QUOTED]}..."
+
+
+def error_text(error: BaseException) -> str:
+    """What an error that fedloom did not raise is, and what it says, on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 def one_line(text: str, longest: int = 500) -> str:
     """Foreign text as it may stand in a log: on one line, without control characters, and not endless."""
     plain = "".join(c if c.isprintable() else " " for c in text[: 4 * longest])

@@ -19,7 +19,7 @@ from fedloom.algorithm import Algorithm
 from fedloom.engines.pickling import load
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.errors import FedloomError
+from fedloom.errors import FedloomError, error_text
 from fedloom.local.proof import Proof
 from fedloom.round import Round
 from fedloom.rounds.engine import ClientTask, Fault, Reply
@@ -141,8 +141,7 @@ class ClientTrainer:
         except FedloomError as error:
             return _portable(error)
         except Exception as error:
-            text = " ".join(f"{type(error).__name__}: {error}".split())
-            return FedloomError(f"a worker cannot take part: {text}")
+            return FedloomError(f"a worker cannot take part: {error_text(error)}")
 
     def _answers(self, engine: RowsEngine, assignment: Assignment, work: Work) -> Answers | Exception:
         algorithm, round = assignment.algorithm, assignment.round

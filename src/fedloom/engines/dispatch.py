@@ -18,7 +18,7 @@ from fedloom.engines.base import LocalEngine
 from fedloom.engines.client_work import Answers, Assignment, ClientResult, ClientWork, Setup, Work
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.errors import FedloomError, InvalidValue
+from fedloom.errors import FedloomError, InvalidValue, error_text
 from fedloom.flat.allocator import keep_pages
 from fedloom.local.proof import Proof
 from fedloom.round import Round
@@ -277,8 +277,7 @@ class WorkerEngine(LocalEngine, ABC):
         try:
             return self._pack(message, known or {})
         except Exception as error:
-            text = " ".join(f"{type(error).__name__}: {error}".split())
-            raise InvalidValue(f"engine {self.name!r} cannot send this to its workers: {text}") from error
+            raise InvalidValue(f"engine {self.name!r} cannot send this to its workers: {error_text(error)}") from error
 
 
 def grouped(client_tasks: Sequence[ClientTask], sizes: Tensor, count: int, most: int) -> list[list[ClientTask]]:

@@ -16,7 +16,7 @@ from fedloom.config.fields import Count, checked
 from fedloom.data.partition import Partition
 from fedloom.engines.base import engines, inspect_reply, keep_integers, load_integers
 from fedloom.engines.rows import RowsEngine, full_batch, measured
-from fedloom.errors import FedloomError, RefusedReply
+from fedloom.errors import FedloomError, RefusedReply, error_text
 from fedloom.flat.module import Batch, FlatModule, data_loss
 from fedloom.flat.stacked_module import StackedModule
 from fedloom.local.cohort import Cohort
@@ -152,8 +152,9 @@ class StackedEngine(RowsEngine):
         except Exception as error:
             # One client's failure is not that of the others: each works by itself, with the same result.
             size = 1
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            self.notice(f"{describe(algorithm)}: clients train one by one where they fail in lock step: {reason}")
+            self.notice(
+                f"{describe(algorithm)}: clients train one by one where they fail in lock step: {error_text(error)}"
+            )
         return [], [client_tasks[first : first + size] for first in range(0, len(client_tasks), size)]
 
     def _chunks(self, algorithm: Algorithm, client_tasks: Sequence[ClientTask]) -> list[list[ClientTask]]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from fedloom.data.formats.cache import cache_folder
-from fedloom.errors import FedloomError
+from fedloom.errors import FedloomError, first_line
 
 Tensors = Sequence[Tensor]
 
@@ -74,7 +74,7 @@ class CompiledGradient:
             with torch.random.fork_rng(devices=devices):
                 found = _numbers(compiled(*arguments))
         except self._refusal as error:
-            raise FedloomError(f"compiled=true: torch.compile has no way here: {_first(error)}") from error
+            raise FedloomError(f"compiled=true: torch.compile has no way here: {first_line(error)}") from error
         scale = max(1.0, *(float(tensor.abs().max()) for tensor in expected if tensor.numel()))
         tolerance = scale * (1e-9 if arguments[0][0].dtype == torch.float64 else 1e-3)
         pairs = zip(found, expected, strict=True)
@@ -105,8 +105,3 @@ def _numbers(answer: tuple[Tensors, tuple[Tensor, Tensors]]) -> list[Tensor]:
     """All tensors that a function returned, in double precision: loss, gradients, and buffers that layers have updated."""
     gradients, (loss, after) = answer
     return [tensor.detach().double() for tensor in (loss, *gradients, *after)]
-
-
-def _first(error: Exception) -> str:
-    """The first line of an error's text, or its type."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -29,9 +29,9 @@ from fedloom.engines.dispatch import (
 )
 from fedloom.engines.pickling import load
 from fedloom.engines.ray.arrays import PackedArrays, pack_arrays, unpack_arrays
-from fedloom.engines.ray.session import LOCAL, Session, first_line, has_room, join, leave, load_ray
+from fedloom.engines.ray.session import LOCAL, Session, has_room, join, leave, load_ray
 from fedloom.engines.stacked import apart
-from fedloom.errors import FedloomError, InvalidValue
+from fedloom.errors import FedloomError, InvalidValue, first_line
 from fedloom.rounds.engine import ClientTask
 from fedloom.state.store import BUDGET
 from fedloom.task import Task

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedloom.errors import FedloomError, InvalidValue, MissingExtra, installing, quoted
+from fedloom.errors import FedloomError, InvalidValue, MissingExtra, first_line, installing, quoted
 
 LOCAL = "local"
 """The address that means a cluster of this machine alone, started here."""
@@ -127,12 +127,6 @@ def has_room(ray: Any, cpus: float, gpus: float) -> bool:
     """Whether a node of the cluster is large enough for an actor that needs this much, even if it is busy now."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return any(node.get("CPU", 0) >= cpus and node.get("GPU", 0) >= gpus for node in nodes)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, cut at 200 characters."""
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return text if len(text) <= 200 else text[:200] + "..."
 
 
 def _started(ray: Any, cpus: int, gpus: int, object_store: int) -> Session:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 from fedloom.config.expression import Call, parse, plain
 from fedloom.config.plugins import found_at
 from fedloom.config.registry import Registry
-from fedloom.errors import FedloomError, InvalidValue, quoted
+from fedloom.errors import FedloomError, InvalidValue, error_text, quoted
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,7 @@ def _own(path: str, call: Call, expression: str) -> Tracker:
     except FedloomError:
         raise
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise InvalidValue(f"tracker {quoted(expression)} cannot be made: {reason}") from error
+        raise InvalidValue(f"tracker {quoted(expression)} cannot be made: {error_text(error)}") from error
     missing = [name for name in ("begin", "record", "end") if not callable(getattr(made, name, None))]
     if missing:
         raise InvalidValue(

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from fedloom.errors import error_text
 from fedloom.experiment.trackers.tracker import TrackedRun, Tracker, build_tracker
 from fedloom.rounds.evaluation import Record
 from fedloom.state.files import write_text
@@ -90,8 +91,7 @@ class Tracking:
             act()
         except Exception as error:  # whatever a tracker does, the run is worth more
             self._trackers.pop(name, None)
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            self._say(f"tracker {name} failed and hears no more of this run: {reason}")
+            self._say(f"tracker {name} failed and hears no more of this run: {error_text(error)}")
 
     def _resume(self) -> str:
         """The run's token, an old one where the run goes on; what was told before is read again."""
