@@ -7,7 +7,7 @@ So a resumed run, a run on several processes and a run over real sites draw alik
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -57,15 +57,16 @@ def stream(seed: int, purpose: str, *, round: int = 0, client: int = -1) -> torc
 
 @contextmanager
 def global_stream(
-    seed: int, purpose: str, *, round: int = 0, client: int = -1, devices: Sequence[int] = ()
+    seed: int, purpose: str, *, round: int = 0, client: int = -1, device: torch.device | None = None
 ) -> Iterator[None]:
-    """Inside, torch's global generators, of the CPU and of these GPUs, are at the beginning of the named stream; afterwards they
-    are as they were. For what can draw from nothing else: layers, and functions that initialise them."""
+    """Inside, torch's global generators, of the CPU and of `device` where that is a GPU, are at the beginning of the named
+    stream; afterwards they are as they were. For what can draw from nothing else: layers, and functions that initialise them."""
+    devices = [device.index or 0] if device is not None and device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         # torch.manual_seed would also take down a stack trace for devices not in use: a third of a small client's time.
         torch.default_generator.set_state(stream(seed, purpose, round=round, client=client).get_state())
-        for device in devices:
-            torch.cuda.default_generators[device].manual_seed(stream_seed(seed, purpose, round=round, client=client))
+        for index in devices:
+            torch.cuda.default_generators[index].manual_seed(stream_seed(seed, purpose, round=round, client=client))
         yield
 
 

@@ -119,9 +119,7 @@ class RowsEngine(LocalEngine):
 
     def _drawing_layers(self, round: Round, client: int) -> AbstractContextManager[None]:
         """Dropout and other layers that draw in `forward` know only torch's global generator: inside, the client's stream."""
-        device = self.task.initial.device
-        devices = [device.index or 0] if device.type == "cuda" else []
-        return global_stream(round.seed, "layers", round=round.number, client=client, devices=devices)
+        return global_stream(round.seed, "layers", round=round.number, client=client, device=self.task.initial.device)
 
     def cohort(self, round: Round, client_task: ClientTask) -> Cohort:
         """The cohort of one client."""

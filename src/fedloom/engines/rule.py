@@ -12,7 +12,7 @@ from fedloom.engines.base import Choice, LocalEngine, engines
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine, full_batch
 from fedloom.engines.stacked import StackedEngine
-from fedloom.engines.trial import START, has_cores, mean_steps
+from fedloom.engines.trial import START, has_cores, mean_steps, most_workers
 from fedloom.flat.linear_chain import FoldedSGD, linear_layers
 from fedloom.local.proof import Proof, prove
 from fedloom.rounds.schedule import Schedule
@@ -86,11 +86,6 @@ def choice(
         return Choice("rows", reason="too few convolutions for the start of workers"), None
     reason = "neither convolutions nor plain steps of linear layers, which stacks would fold"
     return Choice("rows", reason=reason), None
-
-
-def most_workers(task: Task, schedule: Schedule | None) -> int:
-    """A worker for each thread of PyTorch, but no more than there are clients in a round."""
-    return min(torch.get_num_threads(), task.clients if schedule is None else schedule.participants(task.clients))
 
 
 def training_seconds(task: Task, schedule: Schedule | None) -> float:

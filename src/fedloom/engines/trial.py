@@ -67,8 +67,7 @@ def fastest(
         with suppress(FedloomError):  # no compiler here, or none that knows these layers
             seconds[name] = trial.seconds(made[name])
     if not in_process and has_cores(task) and trial.to_come(min(seconds.values()), schedule) > 2 * START:
-        participants = task.clients if schedule is None else schedule.participants(task.clients)
-        crew = ProcessesEngine(task, workers=min(torch.get_num_threads(), participants), memory_budget=memory_budget)
+        crew = ProcessesEngine(task, workers=most_workers(task, schedule), memory_budget=memory_budget)
         for inside in ("rows", "stacked") if "stacked" in made else ("rows",):
             name = f"processes(inside={inside})" if inside != "rows" else "processes"
             crew.inside, made[name] = inside, crew
@@ -120,7 +119,8 @@ class TrialRound:
         """Let clients make so many steps in the trial, or as many as the task asks for."""
         asked = mean_steps(self._asked)
         self.steps = min(float(steps), asked)
-        self.task = self._asked if steps >= asked else _with_steps(self._asked, steps)
+        training = replace(self._asked.training, steps=steps)
+        self.task = self._asked if steps >= asked else replace(self._asked, training=training)
         rows.begin(self.task, None)
 
     def seconds(self, engine: RowsEngine | ProcessesEngine) -> float:
@@ -156,8 +156,9 @@ class TrialRound:
         return ended - began
 
 
-def _with_steps(task: Task, steps: int) -> Task:
-    return replace(task, training=replace(task.training, steps=steps))
+def most_workers(task: Task, schedule: Schedule | None) -> int:
+    """A worker for each thread of PyTorch, but no more than there are clients in a round."""
+    return min(torch.get_num_threads(), task.clients if schedule is None else schedule.participants(task.clients))
 
 
 def mean_steps(task: Task) -> float:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.data.dataset import Dataset, Samples
+from fedloom.errors import error_text
 from fedloom.flat.layout import Layout
 from fedloom.flat.linear_chain import FoldedSGD, linear_layers
 from fedloom.flat.module import PLAIN, FlatModule, Shortcuts, convolutions_weigh_little, generator_state
@@ -54,7 +55,7 @@ def prove(module: nn.Module, dataset: Dataset, samples: Samples, training: Train
     try:
         plain = _compared(module, dataset, samples, training)
     except Exception as error:
-        return Proof(unstackable=_one_line(error))
+        return Proof(unstackable=error_text(error))
     notices: list[str] = []
 
     def allowed(what: str, difference: str | None) -> bool:
@@ -163,7 +164,7 @@ class _Comparison:
         try:
             found = train()
         except Exception as error:
-            return _one_line(error)
+            return error_text(error)
         (model, steps, loss, integers), (weights, made, mean, counts) = found, self.expected
         if not torch.equal(steps, made) or not torch.equal(integers, counts):
             return "steps or integer buffers are not those of plain PyTorch"
@@ -203,8 +204,7 @@ class _Comparison:
         return [torch.stack(parts) for parts in zip(*found, strict=True)]
 
     def _stream(self, client: int) -> AbstractContextManager[None]:
-        device = self.start.device
-        return global_stream(0, "layers", client=client, devices=[device.index or 0] if device.type == "cuda" else [])
+        return global_stream(0, "layers", client=client, device=self.start.device)
 
     def _cohort(self, clients: Sequence[int], flat_module: FlatModule) -> Cohort:
         held = [self.samples[client] for client in clients]
@@ -244,7 +244,3 @@ def _no_loop_over_models() -> Iterator[None]:
         yield
     finally:
         functorch._set_vmap_fallback_enabled(before)
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
