@@ -114,6 +114,11 @@ class Objective(ABC):
 objectives: Registry[Callable[..., Objective]] = Registry("objective", "fedloom.objectives")
 
 
+def kind_of(tensor: Tensor) -> str:
+    """The shape and the type of a tensor, as errors name them: `[8, 3] of float32`."""
+    return f"{list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+
+
 def prediction(outputs: Any) -> Tensor:
     """What a model predicts: its output, the first of several, or `logits` of a dictionary (or what acts as one).
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fedloom.config.fields import BelowOne, Count, NonNegative, require_fields
 from fedloom.errors import InvalidValue
-from fedloom.objectives import ACCURACY, Objective, Totals, objectives, prediction
+from fedloom.objectives import ACCURACY, Objective, Totals, kind_of, objectives, prediction
 
 
 @objectives.register("classification")
@@ -94,9 +94,7 @@ class Classification(Objective):
 
     def require_targets(self, targets: Tensor) -> None:
         if targets.dim() != 1 or targets.dtype != torch.int64:
-            raise InvalidValue(
-                f"objective 'classification' needs labels [n] of int64, not {list(targets.shape)} of {_kind(targets)}"
-            )
+            raise InvalidValue(f"objective 'classification' needs labels [n] of int64, not {kind_of(targets)}")
         highest = int(targets.max()) if len(targets) else 0
         if self.class_weights and highest >= len(self.class_weights):
             raise InvalidValue(f"class_weights has {len(self.class_weights)} numbers, but there is a label {highest}")
@@ -126,10 +124,6 @@ class Classification(Objective):
                 )
             self._weights[key] = torch.tensor(self.class_weights, dtype=logits.dtype, device=logits.device)
         return self._weights[key]
-
-
-def _kind(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 CLASSIFICATION = Classification()

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fedloom.config.fields import Positive, require_fields
 from fedloom.errors import InvalidValue
-from fedloom.objectives import Metric, Objective, Totals, objectives, prediction
+from fedloom.objectives import Metric, Objective, Totals, kind_of, objectives, prediction
 
 STRATA = 10
 """Groups of equally many samples, by the size of their target, that a partition skewed by label shares out."""
@@ -78,10 +78,7 @@ class Regression(Objective):
 
     def require_targets(self, targets: Tensor) -> None:
         if targets.dim() not in (1, 2) or not targets.is_floating_point():
-            kind = str(targets.dtype).removeprefix("torch.")
-            raise InvalidValue(
-                f"objective 'regression' needs targets [n] or [n, d] of floats, not {list(targets.shape)} of {kind}"
-            )
+            raise InvalidValue(f"objective 'regression' needs targets [n] or [n, d] of floats, not {kind_of(targets)}")
         if not torch.isfinite(targets).all():
             raise InvalidValue("objective 'regression': a target is NaN or infinite")
 

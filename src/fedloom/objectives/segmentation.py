@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fedloom.config.fields import require_fields
 from fedloom.errors import InvalidValue
-from fedloom.objectives import Metric, Objective, Totals, objectives, prediction
+from fedloom.objectives import Metric, Objective, Totals, kind_of, objectives, prediction
 
 
 @objectives.register("segmentation")
@@ -66,7 +66,4 @@ class Segmentation(Objective):
 
     def require_targets(self, targets: Tensor) -> None:
         if targets.dim() != 3 or targets.dtype != torch.int64:
-            kind = str(targets.dtype).removeprefix("torch.")
-            raise InvalidValue(
-                f"objective 'segmentation' needs targets [n, h, w] of int64, not {list(targets.shape)} of {kind}"
-            )
+            raise InvalidValue(f"objective 'segmentation' needs targets [n, h, w] of int64, not {kind_of(targets)}")
