@@ -6,8 +6,6 @@ search goes on where it was interrupted. What is searched on is `withhold`'s val
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +36,7 @@ from fedloom.experiment.settings import (
 )
 from fedloom.objectives import ACCURACY, Metric
 from fedloom.randomness import numpy_stream
+from fedloom.report.export import csv_text
 from fedloom.report.summary import Spread, measured
 from fedloom.state.files import write_text
 
@@ -215,25 +214,19 @@ def best_of(trials: Sequence[Trial]) -> Trial:
 
 def write_trials(search: Search, trials: Sequence[Trial]) -> Path:
     """Write every trial to `trials.csv` and the best one's configuration to `best.toml`, whose path is returned."""
-    text = io.StringIO()
-    keys = list(search.axes)
-    names = ["trial", *keys, "algorithm", "validation", "validation_std", "seeds", "reason"]
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    for trial in trials:
-        spread = trial.spread
-        figures = {"validation": spread.mean, "validation_std": spread.std} if spread else {}
-        writer.writerow(
-            {
-                "trial": trial.number,
-                **{key: plain_text(trial.changes[key]) for key in keys},
-                "algorithm": trial.algorithm,
-                **figures,
-                "seeds": len(trial.values),
-                "reason": trial.reason,
-            }
-        )
-    write_text(search.folder / "trials.csv", text.getvalue())
+    lines = [
+        {
+            "trial": trial.number,
+            **{key: plain_text(trial.changes[key]) for key in search.axes},
+            "algorithm": trial.algorithm,
+            "validation": trial.spread and trial.spread.mean,
+            "validation_std": trial.spread and trial.spread.std,
+            "seeds": len(trial.values),
+            "reason": trial.reason,
+        }
+        for trial in trials
+    ]
+    write_text(search.folder / "trials.csv", csv_text(lines, ["trial"]))
     best = search.folder / "best.toml"
     table = search.chosen(best_of(trials).changes)
     write_text(best, tomli_w.dumps({**table, "name": f"{search.told.name}-best"}))

@@ -15,9 +15,9 @@ from fedloom.report.sheet import (
     NOT_SIGNIFICANT,
     T_TEST_ONLY,
     Sheet,
+    caption,
     difference_cells,
     difference_title,
-    in_percent,
     keys,
     overall,
     reading,
@@ -75,7 +75,7 @@ def to_markdown(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
     """A page: all settings in one table where there are several, then two tables and the differences of each."""
     parts = [f"# {title}\n"]
     if len(sheets) > 1:
-        parts += [f"{_caption(sheets)}\n", _markdown(overall(sheets))]
+        parts += [f"{caption(sheets)}\n", _markdown(overall(sheets))]
     for one in sheets:
         parts += [f"## {one.setting}\n"] if one.setting else []
         parts += [_markdown(half) for half in halves(one.table)]
@@ -87,7 +87,7 @@ def to_markdown(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
 def to_latex(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
     """Tables for a paper, to be had with `\\input`; they need the package booktabs. The best value of a column is bold."""
     note = " ".join([_explained(sheets), *reading(sheets)]).strip()
-    tables = [_latex(overall(sheets), _caption(sheets), "overall", note)] if len(sheets) > 1 else []
+    tables = [_latex(overall(sheets), caption(sheets), "overall", note)] if len(sheets) > 1 else []
     for number, one in enumerate(sheets, start=1):
         of = f"{title}, {one.setting}" if one.setting else title
         place = f"-{number}" if one.setting else ""
@@ -134,10 +134,6 @@ def _plain(row: Row) -> dict[str, Any]:
     for name, spread in spreads.items():
         line |= {name: spread and spread.mean, f"{name}_std": spread and spread.std}
     return {**line, "faults": row.faults}
-
-
-def _caption(sheets: Sequence[Sheet]) -> str:
-    return f"{sheets[0].criterion.title}{in_percent(sheets[0])}, by {', '.join(keys(sheets))}."
 
 
 def _explained(sheets: Sequence[Sheet]) -> str:

@@ -32,11 +32,10 @@ from fedloom.report.sheet import (
     DIFFERENCE_HEADS,
     Criterion,
     Sheet,
+    caption,
     difference_cells,
     difference_title,
     faults_in,
-    in_percent,
-    keys,
     overall,
     reading,
     spread_of,
@@ -175,10 +174,7 @@ def write_overview(
     rows = [row for one in sheets for row in one.rows]
     counts = (("Settings", len(sheets)), ("Methods", len({row.algorithm for row in rows})))
     drawn = effect_figures(runs, sheets[0].criterion)
-    spread = _spread({row.seeds for row in rows})
-    caption = (
-        f"{spread}{sheets[0].criterion.title}{in_percent(sheets[0])}, by {', '.join(keys(sheets))}. Rank 1 is the best."
-    )
+    shown = f"{_spread({row.seeds for row in rows})}{caption(sheets)} Rank 1 is the best."
     text = _page(
         "overview.html",
         ReportOptions.of(title, sheets[0], command),
@@ -187,7 +183,7 @@ def write_overview(
         curves=curves,
         tiles=[*((name, str(count), "") for name, count in counts), *_cost_tiles(len(runs), rows)],
         table=overall(sheets),
-        captions=[caption, *reading(sheets)],
+        captions=[shown, *reading(sheets)],
         pages=[(one.setting, pages[one.setting], faults_in(one)) for one in sheets],
         figures=drawn,
     )

@@ -166,9 +166,10 @@ def overall(sheets: Sequence[Sheet]) -> Table:
     return Table(columns, tuple(lines))
 
 
-def in_percent(one: Sheet) -> str:
-    """What a caption says of the unit of a sheet's figures."""
-    return ", in per cent" if one.metric.share else ""
+def caption(sheets: Sequence[Sheet]) -> str:
+    """What the table over several settings shows."""
+    unit = ", in per cent" if sheets[0].metric.share else ""
+    return f"{sheets[0].criterion.title}{unit}, by {', '.join(keys(sheets))}."
 
 
 def difference_title(one: Sheet) -> str:

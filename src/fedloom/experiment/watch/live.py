@@ -87,7 +87,11 @@ class Watched:
         with self._lock:
             body = None if group is None else self._report(group)
         about = {"state": state, "group": group, "version": self._pages[group][0] if body and group else ""}
-        return _dressed(body or _empty(self.folder, bool(names)), about)
+        # Without a report: all groups, or nothing yet.
+        empty = templates().get_template("empty.html")
+        return _dressed(
+            body or empty.render(folder=self.folder, name=self.folder.resolve().name, any_runs=bool(names)), about
+        )
 
     def _report(self, group: str) -> str | None:
         """The group's report, rendered when it is not that of these figures; None while no run has a round."""
@@ -188,8 +192,3 @@ def _dressed(page: str, about: dict[str, Any]) -> str:
     )
     head, end, tail = page.rpartition("</body>")
     return head.replace(_NO_NETWORK, f"{_NO_NETWORK} connect-src 'self';", 1) + added + end + tail
-
-
-def _empty(folder: Path, any_runs: bool) -> str:
-    """The page without a report: all groups, or nothing yet."""
-    return templates().get_template("empty.html").render(folder=folder, name=folder.resolve().name, any_runs=any_runs)
