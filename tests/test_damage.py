@@ -19,7 +19,15 @@ from fedloom.engines.flower.deploy.memory import SiteMemory
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import CheckpointError, DamagedCheckpoint, FedloomError
 from fedloom.experiment.artifact import load_model, save_model
+from fedloom.experiment.comparison import Comparison
+from fedloom.experiment.configuration import configuration
+from fedloom.experiment.directory import RunDirectory, read_json, write_json
+from fedloom.experiment.events import RunName
+from fedloom.experiment.finished import add_landscapes, read_runs
+from fedloom.experiment.run import run_configured
+from fedloom.experiment.watch.live import Watched
 from fedloom.models.build import build_model
+from fedloom.recording.landscape import Landscape
 from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, RoundLog
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -168,6 +176,89 @@ def test_a_file_under_the_name_of_another_is_refused(kind: str, tmp_path: Path) 
         path.rename(tmp_path / "site-000003.v5.safetensors")
         with pytest.raises(DamagedCheckpoint, match="is of round 4, not 5"):
             SiteMemory(tmp_path, 3).read(5)
+
+
+# --- finished runs ---
+
+NAMES = (
+    "configuration.json", "task.json", "environment.json", "engine.json", "result.json", "metrics.jsonl", "timings.jsonl",
+    "clients.jsonl", "recorded.jsonl", "recording.json", "comparison.json", "landscape.json",
+)  # fmt: skip
+JOB = {
+    "name": "job", "algorithm": "fedavg", "rounds": 2, "evaluate_every": 1, "participation": 1.0, "model": "logistic",
+    "record": ["objective"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a comparison of one finished run, with all that a run may have."""
+    folder = tmp_path_factory.mktemp("compared")
+    table = {**JOB, "directory": str(folder), "data": {"clients": 3, "local_test": 0.25, "partition": "dirichlet(0.5)"}}
+    assert Comparison.of(configuration(table)).run(lambda event: None) == {}
+    add_landscapes(read_runs(folder), ["all"], Landscape(grid=3))
+    return folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_whoever_reads_a_finished_run_sees_no_changed_figure(name: str, compared: Path) -> None:
+    (place,) = compared.glob("*/seed-*")
+    path = (compared if name == "comparison.json" else place) / name
+    content, expected = path.read_bytes(), (read_runs(compared), Watched(compared).state()["groups"][0]["runs"])
+    refused = 0
+    try:
+        for what, damaged in damages(content, 60):
+            path.write_bytes(damaged)
+            found, said = None, ""
+            try:
+                found = read_runs(compared)
+            except FedloomError as error:
+                said = str(error)
+            assert found in (None, expected[0]), what
+            assert found or name in said, what
+            assert len(said.splitlines()) == (found is None)
+            refused += found is None
+            (watched,) = Watched(compared).state()["groups"][0]["runs"]
+            assert watched["state"] == "damaged" or watched | {"quiet": 0} == expected[1][0] | {"quiet": 0}, what
+    finally:
+        path.write_bytes(content)
+    assert refused > 40
+
+
+def test_a_run_goes_on_from_no_changed_figure_of_its_end(compared: Path) -> None:
+    (place,) = compared.glob("*/seed-*")
+    path = place / "result.json"
+    content = path.read_text()
+    path.write_text(content.replace('"rounds": 2', '"rounds": 3'))
+    table = {
+        **JOB,
+        "directory": str(compared),
+        "data": {"clients": 3, "local_test": 0.25, "partition": "dirichlet(0.5)"},
+    }
+    with pytest.raises(CheckpointError, match=r"result.json is missing or damaged: "):
+        run_configured(configuration(table), RunName("fedavg", 0), lambda event: None)
+    path.write_text(content)
+    run_configured(configuration(table), RunName("fedavg", 0), lambda event: None)
+
+
+def test_a_file_of_figures_that_is_gone_is_noticed(compared: Path) -> None:
+    (place,) = compared.glob("*/seed-*")
+    content = (place / "clients.jsonl").read_bytes()
+    (place / "clients.jsonl").unlink()
+    with pytest.raises(CheckpointError, match=r"clients.jsonl is not as it was written: "):
+        RunDirectory(place).summary()
+    (place / "clients.jsonl").write_bytes(content)
+
+
+def test_objects_without_a_digest_are_read_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.write_text('{"accuracy": 0.5}')
+    assert read_json(path, dict) == {"accuracy": 0.5}
+    write_json(path, {"accuracy": 0.5, "of": {"α": [None, 1e-300, -0.0]}})
+    assert read_json(path, dict) == {"accuracy": 0.5, "of": {"α": [None, 1e-300, -0.0]}}
+    path.write_text(path.read_text().replace("0.5", "0.7"))
+    with pytest.raises(CheckpointError, match=r"result.json is missing or damaged: start again"):
+        read_json(path, dict)
 
 
 # --- figures ---

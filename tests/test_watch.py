@@ -20,7 +20,7 @@ import pytest
 
 from fedloom.errors import InvalidValue
 from fedloom.experiment.configuration import configuration
-from fedloom.experiment.directory import RunDirectory
+from fedloom.experiment.directory import RunDirectory, read_json
 from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.run import run_configured
 from fedloom.experiment.watch.live import Watched
@@ -143,7 +143,8 @@ def test_damaged_and_half_made_runs_are_passed_over(folder: Path, tmp_path: Path
     (tmp_path / "loop").symlink_to(tmp_path)
     with (tmp_path / "job/fedavg/seed-1/metrics.jsonl").open("a") as file:
         file.write('{"round": 3, "accu')
-    (found,) = runs_of(Watched(tmp_path).state())
+    damaged, found = runs_of(Watched(tmp_path).state())
+    assert (damaged["algorithm"], damaged["seed"], damaged["state"], damaged["score"]) == ("fedavg", 0, "damaged", "–")
     assert (found["seed"], found["rounds"]) == (1, 2)
     assert Watched(tmp_path).page(None) is not None
 
@@ -199,7 +200,7 @@ def test_a_port_that_is_taken_is_told_in_one_line(folder: Path) -> None:
 def test_names_of_methods_cannot_smuggle_code_into_the_page(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "job", tmp_path / "job")
     path = tmp_path / "job/fedavg/seed-0/configuration.json"
-    told = json.loads(path.read_text())
+    told = read_json(path, dict)
     path.write_text(json.dumps({**told, "algorithm": "</script><script>alert(1)</script>"}))
     page = Watched(tmp_path).page(None)
     assert page is not None

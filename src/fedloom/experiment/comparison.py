@@ -10,7 +10,7 @@ from typing import Any
 from fedloom.config.expression import parse
 from fedloom.errors import InvalidValue
 from fedloom.experiment.configuration import Configuration
-from fedloom.experiment.directory import locked, to_json
+from fedloom.experiment.directory import locked, write_json
 from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.finished import REPORT_LOCK, StoredRun, by_setting, compared, setting_folder, write_reports
 from fedloom.experiment.jobs import Job, Tasks, placed, require_possible
@@ -110,7 +110,7 @@ class Comparison:
                 for name, text in failed.items()
             ]
             runs = [self._figures(run) for run in stored]
-            write_text(folder / "comparison.json", to_json({**to_data(sheets), "runs": runs, "failed": failures}))
+            write_json(folder / "comparison.json", {**to_data(sheets), "runs": runs, "failed": failures})
             write_text(folder / "comparison.csv", to_csv(sheets))
             write_text(folder / "comparison.md", to_markdown(sheets, title))
             write_text(folder / "comparison.tex", to_latex(sheets, title))

@@ -14,6 +14,9 @@ model.safetensors      the final model, by the names of the module's `state_dict
 result.json            the figures at the end; written last, so that its presence says that the run is finished
 landscape.json         on request, the loss around the final model (`fedloom report --landscape`)
 report.html            figures and tables to look at
+
+So that nobody takes damaged figures for those of the run, JSON objects hold a digest of themselves, and result.json digests of
+the files with figures. `.safetensors` and `.npz` files, too, hold one of themselves.
 """
 
 from __future__ import annotations
@@ -27,17 +30,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import xxhash
 from filelock import FileLock, Timeout
 
 from fedloom.algorithm import Algorithm, describe
 from fedloom.engines.base import Choice
 from fedloom.engines.choose import DEFAULT
-from fedloom.errors import CheckpointError, DamagedCheckpoint
+from fedloom.errors import CheckpointError
 from fedloom.experiment.identity import environment, version_changes
 from fedloom.objectives import Metric
 from fedloom.recording.run_recording import RESULT as RECORDED
 from fedloom.report.summary import RunSummary, dotted
-from fedloom.rounds.checkpoint import RoundLog, require_logs
+from fedloom.rounds.checkpoint import RoundLog
 from fedloom.state.files import remove_unfinished, slug, write_text
 
 _Json = TypeVar("_Json", dict[str, Any], list[Any])
@@ -54,6 +58,9 @@ _FILES = (
 
 # What is there of a run that came to its end, and of no other. The first says that it did, so it goes first.
 _END = ("result.json", "model.safetensors", "report.html", "landscape.json", RECORDED)
+
+# Files with figures, which hold no digest themselves.
+_FIGURES = ("metrics.jsonl", "timings.jsonl", "clients.jsonl", "recorded.jsonl", RECORDED)
 
 _OTHERWISE = "choose another name or directory, or start again with --fresh"
 
@@ -85,10 +92,19 @@ class RunDirectory:
 
     def require_figures(self) -> None:
         """Raise `CheckpointError` where the figures of a run that came to its end are not as they were written."""
-        try:
-            require_logs(self.path)
-        except DamagedCheckpoint as error:
-            raise CheckpointError(f"{error}: {_OTHERWISE}") from None
+        written = read_json(self.path / "result.json", dict, _OTHERWISE).get("files") if self.finished else None
+        if isinstance(written, dict) and written != (found := self._digests()):
+            name = next((name for name in _FIGURES if written.get(name) != found.get(name)), "result.json")
+            raise CheckpointError(f"{self.path / name} is not as it was written: {_OTHERWISE}")
+
+    def finish(self, figures: Mapping[str, Any]) -> None:
+        """Write the figures at the end, as the last of the run's files."""
+        write_json(self.path / "result.json", {**figures, "files": self._digests()})
+
+    def _digests(self) -> dict[str, str]:
+        """Of the files with figures."""
+        present = (self.path / name for name in _FIGURES if (self.path / name).exists())
+        return {path.name: xxhash.xxh3_128(path.read_bytes()).hexdigest() for path in present}
 
     @property
     def engine(self) -> Choice | None:
@@ -112,19 +128,22 @@ class RunDirectory:
             self.clear()
         remove_unfinished(self.path)
         self.require(configuration, method)
-        return [] if self.ended(configuration) else self._note_environment()
+        if self.ended(configuration):
+            self.require_figures()
+            return []
+        return self._note_environment()
 
     def settle(self, configuration: Mapping[str, Any]) -> None:
         """Make the directory that of this configuration. Where a run with fewer rounds came to its end, that is no end now."""
         if not self.ended(configuration):
             for name in _END:
                 (self.path / name).unlink(missing_ok=True)
-        write_text(self.path / "configuration.json", to_json(configuration))
+        write_json(self.path / "configuration.json", configuration)
 
     def _note_environment(self) -> list[str]:
         present, path = environment(), self.path / "environment.json"
         before = read_json(self.path / "environment.json", dict) if path.exists() else present
-        write_text(path, to_json(present))
+        write_json(path, present)
         changes = version_changes(before, present)
         return [f"{self.path} was begun with {changes}: the last digits may differ"] if changes else []
 
@@ -175,6 +194,7 @@ class RunDirectory:
 
         Raises `CheckpointError` when a file is missing or damaged.
         """
+        self.require_figures()
         configuration, task = (
             read_json(self.path / "configuration.json", dict),
             read_json(self.path / "task.json", dict),
@@ -221,10 +241,11 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
 
 
 def read_json(path: Path, kind: type[_Json], remedy: str = "start again with --fresh") -> _Json:
-    """The object or list in a file. Raises `CheckpointError`, with the remedy, when it is missing or damaged."""
+    """The object (as `write_json` wrote it) or list in a file. Raises `CheckpointError`, with the remedy, when it is missing or
+    damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(found, kind):
+        if isinstance(found, kind) and (isinstance(found, list) or _intact(found)):
             return found
     except (OSError, ValueError, RecursionError):
         pass
@@ -259,6 +280,24 @@ def folder_name(expression: str) -> str:
     if plain.count("(") < 2 and len(name) <= _LONGEST:
         return name
     return f"{name[:_LONGEST]}-{hashlib.sha256(expression.encode()).hexdigest()[:8]}"
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """A file of an object and its digest. Raises `CheckpointError` when it cannot be written."""
+    write_text(path, to_json({**value, "digest": _digest(value)}))
+
+
+def _intact(value: dict[str, Any]) -> bool:
+    """Whether an object is as it was written; one without a digest is taken as it is. Its digest is removed."""
+    if value:
+        name, written = value.popitem()  # whatever its name is: that may be what is damaged
+        if written != _digest(value):
+            value[name] = written
+    return "digest" not in value
+
+
+def _digest(value: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128(json.dumps(value).encode()).hexdigest()
 
 
 def to_json(value: Any) -> str:

@@ -19,7 +19,7 @@ from fedloom.data.partition import Partition
 from fedloom.errors import CheckpointError, FedloomError, InvalidValue, suggestion
 from fedloom.experiment.artifact import load_model
 from fedloom.experiment.configuration import configuration
-from fedloom.experiment.directory import RunDirectory, folder_name, locked, read_json, to_json
+from fedloom.experiment.directory import RunDirectory, folder_name, locked, read_json, write_json
 from fedloom.experiment.settings import label
 from fedloom.experiment.trajectories import together
 from fedloom.recording.landscape import Landscape
@@ -27,7 +27,6 @@ from fedloom.report import write_report
 from fedloom.report.page import ReportOptions, options_of, write_overview
 from fedloom.report.sheet import Sheet, sheet
 from fedloom.report.summary import RunSummary
-from fedloom.state.files import write_text
 from fedloom.state.tensors import read_tensors
 from fedloom.task import Task
 
@@ -173,7 +172,7 @@ def add_landscapes(
         if run in chosen:
             say(f"loss landscape of {run.labelled.algorithm}, seed {run.summary.seed}")
             kept = {"model": _digest(run.place), "landscape": landscape_of(run.place, recorder)}
-            write_text(run.place / _FILE, to_json(kept))
+            write_json(run.place / _FILE, kept)
             summary = _summary(run.place, run.summary.algorithm)
         else:
             summary = dataclasses.replace(run.summary, recorded=_without_landscape(run.summary))

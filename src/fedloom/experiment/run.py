@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
@@ -25,7 +24,7 @@ from fedloom.errors import InvalidValue
 from fedloom.experiment.artifact import save_model
 from fedloom.experiment.configuration import Configuration, schedule_values
 from fedloom.experiment.cores import using_threads
-from fedloom.experiment.directory import RunDirectory, folder_name, locked, to_json, trained_in
+from fedloom.experiment.directory import RunDirectory, folder_name, locked, trained_in, write_json
 from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.identity import environment, identity
 from fedloom.experiment.trackers.tracker import Tracker
@@ -39,7 +38,7 @@ from fedloom.rounds.engine import Engine
 from fedloom.rounds.evaluation import Record
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.state.files import remove_unfinished, write_text
+from fedloom.state.files import remove_unfinished
 from fedloom.state.tensors import write_tensors
 from fedloom.task import Task
 
@@ -272,9 +271,9 @@ def run_configured(
         if not fresh and place.finished:
             place.require(resolved, method)
         if not fresh and place.ended(resolved):
-            place.require_figures()
+            found = place.summary(name.algorithm)
             watch(Event("skipped", name, configuration.rounds))
-            return place.summary(name.algorithm)
+            return found
         task = (make_task or configuration.task)(name.seed)
         schedule = dataclasses.replace(configuration.schedule, seed=name.seed)
         plan = _RunPlan(
@@ -329,7 +328,7 @@ class _RunPlan:
             if chosen is not None and chosen.named:
                 chosen = None
             if chosen is not None and path is not None:
-                write_text(path / "engine.json", json.dumps(dataclasses.asdict(chosen)) + "\n")
+                write_json(path / "engine.json", dataclasses.asdict(chosen))
             for notice in [*notices, *federation.notices, *(recording.notices if recording else [])]:
                 self._say(notice)
             self.watch(Event("started", self.name, federation.finished, text=str(chosen or "")))
@@ -366,7 +365,7 @@ class _RunPlan:
                 task.local_test.save(place.path / "test-split.npz")
         if task.true_labels is not None:
             write_tensors(place.path / "labels.safetensors", {"given": task.train.labels, "true": task.true_labels}, {})
-        write_text(place.path / "task.json", json.dumps(_described_data(task)) + "\n")
+        write_json(place.path / "task.json", _described_data(task))
         return federation
 
     def _track(self, result: Result, tracking: Tracking) -> None:
@@ -400,7 +399,7 @@ def _write(result: Result, place: RunDirectory, model: str) -> None:
         result.recording.write(result.recorded)
     about = {"algorithm": summary.algorithm, "seed": str(summary.seed), "data": task.dataset.name}
     save_model(place.path / "model.safetensors", result.model, model, task.dataset.spec, about)
-    write_text(place.path / "result.json", to_json(result.ends))
+    place.finish(result.ends)
 
 
 def _described_data(task: Task) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedloom.errors import CheckpointError
 from fedloom.experiment.configuration import Configuration
+from fedloom.experiment.directory import read_json, write_json
 from fedloom.recording.plane import principal_plane
 from fedloom.recording.recorder import RunContext
 from fedloom.recording.run_recording import RESULT, kept_file
@@ -23,7 +24,6 @@ from fedloom.recording.trajectory import Trajectory, surroundings
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.evaluation import newcomers_last
 from fedloom.rounds.scoring import Evaluator
-from fedloom.state.files import write_text
 from fedloom.state.tensors import read_tensors
 
 FILE = "trajectories.json"
@@ -46,7 +46,7 @@ def draw_together(folder: Path, runs: Sequence[Run], context: Callable[[int], Ru
     found = [
         one for client, group in groups.items() if (one := _in_one_plane(client, group, context(seed))) is not None
     ]
-    write_text(folder / FILE, json.dumps({"of": _digest(groups), "trajectories": found}) + "\n")
+    write_json(folder / FILE, {"of": _digest(groups), "trajectories": found})
 
 
 def together(folder: Path, runs: Sequence[Run]) -> list[RunSummary]:
@@ -92,8 +92,8 @@ def _groups(runs: Sequence[Run]) -> dict[int, list[Run]]:
 def _known(folder: Path, groups: Mapping[int, Sequence[Run]]) -> list[dict[str, Any]] | None:
     """What is kept in the folder of these runs; None where nothing is, or where it is of others."""
     try:
-        kept = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        kept = read_json(folder / FILE, dict)
+    except CheckpointError:
         return None
     return list(kept["trajectories"]) if groups and kept.get("of") == _digest(groups) else None
 

@@ -19,7 +19,7 @@ import tomli_w
 from fedloom.algorithm import build, describe
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.experiment.configuration import VARYING, Configuration, configuration
-from fedloom.experiment.directory import finished_runs, read_json, to_json
+from fedloom.experiment.directory import finished_runs, read_json, write_json
 from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.jobs import Job, Tasks, job_of, require_possible
 from fedloom.experiment.parameters import PREFIX, parameter_keys, with_parameters
@@ -250,6 +250,6 @@ def score_on_test(search: Search, best: Trial, runner: Runner) -> Trial:
     if search.told.measure == "best":
         table["measure"] = "final"  # the best of all evaluations would be chosen on the test data
     trial = Trial(0, best.changes, configuration(table))
-    write_text(path, to_json(choice))
+    write_json(path, choice)
     runner.run([trial])
     return trial

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -100,18 +99,6 @@ class Checkpoints:
         return Checkpoint(
             int(metadata["round"]), _below("server/", tensors), _below("clients/", tensors), _below("log ", metadata)
         )
-
-
-def require_logs(directory: Path) -> None:
-    """Raise `DamagedCheckpoint` unless the logs of a run are as the newest checkpoint that can be read knows them."""
-    for path in Checkpoints(directory, "").paths():
-        with suppress(DamagedCheckpoint):
-            metadata = read_tensors(path)[1]
-            break
-    else:
-        return
-    for name, digest in _below("log ", metadata).items():
-        RoundLog(directory / name).require(int(metadata["round"]), digest)
 
 
 def _file_name(round: int) -> str:

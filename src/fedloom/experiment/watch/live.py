@@ -39,7 +39,7 @@ class Standing:
     group: str
     algorithm: str
     seed: int
-    state: str  # "finished", "running" or "quiet"
+    state: str  # "finished", "running", "quiet", or of a finished run with damaged files "damaged"
     rounds: int
     total: int
     score: str
@@ -131,16 +131,18 @@ class Watched:
         return self._read[path][1]
 
     def _standing(self, group: str, path: Path, now: float) -> Standing | None:
-        run = self._summary(path)
+        run, ended = self._summary(path), (path / "result.json").exists()
         if run is None:
-            return None
+            seed = path.name.removeprefix("seed-")
+            number = int(seed) if seed.isdecimal() else 0
+            damaged = Standing(group, path.parent.name, number, "damaged", 0, 0, "–", "–", None, None, 0.0)
+            return damaged if ended else None
         measured = [figures.final(run), figures.best(run)]
         final, best = ("–" if value is None else run.metric.text(value) for value in measured)
         rounds, total = len(run.records), int(run.configuration.get("rounds", len(run.records)))
         last = [float(timing["seconds"]) for timing in run.timings[-_PACE:] if "seconds" in timing]
         pace = sum(last) / len(last) if last else None
         quiet = max(0.0, now - max((stamp[0] for stamp in _stamp(path) if stamp), default=0) / 1e9)
-        ended = (path / "result.json").exists()
         state = "finished" if ended else "running" if quiet < max(QUIET, 10 * (pace or 0)) else "quiet"
         return Standing(
             group,

@@ -38,7 +38,8 @@
     filled.style.width = `${(100 * run.rounds) / Math.max(1, run.total)}%`;
     bar.append(filled);
     const still = run.state === "quiet" ? `, nothing new for ${time(run.quiet)}` : run.state === "finished" ? ", finished" : "";
-    progress.append(bar, element("small", `${run.rounds} of ${run.total} rounds${still}`));
+    const damaged = "finished, but its files are damaged";
+    progress.append(bar, element("small", run.state === "damaged" ? damaged : `${run.rounds} of ${run.total} rounds${still}`));
     line.append(
       element("td", `${run.algorithm}, seed ${run.seed}`),
       progress,
