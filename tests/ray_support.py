@@ -146,6 +146,16 @@ def gone(processes: Iterable[int], patience: float = 600.0) -> bool:
     return True
 
 
+def gone_soon(processes: Iterable[int], seconds: float = 5.0) -> bool:
+    """Whether all of the processes end within so many seconds of a processor's time. They are counted on a processor that is kept
+    busy, so that on a machine with much else to do they are as long as the processes' own."""
+    watched, began = list(processes), time.process_time()
+    while not gone(watched, patience=0):
+        if time.process_time() - began > seconds:
+            return False
+    return True
+
+
 def counted(history: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
     """Of each round: who took part, what was sent, and who failed."""
     names = ("round", "clients", "bytes_down", "bytes_up", "faults")

@@ -16,14 +16,14 @@ from fedloom.experiment.configuration import configuration
 from fedloom.experiment.events import Event
 from fedloom.experiment.jobs import Job
 from fedloom.experiment.pools import ProcessPool, SerialPool
-from ray_support import gone
+from ray_support import gone_soon
 
 ROUNDS = 4
 
 
-def jobs(folder: Path) -> list[Job]:
+def jobs(folder: Path, rounds: int = ROUNDS) -> list[Job]:
     settings = {
-        "name": "job", "directory": str(folder), "algorithms": ["fedavg", "fedmr"], "rounds": ROUNDS, "participation": 0.5,
+        "name": "job", "directory": str(folder), "algorithms": ["fedavg", "fedmr"], "rounds": rounds, "participation": 0.5,
         "model": "logistic", "threads": 1, "data": {"clients": 4},
     }  # fmt: skip
     return Comparison.of(configuration(settings)).jobs()
@@ -105,4 +105,34 @@ def test_workers_that_are_still_starting_end_with_their_parent(tmp_path: Path) -
         while not all(Path(f"{mark}{worker}").exists() for worker in workers):
             assert parent.poll() is None
         parent.kill()
-    assert gone(workers), "a worker outlived its parent"
+    assert gone_soon(workers), "a worker outlived its parent"
+
+
+RUNNING = """
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    from fedloom.experiment.pools import ProcessPool
+    from test_pools import jobs
+
+    pool = ProcessPool(2, 1)
+
+    def watch(event):
+        if event.kind == "round" and len(pool._busy) == 2:
+            print(*(worker.process.pid for worker in pool._busy), flush=True)
+
+    pool.run(jobs(Path(sys.argv[1]), rounds=10**6), watch, False, lambda: False)
+"""
+
+
+def test_workers_in_the_middle_of_runs_end_with_their_parent(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(RUNNING)
+    command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        workers = [int(word) for word in parent.stdout.readline().split()]
+        assert len(workers) == 2
+        parent.kill()
+    assert gone_soon(workers), "a worker outlived its parent"

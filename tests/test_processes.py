@@ -37,7 +37,7 @@ from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
 from process_support import Deadly, Failing, Misconfigured, Peeking, wide_task
-from ray_support import gone
+from ray_support import gone_soon
 from small_task import TRAIN_SIZES, KeepsClientMemory, small_task
 
 CLIENTS = len(TRAIN_SIZES)
@@ -410,7 +410,7 @@ def test_workers_end_with_their_parent_however_it_ends(tmp_path: Path, how: sign
         parent.send_signal(how)
         said = parent.stderr.read()
         assert parent.wait() == -how
-    assert gone(workers), "a worker outlived its parent"
+    assert gone_soon(workers), "a worker outlived its parent"
     assert said.count("Traceback") == (1 if how == signal.SIGINT else 0)  # the script's own
     assert "leaked" not in said
     assert "Warning" not in said

@@ -35,7 +35,7 @@ from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
 from process_support import Deadly, Failing, Misconfigured, Peeking, wide_task
-from ray_support import SCRIPT, Greedy, counted, gone, stopped
+from ray_support import SCRIPT, Greedy, counted, gone, gone_soon, stopped
 from small_task import TRAIN_SIZES, KeepsClientMemory, small_task
 
 pytest.importorskip("ray", reason="Ray is not installed")
@@ -427,3 +427,27 @@ def test_a_program_keeps_its_own_cluster_and_one_started_for_it_goes_when_it_is_
     for line in done.stdout.splitlines():
         assert len(line.split()) >= 2, done.stdout
         assert gone(int(word) for word in line.split())
+
+
+KILLED = """
+import sys
+from fedloom.engines.choose import make_engine
+from small_task import small_task
+
+engine = make_engine("ray", small_task(), workers=1)
+print(*engine.processes, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_actors_of_a_cluster_that_was_started_for_a_program_end_when_it_is_killed() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", KILLED]
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout is not None
+        actors = [int(word) for word in program.stdout.readline().split()]
+        assert len(actors) == 1
+        program.kill()
+    assert gone_soon(actors), "an actor outlived the program"
