@@ -18,7 +18,7 @@ from fedloom.cli import main
 from fedloom.data.partition import Partition
 from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import Configuration, configuration
-from fedloom.experiment.directory import folder_name
+from fedloom.experiment.directory import folder_name, read_json, write_json
 from fedloom.experiment.finished import StoredRun, read_runs, with_trajectories
 from fedloom.report.clients import worst_first
 from fedloom.report.contents import image_figures
@@ -216,8 +216,7 @@ def test_a_landscape_can_be_had_later(folder: Path, capsys: pytest.CaptureFixtur
     assert '<div id="landscape-ala-fedavg"' not in page  # its points are others
     for method in ("fedavg", "fedmr"):
         kept_there = place(folder, method) / "landscape.json"
-        altered = json.loads(kept_there.read_text()) | {"model": "another"}
-        kept_there.write_text(json.dumps(altered))
+        write_json(kept_there, read_json(kept_there, dict) | {"model": "another"})
         summary = next(run.summary for run in read_runs(folder) if run.place == place(folder, method))
         assert next(one for one in summary.recorded if one["kind"] == "landscape")["data"] == "train"
         kept_there.unlink()

@@ -16,6 +16,7 @@ from fedloom.cli import main
 from fedloom.data.partition import Partition
 from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import configuration
+from fedloom.experiment.directory import read_json, write_json
 from fedloom.experiment.finished import read_runs, with_trajectories
 from fedloom.report.contents import image_figures
 
@@ -78,9 +79,9 @@ def test_the_page_draws_both_ways_once_also_when_it_is_written_anew(folder: Path
 
 
 def test_ways_of_other_runs_are_not_shown(folder: Path) -> None:
-    kept = folder / "ala-fedavg/seed-0/recording.json"
+    kept = folder / "trajectories.json"
     before = kept.read_text()
-    kept.write_text(before.replace("[", "[ ", 1))
+    write_json(kept, read_json(kept, dict) | {"of": "others"})
     try:
         shown = with_trajectories(folder, read_runs(folder))
     finally:
