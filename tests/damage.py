@@ -1,4 +1,5 @@
-"""What disks do to files: flipped bits, zeroed blocks, lost ends. The same seed damages alike."""
+"""What disks do to files: flipped bits, zeroed blocks, lost ends; and what strangers do to messages. The same seed damages
+alike."""
 
 from __future__ import annotations
 
@@ -32,3 +33,15 @@ def damages(content: bytes, count: int, seed: int = 0) -> Iterator[tuple[str, by
             bit = draw.randrange(8)
             flipped = bytes([content[place] ^ 1 << bit])
             yield f"bit {bit} of byte {place} flipped", content[:place] + flipped + content[place + 1 :]
+
+
+def mutated(content: bytes, draw: random.Random) -> bytes:
+    """Some of the bytes changed, cut or repeated, or others put in."""
+    found = bytearray(content)
+    for _ in range(draw.randint(1, 4)):
+        start = draw.randrange(len(found) + 1)
+        kind = draw.randrange(4)
+        put = draw.choice((b"[" * 5000, b"9" * 5000, b"\x00", b"\xff" * 8, b'"', b"nan", b"1e999", b"\x1b[31m"))
+        part = found[start : start + draw.randrange(1, 40)]
+        found[start : start + (len(part) if kind else 0)] = (put, b"", part * 2, draw.randbytes(len(part)))[kind]
+    return bytes(found)

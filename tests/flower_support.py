@@ -130,6 +130,7 @@ class Node:
     silent: bool = False  # it takes messages and never answers
     late: bool = False  # it works, but its answer stays on the way until it is no longer late
     tamper: Tamper | None = None  # what becomes of its answers to training
+    tamper_all: Tamper | None = None  # what becomes of all its answers
     says: dict[str, Any] = field(default_factory=dict)  # words in which its other answers differ
     trained: list[int] = field(default_factory=list)  # the rounds of the orders to train that it carried out
 
@@ -143,7 +144,7 @@ class Node:
         elif self.says and message.metadata.message_type in ("query", "evaluate"):
             words = {**words_of(reply), **self.says}
             reply = with_words(json.dumps(words))(reply)
-        return reply
+        return reply if self.tamper_all is None else self.tamper_all(reply)
 
 
 class LocalGrid(Grid):

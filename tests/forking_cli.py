@@ -12,7 +12,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +29,12 @@ class Command:
 
     def send(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
+
+    def running(self) -> bool:
+        """Whether it has not come to its end."""
+        with suppress(FileNotFoundError):
+            return " Z " not in Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2][:4]
+        return False
 
     def wait(self) -> tuple[int, str]:
         """Exit code (negative: the signal that killed it) and all it wrote."""

@@ -8,10 +8,8 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import resource
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from contextlib import ExitStack
@@ -21,7 +19,7 @@ from pathlib import Path
 if __name__ == "__main__":  # as a program: as pytest, which finds the tests' modules
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from chaos.trials import TRIALS, Wrong
+from chaos.trials import TRIALS, Wrong, held
 
 
 @dataclass
@@ -60,16 +58,6 @@ def run(seconds: float, seed: int, names: list[str] | None = None) -> dict[str, 
     return tallies
 
 
-def held() -> dict[str, int]:
-    """What this process holds that must not grow: descriptors, threads, files in shared memory; and its largest memory, MiB."""
-    return {
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": threading.active_count(),
-        "shared memory": len(os.listdir("/dev/shm")),
-        "MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
-    }
-
-
 def table(tallies: dict[str, Tally]) -> str:
     lines = ["| trial | tried | wrong | longest, s | how it went |", "|---|---|---|---|---|"]
     for name, tally in tallies.items():
@@ -84,9 +72,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("trials", nargs="*", help=f"all by default: {', '.join(TRIALS)}")
     options = parser.parse_args()
-    before = held()
+    before = held(os.getpid())
     tallies = run(60 * options.minutes, options.seed, options.trials or None)
-    after = held()
+    after = held(os.getpid())
     print(table(tallies))
     print("held before and after: " + ", ".join(f"{name} {before[name]} and {after[name]}" for name in before))
     wrong = [f"{name}: {text}" for name, tally in tallies.items() for text in tally.wrong]

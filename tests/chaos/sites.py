@@ -1,4 +1,4 @@
-"""Malicious sites. To try another one, write a class with a `tamper` here and add it to `SITES`."""
+"""Malicious sites, which change their answers. To try another one, write a class with a `tamper` here and add it to `SITES`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import json
 import random
 
 import numpy as np
-from flwr.app import ConfigRecord, Message, MetricRecord
+from flwr.app import Array, ConfigRecord, Message, MetricRecord
 
-from fedloom.engines.flower.messages import ARRAYS, RECORD
+from damage import mutated
+from fedloom.engines.flower.messages import ARRAYS, PROTOCOL, RECORD
 from flower_support import with_array, with_words, words_of
+
+HEADER = 128  # bytes before the numbers of an array, which is a .npy file
 
 
 class Site:
-    """A site that changes its answers to training; `refused`: whether the server must refuse them, and not just bound them."""
+    """A site that changes its answers; `refused`: whether the server must refuse those to training, and not just bound them."""
 
     refused = True
+    only_training = True
 
     def __init__(self, draw: random.Random) -> None:
         self.draw = draw
@@ -78,6 +82,30 @@ class Claims(Site):
         return with_words(json.dumps({**words_of(reply), "samples": 10**9}))(reply)
 
 
+class Mutated(Site):
+    """Answers, to whatever it is asked, with a few bytes changed in its words, or in the header, type or shape of an array. The
+    numbers themselves stay, since nobody can tell a changed one from an honest one."""
+
+    refused = False
+    only_training = False
+
+    def tamper(self, reply: Message) -> Message:
+        if not reply.has_content():
+            return reply
+        arrays = reply.content.array_records.get(ARRAYS)
+        if not arrays or self.draw.random() < 0.5:
+            words = mutated(json.dumps(words_of(reply)).encode(), self.draw).decode(errors="replace")
+            return with_words(words, self.draw.choice((PROTOCOL, PROTOCOL, PROTOCOL + 1)))(reply)
+        name = self.draw.choice(sorted(arrays))
+        old, kind = arrays[name], self.draw.randrange(4)
+        dtype = mutated(old.dtype.encode(), self.draw).decode(errors="replace") if kind == 0 else old.dtype
+        shape = (*old.shape, self.draw.choice((0, -1, 1 << 40))) if kind == 1 else old.shape
+        header = mutated(old.data[:HEADER], self.draw) if kind == 2 else old.data[:HEADER]
+        rest = old.data[HEADER:] if kind != 3 else old.data[HEADER : self.draw.randrange(HEADER, len(old.data) + 1)]
+        arrays[name] = Array(dtype, shape, old.stype, header + rest)
+        return reply
+
+
 SITES: tuple[type[Site], ...] = (
-    WrongShape, WrongType, NotFinite, MoreTensors, OwnFigures, NoWords, Garbage, Claims,
+    WrongShape, WrongType, NotFinite, MoreTensors, OwnFigures, NoWords, Garbage, Claims, Mutated,
 )  # fmt: skip

@@ -7,12 +7,15 @@ A trial is made once and then repeated; `once` does one thing drawn from `draw`,
 
 from __future__ import annotations
 
+import gc
+import json
+import os
 import random
 import shutil
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
@@ -21,21 +24,27 @@ import numpy as np
 import torch
 
 from chaos.sites import SITES
-from damage import damages
+from damage import damages, mutated
 from every_method import EVERY_METHOD
 from fedloom.algorithm import build, describe
 from fedloom.config.expression import parse
 from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.partition import Partition
+from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.errors import FedloomError
 from fedloom.experiment.configuration import load
+from fedloom.experiment.directory import folder_name
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from fedloom.secure import InMemoryTransport
 from fedloom.secure.faults import ProtocolViolation
 from fedloom.secure.wire import Answer, Request
 from fedloom.state.tensors import read_tensors, write_tensors
 from flower_support import CLIENTS, EVERYBODY, LocalGrid, flower, nodes, run_config
 from forking_cli import Server, serving
+from ray_support import descendants, gone_soon
 from secure_support import World
+from small_task import KeepsClientMemory, small_task
 
 SECONDS = 10.0  # the longest that reading an input may take
 
@@ -115,9 +124,9 @@ class Runs(Trial):
             shutil.rmtree(server.folder)
         return self.undisturbed[method, engine]
 
-    def require_same(self, server: Server, expected: dict[str, bytes], what: str) -> None:
+    def require_same(self, server: Server, expected: dict[str, bytes], what: str, place: Path | None = None) -> None:
         for name, content in expected.items():
-            if (place_of(server) / name).read_bytes() != content:
+            if ((place or place_of(server)) / name).read_bytes() != content:
                 raise Wrong(f"{what}: {name} differs from that of a run that was not disturbed")
         if left := list(server.folder.rglob("*.writing")):
             raise Wrong(f"{what}: {left[0].name} was left behind")
@@ -152,6 +161,75 @@ class Kills(Runs):
         self.require_same(server, expected, f"{method} on {engine}, killed {killed} times")
         shutil.rmtree(server.folder)
         return f"{killed} kills, the same bytes"
+
+
+class Workers(Runs):
+    """A run, or a comparison, with two workers: it or one of them is killed, no worker outlives it, and it goes on to the bytes
+    of the rows engine."""
+
+    ways: tuple[tuple[str, ...], ...] = (
+        ("run", "engine=processes(workers=2)"), ("compare", "engine=rows", "workers=2"),
+    )  # fmt: skip
+
+    def workers(self, parent: int) -> list[int]:
+        """Those that it has just now."""
+        return descendants(parent)
+
+    def once(self, draw: random.Random) -> str:
+        (kind, *options), methods = draw.choice(self.ways), draw.sample(WORKERS_METHODS, 2)
+        methods = methods if kind == "compare" else methods[:1]
+        options.append(f"algorithms={json.dumps(methods)}" if kind == "compare" else f"algorithm={methods[0]}")
+        expected = {folder_name(method): self.expected(method, "rows") for method in methods}
+        server, what = self.server(methods[0], "rows"), f"{kind} {' '.join(options)}"
+        command = server.start(kind, "job.toml", "--quiet", *options)
+        workers: list[int] = []
+        while not workers and command.running():
+            workers = self.workers(command.pid)
+        until, rounds = draw.random() * 0.3, draw.randint(0, 8)
+        while command.running() and written(server) < rounds:
+            time.sleep(0.01)
+        time.sleep(until)
+        workers, victim = self.workers(command.pid), draw.choice(("it", "it", "a worker"))
+        with suppress(ProcessLookupError):
+            if victim == "it":
+                command.send(signal.SIGKILL)
+            elif workers:
+                os.kill(draw.choice(workers), signal.SIGKILL)
+        code, _ = command.wait()
+        if not gone_soon(workers):
+            raise Wrong(f"{what}: a worker outlived it")
+        code, output = server.run(kind, "job.toml", "--quiet", *options)
+        if code != 0:
+            raise Wrong(f"{what} does not go on after a kill: {output}")
+        for name, contents in expected.items():
+            same = {file: content for file, content in contents.items() if file != "configuration.json"}
+            self.require_same(server, same, what, server.folder / "runs/job" / name / "seed-0")
+        shutil.rmtree(server.folder)
+        return f"{kind}, {victim} killed"
+
+
+WORKERS_METHODS = ("fedavg", "scaffold", "ditto", "fedmr")
+
+
+class Actors(Workers):
+    """The same, on clusters of Ray that it starts."""
+
+    ways = (("run", "engine=ray(workers=2)"), ("compare", "engine=rows", "workers=2", "pool=ray"))
+
+    def workers(self, parent: int) -> list[int]:
+        """Ray's own agents, which run no code of ours, may need a minute to notice that their cluster is gone."""
+        return [process for process in descendants(parent) if self._is_actor(process)]
+
+    def _is_actor(self, process: int) -> bool:
+        with suppress(OSError):
+            command = Path(f"/proc/{process}/cmdline").read_text()
+            return command.startswith("ray::") and "Agent" not in command
+        return False
+
+
+def written(server: Server) -> int:
+    """Rounds that have figures, in all runs together."""
+    return sum(path.read_bytes().count(b"\n") for path in server.folder.glob("runs/job/*/seed-0/metrics.jsonl"))
 
 
 READERS: dict[str, Callable[[Path], object]] = {
@@ -202,18 +280,6 @@ def damages_of(content: bytes, draw: random.Random) -> list[tuple[str, bytes]]:
 
 
 # --- inputs ---
-
-
-def mutated(content: bytes, draw: random.Random) -> bytes:
-    """Some of the bytes changed, cut or repeated, or others put in."""
-    found = bytearray(content)
-    for _ in range(draw.randint(1, 4)):
-        start = draw.randrange(len(found) + 1)
-        kind = draw.randrange(4)
-        put = draw.choice((b"[" * 5000, b"9" * 5000, b"\x00", b"\xff" * 8, b'"', b"nan", b"1e999", b"\x1b[31m"))
-        part = found[start : start + draw.randrange(1, 40)]
-        found[start : start + (len(part) if kind else 0)] = (put, b"", part * 2, draw.randbytes(len(part)))[kind]
-    return bytes(found)
 
 
 class Inputs(Trial):
@@ -303,7 +369,10 @@ class Strangers(Trial):
         grid = LocalGrid(nodes(CLIENTS, folder), run_config("fedavg", folder / "run", rounds=2))
         federation = flower(grid.run_config, grid)
         liar = draw.choice(list(grid.nodes))
-        grid.nodes[liar].tamper = site.tamper
+        if site.only_training:
+            grid.nodes[liar].tamper = site.tamper
+        else:
+            grid.nodes[liar].tamper_all = site.tamper
         number = grid.nodes[liar].config["partition-id"]
         records: Iterable[dict[str, object]] = [federation.step()[0] for _ in range(2)]
         for record in records:
@@ -318,4 +387,55 @@ class Strangers(Trial):
         return f"{kind.__name__} {'refused' if site.refused else 'bounded'}"
 
 
-TRIALS: dict[str, type[Trial]] = {"kills": Kills, "damages": Damages, "inputs": Inputs, "strangers": Strangers}
+# --- what a long run holds ---
+
+
+def held(process: int) -> dict[str, int]:
+    """What a process holds that must not grow: descriptors, threads and memory in MiB; and the files in shared memory."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
+    return {
+        "descriptors": len(os.listdir(f"/proc/{process}/fd")),
+        "threads": int(status["Threads"]),
+        "files in shared memory": sum(not name.startswith("sem.") for name in os.listdir("/dev/shm")),
+        "MiB": int(status["VmRSS"].split()[0]) >> 10,
+    }
+
+
+class Rounds(Trial):
+    """Many small rounds of one federation with a worker process: neither of the two holds more and more."""
+
+    rounds = 250
+    growth: Mapping[str, int] = {"MiB": 24}  # what may be held more after these rounds
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.engine = ProcessesEngine(small_task(), workers=1)
+        schedule = Schedule(rounds=10**9, participation=0.5, seed=3, evaluate_every=50)
+        self.federation = Federation(KeepsClientMemory(), self.engine.task, self.engine, schedule, folder)
+        self.step(20)
+
+    def step(self, rounds: int) -> None:
+        for _ in range(rounds):
+            self.federation.step()
+            if self.federation.finished % 10 == 0:
+                self.federation.save()
+
+    def once(self, draw: random.Random) -> str:
+        processes = (os.getpid(), *self.engine.processes)
+        before = [held(process) for process in processes]
+        self.step(self.rounds)
+        gc.collect()
+        for one, two in zip(before, [held(process) for process in processes], strict=True):
+            for name, now in two.items():
+                if now > one[name] + self.growth.get(name, 0):
+                    raise Wrong(f"{name}: {one[name]} before {self.rounds} rounds, {now} after them")
+        return f"{self.rounds} rounds"
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+TRIALS: dict[str, type[Trial]] = {
+    "kills": Kills, "workers": Workers, "actors": Actors, "damages": Damages, "inputs": Inputs, "strangers": Strangers,
+    "rounds": Rounds,
+}  # fmt: skip
