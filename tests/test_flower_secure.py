@@ -136,8 +136,12 @@ def test_no_layer_is_in_any_message_in_clear(tmp_path: Path) -> None:
     answers = [on_the_wire(answer) for one in grid.nodes.values() for answer in getattr(one, "answers", [])]
     wire = b"".join([*answers, *map(on_the_wire, grid.sent[:began])])
     everything = wire + b"".join(map(on_the_wire, grid.sent[began:]))
+    # A bias before batch normalisation has no gradient, so what a site was sent may be what it has after training.
+    known = {piece for layer in dispatched for piece in pieces(layer)}
     for layer in own:
-        assert not any(piece in everything for piece in pieces(layer))
+        new = [piece for piece in pieces(layer) if piece not in known]
+        assert len(new) >= len(pieces(layer)) - 1
+        assert not any(piece in everything for piece in new)
     for layer in dispatched:
         assert not any(piece in b"".join(answers) for piece in pieces(layer))
         assert any(piece in everything for piece in pieces(layer)), "the server did not send it"
