@@ -114,7 +114,7 @@ def quoted(value: object, write: Callable[[Any], str] = repr) -> str:
 
 def shortened(text: str) -> str:
     """The first 200 characters of a text, without control characters, and how long it is where there are more."""
-    start = "".join(c if c.isprintable() else " " for c in text[:LONGEST_QUOTED])
+    start = _printable(text[:LONGEST_QUOTED])
     return start if len(text) <= LONGEST_QUOTED else f"{start}... ({len(text):,} characters)"
 
 
@@ -131,5 +131,9 @@ def error_text(error: BaseException) -> str:
 
 def one_line(text: str, longest: int = 500) -> str:
     """Foreign text as it may stand in a log: on one line, without control characters, and not endless."""
-    plain = "".join(c if c.isprintable() else " " for c in text[: 4 * longest])
-    return " ".join(plain.split())[:longest]
+    return " ".join(_printable(text[: 4 * longest]).split())[:longest]
+
+
+def _printable(text: str) -> str:
+    """The text with a space in the place of each control character."""
+    return "".join(c if c.isprintable() else " " for c in text)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from fedloom.config.registry import Registry
 from fedloom.errors import InvalidValue
-from fedloom.objectives import Objective
+from fedloom.objectives import Objective, on_device
 from fedloom.objectives.classification import CLASSIFICATION
 
 
@@ -96,14 +95,8 @@ class Dataset:
         if self.mean is None or self.std is None:
             return scaled
         shape = (1, -1, *([1] * (inputs.dim() - 2)))
-        mean, std = _figures(self.mean, inputs.device), _figures(self.std, inputs.device)
+        mean, std = on_device(self.mean, inputs.device), on_device(self.std, inputs.device)
         return scaled.sub_(mean.view(shape)).div_(std.view(shape))
-
-
-@cache
-def _figures(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """The values as a tensor on a device, kept: sending them for every batch would make it wait."""
-    return torch.tensor(values, device=device)
 
 
 # A data set is a function of keyword parameters (every one with a default) that returns a `Dataset`.

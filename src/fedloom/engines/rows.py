@@ -31,7 +31,7 @@ class RowsEngine(LocalEngine):
     """Trains each client's row in place through a module whose parameters are views of it.
 
     `proof`: which shortcuts the task allows, where that is known already. `memory_budget`: bytes of client memory kept here; the
-    clients not used for longest spill to files beyond it. `compiled`: steps on full batches without an objective of the method's
+    clients not used for longest spill to files beyond it. `compiled`: steps on full batches without a loss of the method's
     own run as one function of torch.compile, which takes the better part of a minute once for a machine.
     """
 

@@ -67,11 +67,11 @@ def fastest(
         with suppress(FedloomError):  # no compiler here, or none that knows these layers
             seconds[name] = trial.seconds(made[name])
     if not in_process and has_cores(task) and trial.to_come(min(seconds.values()), schedule) > 2 * START:
-        crew = ProcessesEngine(task, workers=most_workers(task, schedule), memory_budget=memory_budget)
+        processes = ProcessesEngine(task, workers=most_workers(task, schedule), memory_budget=memory_budget)
         for inside in ("rows", "stacked") if "stacked" in made else ("rows",):
             name = f"processes(inside={inside})" if inside != "rows" else "processes"
-            crew.inside, made[name] = inside, crew
-            seconds[name] = trial.seconds(crew)
+            processes.inside, made[name] = inside, processes
+            seconds[name] = trial.seconds(processes)
     taken = min(seconds, key=lambda name: seconds[name])
     best = made[taken]
     if isinstance(best, ProcessesEngine):

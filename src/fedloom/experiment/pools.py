@@ -298,7 +298,7 @@ def make_pool(configuration: Configuration, runs: int, waiting: int, tasks: Task
     time, or in Ray actors. Raises `MissingExtra` without Ray."""
     size, threads = configuration.runs_at_a_time, threads_each(configuration, runs)
     if configuration.pool != "processes" and waiting > 0:
-        return RayPool(size, threads, "local" if configuration.pool == "ray" else configuration.pool)
+        return RayPool(size, threads, LOCAL if configuration.pool == "ray" else configuration.pool)
     if size > 1 and waiting > 1:
         return ProcessPool(min(size, waiting), threads)
     return SerialPool(tasks, threads)

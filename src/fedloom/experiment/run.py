@@ -95,10 +95,12 @@ class Result:
     def best_score(self) -> float:
         """The best value of the metric in any round (chosen on the test set, so it flatters). Raises as `accuracy`."""
         metric = self.task.objective.metric
-        return metric.best(self._judged(metric.name)) or 0.0
+        best = metric.best(self._judged(metric.name))
+        assert best is not None  # else `_judged` raises
+        return best
 
     def _judged(self, name: str) -> list[float]:
-        found = [float(record[name]) for record in self.history if record.get(name) is not None]
+        found = figures.values(self.history, name)
         if not found and len(self.task.test):
             raise InvalidValue(
                 f"models of this task are judged by {self.task.objective.metric.name}: there is no {name}"

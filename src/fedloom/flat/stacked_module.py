@@ -24,7 +24,7 @@ class StackedModule(FlatModule):
     """The task's architecture over k rows at once, under the interface of `FlatModule`, with `[k, ...]` for its `[1, ...]`.
 
     The loss, written for one client, runs under `vmap` over the rows; the summed loss has one backward. Nothing is ever
-    mixed between rows. `features` and `logits` still take one row at a time.
+    mixed between rows. `features` and `outputs` still take one row at a time.
     """
 
     def __init__(

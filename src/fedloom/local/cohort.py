@@ -276,13 +276,19 @@ class Cohort:
 
     def loss(self, rows: Tensor) -> Tensor:
         """Mean loss `[k]`, as the objective has it, of each row on its client's samples, in evaluation mode."""
-        found = []
-        for row, held in zip(rows, self._samples, strict=True):
-            counted = count(partial(self.flat_module.outputs, row), self._dataset, held)
-            totals = {name: values.sum(0, keepdim=True) for name, values in counted.items()}
-            totals["samples"] = torch.tensor([len(held)], dtype=torch.float64, device=row.device)
-            found.append(self._dataset.objective.figures(totals)["loss"][0])
-        return torch.stack(found).to(rows)
+        pairs = zip(rows, self._samples, strict=True)
+        found = [score(partial(self.flat_module.outputs, row), self._dataset, held) for row, held in pairs]
+        return torch.stack([figures["loss"] for figures in found]).to(rows)
+
+
+def score(
+    predict: Callable[[Tensor], Any], dataset: Dataset, samples: Samples, batch_size: int = 500
+) -> dict[str, Tensor]:
+    """The objective's figures over all samples where `predict` gives the model's outputs: a float64 scalar by name."""
+    counted = count(predict, dataset, samples, batch_size=batch_size)
+    totals = {name: values.sum(0, keepdim=True) for name, values in counted.items()}
+    totals["samples"] = next(iter(totals.values())).new_tensor([len(samples)])
+    return {name: values[0] for name, values in dataset.objective.figures(totals).items()}
 
 
 @torch.no_grad()

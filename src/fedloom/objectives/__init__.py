@@ -6,10 +6,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fedloom.config.registry import Registry
 from fedloom.errors import InvalidValue
@@ -112,6 +114,18 @@ class Objective(ABC):
 
 # An objective is a dataclass of options with defaults.
 objectives: Registry[Callable[..., Objective]] = Registry("objective", "fedloom.objectives")
+
+
+@cache
+def on_device(values: tuple[float, ...], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """The values as a tensor on a device, kept: sending them for every batch would make it wait."""
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+def masked_cross_entropy(logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
+    """Mean cross entropy of logits `[b, classes, ...]` over the targets `[b, ...]` that are not `ignored`; 0 where all are."""
+    total = F.cross_entropy(logits, targets, ignore_index=ignored, reduction="sum")
+    return total / (targets != ignored).sum().clamp_min(1)
 
 
 def kind_of(tensor: Tensor) -> str:

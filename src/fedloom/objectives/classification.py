@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fedloom.config.fields import BelowOne, Count, NonNegative, require_fields
 from fedloom.errors import InvalidValue
-from fedloom.objectives import ACCURACY, Objective, Totals, kind_of, objectives, prediction
+from fedloom.objectives import ACCURACY, Objective, Totals, kind_of, objectives, on_device, prediction
 
 
 @objectives.register("classification")
@@ -31,9 +31,6 @@ class Classification(Objective):
     top_k: Count | None = None
     metric = ACCURACY
     classes = True
-    _weights: dict[tuple[torch.device, torch.dtype], Tensor] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     def __post_init__(self) -> None:
         require_fields(self)
@@ -57,9 +54,12 @@ class Classification(Objective):
         (1 - e) w_y (-log p_y) + e / c sum_k w_k (-log p_k), and w_y. As in `cross_entropy`, but `vmap` takes it.
         """
         surprise = -logits.log_softmax(1)
-        weights = self._weights_like(logits)
-        if weights is None:
-            weights = logits.new_ones(logits.shape[1])
+        classes = logits.shape[1]
+        if self.class_weights and len(self.class_weights) != classes:
+            raise InvalidValue(
+                f"class_weights has {len(self.class_weights)} numbers, but the model has {classes} outputs"
+            )
+        weights = on_device(tuple(self.class_weights) or (1.0,) * classes, logits.device, logits.dtype)
         own = weights[targets]
         right = surprise.gather(1, targets.unsqueeze(1)).squeeze(1) * own
         return (1 - self.label_smoothing) * right + self.label_smoothing * (surprise * weights).mean(1), own
@@ -95,8 +95,8 @@ class Classification(Objective):
     def require_targets(self, targets: Tensor) -> None:
         if targets.dim() != 1 or targets.dtype != torch.int64:
             raise InvalidValue(f"objective 'classification' needs labels [n] of int64, not {kind_of(targets)}")
-        highest = int(targets.max()) if len(targets) else 0
-        if self.class_weights and highest >= len(self.class_weights):
+        highest = int(targets.max()) if self.class_weights and len(targets) else -1
+        if highest >= len(self.class_weights):
             raise InvalidValue(f"class_weights has {len(self.class_weights)} numbers, but there is a label {highest}")
 
     def guess(self, outputs: int) -> float:
@@ -112,18 +112,6 @@ class Classification(Objective):
 
     def strata(self, targets: Tensor) -> Tensor:
         return targets
-
-    def _weights_like(self, logits: Tensor) -> Tensor | None:
-        if not self.class_weights:
-            return None
-        key = logits.device, logits.dtype
-        if key not in self._weights:
-            if len(self.class_weights) != logits.shape[-1]:
-                raise InvalidValue(
-                    f"class_weights has {len(self.class_weights)} numbers, but the model has {logits.shape[-1]} outputs"
-                )
-            self._weights[key] = torch.tensor(self.class_weights, dtype=logits.dtype, device=logits.device)
-        return self._weights[key]
 
 
 CLASSIFICATION = Classification()

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fedloom.config.fields import require_fields
 from fedloom.errors import InvalidValue
-from fedloom.objectives import Metric, Objective, Totals, kind_of, objectives, prediction
+from fedloom.objectives import Metric, Objective, Totals, kind_of, masked_cross_entropy, objectives, prediction
 
 
 @objectives.register("segmentation")
@@ -31,9 +31,7 @@ class Segmentation(Objective):
         require_fields(self)
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        logits = prediction(outputs)
-        total = F.cross_entropy(logits, targets, ignore_index=self.ignore, reduction="sum")
-        return total / (targets != self.ignore).sum().clamp_min(1)
+        return masked_cross_entropy(prediction(outputs), targets, self.ignore)
 
     def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
         logits = prediction(outputs)

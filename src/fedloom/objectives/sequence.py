@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fedloom.config.fields import require_fields
 from fedloom.errors import InvalidValue
-from fedloom.objectives import Metric, Objective, Totals, kind_of, objectives, prediction
+from fedloom.objectives import Metric, Objective, Totals, kind_of, masked_cross_entropy, objectives, prediction
 
 
 @objectives.register("sequence")
@@ -31,9 +31,7 @@ class NextToken(Objective):
         require_fields(self)
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        logits = prediction(outputs)
-        total = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=self.padding, reduction="sum")
-        return total / (targets != self.padding).sum().clamp_min(1)
+        return masked_cross_entropy(prediction(outputs).transpose(1, 2), targets, self.padding)
 
     def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
         logits, counts = prediction(outputs), targets != self.padding

@@ -70,6 +70,7 @@ def client_table(runs: Sequence[RunSummary]) -> Table:
     ]
     columns = [Column(title, order="ascending") for title in [*titles, *(["Classes"] if classes else [])]]
     columns += [Column("Most frequent", order="")] if classes else []
+    class_names = same_data(runs)[0].class_names if clients else None
     lines = []
     for one in clients[:LISTED]:
         samples, held = sum(one.counts), sum(count > 0 for count in one.counts)
@@ -80,7 +81,7 @@ def client_table(runs: Sequence[RunSummary]) -> Table:
                 *(Cell("", None) if value is None else Cell(metric.text(value, 1), value) for value in accuracies),
                 Cell(f"{samples:,}", samples),
                 *([Cell(str(held), held)] if classes else []),
-                *([Cell(_labels(one.counts, same_data(runs)[0].class_names), None)] if classes else []),
+                *([Cell(_labels(one.counts, class_names), None)] if classes else []),
             )
         )
     return Table(tuple(columns), tuple(lines))

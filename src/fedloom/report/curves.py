@@ -113,9 +113,8 @@ def learning_curves(runs: Sequence[RunSummary], measure: str = "", x: str = "rou
     """A measure of the records over rounds, bytes or seconds: mean over seeds, with a band of ± one standard deviation.
 
     `measure` is `accuracy`, `loss`, `training_loss`, `pool_cosine` or any other figure of the records, by default what the runs
-    are judged by. A curve of more than
-    `points` points is thinned. Methods that did not record the measure, or what `x` needs, are left out. Raises
-    `InvalidValue` for an unknown `x`.
+    are judged by. A curve of more than `points` points is thinned. Methods that did not record the measure, or what `x` needs,
+    are left out. Raises `InvalidValue` for an unknown `x`.
     """
     traces: list[go.Scatter] = []
     metric = runs[0].metric if runs else ACCURACY

@@ -132,9 +132,14 @@ def dotted(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def values(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """A figure of every round that it was recorded in, in order."""
+    return [float(record[name]) for record in records if record.get(name) is not None]
+
+
 def accuracies(run: RunSummary) -> list[float]:
     """Test accuracy (or whatever the metric is) of every round that was evaluated, in order."""
-    return [float(record[run.metric.name]) for record in run.records if record.get(run.metric.name) is not None]
+    return values(run.records, run.metric.name)
 
 
 def final(run: RunSummary) -> float | None:

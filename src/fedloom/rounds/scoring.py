@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
 from fedloom.flat.layout import Layout
-from fedloom.local.cohort import count
+from fedloom.local.cohort import count, score
 from fedloom.objectives import Objective
 
 WORST = 0.1
@@ -87,9 +87,8 @@ class Evaluator:
 
     def score(self, row: Tensor, samples: Samples, integers: Tensor | None = None) -> dict[str, float]:
         """The objective's figures of the model `row [P]` on all samples together."""
-        counted = self._count(row, samples, None, integers)
-        totals = {name: values.sum(0, keepdim=True).cpu() for name, values in counted.items()}
-        return Tally(torch.zeros(1), torch.tensor([len(samples)]), totals).overall(self.dataset.objective)
+        found = score(self._loaded(row, integers), self.dataset, samples, self.batch_size)
+        return {name: float(value) for name, value in found.items()}
 
     def tally(
         self, row: Tensor, samples: Samples, own: Partition, clients: Sequence[int], integers: Tensor | None = None
@@ -101,15 +100,16 @@ class Evaluator:
         index = np.concatenate([own[client] for client in clients])
         sizes = np.array([len(own[client]) for client in clients])
         owner = np.repeat(np.arange(len(clients)), sizes)
-        counted = self._count(row, samples, torch.from_numpy(index), integers)
+        predict = self._loaded(row, integers)
+        counted = count(predict, self.dataset, samples, torch.from_numpy(index), self.batch_size)
         totals = {name: _by_owner(values.cpu().numpy(), owner, len(clients)) for name, values in counted.items()}
         return Tally(torch.tensor(clients), torch.from_numpy(sizes), totals)
 
-    def _count(self, row: Tensor, samples: Samples, index: Tensor | None, integers: Tensor | None) -> dict[str, Tensor]:
-        """What the objective counts of each sample (of `index`, or of all), `[n, ...]` float64 by name."""
+    def _loaded(self, row: Tensor, integers: Tensor | None) -> nn.Module:
+        """The module with the weights of `row [P]`."""
         # Into tensors of its own, not by binding: how numbers lie in memory moves the last digits of products.
         self.layout.load(self.module, row, integers)
-        return count(self.module, self.dataset, samples, index, self.batch_size)
+        return self.module
 
 
 def _by_owner(values: npt.NDArray[np.float64], owner: npt.NDArray[np.int64], clients: int) -> Tensor:
