@@ -48,6 +48,14 @@ class NormNet(nn.Module):
         return logits
 
 
+class FrozenNet(NormNet):
+    """The same whose first layer is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden.requires_grad_(False)
+
+
 Tamper = Callable[[Message], Message]
 
 RUN = 77
@@ -62,7 +70,7 @@ rounds = {rounds}
 participation = {participation}
 evaluate_every = 5
 personal_every = 5
-model = "flower_support:NormNet"
+model = "flower_support:{model}"
 seed = 3
 
 [data]
@@ -81,9 +89,9 @@ batch_size = 8
 EVERYBODY = ("apple", "fedamp")
 
 
-def run_config(algorithm: str, output: Path, rounds: int = 5, **more: Any) -> dict[str, Any]:
+def run_config(algorithm: str, output: Path, rounds: int = 5, model: str = "NormNet", **more: Any) -> dict[str, Any]:
     participation = 1.0 if algorithm in EVERYBODY else 0.5
-    text = CONFIGURATION.format(algorithm=algorithm, rounds=rounds, participation=participation)
+    text = CONFIGURATION.format(algorithm=algorithm, rounds=rounds, participation=participation, model=model)
     return {"configuration": text, "output": str(output), **more}
 
 
@@ -92,7 +100,7 @@ def flower(config: dict[str, Any], grid: LocalGrid) -> Federation:
     settings = deployment(config)
     task = settings.configuration.task(3)
     briefing = {"data": description(task.dataset)}
-    same = {"fedloom": VERSION, "layout": layout_digest(task.layout)}
+    same = {"fedloom": VERSION, "layout": layout_digest(task)}
     sites = KnownSites(Mailbox(grid, 0.01), CLIENTS, briefing, same)
     sites.wait(CLIENTS, 5)
     engine = FlowerEngine(SiteMessenger(sites, "0123456789abcdef", briefing, deadline=5))

@@ -29,28 +29,28 @@ METHODS = sorted({*REPRESENTATIVE, *EVERY_METHOD}) if os.environ.get("FEDLOOM_AL
 
 
 @cache
-def task() -> Task:
-    settings = _settings("fedavg")
+def task(model: str) -> Task:
+    settings = _settings("fedavg", model)
     return settings.configuration.task(settings.configuration.seed)
 
 
-def _settings(algorithm: str) -> Deployment:
-    return deployment(run_config(algorithm, Path("nowhere")))
+def _settings(algorithm: str, model: str) -> Deployment:
+    return deployment(run_config(algorithm, Path("nowhere"), model=model))
 
 
-def _in(engine: Engine, algorithm: str) -> Federation:
-    federation = Federation(build(algorithm), task(), engine, schedule(_settings(algorithm)))
+def _in(engine: Engine, algorithm: str, model: str) -> Federation:
+    federation = Federation(build(algorithm), task(model), engine, schedule(_settings(algorithm, model)))
     federation.run()
     return federation
 
 
 @cache
-def on_rows(algorithm: str) -> Federation:
-    return _in(RowsEngine(task()), algorithm)
+def on_rows(algorithm: str, model: str) -> Federation:
+    return _in(RowsEngine(task(model)), algorithm, model)
 
 
-def _over_flower(algorithm: str, folder: Path) -> Federation:
-    config = run_config(algorithm, folder / "run")
+def _over_flower(algorithm: str, model: str, folder: Path) -> Federation:
+    config = run_config(algorithm, folder / "run", model=model)
     federation = flower(config, peers(folder, config))
     federation.run()
     return federation
@@ -65,16 +65,17 @@ PLACES = [
 SHARED = {"processes": "worker_processes", "ray": "ray_actors"}
 
 
-@pytest.mark.parametrize("algorithm", METHODS)
+@pytest.mark.parametrize(("algorithm", "model"), [*((one, "NormNet") for one in METHODS), ("fedmr", "FrozenNet")])
 @pytest.mark.parametrize("place", PLACES)
 def test_every_place_gives_the_numbers_of_rows(
-    place: str, algorithm: str, tmp_path: Path, request: pytest.FixtureRequest
+    place: str, algorithm: str, model: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if place == "flower":
-        found = _over_flower(algorithm, tmp_path)
+        found = _over_flower(algorithm, model, tmp_path)
     else:
-        found = _in(request.getfixturevalue(SHARED[place]) if place in SHARED else StackedEngine(task()), algorithm)
-    expected = on_rows(algorithm)
+        engine = request.getfixturevalue(SHARED[place]) if place in SHARED else StackedEngine(task(model))
+        found = _in(engine, algorithm, model)
+    expected = on_rows(algorithm, model)
     # What real sites exchange is counted as it is carried, in envelopes.
     assert_close(found, expected, apart={"peer_bytes"} if place == "flower" else set())
     assert not any(record["faults"] for record in found.history)

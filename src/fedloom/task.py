@@ -81,6 +81,11 @@ class Task:
         """The initial model's integer buffers."""
         return self.layout.flatten_integers(self.model)
 
+    @cached_property
+    def frozen_digest(self) -> str:
+        """A digest of what is frozen in the model, which no row holds; empty where nothing is."""
+        return self.layout.frozen_digest(self.model)
+
     def sizes(self, clients: Tensor) -> Tensor:
         """Numbers of training samples of the given clients, `[k]` int64."""
         index = clients.numpy()

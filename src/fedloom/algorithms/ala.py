@@ -174,7 +174,8 @@ class Ala(Wrapper):
     ) -> tuple[Tensor, list[Tensor]]:
         """The blending weights after learning, and the loss of each epoch. `first [k]`: whose initial stage this is."""
         part, loss_fn = cohort.subset(self._choose, "ala"), data_loss
-        if top == cohort.layout.under(head_name(cohort.module)):
+        head = head_name(cohort.module)
+        if top == cohort.layout.unit(lambda part: f"{part.layer}.".startswith(f"{head}.".lstrip("."))):
             # Everything below the classifier is held fixed, so that one forward pass serves every epoch.
             featured = part.featured(whole)
             if featured is not None:

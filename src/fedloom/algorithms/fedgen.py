@@ -215,7 +215,9 @@ def classifier(layout: Layout, module: nn.Module, classes: int) -> tuple[TensorS
         kind = type(module.get_submodule(name)).__name__
         raise InvalidValue(f"fedgen needs a linear classifier, but {name or 'the model'} is a {kind}")
     parts = {part.name: part for part in layout.slices if part.layer == name}
-    weight = parts[f"{name}.weight".lstrip(".")]
+    weight = parts.get(f"{name}.weight".lstrip("."))
+    if weight is None:
+        raise InvalidValue(f"fedgen learns from the classifiers of the clients, and {name} is frozen")
     if weight.shape[0] != classes:
         raise InvalidValue(
             f"fedgen needs a classifier onto {classes} classes, but {name} has {weight.shape[0]} outputs"

@@ -12,7 +12,7 @@ from fedloom.algorithms.sharing import PartlyShared
 from fedloom.config.fields import NonNegativeInt
 from fedloom.errors import InvalidValue
 from fedloom.local.cohort import Cohort
-from fedloom.models.structure import head_name
+from fedloom.models.structure import head_name, layer_finder
 
 
 @algorithms.register("fedrep")
@@ -35,8 +35,8 @@ class FedRep(PartlyShared):
             raise InvalidValue(
                 f"fedrep needs a base under the classifier, and {type(module).__name__} is a single layer"
             )
-        owners = (name.rpartition(".")[0] for name, _ in module.named_parameters())
-        return frozenset(owner for owner in owners if owner == head or owner.startswith(f"{head}."))
+        layers = map(layer_finder(module), (name for name, _ in module.named_parameters()))
+        return frozenset(layer for layer in layers if layer == head or layer.startswith(f"{head}."))
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         layout, head = cohort.layout, self.private(cohort.module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -14,7 +15,7 @@ from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort
-from fedloom.models.structure import block_parameters
+from fedloom.models.structure import block_parameters, layer_finder
 from fedloom.round import Round
 
 
@@ -44,7 +45,7 @@ def length(unit: Unit) -> int:
 
 def block_layers(module: nn.Module, blocks: slice) -> frozenset[str]:
     """The layers in some of the module's blocks, which are ordered from bottom to top (`models.structure.blocks`)."""
-    return frozenset(name.rpartition(".")[0] for names in block_parameters(module)[blocks] for name in names)
+    return frozenset(map(layer_finder(module), itertools.chain(*block_parameters(module)[blocks])))
 
 
 def require_everybody(method: str, plan: Plan) -> None:
@@ -81,6 +82,10 @@ class PartlyShared(Algorithm):
         """The slices of a row that travel. Raises `InvalidValue` when none do."""
         private = self.private(module)
         end = layout.trainable if self.buffers == "local" else layout.size
+        if private and all(part.layer not in private for part in layout.slices):
+            raise InvalidValue(
+                f"{type(self).__name__.lower()}: what would stay with the clients is frozen in this model"
+            )
         unit = layout.unit(lambda part: part.layer not in private and part.stop <= end)
         if not length(unit):
             raise InvalidValue(

@@ -231,7 +231,8 @@ def default_chunk(task: Task, flat_module: FlatModule) -> int:
     if task.initial.is_cuda:
         free, _ = torch.cuda.mem_get_info(task.initial.device)
         return max(1, int(SHARE_OF_MEMORY * free / bytes_of_training(task, flat_module)))
-    return max(4, min(64, STACK_VALUES // task.layout.size))
+    frozen = sum(tensor.numel() for tensor in task.layout.frozen_tensors(task.model).values())
+    return max(4, min(64, STACK_VALUES // (task.layout.size + frozen)))
 
 
 def bytes_of_training(task: Task, flat_module: FlatModule) -> int:
@@ -241,8 +242,11 @@ def bytes_of_training(task: Task, flat_module: FlatModule) -> int:
     samples = task.train[:count]
     kept: dict[int, int] = {}
 
+    frozen = {tensor.data_ptr() for tensor in task.layout.frozen_tensors(task.model).values()}
+
     def note(tensor: Tensor) -> Tensor:
-        kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        if tensor.data_ptr() not in frozen:
+            kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
         return tensor
 
     row = task.initial.clone().unsqueeze(0)

@@ -26,7 +26,7 @@ _DECIDING = ("python", "torch", "numpy", "fedloom", "threads", "machine")
 
 
 def identity(task: Task, described: Mapping[str, Any], method: Algorithm) -> str:
-    """A digest of what determines the run: settings, split, labels, initial model and a sample of the inputs.
+    """A digest of what determines the run: settings, split, labels, initial model (frozen parts, too), a sample of inputs.
 
     The number of rounds is left out, so that a run can be lengthened, unless the method needs to know it.
     """
@@ -42,6 +42,7 @@ def identity(task: Task, described: Mapping[str, Any], method: Algorithm) -> str
             digest.update(split.indices.tobytes() + split.offsets.tobytes())
     for row in (task.initial, task.initial_integers):
         digest.update(row.cpu().numpy().tobytes())
+    digest.update(task.frozen_digest.encode())
     return digest.hexdigest()
 
 

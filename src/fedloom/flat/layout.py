@@ -1,12 +1,16 @@
 """A model is a vector: any module to a row of floats and back without loss, and which slices of it form a layer.
 
-A row holds the trainable parameters first, `[0:T]`, then frozen parameters and floating-point buffers such as batch-norm
+A row holds what training may change: the trainable parameters first, `[0:T]`, then floating-point buffers such as batch-norm
 statistics, `[T:P]`. Buffers of integers and truth values cannot be averaged; they are kept apart as a row of int64.
+
+The rest of a module is frozen and in no row: parameters without `requires_grad`, of any type; buffers that are not persistent;
+and the buffers of modules that `model.train()` leaves in evaluation mode. Copies of the module share its frozen parameters.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.errors import InvalidValue, quoted
+from fedloom.models.structure import layer_finder
 
 Unit = tuple[slice, ...]
 """The slices of a row that move together."""
@@ -28,7 +33,7 @@ class TensorSlice:
     """Where one tensor of a module lies in a row."""
 
     name: str  # as in `named_parameters` and `named_buffers`
-    layer: str  # the module that owns it
+    layer: str  # the module that owns it, or the one around that which is one layer (`models.structure.layer_finder`)
     shape: torch.Size
     dtype: torch.dtype
     start: int
@@ -43,22 +48,22 @@ class Layout:
     """Maps modules of one architecture to rows and back.
 
     Attributes: `size` = P and `trainable` = T, in numbers; `slices`, one per floating-point tensor in the order of the row;
-    `integer_slices`, one per other buffer, with offsets into the row of integers; `dtype`, float32, or float64 when the module
-    has a tensor of it (half precision fits into float32 without loss; complex numbers are stored as pairs).
+    `integer_slices`, one per other buffer, with offsets into the row of integers; `frozen`, the names of what is in neither;
+    `dtype`, float32, or float64 when a tensor of the row has it (half precision fits into float32 without loss; complex numbers
+    are stored as pairs).
     """
 
     def __init__(self, module: nn.Module) -> None:
-        parameters = dict(module.named_parameters())
-        buffers = dict(module.named_buffers())
-        trained = {name: p for name, p in parameters.items() if p.requires_grad and _is_continuous(p)}
-        carried = {
-            name: t for name, t in {**parameters, **buffers}.items() if name not in trained and _is_continuous(t)
-        }
-        discrete = {name: t for name, t in {**parameters, **buffers}.items() if not _is_continuous(t)}
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not trained:
             raise InvalidValue(f"{type(module).__name__} has no trainable parameter")
-        self.slices = tuple(_consecutive({**trained, **carried}))
-        self.integer_slices = tuple(_consecutive(discrete))
+        moved = _moved_buffers(module)
+        carried = {name: tensor for name, tensor in moved.items() if _is_continuous(tensor)}
+        discrete = {name: tensor for name, tensor in moved.items() if not _is_continuous(tensor)}
+        self.frozen = tuple(name for name in _tensors(module) if name not in trained and name not in moved)
+        layer = layer_finder(module)
+        self.slices = tuple(_consecutive({**trained, **carried}, layer))
+        self.integer_slices = tuple(_consecutive(discrete, layer))
         self.trainable = sum(part.stop - part.start for part in self.slices if part.name in trained)
         self.size = self.slices[-1].stop
         self.integers = self.integer_slices[-1].stop if self.integer_slices else 0
@@ -82,6 +87,24 @@ class Layout:
         for part in self.integer_slices:
             row[part.slice].copy_(tensors[part.name].reshape(-1))
         return row
+
+    def frozen_tensors(self, module: nn.Module) -> dict[str, Tensor]:
+        """The module's tensors that are in no row, by name."""
+        tensors = _tensors(module)
+        return {name: tensors[name] for name in self.frozen}
+
+    def unfrozen_tensors(self, module: nn.Module) -> dict[str, Tensor]:
+        """The module's tensors that are in a row, by name."""
+        tensors = _tensors(module)
+        return {part.name: tensors[part.name] for part in (*self.slices, *self.integer_slices)}
+
+    def frozen_digest(self, module: nn.Module) -> str:
+        """A digest of all that is frozen; empty where nothing is."""
+        digest = hashlib.sha256()
+        for name, tensor in self.frozen_tensors(module).items():
+            digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest() if self.frozen else ""
 
     @torch.no_grad()
     def load(self, module: nn.Module, row: Tensor, integers: Tensor | None = None) -> None:
@@ -121,10 +144,10 @@ class Layout:
 
     def shell(self, module: nn.Module) -> nn.Module:
         """A copy of the module to be bound to rows: until then it shares the module's floating-point tensors, so that it holds
-        nothing but integer buffers of its own. It must not train before.
+        nothing but integer and frozen buffers of its own. It must not train before.
 
-        Raises `InvalidValue` where tensors are of several types, or of another than float32 and float64: a row holds numbers of
-        one type, and a view of it cannot convert them.
+        Raises `InvalidValue` where tensors of the row are of several types, or of another than float32 and float64: a row holds
+        numbers of one type, and a view of it cannot convert them. Frozen parameters may be of any type.
         """
         require_no_tensor_hooks(module)
         tensors = _tensors(module)
@@ -133,10 +156,16 @@ class Layout:
                 kind, rows = (str(dtype).removeprefix("torch.") for dtype in (part.dtype, self.dtype))
                 raise InvalidValue(
                     f"tensor {part.name!r} of the model is {kind}, and its other numbers are kept as {rows}: "
-                    "models train where all of their numbers are float32, or all are float64"
+                    "models train where all numbers that move are float32, or all are float64"
                 )
         shared = {id(tensors[part.name]): _alias(tensors[part.name]) for part in self.slices}
-        return copy.deepcopy(module, shared)
+        return self.copy(module, shared)
+
+    def copy(self, module: nn.Module, shared: dict[int, Tensor] | None = None) -> nn.Module:
+        """A copy of the module with the same frozen parameters, not copies of them. `shared`: what else takes the place of the
+        module's own tensors, by their ids."""
+        frozen = {id(t): t for t in self.frozen_tensors(module).values() if isinstance(t, nn.Parameter)}
+        return copy.deepcopy(module, {**frozen, **(shared or {})})
 
     def units(self, kind: UnitKind = "layer", fraction: float = 1.0) -> list[Unit]:
         """The slices that move together: each layer's tensors, each single tensor, or segments of layers.
@@ -174,14 +203,6 @@ class Layout:
                 merged.append(part.slice)
         return tuple(merged)
 
-    def under(self, *modules: str) -> Unit:
-        """The slices of every tensor owned by the named modules or by modules inside them. Raises `InvalidValue` when a name
-        owns nothing."""
-        for name in modules:
-            if not any(_is_inside(part.layer, name) for part in self.slices):
-                raise InvalidValue(f"no module {quoted(name)} with parameters (there are: {', '.join(self.layers)})")
-        return self.unit(lambda part: any(_is_inside(part.layer, name) for name in modules))
-
 
 def require_no_tensor_hooks(module: nn.Module) -> None:
     """Raise `InvalidValue` for a parameter with a hook of its own: a copy of the module would be without."""
@@ -191,10 +212,6 @@ def require_no_tensor_hooks(module: nn.Module) -> None:
                 f"parameter {name!r} of the model has a hook, which copies of the model lose: "
                 "put it on its module, with register_full_backward_hook"
             )
-
-
-def _is_inside(layer: str, module: str) -> bool:
-    return layer == module or layer.startswith(f"{module}.") or module == ""
 
 
 def _is_continuous(tensor: Tensor) -> bool:
@@ -214,11 +231,28 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _consecutive(tensors: dict[str, Tensor]) -> Iterator[TensorSlice]:
+def _moved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that training may change: those that are persistent, of modules that are in training mode then."""
+    modes = {part: part.training for part in module.modules()}
+    module.train()
+    resting = {name for name, part in module.named_modules() if not part.training}
+    for part, mode in modes.items():
+        part.training = mode
+    passing = {
+        f"{name}.{own}".lstrip(".") for name, part in module.named_modules() for own in part._non_persistent_buffers_set
+    }
+    return {
+        name: buffer
+        for name, buffer in module.named_buffers()
+        if name not in passing and name.rpartition(".")[0] not in resting
+    }
+
+
+def _consecutive(tensors: dict[str, Tensor], layer: Callable[[str], str]) -> Iterator[TensorSlice]:
     start = 0
     for name, tensor in tensors.items():
         stop = start + tensor.numel() * (2 if tensor.dtype.is_complex else 1)
-        yield TensorSlice(name, name.rpartition(".")[0], tensor.shape, tensor.dtype, start, stop)
+        yield TensorSlice(name, layer(name), tensor.shape, tensor.dtype, start, stop)
         start = stop
 
 

@@ -26,8 +26,8 @@ class LinearLayer:
 
 def linear_layers(module: nn.Module, layout: Layout) -> list[LinearLayer]:
     """The layers of a module that flattens its sample and passes it through linear layers, each with or without a ReLU; none for
-    any other module, such as one with hooks, parametrizations or weights that layers share."""
-    if any(_has_hooks(part) for part in module.modules()):
+    any other module, such as one with hooks, parametrizations, frozen weights or weights that layers share."""
+    if layout.frozen or any(_has_hooks(part) for part in module.modules()):
         return []
     try:
         nodes = list(fx.symbolic_trace(module).graph.nodes)

@@ -164,9 +164,9 @@ PLAIN = Shortcuts()
 class FlatModule:
     """One copy of the task's module, reused for every client that trains in this process, one at a time.
 
-    `weights [1, P]` given to `gradient` is trained in place: parameters and statistics of the module are views of it. So
-    loading a client's model costs one copy of its row, and one optimizer tensor covers every parameter. Forward and loss
-    compute in `autocast`, where there is one and it does no harm.
+    `weights [1, P]` given to `gradient` is trained in place: parameters and statistics of the module are views of it, while
+    frozen parameters are those of the task's module. So loading a client's model costs one copy of its row, and one tensor of
+    an optimizer covers every parameter. Forward and loss compute in `autocast`, where there is one and it does no harm.
     """
 
     def __init__(
@@ -178,11 +178,13 @@ class FlatModule:
         objective: Objective = CLASSIFICATION,
     ) -> None:
         self.layout, self.shortcuts, self.autocast, self.objective = layout, shortcuts, autocast, objective
-        self._original = module
+        self.original = module
         self.module = layout.shell(module).train()
         self.frozen = layout.shell(module).eval().requires_grad_(False)
         self.net = BoundNet(self.module, layout, self.frozen, objective)
-        self.needs_pairs = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
+        self.needs_pairs = any(
+            isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training for part in self.module.modules()
+        )
         self._row: Tensor | None = None
         self._gradient = torch.zeros(1, layout.trainable, dtype=layout.dtype, device=next(module.parameters()).device)
         self._compiled: CompiledGradient | None = None
@@ -193,7 +195,7 @@ class FlatModule:
     @cached_property
     def initial(self) -> Tensor:
         """The model that the task starts from, `[P]`."""
-        return self.layout.flatten(self._original)
+        return self.layout.flatten(self.original)
 
     @property
     def like(self) -> Tensor:
@@ -265,7 +267,7 @@ class FlatModule:
         if batch_size is None:
             self._compiled = None
         elif self._compiled is None or self._compiled.batch_size != batch_size:
-            module = self.layout.shell(self._original).train()
+            module = self.layout.shell(self.original).train()
             self._compiled = CompiledGradient(module, batch_size, self.objective.loss, notice)
 
     def _compiled_for(self, batch: Batch, loss_fn: LossFn) -> CompiledGradient | None:
@@ -276,7 +278,7 @@ class FlatModule:
         return compiled if batch.labels.shape[1] == compiled.batch_size else None
 
     def _by_compiled(self, compiled: CompiledGradient, one: Batch) -> tuple[Tensor, Sequence[Tensor]]:
-        tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        tensors = self.layout.unfrozen_tensors(self.module)
         trained = {name: tensors.pop(name) for name, p in list(tensors.items()) if p.requires_grad}
         loss, gradients, after = compiled(trained, tensors, one.inputs, one.labels, stacked=False)
         for name, tensor in after.items():

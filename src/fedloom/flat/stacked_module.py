@@ -24,7 +24,7 @@ class StackedModule(FlatModule):
     """The task's architecture over k rows at once, under the interface of `FlatModule`, with `[k, ...]` for its `[1, ...]`.
 
     The loss, written for one client, runs under `vmap` over the rows; the summed loss has one backward. Nothing is ever
-    mixed between rows. `features` and `outputs` still take one row at a time.
+    mixed between rows; frozen parameters are there once for all of them. `features` and `outputs` still take one row at a time.
     """
 
     def __init__(
@@ -37,9 +37,7 @@ class StackedModule(FlatModule):
     ) -> None:
         super().__init__(module, layout, shortcuts, autocast, objective)
         self._layers = linear_layers(self.module, layout) if shortcuts.folded else []
-        names = dict(module.named_buffers())
-        self._statistics = [part for part in layout.slices if part.name in names]
-        self._fixed = [part for part in layout.slices[len(self._slices) :] if part.name not in names]
+        self._statistics = layout.slices[len(self._slices) :]
         self._counts: Tensor | None = None
         self._places: tuple[Tensor, Tensor] | None = None  # some clients' places, and the same beside the counts
         self._streams: Sequence[torch.Generator] = ()
@@ -63,7 +61,7 @@ class StackedModule(FlatModule):
     ) -> tuple[Tensor, Sequence[Tensor]]:
         trained = {part.name: piece(rows, part).detach().requires_grad_() for part in self._moving}
         names = trained.keys()
-        others = {s.name: piece(rows, s).detach() for s in (*self._slices, *self._fixed) if s.name not in names}
+        others = {part.name: piece(rows, part).detach() for part in self._slices if part.name not in names}
         # Under vmap batch norm moves its statistics in place only where they are one contiguous block; a row's slice is none,
         # and the move would be lost without a word.
         statistics = {part.name: piece(rows, part).detach().contiguous() for part in self._statistics}

@@ -122,8 +122,8 @@ class Cohort:
 
     @property
     def module(self) -> nn.Module:
-        """The architecture; its own weights mean nothing."""
-        return self.flat_module.module
+        """The architecture, with the weights that the task starts from."""
+        return self.flat_module.original
 
     @property
     def initial(self) -> Tensor:

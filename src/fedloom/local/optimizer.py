@@ -45,7 +45,8 @@ class LocalOptimizer:
         self.flat_module, self.settings, self.rate = flat_module, settings, rate
         self.loss_fn, self.gradient_fn, self.correction = loss_fn, gradient_fn, correction
         trainable = flat_module.layout.trainable
-        self.parts = (slice(0, trainable),) if only is None else tuple(part for part in only if part.stop <= trainable)
+        slices = [slice(0, trainable)] if only is None else only
+        self.parts = tuple(slice(p.start, min(p.stop, trainable)) for p in slices if p.start < trainable)
         # Where nothing looks at the whole gradient, each tensor is updated from where autograd left its gradient.
         sgd = settings.optimizer == "sgd"
         self.by_tensor = sgd and settings.clip is None and gradient_fn is None and correction is None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.data.dataset import Dataset, Samples
-from fedloom.errors import error_text
+from fedloom.errors import InvalidValue, error_text
 from fedloom.flat.layout import Layout
 from fedloom.flat.linear_chain import FoldedSGD, linear_layers
 from fedloom.flat.module import PLAIN, FlatModule, Shortcuts, convolutions_weigh_little, generator_state
@@ -32,7 +32,10 @@ RATE, CLIP = 0.05, 0.1
 """Their learning rate, so that weights move by what can be compared, and the norm that gradients are clipped to at most where the
 settings ask for clipping, so that it matters."""
 
-TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-2, torch.bfloat16: 0.3}
+WIDENED = 1 << 24
+"""Frozen numbers, at most, of a model that is copied to be tried in float64."""
+
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-2, torch.bfloat16: 0.3, torch.float16: 0.3}
 """Largest difference that rounding may make, as a share of how far the weights moved."""
 
 
@@ -50,12 +53,18 @@ class Proof:
 def prove(module: nn.Module, dataset: Dataset, samples: Samples, training: Training, *, stack: bool) -> Proof:
     """Hold the shortcuts against plain steps; with `stack`, those of several models in lock step too.
 
-    It is done in float64, where rounding hides no difference that matters, or, where the model has none of it, in its own type.
+    It is done in float64, where rounding hides no difference that matters, or, where the model has none of it or much that is
+    frozen, in its own type. Raises `InvalidValue` where training changes what is frozen.
     """
     try:
         plain = _compared(module, dataset, samples, training)
     except Exception as error:
         return Proof(unstackable=error_text(error))
+    if plain.changed:
+        raise InvalidValue(
+            f"training changes the buffer {plain.changed!r} of the model, which is not persistent and so neither sent nor kept: "
+            "register it with persistent=True"
+        )
     notices: list[str] = []
 
     def allowed(what: str, difference: str | None) -> bool:
@@ -87,7 +96,10 @@ def prove(module: nn.Module, dataset: Dataset, samples: Samples, training: Train
 
 
 def _compared(module: nn.Module, dataset: Dataset, samples: Samples, training: Training) -> _Comparison:
+    frozen = Layout(module).frozen_tensors(module).values()
     try:
+        if sum(tensor.numel() for tensor in frozen) > WIDENED:
+            raise MemoryError
         wide = copy.deepcopy(module).double()
         found = _Comparison(wide, dataset, samples, training)
     except Exception:
@@ -125,6 +137,7 @@ class _Comparison:
         self.start = torch.stack([initial, 0.9 * initial])
         self.integers = self.layout.flatten_integers(module).repeat(2, 1)
         self.draws = False
+        self.changed: str | None = None  # a frozen buffer that training has changed
         self.expected = self._plain()
 
     def rows(self, shortcuts: Shortcuts) -> str | None:
@@ -158,7 +171,7 @@ class _Comparison:
         image = self.samples[0].inputs[:1]
         if image.dim() != 4 or image.is_cuda or not image.is_floating_point():
             return False
-        return convolutions_weigh_little(copy.deepcopy(self.module).eval(), image)
+        return convolutions_weigh_little(self.layout.copy(self.module).eval(), image)
 
     def _difference(self, train: Callable[[], list[Tensor]]) -> str | None:
         try:
@@ -169,7 +182,11 @@ class _Comparison:
         if not torch.equal(steps, made) or not torch.equal(integers, counts):
             return "steps or integer buffers are not those of plain PyTorch"
         moved = float((weights - self.start).abs().nan_to_num().max().clamp_min(1e-6))
-        tolerance = TOLERANCE[self.layout.dtype if self.kind is None else self.kind] * moved
+        types = {tensor.dtype for tensor in self.layout.frozen_tensors(self.module).values()} | {
+            self.layout.dtype,
+            self.kind,
+        }
+        tolerance = max(share for kind, share in TOLERANCE.items() if kind in types) * moved
         for one, other in ((model, weights), (loss, mean)):
             if not torch.allclose(one, other, rtol=0, atol=tolerance, equal_nan=True):
                 off = float((one - other).abs().max())
@@ -180,8 +197,9 @@ class _Comparison:
         """Models `[2, P]`, steps `[2]`, mean losses `[2]` and integer buffers `[2, Z]`, by the fewest lines of PyTorch."""
         found = []
         for k in range(2):
-            module = copy.deepcopy(self.module).train()
+            module = self.layout.copy(self.module).train()
             self.layout.load(module, self.start[k], self.integers[k])
+            frozen = {name: tensor.clone() for name, tensor in self._frozen_buffers(module)}
             trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
             optimizer = _optimizer(self.settings, trained)
             losses = []
@@ -198,10 +216,15 @@ class _Comparison:
                     optimizer()
                     losses.append(loss.detach().to(self.start))
                 self.draws |= not torch.equal(before, generator_state(self.start))
+            changed = (name for name, tensor in self._frozen_buffers(module) if not torch.equal(tensor, frozen[name]))
+            self.changed = next(changed, self.changed)
             mean = torch.stack(losses).mean()
             counts = self.layout.flatten_integers(module)
             found.append((self.layout.flatten(module), torch.tensor(len(losses)), mean, counts))
         return [torch.stack(parts) for parts in zip(*found, strict=True)]
+
+    def _frozen_buffers(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        return ((n, t) for n, t in self.layout.frozen_tensors(module).items() if not isinstance(t, nn.Parameter))
 
     def _stream(self, client: int) -> AbstractContextManager[None]:
         return global_stream(0, "layers", client=client, device=self.start.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from torch import nn
 
@@ -12,8 +13,27 @@ from fedloom.errors import InvalidValue
 Blocks = tuple[tuple[str, ...], ...]
 
 
+def layer_finder(module: nn.Module) -> Callable[[str], str]:
+    """Which layer a tensor of the module belongs to, by its name: the module that owns it.
+
+    A module with the attribute `one_layer = True` is one layer with all modules inside it, and so is every module that carries
+    adapters of peft: the factors A and B of a low-rank update mean nothing apart.
+    """
+    whole = [
+        name
+        for name, part in module.named_modules()
+        if getattr(part, "one_layer", hasattr(part, "adapter_layer_names"))
+    ]
+
+    def layer(tensor: str) -> str:
+        around = (name for name in whole if not name or tensor.startswith(f"{name}."))
+        return next(around, tensor.rpartition(".")[0])
+
+    return layer
+
+
 def head_name(module: nn.Module) -> str:
-    """Dotted name of the classifier: the submodule `head` if there is one, else the last that owns parameters itself.
+    """Dotted name of the classifier: the submodule `head` if there is one, else the last layer that has parameters.
 
     The name is empty where the model is a single layer. Raises `InvalidValue` for a module without parameters.
     """
@@ -25,20 +45,19 @@ def head_name(module: nn.Module) -> str:
     ]
     if not owners:
         raise InvalidValue(f"{type(module).__name__} has no parameters, so no classifier")
-    return owners[-1]
+    return layer_finder(module)(f"{owners[-1]}.weight")
 
 
 def blocks(module: nn.Module) -> Blocks:
-    """Dotted names of submodules from bottom to top, grouped into blocks; every parameter is in exactly one.
+    """Dotted names of submodules from bottom to top, grouped into blocks; every trainable parameter is in exactly one.
 
     The attribute `blocks` of the module, where that is a tuple of tuples of names (FedALA, table 5: ResNet-18 is
-    conv1+bn1 | layer1 | layer2 | layer3 | layer4 | head); else one block for each submodule that owns parameters itself.
+    conv1+bn1 | layer1 | layer2 | layer3 | layer4 | head); else one block for each layer that trains (`layer_finder`).
     Raises `InvalidValue` if the attribute names what is not there, names something twice or leaves a parameter out.
     """
     declared = _declared(module)
     if declared is None:
-        owners = dict.fromkeys(name.rpartition(".")[0] for name, _ in module.named_parameters())
-        return tuple((owner,) for owner in owners)
+        return tuple((layer,) for layer in dict.fromkeys(map(layer_finder(module), _trainable(module))))
     kind = type(module).__name__
     present = {name for name, _ in module.named_modules()}
     for name, times in Counter(name for block in declared for name in block).items():
@@ -51,12 +70,17 @@ def blocks(module: nn.Module) -> Blocks:
 
 
 def block_parameters(module: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Names of the parameters in each of `blocks(module)`, in the order of `named_parameters`; each name occurs once."""
+    """Names of the trainable parameters in each of `blocks(module)` that has any, in the order of `named_parameters`; each name
+    occurs once."""
     found = blocks(module)
     members: list[list[str]] = [[] for _ in found]
     for name, block in _assigned(module, found).items():
         members[block].append(name)
-    return tuple(tuple(names) for names in members)
+    return tuple(tuple(names) for names in members if names)
+
+
+def _trainable(module: nn.Module) -> list[str]:
+    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
 
 
 def _declared(module: nn.Module) -> Blocks | None:
@@ -73,7 +97,7 @@ def _assigned(module: nn.Module, grouping: Blocks) -> dict[str, int]:
     """Number of the block that each parameter is in; raises `InvalidValue` for one that is in none."""
     block_of = {name: number for number, block in enumerate(grouping) for name in block}
     assigned: dict[str, int] = {}
-    for parameter, _ in module.named_parameters():
+    for parameter in _trainable(module):
         owner = parameter.rpartition(".")[0]
         while owner not in block_of and owner:
             owner = owner.rpartition(".")[0]

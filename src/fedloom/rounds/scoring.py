@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -83,7 +82,7 @@ class Evaluator:
     @cached_property
     def module(self) -> nn.Module:
         """The module, copied when it is first needed, since most engines score no model."""
-        return copy.deepcopy(self._original).eval().requires_grad_(False)
+        return self.layout.copy(self._original).eval().requires_grad_(False)
 
     def score(self, row: Tensor, samples: Samples, integers: Tensor | None = None) -> dict[str, float]:
         """The objective's figures of the model `row [P]` on all samples together."""

@@ -17,9 +17,9 @@ from fedloom.data.dataset import Dataset, Samples
 from fedloom.engines.flower.messages import Words
 from fedloom.errors import LONGEST_QUOTED, InvalidValue, RefusedReply, one_line, suggestion
 from fedloom.experiment.configuration import Configuration, configuration, load
-from fedloom.flat.layout import Layout
 from fedloom.objectives import Objective, objectives
 from fedloom.objectives.custom import expression_of
+from fedloom.task import Task
 
 
 @dataclass(frozen=True)
@@ -167,10 +167,11 @@ def described(words: Any, train: Samples, source: str, objective: Objective | No
     return dataset
 
 
-def layout_digest(layout: Layout) -> str:
-    """A digest of all tensors of a model: their names, shapes, types and order."""
+def layout_digest(task: Task) -> str:
+    """A digest of all tensors of a model: their names, shapes, types and order; and the numbers of those that are frozen."""
+    layout = task.layout
     parts = [(part.name, tuple(part.shape), str(part.dtype)) for part in (*layout.slices, *layout.integer_slices)]
-    return hashlib.sha256(repr((layout.trainable, parts)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((layout.trainable, parts, task.frozen_digest)).encode()).hexdigest()[:16]
 
 
 def _type(inputs: torch.Tensor) -> str:

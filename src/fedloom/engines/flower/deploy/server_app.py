@@ -140,7 +140,7 @@ class Gathering:
         dataset = make_dataset(configuration.data.name)
         blank = self._task_of(dataset, [1] * count, None, seed)
         self.briefing: Words = {"data": description(dataset)}
-        same = {"fedloom": fedloom.__version__, "layout": layout_digest(blank.layout)}
+        same = {"fedloom": fedloom.__version__, "layout": layout_digest(blank)}
         self.sites = KnownSites(self.mailbox, count, self.briefing, same)
         _logger.info("waiting for %d of %d sites", self.settings.sites, count)
         self.sites.wait(self.settings.sites, self.settings.wait)

@@ -85,7 +85,7 @@ class Site:
             "tests": tests,
             "own": self.config.data is not None,
             "fedloom": fedloom.__version__,
-            "layout": layout_digest(task.layout),
+            "layout": layout_digest(task),
         }
         return pack(told)
 

@@ -1,0 +1,222 @@
+"""Frozen parameters are in no row: nobody is sent them, they are there once, and they are part of what a run and its model are.
+
+That every place gives the numbers of rows with a frozen layer: test_places.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fedloom as fl
+from fedloom.algorithm import Message, Replies
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.engines.pickling import dump
+from fedloom.engines.rows import RowsEngine
+from fedloom.engines.stacked import StackedEngine
+from fedloom.errors import CheckpointError, InvalidValue
+from fedloom.flat.layout import Layout
+from fedloom.local.cohort import Cohort
+from fedloom.models.structure import block_parameters, head_name
+from fedloom.round import Round
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
+from fedloom.task import Task
+from fedloom.training import Training
+from small_task import SmallNet, small_task
+
+FEATURES, CLASSES = 5, 4
+
+
+@dataclass
+class HeldFixed(FedAvg):
+    """FedAvg over whole rows in which the layer `hidden` never moves: what freezing it has to give."""
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        moving = cohort.layout.unit(lambda part: part.layer != "hidden")
+        return {"model": cohort.fit(inbox["model"], only=moving).model}
+
+    def receive(self, round: Round, replies: Replies) -> None:
+        super().receive(round, replies)
+        (fixed,) = self.layout.unit(lambda part: part.layer == "hidden")
+        self.state["model"][fixed] = replies["model"][0, fixed]  # a mean of equal numbers may round
+
+
+def tasks(optimizer: str = "sgd") -> tuple[Task, Task]:
+    """The small task with its first layer frozen, and as it is."""
+    momentum = {"momentum": 0.5} if optimizer == "sgd" else {}
+    whole = replace(small_task(), training=Training(0.1, batch_size=4, epochs=2, optimizer=optimizer, **momentum))
+    frozen = replace(whole, model=copy.deepcopy(whole.model))
+    frozen.model.hidden.requires_grad_(False)
+    return frozen, whole
+
+
+def run(algorithm: FedAvg, task: Task, stacked: bool = False) -> Federation:
+    engine = StackedEngine(task) if stacked else RowsEngine(task)
+    federation = Federation(algorithm, task, engine, Schedule(2, 1.0, 3, evaluate_every=1))
+    federation.run()
+    return federation
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_frozen_layer_gives_the_bits_of_one_that_never_moves_and_is_not_sent(optimizer: str, stacked: bool) -> None:
+    frozen, whole = tasks(optimizer)
+    found, expected = run(FedAvg(), frozen, stacked), run(HeldFixed(), whole, stacked)
+    # In a stack the shared layer is one product for all clients, whose last digits are others.
+    tolerance = {"rtol": 0, "atol": 1e-6 if stacked else 0}
+    state = whole.module(expected.algorithm.model()).state_dict()
+    for name, tensor in frozen.module(found.algorithm.model()).state_dict().items():
+        if name != "norm.num_batches_tracked":  # a row of integers holds it
+            torch.testing.assert_close(tensor, state[name], **tolerance)
+    assert torch.equal(found.integers, expected.integers)
+    hidden = FEATURES * 6 + 6
+    assert frozen.layout.size == whole.layout.size - hidden
+    for one, other in zip(found.history, expected.history, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-6 if stacked else 0)
+        for direction in ("bytes_up", "bytes_down"):
+            assert one[direction] == other[direction] - 4 * hidden * len(one["clients"])
+
+
+def test_there_is_one_copy_of_what_is_frozen() -> None:
+    frozen, _ = tasks()
+    engine = StackedEngine(frozen)
+    weight = frozen.model.hidden.weight
+    for module in (engine.flat_module.module, engine.flat_module.frozen, engine.stack.module, engine.evaluator.module):
+        assert module.hidden.weight is weight
+    _, tensors = dump(frozen)  # as workers and actors are sent the task
+    assert sum(tensor.data_ptr() == weight.data_ptr() for tensor in tensors) == 1
+
+
+def test_another_frozen_part_is_another_run_and_the_saved_model_is_whole(tmp_path: Path) -> None:
+    frozen, _ = tasks()
+
+    def go_on(task: Task, rounds: int) -> fl.Result:
+        return fl.run("fedavg", task, rounds=rounds, participation=1.0, seed=3, directory=tmp_path, engine="rows")
+
+    go_on(frozen, 1)
+    longer = go_on(frozen, 2)
+    assert torch.equal(longer.federation.algorithm.model(), run(FedAvg(), frozen).algorithm.model())
+    saved = fl.load_model(tmp_path, SmallNet()).state_dict()
+    assert torch.equal(saved["hidden.weight"], frozen.model.hidden.weight)
+    for name, tensor in longer.model.state_dict().items():
+        assert torch.equal(saved[name], tensor)
+    other = replace(frozen, model=copy.deepcopy(frozen.model))
+    with torch.no_grad():
+        other.model.hidden.bias[0] += 1
+    assert torch.equal(other.initial, frozen.initial)
+    with pytest.raises(CheckpointError, match="another run"):
+        go_on(other, 3)
+
+
+class Adapted(nn.Module):
+    """A base in half precision and 8-bit integers, with adapters in float32."""
+
+    def __init__(self, kind: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.base = nn.Linear(FEATURES, CLASSES, dtype=kind).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(CLASSES, dtype=torch.int8), requires_grad=False)
+        self.a = nn.Parameter(0.3 * torch.ones(FEATURES, 2))
+        self.b = nn.Parameter(torch.zeros(2, CLASSES))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.scale * self.base(inputs.to(self.base.weight.dtype)).float() + inputs @ self.a @ self.b
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_base_may_have_any_type_and_the_row_has_that_of_what_trains(kind: torch.dtype) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        task = replace(small_task(), model=Adapted(kind))
+    tolerance = 1e-5 if kind == torch.float64 else 1e-3
+    assert (task.layout.dtype, task.layout.size, task.layout.integers) == (torch.float32, 18, 0)
+    found = run(FedAvg(), task)
+    assert found.history[-1]["loss"] < found.history[0]["loss"]
+    torch.testing.assert_close(
+        run(FedAvg(), task, stacked=True).algorithm.model(), found.algorithm.model(), rtol=0, atol=tolerance
+    )
+
+
+class Rested(SmallNet):
+    """Batch norm that stays in evaluation mode."""
+
+    def train(self, mode: bool = True) -> Rested:
+        super().train(mode)
+        self.norm.requires_grad_(False).eval()
+        return self
+
+
+def test_batch_norm_of_frozen_weights_moves_unless_the_model_keeps_it_in_evaluation_mode() -> None:
+    moving, rested = SmallNet(), Rested()
+    moving.norm.requires_grad_(False)
+    rested.norm.requires_grad_(False)
+    assert "norm.running_mean" not in Layout(moving).frozen
+    assert Layout(rested).frozen == ("norm.weight", "norm.bias", "norm.running_mean", "norm.running_var",
+                                     "norm.num_batches_tracked")  # fmt: skip
+    assert (rested.training, rested.norm.training) == (True, True), "the model is left as it is"
+    task = replace(small_task(), model=rested)
+    engine = RowsEngine(task)
+    assert not engine.flat_module.needs_pairs
+    federation = Federation(FedAvg(), task, engine, Schedule(2, 1.0))
+    federation.run()
+    assert torch.equal(engine.flat_module.module.norm.running_mean, torch.zeros(6))
+
+
+class Passing(nn.Module):
+    """Counts in a buffer that is not persistent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += self.training
+        return self.out(inputs)
+
+
+def test_training_that_changes_what_no_row_holds_is_refused() -> None:
+    with pytest.raises(InvalidValue, match=r"^training changes the buffer 'calls' of the model[^\n]+persistent=True$"):
+        RowsEngine(replace(small_task(), model=Passing()))
+
+
+class Pair(nn.Module):
+    """The two factors of a low-rank update, which are one layer."""
+
+    one_layer = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 6).requires_grad_(False)
+        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
+
+
+def test_factors_move_together_and_blocks_are_those_that_train() -> None:
+    model = nn.Sequential(nn.Linear(6, 6).requires_grad_(False), Pair(), Pair())
+    layout = Layout(model)
+    assert layout.layers == ("1", "2")
+    assert layout.units("layer") == [(slice(0, 24),), (slice(24, 48),)]
+    assert [len(names) for names in block_parameters(model)] == [2, 2]
+    assert head_name(model) == "2"
+
+
+@pytest.mark.parametrize("algorithm", ["fedrep", "fedgen", "fedbn"])
+def test_a_method_that_needs_what_is_frozen_is_refused_in_one_line(algorithm: str) -> None:
+    _, whole = tasks()
+    model = copy.deepcopy(whole.model)
+    model.out.requires_grad_(False)
+    model.train = lambda mode=True: rest(model, mode)  # type: ignore[method-assign]
+    model.norm.requires_grad_(False)
+    with pytest.raises(InvalidValue, match=rf"^{algorithm}[^\n]*frozen[^\n]*$"):
+        fl.run(algorithm, replace(whole, model=model), rounds=1, participation=1.0, engine="rows")
+
+
+def rest(model: SmallNet, mode: bool) -> SmallNet:
+    nn.Module.train(model, mode)
+    model.norm.eval()
+    return model
