@@ -12,5 +12,8 @@ WRAPPERS = {
     "ala": "ala(fedmr)",
     "secure": "secure(fedmr)",
     "robust": "robust(fedavg)",
+    "quantised": "quantised(fedavg, bits=4, down=8)",
+    "sparse": "sparse(fedavg, share=0.3)",
+    "lowrank": "lowrank(fedavg, rank=1)",
 }
 EVERY_METHOD = sorted(WRAPPERS.get(entry.name, entry.name) for entry in algorithms)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import naive_methods as methods
 from fedloom.algorithm import algorithms, build, describe
 from fedloom.algorithms.ala import Ala, FedALA
+from fedloom.algorithms.compression import Compressed
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
@@ -184,6 +185,9 @@ def test_every_method_starts_where_a_wrapper_says_or_is_refused(name: str) -> No
         "secure": "secure(fedmr)",
         "clustered": "clustered(fedavg)",
         "robust": "robust(fedavg)",
+        "quantised": "quantised(fedavg)",
+        "sparse": "sparse(fedavg)",
+        "lowrank": "lowrank(fedavg)",
         "pfedme": "pfedme(regularisation=5)",
         "fedavg_c": "fedavg_c(finetune_epochs=1)",
         "fedprox_c": "fedprox_c(finetune_epochs=1)",
@@ -192,6 +196,10 @@ def test_every_method_starts_where_a_wrapper_says_or_is_refused(name: str) -> No
     world = World(norm=True, participation=1.0, rounds=3, training=PLAIN)
     if not inner.single_download:
         with pytest.raises(InvalidValue, match=f"{name}.* download several models"):
+            Ala(inner)
+        return
+    if isinstance(inner, Compressed):
+        with pytest.raises(InvalidValue, match=f"put {name} around ala"):
             Ala(inner)
         return
     plain = world.run(build(describe(inner)))

@@ -285,7 +285,9 @@ def test_methods_are_listed_by_family(fed: Say) -> None:
         for family, first, last in zip(FAMILIES, heads, [*heads[1:], len(lines)], strict=True)
     }
     assert listed["recombination"] == ["fedmr", "fedmut", "indep"]
-    assert listed["composing"] == ["ala", "clustered", "robust", "secure", "stages", "umf"]
+    assert listed["composing"] == [
+        "ala", "clustered", "lowrank", "quantised", "robust", "secure", "sparse", "stages", "umf"
+    ]  # fmt: skip
     assert {"fedala", "fedrep", "ditto"} <= set(listed["personal"])
     assert {"fedavg", "scaffold", "clusamp"} <= set(listed["global"])
 

@@ -45,6 +45,8 @@ NESTINGS = [
     "ala(stages(fedavg:1, fedmr))",
     "clustered(ala(fedavg))",
     "stages(ala(fedavg):1, ditto)",
+    "quantised(sparse(umf(scaffold), share=0.2), down=4)",
+    "stages(lowrank(fedavg, rank=1):2, quantised(fedmr))",
 ]
 
 

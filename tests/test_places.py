@@ -24,7 +24,16 @@ from fedloom.task import Task
 from flower_support import assert_close, flower, run_config, schedule
 from secure_sites import peers
 
-REPRESENTATIVE = ["fedavg", "fedmr", "scaffold", "umf(feddc)", "ala(fedavg, max_epochs=10)", "fedfomo", "secure(fedmr)"]
+REPRESENTATIVE = [
+    "fedavg",
+    "fedmr",
+    "scaffold",
+    "umf(feddc)",
+    "ala(fedavg, max_epochs=10)",
+    "fedfomo",
+    "secure(fedmr)",
+    "quantised(sparse(fedavg, share=0.2), down=8)",
+]
 METHODS = sorted({*REPRESENTATIVE, *EVERY_METHOD}) if os.environ.get("FEDLOOM_ALL_PLACES") == "1" else REPRESENTATIVE
 
 

@@ -7,6 +7,9 @@ from .algorithms.ala import FedALA as FedALA
 from .algorithms.apple import Apple as Apple
 from .algorithms.clustered import CluSamp as CluSamp
 from .algorithms.clustered import Clustered as Clustered
+from .algorithms.compression import LowRank as LowRank
+from .algorithms.compression import Quantised as Quantised
+from .algorithms.compression import Sparse as Sparse
 from .algorithms.ditto import Ditto as Ditto
 from .algorithms.fedamp import FedAMP as FedAMP
 from .algorithms.fedasam import FedASAM as FedASAM

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,14 @@ class Plan:
         rate = float("nan")
         selected = tuple(range(self.participants))
         return Round(1, self.rounds, self.seed, self.clients, self.participants, rate, rate, selected=selected)
+
+
+class AnyClient(NamedTuple):
+    """What there is to know of any client in a round, as on a `Cohort`, where there is no cohort."""
+
+    layout: Layout
+    module: nn.Module
+    round: Round
 
 
 @dataclass(frozen=True)
@@ -125,11 +133,16 @@ class Algorithm:
         True  # the server half needs no more of the replies than their mean, or an estimate of it
     )
     client_figures: ClassVar[tuple[str, ...]] = ("training_loss",)  # names that `train` writes to `cohort.metrics`
-    reply_dtypes: ClassVar[Mapping[str, torch.dtype]] = {}  # of tensors in a reply that are not of the model's dtype
 
     def __post_init__(self) -> None:
         """Check the hyper-parameters against the types of their fields, ranges included (`fedloom.config.fields`)."""
         require_fields(self)
+        for method in self.inner():
+            for part in method.nested():
+                part.require_inside(self)
+
+    def require_inside(self, outer: Algorithm) -> None:
+        """Raise `InvalidValue` in one line where `outer`, which wraps this method, however deep, would break what it does."""
 
     # --- the server half ---
 
@@ -150,6 +163,16 @@ class Algorithm:
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
         """Name and shape of each tensor in one client's reply; replies with others are refused."""
         return {"model": (self.plan.layout.size,)}
+
+    @property
+    def reply_dtypes(self) -> Mapping[str, torch.dtype]:
+        """Of tensors in a reply that are not of the model's dtype."""
+        return {}
+
+    def returns_whole(self, round: Round) -> bool:
+        """Whether a client's reply stands for a whole model, which its integer buffers then accompany."""
+        whole = (self.layout.size,)
+        return self.expects(round).get("model", whole) == whole
 
     def receive(self, round: Round, replies: Replies) -> None:
         """Update the state from the replies; by default the new model is their mean, weighted by samples."""
@@ -202,7 +225,7 @@ class Algorithm:
         changed = any({"personalise", "deploy"} & vars(kind).keys() for kind in own)
         return changed or any(method.personal for method in self.inner())
 
-    def travels(self, cohort: Cohort) -> Unit:
+    def travels(self, cohort: Cohort | AnyClient) -> Unit:
         """The slices of a row that travel as "model"; by default all of it. A wrapper's are those of its inner method."""
         inner = self.inner()
         return inner[0].travels(cohort) if len(inner) == 1 else (slice(0, cohort.layout.size),)
@@ -295,6 +318,9 @@ class Wrapper(Algorithm):
 
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
         return self.method.expects(round)
+
+    def returns_whole(self, round: Round) -> bool:
+        return self.method.returns_whole(round)
 
     def receive(self, round: Round, replies: Replies) -> None:
         self.method.receive(round, replies)

@@ -75,7 +75,6 @@ class FedGen(Algorithm):
     batch_ratio: bool = False
 
     averages: ClassVar[bool] = False
-    reply_dtypes: ClassVar[Mapping[str, torch.dtype]] = {"labels": torch.int32}
     plain_steps: ClassVar[bool] = False
 
     # --- the server half ---
@@ -98,6 +97,10 @@ class FedGen(Algorithm):
 
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
         return {"model": (self.layout.size,), "labels": (self.plan.classes,)}
+
+    @property
+    def reply_dtypes(self) -> Mapping[str, torch.dtype]:
+        return {"labels": torch.int32}
 
     def receive(self, round: Round, replies: Replies) -> None:
         self._train_generator(round, replies["model"], replies["labels"].to(replies["model"].dtype))

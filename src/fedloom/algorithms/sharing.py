@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from fedloom.algorithm import Algorithm, Message, Plan, Replies
+from fedloom.algorithm import Algorithm, AnyClient, Message, Plan, Replies
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.population import weighted_mean
@@ -93,7 +93,7 @@ class PartlyShared(Algorithm):
             )
         return unit
 
-    def travels(self, cohort: Cohort) -> Unit:
+    def travels(self, cohort: Cohort | AnyClient) -> Unit:
         return self.unit(cohort.module, cohort.layout)
 
     def complete(self, cohort: Cohort, model: Tensor) -> Tensor:

@@ -9,7 +9,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message, Plan, Replies, Selection, algorithms, server_model
+from fedloom.algorithm import (
+    Algorithm,
+    AnyClient,
+    Message,
+    Plan,
+    Replies,
+    Selection,
+    algorithms,
+    describe,
+    server_model,
+)
 from fedloom.config.fields import Count, Probability
 from fedloom.data.dataset import Samples
 from fedloom.errors import InvalidValue, quoted, suggestion
@@ -103,7 +113,7 @@ class Stages(Algorithm):
             method.setup(plan)
             if self.automatic and method.expects(plan.opening()).get("model") != (plan.layout.size,):
                 raise InvalidValue(
-                    "stages: a method that keeps part of the model on its clients cannot be staged by :auto"
+                    f"stages: clients of {describe(method)} do not return whole models, which staging by :auto needs"
                 )
 
     def _at(self, stage: int) -> dict[str, Tensor]:
@@ -144,6 +154,9 @@ class Stages(Algorithm):
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
         expected = dict(self._current.expects(round))
         return expected | {"held_out_loss": ()} if self._waits else expected
+
+    def returns_whole(self, round: Round) -> bool:
+        return self._current.returns_whole(round)
 
     def receive(self, round: Round, replies: Replies) -> None:
         if self._waits:
@@ -189,7 +202,7 @@ class Stages(Algorithm):
         stage = int(inbox["stage"].max()) if self.automatic else self._stage_of(cohort.round.number)
         return self.stages[stage], {name: rows for name, rows in inbox.items() if name != "stage"}
 
-    def travels(self, cohort: Cohort) -> Unit:
+    def travels(self, cohort: Cohort | AnyClient) -> Unit:
         if self.automatic:
             return (slice(0, cohort.layout.size),)
         return self.stages[self._stage_of(cohort.round.number)][0].travels(cohort)

@@ -119,5 +119,5 @@ def expectations(algorithm: Algorithm, round: Round, layout: Layout) -> dict[str
     """Name and shape of each tensor in a client's reply. Integer buffers, such as the counters of batch norm, travel with whole
     models; where part of the model stays with the client, so do they."""
     expected = dict(algorithm.expects(round))
-    whole = expected.get("model", (layout.size,)) == (layout.size,)
-    return expected | {INTEGERS: (layout.integers,)} if layout.integers and whole else expected
+    whole = layout.integers > 0 and algorithm.returns_whole(round)
+    return expected | {INTEGERS: (layout.integers,)} if whole else expected

@@ -1,0 +1,73 @@
+"""Compressed traffic: bytes, down and up together, until the test accuracy is 95 %, by code.
+
+Twenty clients, half of them in a round, Dirichlet 1.0. Each line is the mean over seeds; a seed that does not get there in the
+given rounds is counted as not reached, and the line says in how many seeds it was.
+
+    python benchmarks/compression.py [--data digits] [--rounds 150] [--seeds 3] [--target 0.95]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+
+import torch
+
+from fedloom.experiment.run import run
+from fedloom.report.summary import bytes_to
+from fedloom.task import make_task
+from fedloom.training import Training
+
+METHODS = (
+    "fedavg",
+    "quantised(fedavg)",
+    "quantised(fedavg, down=8)",
+    "quantised(fedavg, bits=4, down=8)",
+    "quantised(fedavg, bits=2, down=8)",
+    "quantised(fedavg, bits=1, down=8)",
+    "quantised(fedavg, bits=4, down=4)",
+    "sparse(fedavg, share=0.05)",
+    "quantised(sparse(fedavg, share=0.05), down=8)",
+    "quantised(sparse(fedavg, share=0.01), down=8)",
+    "quantised(sparse(fedavg, share=0.05, feedback=false), down=8)",
+    "lowrank(fedavg, rank=4)",
+    "quantised(lowrank(fedavg, rank=4), down=8)",
+    "quantised(fedmr, bits=4, down=8)",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="digits")
+    parser.add_argument("--rounds", type=int, default=150)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--target", type=float, default=0.95)
+    parser.add_argument("--methods", nargs="*", default=METHODS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    training = Training(learning_rate=0.1, epochs=5 if options.data == "digits" else 1, batch_size=20)
+    model = "mlp(hidden=[64, 64])" if options.data == "digits" else "mlp(hidden=[200])"
+    print(
+        f"| method | best accuracy, % | rounds to {options.target:.0%} | MB to {options.target:.0%} | bytes of a round |"
+    )
+    print("|---|---|---|---|---|")
+    for method in options.methods:
+        found = []
+        for seed in range(options.seeds):
+            task = make_task(
+                options.data, clients=20, partition="dirichlet(1.0)", model=model, training=training, seed=seed
+            )
+            result = run(method, task, rounds=options.rounds, participation=0.5, seed=seed, evaluate_every=1)
+            last = result.history[-1]
+            reached = result.rounds_to(options.target), bytes_to(result.summary, options.target)
+            found.append((100 * result.best_accuracy, *reached, last["bytes_down"] + last["bytes_up"]))
+        best, rounds, size, each = zip(*found, strict=True)
+        there = [count for count in rounds if count is not None]
+        often = "" if len(there) == len(found) else f" ({len(there)} of {len(found)})"
+        to = f"{statistics.fmean(there):.0f}{often}" if there else "never"
+        sent = f"{statistics.fmean(one for one in size if one is not None) / 1e6:.2f}" if there else ""
+        print(f"| {method} | {statistics.fmean(best):.1f} | {to} | {sent} | {each[0]:,} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

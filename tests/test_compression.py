@@ -1,0 +1,295 @@
+"""Compressed traffic: each code against plain Python, what travels, and how codes go with methods and with each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedloom.algorithm import Message, build
+from fedloom.algorithms.compression import Compressed, LowRank, Quantised, Sparse, dequantise, low_rank, quantise
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.engines.rows import RowsEngine
+from fedloom.errors import InvalidValue
+from fedloom.local.cohort import Cohort
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
+from fedloom.task import Task
+from small_task import small_task
+
+
+@cache
+def task() -> Task:
+    return small_task()
+
+
+def federation(expression: str, rounds: int = 3, participation: float = 0.5) -> Federation:
+    schedule = Schedule(rounds=rounds, participation=participation, evaluate_every=1)
+    return Federation(build(expression), task(), RowsEngine(task()), schedule)
+
+
+def ran(expression: str, rounds: int = 3, participation: float = 0.5) -> Federation:
+    found = federation(expression, rounds, participation)
+    found.run()
+    assert all(record["faults"] == [] for record in found.history)
+    return found
+
+
+# --- the codes, number by number ---
+
+NUMBERS = st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=40)
+
+
+@given(NUMBERS, st.sampled_from([1, 2, 4, 8]), st.integers(1, 9), st.data())
+@settings(max_examples=100, deadline=None)
+def test_quantisation_is_that_of_each_number_in_its_bucket(
+    numbers: list[float], bits: int, bucket: int, data: st.DataObject
+) -> None:
+    drawn = data.draw(st.none() | st.lists(st.floats(0, 0.99), min_size=len(numbers), max_size=len(numbers)))
+    rows = torch.tensor([numbers], dtype=torch.float64)
+    levels, scales = quantise(rows, bits, bucket, None if drawn is None else torch.tensor([drawn]).double())
+    assert levels.dtype == torch.uint8
+    assert levels.shape == (1, math.ceil(len(numbers) * bits / 8))
+    expected, stream = [], ""
+    for place, number in enumerate(numbers):
+        held = numbers[place // bucket * bucket :][:bucket]
+        low, step = min(held), (max(held) - min(held)) / (2**bits - 1)
+        level = math.floor((number - low) / step + (0.5 if drawn is None else drawn[place])) if step else 0
+        expected.append(low + min(level, 2**bits - 1) * step)
+        stream = f"{min(level, 2**bits - 1):0{bits}b}" + stream
+    assert dequantise(levels, scales, len(numbers), bits, bucket)[0].tolist() == pytest.approx(expected, abs=1e-9)
+    # The bits themselves, the first number's lowest.
+    assert int(stream, 2) == int.from_bytes(bytes(levels[0].tolist()), "little")
+
+
+def test_random_rounding_is_right_on_average() -> None:
+    generator = torch.Generator().manual_seed(1)
+    row = torch.randn(1, 64, generator=generator)
+    for bits in (1, 2, 4):
+        drawn = torch.rand(4000, 64, generator=generator)
+        found = dequantise(*quantise(row.expand(4000, -1), bits, 16, drawn), 64, bits, 16)
+        step = (row.max() - row.min()) / (2**bits - 1)
+        assert float((found.mean(0) - row).abs().max()) < 4 * 0.5 * float(step) / math.sqrt(4000)
+        assert float((found - row).abs().max()) <= float(step)
+
+
+@given(NUMBERS, st.floats(0.01, 1.0))
+@settings(max_examples=100, deadline=None)
+def test_the_largest_numbers_travel_in_ascending_order_of_their_places(numbers: list[float], share: float) -> None:
+    code, row = Sparse(FedAvg(), share=share), torch.tensor([numbers])
+    parts = code.encode(row, list)
+    kept = max(1, math.floor(share * len(numbers) + 1e-9))
+    indices = parts["indices"][0].tolist()
+    assert len(indices) == kept
+    assert indices == sorted(set(indices))
+    assert parts["values"][0].tolist() == row[0, indices].tolist()
+    assert sorted(map(abs, parts["values"][0].tolist())) == sorted(map(abs, row[0].tolist()))[-kept:]
+    decoded = code.decode(parts, len(numbers))[0]
+    assert decoded.tolist() == [number if k in indices else 0 for k, number in enumerate(row[0].tolist())]
+
+
+def test_places_that_no_tensor_has_count_as_nothing() -> None:
+    parts = {"indices": torch.tensor([[-1, 2, 9]], dtype=torch.int32), "values": torch.tensor([[5.0, 1.0, 7.0]])}
+    assert Sparse(FedAvg()).decode(parts, 4).tolist() == [[0, 0, 1, 0]]
+
+
+def test_a_matrix_of_low_rank_arrives_whole_and_any_other_nearly_at_its_best_approximation() -> None:
+    generator = torch.Generator().manual_seed(0)
+    left, right = torch.randn(2, 9, 3, generator=generator), torch.randn(2, 7, 3, generator=generator)
+    start = torch.randn(2, 7, 3, generator=generator)
+    p, q = low_rank(left @ right.mT, start)
+    torch.testing.assert_close(p @ q.mT, left @ right.mT, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(p.mT @ p, torch.eye(3).expand(2, 3, 3), rtol=1e-5, atol=1e-5)
+    full = torch.randn(2, 9, 7, generator=generator) * torch.tensor([8.0, 4, 2, 0.5, 0.2, 0.1, 0.1])
+    p, q = low_rank(full, start)
+    best = torch.linalg.svdvals(full)[:, 3:].square().sum(1).sqrt()
+    assert bool(((full - p @ q.mT).flatten(1).norm(dim=1) < 1.2 * best).all())
+
+
+# --- the rounds ---
+
+
+class Watched(FedAvg):
+    """FedAvg that keeps what the clients' models were before any code."""
+
+    seen: dict[tuple[int, int], Tensor]
+    sent: list[Tensor]
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        reply = super().train(cohort, inbox)
+        self.seen[cohort.round.number, cohort.clients[0]] = reply["model"][0] - inbox["model"][0]
+        return {name: rows.clone() for name, rows in reply.items()}
+
+
+def watched(code: type[Compressed], **options: Any) -> tuple[Federation, Watched, list[Tensor]]:
+    """Three rounds with everybody, the updates that clients made, and the global models from the first on."""
+    inner = Watched(weighted=False)
+    inner.seen = {}
+    schedule = Schedule(rounds=3, participation=1.0)
+    found = Federation(code(inner, **options), task(), RowsEngine(task()), schedule)
+    models = [found.algorithm.model().clone()]
+    for _ in range(3):
+        found.step()
+        models.append(found.algorithm.model().clone())
+    return found, inner, models
+
+
+def test_sparse_updates_with_feedback_are_those_of_plain_python() -> None:
+    _, inner, models = watched(Sparse, share=0.05)
+    count, size = task().clients, task().layout.trainable
+    kept = max(1, int(0.05 * size))
+    error = np.zeros((count, size), np.float32)
+    for number in (1, 2, 3):
+        total = np.zeros(size, np.float64)
+        for client in range(count):
+            update = inner.seen[number, client][:size].numpy() + error[client]
+            largest = np.argsort(-np.abs(update), kind="stable")[:kept]
+            sent = np.zeros(size, np.float32)
+            sent[largest] = update[largest]
+            error[client] = update - sent
+            total += sent
+        expected = models[number - 1][:size].numpy() + total / count
+        np.testing.assert_allclose(models[number][:size].numpy(), expected, rtol=1e-5, atol=1e-6)
+        statistics = torch.stack([inner.seen[number, client][size:] for client in range(count)]).mean(0)
+        torch.testing.assert_close(models[number][size:], models[number - 1][size:] + statistics, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("code", "options"), [(Sparse, {"share": 0.05}), (LowRank, {"rank": 1})])
+def test_what_feedback_has_not_sent_yet_is_remembered(code: type[Compressed], options: dict[str, Any]) -> None:
+    """Of all updates that a client made, nothing is lost: w_0 + mean of all of them = w_3 + mean of what is kept back."""
+    found, inner, models = watched(code, **options)
+    size = task().layout.trainable
+    name = f"{code.__name__.lower()}_error_model_{size}"
+    kept = torch.stack([found.engine.memory()[f"{client}/{name}"] for client in range(6)])
+    made = torch.stack([torch.stack([inner.seen[n, client][:size] for n in (1, 2, 3)]).sum(0) for client in range(6)])
+    assert float(kept.norm()) > 0
+    torch.testing.assert_close(models[0][:size] + made.mean(0), models[3][:size] + kept.mean(0), rtol=1e-4, atol=1e-5)
+
+
+def test_full_share_full_rank_and_no_bits_are_the_inner_method() -> None:
+    expected = ran("fedavg").algorithm.model()
+    for text in ("sparse(fedavg, share=1.0)", "lowrank(fedavg, rank=100)"):
+        torch.testing.assert_close(ran(text).algorithm.model(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ran("quantised(fedavg, bucket=1)").algorithm.model(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_server_keeps_the_exact_model_when_downloads_are_coded() -> None:
+    found = federation("quantised(fedavg(weighted=false), bits=none, down=1, bucket=4096)", participation=1.0)
+    method = found.algorithm
+    exact = method.model().clone()
+    coded = method.send(method.plan.opening())
+    size = task().layout.trainable
+    sent = dequantise(coded["model.levels"], coded["model.scales"], size, 1, 4096)[0]
+    assert coded["model.rest"].tolist() == [exact[size:].tolist()]  # statistics
+    assert set(sent.tolist()) == {
+        float(exact[:size].min()),
+        float(exact[:size].max()),
+    }  # one bit: clients start far from the model
+    inner = Watched(weighted=False)
+    inner.seen = {}
+    method.method = inner  # type: ignore[attr-defined]
+    inner.setup(method.plan)
+    found.step()
+    moved = torch.stack(list(inner.seen.values())).mean(0)
+    torch.testing.assert_close(method.model(), exact + moved, rtol=1e-5, atol=1e-6)
+
+
+def numbers_sent(expression: str) -> tuple[float, float]:
+    """Bytes down and up of one client in the last round, without batch norm's buffers."""
+    last = ran(expression).history[-1]
+    layout = task().layout
+    buffers = 8 * layout.integers + 4 * (layout.size - layout.trainable)
+    return tuple(last[name] / len(last["clients"]) - buffers for name in ("bytes_down", "bytes_up"))  # type: ignore[return-value]
+
+
+def test_bytes_are_those_of_the_packed_arrays() -> None:
+    size = task().layout.trainable
+    whole = 4 * size
+    for bits in (1, 2, 4, 8):
+        packed = math.ceil(size * bits / 8) + 8 * math.ceil(size / 50)
+        assert numbers_sent(f"quantised(fedavg, bits={bits}, bucket=50)") == (whole, packed)
+        assert numbers_sent(f"quantised(fedavg, bits=none, down={bits}, bucket=50)") == (packed, whole)
+    kept = int(0.1 * size)
+    assert numbers_sent("sparse(scaffold, share=0.1)") == (2 * whole, 2 * 8 * kept)
+    # Of 5 x 6 and 6 x 4 weights, rank 1 sends 11 and 10 numbers, and all others as they are.
+    assert numbers_sent("lowrank(fedavg, rank=1)") == (whole, whole - 4 * (30 - 11 + 24 - 10))
+    nested = 4 * kept + kept + 8
+    down = size + 8
+    assert numbers_sent("quantised(sparse(fedavg, share=0.1), bits=8, down=8)") == (down, nested)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "quantised(fedmr, bits=4, down=8)",
+        "quantised(umf(fedmr), down=4)",
+        "sparse(ala(fedavg, max_epochs=2))",
+        "quantised(robust(fedavg, rule=median))",
+        "quantised(clustered(fedavg))",
+        "quantised(fedper, down=4)",
+        "sparse(fedrep, share=0.2)",
+        "stages(quantised(fedavg, down=8):1, quantised(fedmr):2, sparse(fedper))",
+        "quantised(stages(fedavg:auto, fedmr, patience=1), down=8)",
+        "quantised(lowrank(scaffold, rank=1), bits=4, down=8)",
+        "sparse(umf(scaffold), feedback=false)",
+    ],
+)
+def test_codes_go_with_other_methods(expression: str) -> None:
+    found = ran(expression)
+    assert found.history[-1]["accuracy"] > 0
+    plain = 4 * task().layout.size
+    assert found.history[0]["bytes_up"] / len(found.history[0]["clients"]) < plain
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("robust(quantised(fedavg))", "robust needs the models themselves, .* in code: put quantised around robust"),
+        ("umf(sparse(fedavg))", "put sparse around umf"),
+        ("ala(lowrank(fedavg))", "put lowrank around ala"),
+        ("fedmr(local=quantised(fedavg))", "put quantised around fedmr"),
+        ("secure(quantised(fedmr))", "secure needs the models themselves"),
+        ("quantised(secure(fedmr))", "upload layers of each other"),
+        ("sparse(quantised(fedavg))", "coded already; only quantised goes around it"),
+        ("sparse(sparse(fedavg))", "coded already"),
+        ("quantised(stages(quantised(fedavg):1, fedmr))", "coded already"),
+        ("quantised(fedavg, bits=3)", "bits must be"),
+        ("quantised(fedavg, bits=none)", "give it down=8"),
+        ("sparse(fedavg, share=0)", "share must be"),
+        ("lowrank(fedavg, rank=0)", "rank must be"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(expression: str, message: str) -> None:
+    with pytest.raises(InvalidValue, match=message):
+        build(expression)
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("quantised(fedfomo)", "fedfomo do not return an update of one model that they are sent"),
+        ("lowrank(fedper)", "fedper do not return whole models"),
+        ("stages(quantised(fedavg):auto, fedmr)", "do not return whole models, which staging by :auto needs"),
+    ],
+)
+def test_what_a_plan_shows_to_make_no_sense_is_refused(expression: str, message: str) -> None:
+    with pytest.raises(InvalidValue, match=message):
+        federation(expression)
+
+
+def test_the_parts_are_named_and_typed_as_the_method_says() -> None:
+    code = Quantised(Sparse(FedAvg(), share=0.1))
+    found = Federation(code, task(), RowsEngine(task()), Schedule(rounds=1))
+    opening = found.algorithm.plan.opening()
+    names: Sequence[str] = sorted(code.expects(opening))
+    assert names == ["model.indices", "model.rest", "model.values.levels", "model.values.scales"]
+    assert code.reply_dtypes == {"model.values.levels": torch.uint8}
+    assert code.method.reply_dtypes == {"model.indices": torch.int32}
