@@ -11,6 +11,7 @@ import random
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -52,6 +53,8 @@ def run(seconds: float, seed: int, names: list[str] | None = None) -> dict[str, 
                 tallies[name].ends[trials[name].once(draws[name])] += 1
             except Wrong as error:
                 tallies[name].wrong.append(str(error))
+            except Exception:  # what the others have found must not be lost
+                tallies[name].wrong.append(traceback.format_exc())
             took = time.monotonic() - began
             spent[name] += took
             tallies[name].longest = max(tallies[name].longest, took)

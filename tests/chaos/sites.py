@@ -99,7 +99,7 @@ class Mutated(Site):
         name = self.draw.choice(sorted(arrays))
         old, kind = arrays[name], self.draw.randrange(4)
         dtype = mutated(old.dtype.encode(), self.draw).decode(errors="replace") if kind == 0 else old.dtype
-        shape = (*old.shape, self.draw.choice((0, -1, 1 << 40))) if kind == 1 else old.shape
+        shape = (*old.shape, self.draw.choice((0, -1, (1 << 31) - 1))) if kind == 1 else old.shape
         header = mutated(old.data[:HEADER], self.draw) if kind == 2 else old.data[:HEADER]
         rest = old.data[HEADER:] if kind != 3 else old.data[HEADER : self.draw.randrange(HEADER, len(old.data) + 1)]
         arrays[name] = Array(dtype, shape, old.stype, header + rest)

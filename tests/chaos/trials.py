@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import time
@@ -46,7 +47,7 @@ from ray_support import descendants, gone_soon
 from secure_support import World
 from small_task import KeepsClientMemory, small_task
 
-SECONDS = 10.0  # the longest that reading an input may take
+SECONDS, MEBIBYTES = 10.0, 1024  # the most that reading an input may take
 
 
 class Wrong(AssertionError):
@@ -297,7 +298,7 @@ class Inputs(Trial):
 
     def once(self, draw: random.Random) -> str:
         kind = draw.choice(("expression", "file", "file", "request", "answer"))
-        began = time.monotonic()
+        began, before = time.monotonic(), peak()
         try:
             getattr(self, f"_{kind}")(draw)
             said = "read"
@@ -311,6 +312,8 @@ class Inputs(Trial):
             raise Wrong(f"{kind}: {type(error).__name__}: {str(error)[:300]}") from error
         if time.monotonic() - began > SECONDS:
             raise Wrong(f"{kind}: took {time.monotonic() - began:.0f} s")
+        if peak() - before > MEBIBYTES:
+            raise Wrong(f"{kind}: took {peak() - before} MiB")
         return f"{kind} {said}"
 
     def _expression(self, draw: random.Random) -> None:
@@ -351,6 +354,11 @@ class Inputs(Trial):
         if not {10, 11} <= set(terms.peers):
             raise Wrong("a peer with bad answers drove another out")
         Answer.decode(answer, 12)
+
+
+def peak() -> int:
+    """The most memory, in MiB, that this process has ever had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 
 
 # --- sites ---
