@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedloom.engines.work import SHARED_STEP, step_multiply_adds, step_threads, using_threads
 from fedloom.experiment import cores
 from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import Configuration, configuration
-from fedloom.experiment.cores import RUN_BYTES, runs_side_by_side, threads_each, usable_cores, using_threads
+from fedloom.experiment.cores import RUN_BYTES, runs_side_by_side, threads_each, usable_cores
+from fedloom.experiment.events import RunName
+from fedloom.experiment.run import run_configured
+from fedloom.task import make_task
 
 
 def table(**more: object) -> Configuration:
@@ -73,6 +77,26 @@ def test_the_number_of_threads_before_comes_back() -> None:
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.usefixtures("eight_cores")
+@pytest.mark.parametrize(
+    ("model", "batch_size", "threads"),
+    [("mlp(hidden=[128, 128])", 50, 1), ("digits_cnn", 50, 1), ("digits_cnn", 1000, 8), ("mlp(hidden=[2600])", 400, 8)],
+)
+def test_steps_that_are_small_take_one_thread(model: str, batch_size: int, threads: int) -> None:
+    task = make_task("digits", clients=1, model=model, training={"batch_size": batch_size})
+    assert (step_multiply_adds(task) >= SHARED_STEP) == (threads == 8)
+    assert step_threads(task) == threads
+
+
+@pytest.mark.parametrize("wanted", [None, 2])
+def test_a_run_notes_the_threads_that_it_trains_on(wanted: int | None, tmp_path: Path) -> None:
+    own = configuration({"algorithm": "fedavg", "rounds": 1, "threads": wanted, "data": {"clients": 2}})
+    with using_threads(3):
+        run_configured(own, RunName("fedavg", 0), lambda event: None, path=tmp_path)
+        assert torch.get_num_threads() == 3
+    assert json.loads((tmp_path / "environment.json").read_text())["threads"] == (wanted or 1)
+
+
 def test_a_comparison_has_the_same_results_with_one_worker_and_with_two(tmp_path: Path) -> None:
     """With matrices large enough that PyTorch splits their products, where sums differ in the last digits with the threads."""
 
@@ -80,7 +104,7 @@ def test_a_comparison_has_the_same_results_with_one_worker_and_with_two(tmp_path
         place = tmp_path / str(workers)
         told = configuration(
             {
-                "algorithms": ["fedavg", "fedmr"], "rounds": 2, "model": "mlp(hidden=[512])", "workers": workers,
+                "algorithms": ["fedavg", "fedmr"], "rounds": 2, "model": "mlp(hidden=[2600])", "workers": workers,
                 "directory": str(place), "data": {"clients": 2, "partition": "iid"}, "training": {"batch_size": 400},
             }
         )  # fmt: skip

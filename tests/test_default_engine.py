@@ -23,9 +23,10 @@ from fedloom.engines.choose import make_engine
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.processes.worker import VARIABLE
 from fedloom.engines.rows import RowsEngine
-from fedloom.engines.rule import choice, multiply_adds, training_seconds
+from fedloom.engines.rule import choice, training_seconds
 from fedloom.engines.stacked import StackedEngine
 from fedloom.engines.trial import START
+from fedloom.engines.work import multiply_adds
 from fedloom.errors import CheckpointError
 from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import Configuration, configuration

@@ -15,7 +15,8 @@ from fedloom.engines.dispatch import WorkerHandle
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.engines.trial import TrialRound, mean_steps
+from fedloom.engines.trial import TrialRound
+from fedloom.engines.work import mean_steps
 from fedloom.errors import FedloomError, UnknownName
 from fedloom.experiment import run as experiments
 from fedloom.experiment.configuration import configuration
@@ -60,7 +61,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> list[st
         return seconds[name]
 
     monkeypatch.setattr(TrialRound, "_run", told)
-    monkeypatch.setattr("fedloom.engines.trial.torch.get_num_threads", lambda: 2)
+    monkeypatch.setattr("fedloom.engines.work.torch.get_num_threads", lambda: 2)
     return tried
 
 

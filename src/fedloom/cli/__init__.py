@@ -51,6 +51,8 @@ app.add_typer(federation_files.app)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    # PyTorch's threads read it once, at its import: those that wait for the others give up their core instead of spinning on it.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         with sigterm_interrupts():
             code = app(given, prog_name="fedloom", standalone_mode=False, obj=given)

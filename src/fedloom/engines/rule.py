@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-
-import torch
-from torch import Tensor, nn
-
 from fedloom.algorithm import Algorithm
 from fedloom.engines.base import Choice, LocalEngine, engines
 from fedloom.engines.processes.parent import ProcessesEngine
-from fedloom.engines.rows import RowsEngine, full_batch
+from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.engines.trial import START, has_cores, mean_steps, most_workers
+from fedloom.engines.trial import START
+from fedloom.engines.work import CONVOLUTIONS, has_cores, mean_steps, most_workers, step_multiply_adds
 from fedloom.flat.linear_chain import FoldedSGD, linear_layers
 from fedloom.local.proof import Proof, prove
 from fedloom.rounds.schedule import Schedule
@@ -22,8 +18,6 @@ from fedloom.task import Task
 STEP_SECONDS, MULTIPLY_ADDS = 1e-3, 2e10
 """A step of convolutions takes about so many seconds on one core, and one second for so many multiply-adds. From digits_cnn (0.1
 million a sample) to ResNet-20 (34 million) this was right within a factor of 2.5."""
-
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @engines.register("default")
@@ -92,26 +86,5 @@ def training_seconds(task: Task, schedule: Schedule | None) -> float:
     """Seconds that all local training takes one core, by the count of its multiply-adds."""
     if schedule is None:
         return float("inf")
-    sample = task.dataset.prepare(task.train.inputs[:1])
-    step = STEP_SECONDS + 3 * full_batch(task) * multiply_adds(task.model, sample) / MULTIPLY_ADDS
+    step = STEP_SECONDS + step_multiply_adds(task) / MULTIPLY_ADDS
     return schedule.rounds * schedule.participants(task.clients) * mean_steps(task) * step
-
-
-@torch.no_grad()
-def multiply_adds(module: nn.Module, sample: Tensor) -> int:
-    """Multiply-adds of the linear layers and convolutions in a forward pass of `sample [1, ...]`."""
-    counted = 0
-
-    def count(layer: nn.Module, _: object, output: Tensor) -> None:
-        nonlocal counted
-        weight = layer.weight
-        assert isinstance(weight, Tensor)
-        counted += output.numel() * weight[0].numel()
-
-    own = copy.deepcopy(module).eval()
-    for layer in own.modules():
-        if isinstance(layer, (nn.Linear, *CONVOLUTIONS)):
-            layer.register_forward_hook(count)
-    with torch.random.fork_rng(devices=[]):
-        own(sample)
-    return counted

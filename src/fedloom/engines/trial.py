@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
 import time
 from contextlib import suppress
 from dataclasses import replace
 
-import torch
-
 from fedloom.algorithm import Algorithm, Plan
 from fedloom.engines.base import Choice, engines
 from fedloom.engines.processes.parent import ProcessesEngine
-from fedloom.engines.processes.worker import VARIABLE
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
+from fedloom.engines.work import has_cores, mean_steps, most_workers, step_threads, using_threads
 from fedloom.errors import FedloomError
 from fedloom.local.proof import prove
 from fedloom.round import Round
@@ -84,13 +80,6 @@ def fastest(
     return best
 
 
-def has_cores(task: Task) -> bool:
-    """Whether worker processes can pay: they share memory of the CPU, need cores of their own, and are started by none that was
-    started likewise."""
-    first = multiprocessing.parent_process() is None and VARIABLE not in os.environ
-    return os.name == "posix" and not task.initial.is_cuda and torch.get_num_threads() > 1 and first
-
-
 def _launches_kernels(task: Task) -> bool:
     """Whether starting each operation costs enough for compiled steps to be worth a try."""
     return task.initial.is_cuda
@@ -148,19 +137,10 @@ class TrialRound:
         )
         message = method.send(round)
         client_tasks = [ClientTask(client, slot, dict(message)) for slot, client in enumerate(round.selected)]
-        began = time.perf_counter()
-        for _ in engine.train(method, round, client_tasks):
-            pass
-        ended = time.perf_counter()
+        with using_threads(step_threads(task)):
+            began = time.perf_counter()
+            for _ in engine.train(method, round, client_tasks):
+                pass
+            ended = time.perf_counter()
         engine.rollback()
         return ended - began
-
-
-def most_workers(task: Task, schedule: Schedule | None) -> int:
-    """A worker for each thread of PyTorch, but no more than there are clients in a round."""
-    return min(torch.get_num_threads(), task.clients if schedule is None else schedule.participants(task.clients))
-
-
-def mean_steps(task: Task) -> float:
-    """Local steps of a client in a round, on average."""
-    return float(task.training.local_steps(torch.from_numpy(task.partition.sizes).double()).mean())

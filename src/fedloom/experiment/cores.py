@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -41,17 +39,6 @@ def threads_each(configuration: Configuration, runs: int) -> int:
     """
     together = configuration.runs_at_a_time if _spreads_itself(configuration) else runs
     return configuration.threads or max(1, torch.get_num_threads() // max(1, together))
-
-
-@contextmanager
-def using_threads(threads: int | None) -> Iterator[None]:
-    """Compute with so many threads (None: as many as before)."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _spreads_itself(configuration: Configuration) -> bool:

@@ -18,8 +18,9 @@ import torch
 from fedloom.engines.dispatch import WorkerDied
 from fedloom.engines.ray.driver import ending
 from fedloom.engines.ray.session import LOCAL, has_room, join, leave, load_ray
+from fedloom.engines.work import using_threads
 from fedloom.experiment.configuration import Configuration
-from fedloom.experiment.cores import threads_each, using_threads
+from fedloom.experiment.cores import threads_each
 from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.jobs import Job, Tasks, attempt
 from fedloom.experiment.run_process import STOP, serve

@@ -20,10 +20,10 @@ from fedloom.config.plugins import import_plugins
 from fedloom.engines.base import Choice, LocalEngine
 from fedloom.engines.choose import DEFAULT, make_engine, settled_by
 from fedloom.engines.rows import RowsEngine
+from fedloom.engines.work import step_threads, using_threads
 from fedloom.errors import InvalidValue
 from fedloom.experiment.artifact import save_model
 from fedloom.experiment.configuration import Configuration, schedule_values
-from fedloom.experiment.cores import using_threads
 from fedloom.experiment.directory import RunDirectory, folder_name, locked, trained_in, write_json
 from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.identity import environment, identity
@@ -289,6 +289,7 @@ def run_configured(
             configuration.trackers,
             engine or _engine_text(configuration.engine, resolved),
             alone,
+            configuration.threads,
             experiment=configuration.name,
             model=configuration.model,
         )
@@ -314,17 +315,23 @@ class _RunPlan:
     trackers: Sequence[str | Tracker]
     engine: str | Callable[[Task], Engine]
     alone: bool = True  # no other runs share the cores
+    threads: int | None = None
     experiment: str = "fedloom"
     model: str = ""  # the expression that builds it again; by default the name of its class
 
     def carry_out(self, place: RunDirectory | None, fresh: bool = False) -> Result:
         """The result after the remaining rounds, kept in `place` where there is one."""
-        notices = [] if place is None else place.begin(self.described, self.method, fresh)
+        threads = self.threads or step_threads(self.task)
+        with using_threads(threads):  # which the directory notes; engines that start processes see all there are
+            notices = [] if place is None else place.begin(self.described, self.method, fresh)
         over = place is not None and place.ended(self.described)
         path = None if place is None else place.path
         recording = Recording(self.recorders, path) if self.recorders else None
         hooked = any(one.hooks_training and not one.inapplicable(self.method) for one in self.recorders)
-        with closing(RowsEngine(self.task) if over else self._engine(hooked, place)) as engine:
+        with (
+            closing(RowsEngine(self.task) if over else self._engine(hooked, place)) as engine,
+            using_threads(threads),
+        ):
             federation = self._federation(engine, recording, place)
             chosen = place.engine if place and over else engine.chosen if isinstance(engine, LocalEngine) else None
             if chosen is not None and chosen.named:

@@ -14,8 +14,8 @@ from fedloom.config.expression import Call, parse
 from fedloom.data.dataset import Dataset, DataSpec, Samples
 from fedloom.data.partition import Partition
 from fedloom.engines.rows import RowsEngine
+from fedloom.engines.work import step_threads, using_threads
 from fedloom.experiment.configuration import Configuration
-from fedloom.experiment.cores import using_threads
 from fedloom.papers.paper_data import DataFacts, data_of, facts
 from fedloom.papers.plan import ReproducePlan
 from fedloom.randomness import stream
@@ -147,8 +147,11 @@ def _timed(model: str, spec: DataSpec, batch: int, augmentation: str, optimizer:
         settings: dict[str, Any] = {"batch_size": batch, "augmentation": augmentation, "optimizer": optimizer}
         task = make_task(data, clients=1, partition=everyone, model=model, training=settings)
         run = Federation(build("fedavg"), task, RowsEngine(task), Schedule(TIMED, 1.0, evaluate_every=TIMED))
-        while run.finished < 2 or (run.finished < TIMED and sum(line["seconds"] for line in run.timings) < PATIENCE):
-            run.step()
+        with using_threads(step_threads(task)):
+            while run.finished < 2 or (
+                run.finished < TIMED and sum(line["seconds"] for line in run.timings) < PATIENCE
+            ):
+                run.step()
         return min(float(line["train_seconds"]) for line in run.timings)
 
 

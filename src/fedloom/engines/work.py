@@ -1,0 +1,71 @@
+"""How much work a step of a task is, and how many cores are worth it."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from fedloom.engines.processes.worker import VARIABLE
+from fedloom.engines.rows import full_batch
+from fedloom.rounds.schedule import Schedule
+from fedloom.task import Task
+
+SHARED_STEP = 2e8
+"""Multiply-adds of a client's step from which PyTorch's threads share it with profit: about 10 ms of one core. In smaller ones
+they wait for each other, and where the machine is not idle, for whoever has their core."""
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def has_cores(task: Task) -> bool:
+    """Whether worker processes can pay: they share memory of the CPU, need cores of their own, and are started by none that was
+    started likewise."""
+    first = multiprocessing.parent_process() is None and VARIABLE not in os.environ
+    return os.name == "posix" and not task.initial.is_cuda and torch.get_num_threads() > 1 and first
+
+
+def most_workers(task: Task, schedule: Schedule | None) -> int:
+    """A worker for each thread of PyTorch, but no more than there are clients in a round."""
+    return min(torch.get_num_threads(), task.clients if schedule is None else schedule.participants(task.clients))
+
+
+def mean_steps(task: Task) -> float:
+    """Local steps of a client in a round, on average."""
+    return float(task.training.local_steps(torch.from_numpy(task.partition.sizes).double()).mean())
+
+
+def step_threads(task: Task) -> int:
+    """Threads that a client's step is worth: PyTorch's number from `SHARED_STEP` multiply-adds on, else one."""
+    return torch.get_num_threads() if step_multiply_adds(task) >= SHARED_STEP else 1
+
+
+@contextmanager
+def using_threads(threads: int | None) -> Iterator[None]:
+    """Compute with so many threads (None: as many as before)."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def step_multiply_adds(task: Task) -> int:
+    """Multiply-adds of a client's step on a full batch: the forward pass, and twice as many in the backward pass."""
+    return 3 * full_batch(task) * multiply_adds(task.model, task.dataset.prepare(task.train.inputs[:1]))
+
+
+def multiply_adds(module: nn.Module, sample: Tensor) -> int:
+    """Multiply-adds of the matrix products and convolutions in a forward pass of `sample [1, ...]`."""
+    # With gradients and without oneDNN, since fused attention and recurrent layers would not be counted.
+    plain, counter = torch.backends.mkldnn.flags(enabled=False, allow_tf32=None), FlopCounterMode(display=False)
+    with torch.random.fork_rng(devices=[]), plain, counter:
+        copy.deepcopy(module).eval()(sample)
+    return int(counter.get_total_flops()) // 2
