@@ -63,7 +63,7 @@ def seconds(task: str, engine: str, setting: str, patience: float) -> float:
         except subprocess.TimeoutExpired:
             return patience
         (path,) = Path(folder).glob("runs/*/*/*/timings.jsonl")
-        return sum(json.loads(line)["train_seconds"] for line in path.read_text().splitlines())
+        return sum(float(json.loads(line)["train_seconds"]) for line in path.read_text().splitlines())
 
 
 def main() -> None:
