@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.config.expression import Call
+from fedloom.data.convert import require_finite
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.noise import LabelNoise, build_label_noise
 from fedloom.data.partition import Partition, partitions, split_train_test
@@ -187,10 +188,20 @@ def make_task(
     if isinstance(model, nn.Module):
         require_no_tensor_hooks(model)
     module = build_model(model, dataset.spec, seed) if isinstance(model, str) else copy.deepcopy(model)
+    pool, test = (in_type_of(module, samples) for samples in (pool, test))
     settings = training if isinstance(training, Training) else Training(**(training or {}))
     task = Task(dataset, pool, test, shared, module, settings, kept)
     task = task if noise is None else mislabelled(task, noise, seed)
     return task if place.type == "cpu" else task.to(place)
+
+
+def in_type_of(model: nn.Module, samples: Samples) -> Samples:
+    """The samples with inputs that are floats in the model's type. Raises `InvalidValue` for NaN and infinity."""
+    if not samples.inputs.is_floating_point():
+        return samples
+    require_finite(samples.inputs, "inputs")
+    dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), samples.inputs.dtype)
+    return replace(samples, inputs=samples.inputs.to(dtype))
 
 
 def mislabelled(task: Task, noise: LabelNoise, seed: int) -> Task:

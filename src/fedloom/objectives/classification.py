@@ -94,7 +94,12 @@ class Classification(Objective):
 
     def require_targets(self, targets: Tensor) -> None:
         if targets.dim() != 1 or targets.dtype != torch.int64:
-            raise InvalidValue(f"objective 'classification' needs labels [n] of int64, not {kind_of(targets)}")
+            cure = (
+                "for one column a class give labels.argmax(1), or objective='multilabel'"
+                if targets.dim() == 2
+                else "give whole numbers or text, or objective='regression'"
+            )
+            raise InvalidValue(f"objective 'classification' needs labels [n] of int64, not {kind_of(targets)}: {cure}")
         highest = int(targets.max()) if self.class_weights and len(targets) else -1
         if highest >= len(self.class_weights):
             raise InvalidValue(f"class_weights has {len(self.class_weights)} numbers, but there is a label {highest}")

@@ -78,7 +78,10 @@ class Regression(Objective):
 
     def require_targets(self, targets: Tensor) -> None:
         if targets.dim() not in (1, 2) or not targets.is_floating_point():
-            raise InvalidValue(f"objective 'regression' needs targets [n] or [n, d] of floats, not {kind_of(targets)}")
+            raise InvalidValue(
+                f"objective 'regression' needs targets [n] or [n, d] of floats, not {kind_of(targets)}: "
+                "give labels.astype('float32')"
+            )
         if not torch.isfinite(targets).all():
             raise InvalidValue("objective 'regression': a target is NaN or infinite")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,8 +14,8 @@ from torch import Tensor
 
 from fedloom.config.fields import Count
 from fedloom.config.plugins import found_at
-from fedloom.data.dataset import Dataset, Samples, datasets
-from fedloom.data.formats.labels import class_labels, same_length
+from fedloom.data.dataset import Dataset, Samples, datasets, same_names
+from fedloom.data.formats.labels import class_labels
 from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.formats.pictures import class_folders, pictures, read_image_folder
 from fedloom.data.sets.holdout import hold_out
@@ -157,36 +159,51 @@ def call_source(source: str) -> Any:
 
 
 def own_samples(parts: Sequence[tuple[Any, Any, Any]], layout: Layout, source: str) -> list[Samples]:
-    """Samples of each part, (inputs, labels, client ids or None), NumPy or torch, copied and checked.
+    """Samples of each part, (inputs, labels, client ids or None), NumPy or torch, checked.
 
     uint8 inputs become pictures `[n, channels, h, w]` from `[n, h, w]` or, with `layout="channels_last"`, from
     `[n, h, w, channels]`; floats float32; other integers int64 tokens. Client ids, of any type that sorts, become 0, 1,
     ... in sorted order, the same in every part. Raises `DataError` naming `source`.
     """
     found = [_checked(part, layout, source) for part in parts]
-    ids = [groups for _, _, groups in found if groups is not None]
-    if not ids:
-        return [Samples(inputs, labels) for inputs, labels, _ in found]
-    if len({groups.dtype.kind for groups in ids}) > 1:
-        raise DataError(f"{source}: client ids of different types ({', '.join(str(groups.dtype) for groups in ids)})")
-    known = np.unique(np.concatenate(ids))
-    return [
-        Samples(inputs, labels, None if groups is None else torch.from_numpy(np.searchsorted(known, groups)))
-        for inputs, labels, groups in found
-    ]
+    ids = [part.groups for part in found if part.groups is not None]
+    known = torch.cat(ids).unique() if ids else torch.empty(0)
+    with _from(source):
+        return [
+            part if part.groups is None else replace(part, groups=torch.searchsorted(known, part.groups))
+            for part in same_names(*found)
+        ]
 
 
-def _checked(arrays: tuple[Any, Any, Any], layout: Layout, source: str) -> tuple[Tensor, Tensor, Any]:
-    inputs, labels, groups = (None if array is None else _numpy(array, source) for array in arrays)
+def _checked(arrays: tuple[Any, Any, Any], layout: Layout, source: str) -> Samples:
+    inputs, labels, groups = (array.detach().cpu().numpy() if isinstance(array, Tensor) else array for array in arrays)
     if inputs is None or labels is None:
         raise DataError(f"{source}: inputs and labels are both needed")
-    converted = _inputs(inputs, layout, source)
-    same_length(len(converted), len(labels), source)
-    if not len(labels):
+    with _from(source):
+        inputs = np.asarray(inputs)
+        if inputs.dtype == np.uint8 and inputs.ndim not in (3, 4):
+            raise DataError(
+                f"{source}: uint8 inputs are pictures of 3 or 4 dimensions, not of shape {list(inputs.shape)}"
+            )
+        if inputs.dtype == np.uint8 and inputs.ndim == 4 and layout == "channels_last":
+            inputs = inputs.transpose(0, 3, 1, 2)
+        made = Samples(inputs, class_labels(labels, _MOST_CLASSES, source), groups)
+    if made.inputs.dtype == torch.int64 and (made.inputs.dim() != 2 or (made.inputs < 0).any()):
+        raise DataError(
+            f"{source}: integer inputs are tokens [n, tokens] of at least 0, not of shape {list(inputs.shape)}"
+        )
+    if not len(made):
         raise DataError(f"{source}: no samples")
-    if groups is not None and groups.shape != labels.shape:
-        raise DataError(f"{source}: {len(labels)} labels but client ids of shape {list(groups.shape)}")
-    return converted, class_labels(labels, _MOST_CLASSES, source), groups
+    return made
+
+
+@contextmanager
+def _from(source: str) -> Iterator[None]:
+    """`DataError`, which names the source, in the place of `InvalidValue`."""
+    try:
+        yield
+    except InvalidValue as error:
+        raise DataError(f"{source}: {error}") from None
 
 
 def own_dataset(
@@ -202,45 +219,10 @@ def own_dataset(
     """The data set of `train` and `test`; without `test`, of each class `test_fraction` is held out."""
     if test is None:
         train, test = hold_out(train, test_fraction, seed, within=train.labels)
-    elif train.inputs.shape[1:] != test.inputs.shape[1:] or train.inputs.dtype != test.inputs.dtype:
-        one, other = (f"{list(part.inputs.shape[1:])} {part.inputs.dtype}" for part in (train, test))
-        raise DataError(f"{source}: training inputs are {one}, test inputs {other}")
     highest = int(max(part.labels.max() for part in (train, test) if len(part)))
-    if classes is not None and highest >= classes:
-        raise DataError(f"{source}: label {highest} is outside 0..{classes - 1}")
-    made = image_dataset(name, (train, test), classes or highest + 1, normalise)
+    with _from(source):
+        made = image_dataset(name, (train, test), classes or highest + 1, normalise)
     if train.inputs.dtype != torch.int64:
         return made
     size = int(max(part.inputs.max() for part in (train, test) if len(part))) + 1
-    return Dataset(name, train, test, made.classes, vocabulary=size)
-
-
-def _numpy(array: Any, source: str) -> Any:
-    found = array.detach().cpu().numpy() if isinstance(array, Tensor) else np.asarray(array)
-    if found.dtype.kind not in "biufUS" or found.ndim == 0:
-        raise DataError(f"{source}: an array of {found.dtype} of shape {list(found.shape)} is no data")
-    return found
-
-
-def _inputs(found: Any, layout: Layout, source: str) -> Tensor:
-    if found.dtype == np.uint8:
-        if found.ndim not in (3, 4):
-            raise DataError(
-                f"{source}: uint8 inputs are pictures of 3 or 4 dimensions, not of shape {list(found.shape)}"
-            )
-        pictures = found[:, None] if found.ndim == 3 else found
-        if found.ndim == 4 and layout == "channels_last":
-            pictures = pictures.transpose(0, 3, 1, 2)
-        return torch.from_numpy(pictures.copy())
-    if found.dtype.kind == "f":
-        if not np.isfinite(found).all():
-            row = int(np.flatnonzero(~np.isfinite(found).reshape(len(found), -1).all(1))[0])
-            raise DataError(f"{source}: a NaN or infinity in row {row} of the inputs")
-        return torch.from_numpy(found.astype(np.float32))
-    if found.dtype.kind in "iu":
-        if found.ndim != 2 or (found < 0).any():
-            raise DataError(
-                f"{source}: integer inputs are tokens [n, tokens] of at least 0, not of shape {list(found.shape)}"
-            )
-        return torch.from_numpy(found.astype(np.int64))
-    raise DataError(f"{source}: inputs of {found.dtype} are not read (uint8 pictures, floats or integer tokens)")
+    return replace(made, vocabulary=size)

@@ -158,8 +158,6 @@ def described(words: Any, train: Samples, source: str, objective: Objective | No
         raise InvalidValue(
             f"{source}: inputs are {list(train.inputs.shape[1:])} {_type(train.inputs)}, the federation's {list(shape)} {kind}"
         )
-    if len(train) and objective.classes and not 0 <= int(train.labels.min()) <= int(train.labels.max()) < classes:
-        raise InvalidValue(f"{source}: labels must be 0 to {classes - 1}, and {int(train.labels.max())} is among them")
     if vocabulary is not None and len(train) and int(train.inputs.max()) >= vocabulary:
         raise InvalidValue(
             f"{source}: tokens must be 0 to {vocabulary - 1}, and {int(train.inputs.max())} is among them"

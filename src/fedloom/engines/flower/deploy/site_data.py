@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from fedloom.data.dataset import Dataset, Samples
@@ -38,5 +39,5 @@ def _called(source: str) -> list[Samples]:
     pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], (tuple, Samples))
     parts = list(given) if pair else [given]
     if all(isinstance(part, Samples) for part in parts):
-        return [Samples(part.inputs, part.labels) for part in parts]
+        return [replace(part, groups=None) for part in parts]
     return own_samples([triple(part, source) for part in parts], "channels_first", source)

@@ -1,0 +1,134 @@
+"""Data as people have it: any type of number, labels of text or from 1, and what each refusal says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedloom as fl
+from fedloom.data.convert import as_labels
+from fedloom.errors import InvalidValue
+
+FEATURES = np.random.default_rng(0).normal(size=(12, 3))
+NAMES = ["cat", "ant", "bee"] * 4
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        (FEATURES, torch.float32),
+        (FEATURES.astype(np.float16), torch.float32),
+        (FEATURES > 0, torch.float32),
+        (FEATURES.tolist(), torch.float32),
+        ([torch.ones(2), torch.zeros(2)] * 6, torch.float32),
+        (np.ones((12, 3), np.int32), torch.int64),
+        (np.ones((12, 8, 8), np.uint8), torch.uint8),
+        (torch.ones(12, 3, dtype=torch.float64), torch.float64),  # a model of that type may want it
+    ],
+)
+def test_inputs_of_any_type_of_number(given: Any, dtype: torch.dtype) -> None:
+    made = fl.Samples(given, np.arange(12))
+    assert (made.inputs.dtype, len(made)) == (dtype, 12)
+    if dtype == torch.uint8:
+        assert made.inputs.shape == (12, 1, 8, 8)
+
+
+def test_labels_of_text_keep_their_names_and_mean_the_same_in_both_parts() -> None:
+    test = fl.Samples(FEATURES[:3], ["dog", "cat", "bee"], ["b", "d", "a"])
+    made = fl.Dataset("pets", fl.Samples(FEATURES, NAMES, np.array(["a", "b", "c"] * 4)), test)
+    assert (made.classes, made.class_names) == (4, ("ant", "bee", "cat", "dog"))
+    assert made.train.labels[:3].tolist() == [2, 0, 1]
+    assert made.test.labels.tolist() == [3, 2, 1]
+    assert made.train.groups is not None
+    assert made.test.groups is not None
+    assert (made.train.groups[:3].tolist(), made.test.groups.tolist()) == ([0, 1, 2], [1, 3, 0])
+    both = made.train.concatenate(made.test)
+    assert both.groups is not None
+    assert both.groups[-3:].tolist() == [1, 3, 0]
+
+
+def test_parts_with_names_of_their_own_are_joined_under_all_of_them() -> None:
+    joined = fl.Samples(FEATURES[:2], ["b", "a"]).concatenate(fl.Samples(FEATURES[:2], ["c", "b"]))
+    assert (joined.labels.tolist(), joined.label_names) == ([1, 0, 2, 1], ("a", "b", "c"))
+
+
+@pytest.mark.parametrize(
+    ("labels", "numbered", "names"),
+    [
+        (np.array([1, 2, 3], np.int32), [0, 1, 2], ("1", "2", "3")),
+        (torch.tensor([-1, 1, 1], dtype=torch.int16), [0, 1, 1], ("-1", "1")),
+        ([True, False, True], [1, 0, 1], None),
+        (np.array([0, 2, 2], np.uint8), [0, 2, 2], None),  # a class that has no sample yet
+    ],
+)
+def test_labels_that_do_not_begin_at_0_are_numbered_from_there(labels: Any, numbered: Any, names: Any) -> None:
+    samples = fl.Samples(FEATURES[:3], labels)
+    made = fl.Dataset("numbers", samples, samples)
+    assert made.train.labels.tolist() == made.test.labels.tolist() == numbered
+    assert (made.class_names, made.classes) == (names, max(numbered) + 1)
+
+
+def test_a_task_of_lists_and_float64_trains() -> None:
+    train = fl.Samples(torch.from_numpy(FEATURES), NAMES)
+    task = fl.make_task(fl.Dataset("pets", train, train), clients=2, partition="iid", model="logistic")
+    assert fl.run("fedavg", task, rounds=1).history
+    double = fl.make_task(task.dataset, clients=2, partition="iid", model=nn.Linear(3, 3).double())
+    assert double.train.inputs.dtype == torch.float64
+
+
+def dataset(labels: Any = NAMES, inputs: Any = FEATURES, **more: Any) -> fl.Dataset:
+    samples = fl.Samples(inputs, labels)
+    return fl.Dataset("pets", samples, samples, **more)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: fl.Samples([[1.0], [1.0, 2.0]], [0, 1]), "inputs are no array"),
+        (lambda: fl.Samples(np.full((2, 2), np.nan), [0, 1]), "inputs hold a NaN or infinity in row 0: fill it in"),
+        (lambda: fl.Samples([["a"], ["b"]], [0, 1]), "inputs are text, such as 'a': give numbers, or a table"),
+        (lambda: fl.Samples(np.zeros((2, 8, 9, 3), np.uint8), [0, 1]), "give inputs.transpose(0, 3, 1, 2)"),
+        (lambda: fl.Samples(FEATURES, NAMES[:5]), "12 inputs but 5 labels: give one label for each sample"),
+        (lambda: fl.Samples(FEATURES, [*NAMES[:11], None]), "labels hold nothing in row 11: give numbers or text"),
+        (lambda: fl.Samples(FEATURES, np.array([1 + 2j] * 12)), "labels are complex128: give whole numbers"),
+        (lambda: fl.Samples(FEATURES, 3), "labels must be an array, a list or a tensor, not int"),
+        (lambda: fl.Samples(FEATURES, NAMES, [0.5] * 12), "groups are floats: give whole numbers or text"),
+        (lambda: fl.Samples(FEATURES, NAMES, [[0]] * 12), "groups are one client for each sample, [n], not of shape"),
+        (lambda: dataset(np.ones(12)), "give whole numbers or text, or objective='regression'"),
+        (lambda: dataset(np.ones((12, 3), int)), "give labels.argmax(1), or objective='multilabel'"),
+        (lambda: dataset(np.arange(12), classes=10), "labels must be 0 to 9, and 11 is among them: without classes"),
+        (lambda: dataset(class_names=("ant", "bee", "cot")), "'cat' is none of the 3 names: did you mean 'cot'?"),
+        (
+            lambda: fl.Dataset("two", fl.Samples(FEATURES, NAMES), fl.Samples(FEATURES, range(12))),
+            "labels are text in one part of the data and numbers in another",
+        ),
+        (
+            lambda: fl.Dataset("two", fl.Samples(FEATURES, NAMES), fl.Samples(FEATURES[:, :2], NAMES)),
+            "inputs for training are [3] torch.float32, those for testing [2] torch.float32: give both alike",
+        ),
+        (
+            lambda: fl.make_task(dataset(inputs=torch.full((12, 3), torch.inf)), clients=2, partition="iid"),
+            "inputs hold a NaN or infinity in row 0",
+        ),
+    ],
+)
+def test_each_refusal_names_the_field_and_the_cure(make: Any, text: str) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        make()
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_samples_are_no_error() -> None:
+    assert len(fl.Samples(np.zeros((0, 3)), np.zeros(0, int))) == 0
+
+
+def test_text_is_numbered_in_alphabetical_order_whatever_holds_it() -> None:
+    for given in (np.array(NAMES), np.array(NAMES, object), np.array(NAMES, "S")):
+        numbers, names = as_labels(given)
+        assert names == ("ant", "bee", "cat")
+        assert numbers[:3].tolist() == [2, 0, 1]
