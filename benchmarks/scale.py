@@ -1,11 +1,14 @@
-"""What idle clients cost: a round's time and the memory, from a thousand registered clients to a million.
+"""What clients cost: a round's time and the memory, from a thousand registered clients to a million, of which `--participants`
+take part in a round.
 
-Logistic regression on random data of 20 features, 10 samples a client in ranges of the indices, 100 clients a round. Each
-number of clients runs in a process of its own, so that its peak of memory is its own. `data_mb` is what samples and partition
+Logistic regression (`--model mlp`: 784-200-200-10, 199,210 weights) on random data, 10 samples a client in ranges of the indices,
+which share their samples when there would be more than a million. Each number runs in a process of its own, so that its peak of
+memory is its own. `data_mb` is what samples and partition
 need by themselves; `peak_mb` is the most the process held above what it held before the task was made. A method that has
 clients remember as much as a model, SCAFFOLD, runs beside FedAvg.
 
     python benchmarks/scale.py [--rounds 20] [--clients 1000,10000,100000,1000000]
+    python benchmarks/scale.py --model mlp --clients 1000000 --participants 100,1000,10000 --rounds 2
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
+from itertools import product
 
 import numpy as np
 import torch
@@ -24,12 +28,16 @@ from torch import nn
 
 from fedloom.algorithm import build
 from fedloom.data import Dataset, Partition, Samples
-from fedloom.engines.rows import RowsEngine
+from fedloom.engines.choose import make_engine
 from fedloom.rounds.federation import Federation, Schedule
 from fedloom.task import make_task
 from outcome import tell
 
-FEATURES, CLASSES, SAMPLES, PARTICIPANTS = 20, 2, 10, 100
+SAMPLES, POOL = 10, 1 << 25
+"""Samples of a client, and numbers in the inputs of all samples together: beyond it clients share them (128 MiB)."""
+
+MODELS = {"logistic": (20, 2), "mlp": (784, 10)}
+"""Features and classes."""
 
 
 def peak() -> float:
@@ -37,24 +45,27 @@ def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
-def measure(method: str, clients: int, rounds: int) -> dict[str, str | int | float]:
+def measure(
+    method: str, model: str, engine: str, clients: int, participants: int, rounds: int
+) -> dict[str, str | int | float]:
     """One method with so many clients, in this process."""
+    features, classes = MODELS[model]
     torch.set_num_threads(1)
     before = peak()
     began = time.perf_counter()
     draw = torch.Generator().manual_seed(0)
-    total = clients * SAMPLES
-    train = Samples(torch.randn(total, FEATURES, generator=draw), torch.randint(CLASSES, (total,), generator=draw))
-    partition = Partition.from_sizes(np.arange(total), np.full(clients, SAMPLES))
+    total = min(clients * SAMPLES, max(POOL, 100 * features) // features)
+    train = Samples(torch.randn(total, features, generator=draw), torch.randint(classes, (total,), generator=draw))
+    partition = Partition.from_sizes(np.arange(clients * SAMPLES) % total, np.full(clients, SAMPLES))
     task = make_task(
-        Dataset("random", train, train[:100], CLASSES),
+        Dataset("random", train, train[:100], classes),
         partition=partition,
-        model=nn.Linear(FEATURES, CLASSES),
+        model=nn.Linear(features, classes) if model == "logistic" else model,
         training={"learning_rate": 0.01, "batch_size": 10},
     )
     made = time.perf_counter()
-    schedule = Schedule(rounds=rounds + 1, participation=PARTICIPANTS / clients, evaluate_every=rounds + 9)
-    federation = Federation(build(method), task, RowsEngine(task), schedule)
+    schedule = Schedule(rounds=rounds + 1, participation=participants / clients, evaluate_every=rounds + 9)
+    federation = Federation(build(method), task, make_engine(engine, task), schedule)
     federation.step()
     started = time.perf_counter()
     for _ in range(rounds - 1):
@@ -71,6 +82,7 @@ def measure(method: str, clients: int, rounds: int) -> dict[str, str | int | flo
         "round_s": statistics.median(later),
         "data_mb": data,
         "peak_mb": peak() - before,
+        "over_data_mb": peak() - before - data,
     }
 
 
@@ -79,21 +91,33 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--clients", default="1000,10000,100000,1000000")
     parser.add_argument("--methods", default="fedavg,scaffold")
+    parser.add_argument("--model", choices=MODELS, default="logistic")
+    parser.add_argument("--engine", default="rows")
+    parser.add_argument("--participants", default="100")
     parser.add_argument(
         "--alone", action="store_true", help="measure one method with one number of clients, in this process"
     )
     arguments = parser.parse_args()
     if arguments.alone:
-        print(json.dumps(measure(arguments.methods, int(arguments.clients), arguments.rounds)))
+        found = measure(
+            arguments.methods,
+            arguments.model,
+            arguments.engine,
+            int(arguments.clients),
+            int(arguments.participants),
+            arguments.rounds,
+        )
+        print(json.dumps(found))
         return
     rows = []
-    for method in arguments.methods.split(","):
-        for clients in arguments.clients.split(","):
-            command = [sys.executable, __file__, "--alone", "--methods", method, "--clients", clients]
-            command += ["--rounds", str(arguments.rounds)]
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-            rows.append(json.loads(done.stdout))
-    tell(f"registered clients, {PARTICIPANTS} taking part", rows)
+    lines = product(*(text.split(",") for text in (arguments.methods, arguments.clients, arguments.participants)))
+    for method, clients, participants in lines:
+        command = [sys.executable, __file__, "--alone", "--methods", method, "--clients", clients]
+        command += ["--participants", participants, "--rounds", str(arguments.rounds)]
+        command += ["--model", arguments.model, "--engine", arguments.engine]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        rows.append(json.loads(done.stdout))
+    tell(f"{arguments.model}: registered clients and participants, engine {arguments.engine}", rows)
 
 
 if __name__ == "__main__":

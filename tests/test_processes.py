@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,6 +23,7 @@ from every_method import EVERY_METHOD
 from fedloom.algorithm import Algorithm, Message, build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedmr import FedMR
+from fedloom.data.partition import Partition
 from fedloom.engines.choose import make_engine
 from fedloom.engines.dispatch import MOST_WORKERS
 from fedloom.engines.pickling import load
@@ -115,6 +117,30 @@ def test_other_types_and_other_tasks(engine: ProcessesEngine) -> None:
         run(KeepsClientMemory(), engine, task=double), run(KeepsClientMemory(), RowsEngine(double), task=double)
     )
     assert engine.store.read(0)["rounds"].dtype == torch.int64
+
+
+def test_replies_are_folded_block_by_block_and_few_blocks_are_begun(
+    engine: ProcessesEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("fedloom.algorithm.MOST_SLOTS", 2)
+    samples = len(TASK.train)
+    many = replace(TASK, partition=Partition.from_sizes(torch.arange(samples).numpy(), [2] * (samples // 2)))
+    made: list[weakref.ref[Tensor]] = []
+    live, empty = 0, engine._empty
+
+    def counted(shape: Any) -> Tensor:
+        nonlocal live
+        tensor = empty(shape)
+        made.append(weakref.ref(tensor))
+        live = max(live, sum(one() is not None and len(shape) == 2 for one in made))
+        return tensor
+
+    monkeypatch.setattr(engine, "_empty", counted)
+    found = run(Deadly(victim=9, times=1, directory=str(tmp_path)), engine, task=many, rounds=2)
+    assert_same(found, run(KeepsClientMemory(), RowsEngine(many), task=many, rounds=2))
+    blocks = samples // 4
+    assert len(made) == 2 * 2 * blocks  # of models and integer buffers, in two rounds
+    assert live <= 2 * 3 < blocks  # two workers, two clients ahead for each
 
 
 # --- deaths and failures ---

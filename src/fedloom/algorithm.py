@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import reduce
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -18,6 +19,9 @@ from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort
 from fedloom.round import Round
+
+BLOCK_BYTES, LEAST_SLOTS, MOST_SLOTS = 256 << 20, 16, 128
+"""Models of a block of slots: about so many bytes of them, and how many at least and at most."""
 
 Message = dict[str, Tensor]
 """Named tensors; each has one row for all receivers, `[1, ...]`, or one row each, `[k, ...]`. Where k > 1, clients that train
@@ -108,6 +112,61 @@ class Replies:
     def __len__(self) -> int:
         return len(self.clients)
 
+    def aggregate(
+        self, *, weighted: bool = True, mean: Message | None = None, total: Message | None = None
+    ) -> AggregatedReplies:
+        """Means of the rows `mean` (by default of every tensor that is not in `total`), by weight or plain, and sums of the rows
+        `total`."""
+        total = total or {}
+        if mean is None:
+            mean = {name: rows for name, rows in self.tensors.items() if name not in total}
+        weights = self.weights if weighted else None
+        return AggregatedReplies(
+            {name: weighted_mean(rows, weights) for name, rows in mean.items()},
+            {name: rows.sum(0) for name, rows in total.items()},
+            float(self.weights.sum()) if weighted else len(self),
+            len(self),
+        )
+
+    def blocks(self, slots: int) -> Iterator[Replies]:
+        """The replies from each run of so many slots (without their figures); views."""
+        start = 0
+        for count in torch.unique_consecutive(self.slots // slots, return_counts=True)[1].tolist():
+            part = slice(start, start := start + count)
+            tensors = {name: rows[part] for name, rows in self.tensors.items()}
+            yield Replies(tensors, self.clients[part], self.slots[part], self.weights[part])
+
+
+@dataclass(frozen=True)
+class AggregatedReplies:
+    """What a method needs of many replies at once: `count`, how many they are, and by name means and totals of their tensors,
+    without a client axis. In the means they weigh `weight` together."""
+
+    mean: Message
+    total: Message
+    weight: float
+    count: int
+
+    def joined(self, other: AggregatedReplies) -> AggregatedReplies:
+        """The aggregate of both's replies."""
+        if self.weight and other.weight:
+            share = other.weight / (self.weight + other.weight)
+            mean = {name: value.lerp(other.mean[name], share) for name, value in self.mean.items()}
+        else:  # the mean of what weighs nothing is undefined
+            mean = (self if self.weight else other).mean
+        return AggregatedReplies(
+            mean,
+            {name: value + other.total[name] for name, value in self.total.items()},
+            self.weight + other.weight,
+            self.count + other.count,
+        )
+
+
+def block_slots(row_bytes: int) -> int:
+    """How many replies of models of so many bytes are aggregated at a time. Means depend on it in the last digit, so it is a
+    function of the model alone."""
+    return min(MOST_SLOTS, max(LEAST_SLOTS, BLOCK_BYTES // row_bytes))
+
 
 class Algorithm:
     """A federated method. Subclasses are dataclasses whose fields are the hyper-parameters.
@@ -174,9 +233,27 @@ class Algorithm:
         whole = (self.layout.size,)
         return self.expects(round).get("model", whole) == whole
 
+    def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
+        """What `update` needs of some of the round's replies; by default the mean of each tensor, weighted by samples. The state
+        is that before the round."""
+        return replies.aggregate()
+
+    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+        """Update the state from the aggregate of all replies; by default the new model is their mean."""
+        self.state["model"] = aggregate.mean["model"]
+
     def receive(self, round: Round, replies: Replies) -> None:
-        """Update the state from the replies; by default the new model is their mean, weighted by samples."""
-        self.state["model"] = weighted_mean(replies["model"], replies.weights)
+        """Update the state from all replies: by default `fold` them, some slots after the other, and `update`.
+
+        A method that needs the single replies together overrides this, and then all are kept until the last one is there.
+        """
+        blocks = replies.blocks(block_slots(self.layout.row_bytes))
+        self.update(round, reduce(AggregatedReplies.joined, (self.fold(round, block) for block in blocks)))
+
+    @property
+    def folds(self) -> bool:
+        """Whether replies may be folded as they come, so that the server need not hold all of them."""
+        return type(self).receive is Algorithm.receive
 
     def finish(self, round: Round) -> None:
         """Called at the end of every round, also of one without any reply, in which `receive` is not called."""
@@ -322,8 +399,22 @@ class Wrapper(Algorithm):
     def returns_whole(self, round: Round) -> bool:
         return self.method.returns_whole(round)
 
+    def handed_on(self, round: Round, replies: Replies) -> Replies:
+        """The replies as the inner method takes them, row by row."""
+        return replies
+
+    def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
+        return self.method.fold(round, self.handed_on(round, replies))
+
+    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+        self.method.update(round, aggregate)
+
     def receive(self, round: Round, replies: Replies) -> None:
-        self.method.receive(round, replies)
+        self.method.receive(round, self.handed_on(round, replies))
+
+    @property
+    def folds(self) -> bool:
+        return type(self).receive is Wrapper.receive and self.method.folds
 
     def model(self) -> Tensor:
         return self.method.model()

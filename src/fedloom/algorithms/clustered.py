@@ -56,6 +56,10 @@ class Clustered(Wrapper):
     def anonymous_replies(self) -> bool:
         return self.by == "size" and self.method.anonymous_replies
 
+    @property
+    def folds(self) -> bool:
+        return self.by == "size" and self.method.folds and type(self).receive is Clustered.receive
+
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         opening = plan.opening()

@@ -124,7 +124,7 @@ class Compressed(Wrapper):
             expected |= {f"{name}.{part}": shape for part, shape in {**self.parts(size), **rest}.items()}
         return expected
 
-    def receive(self, round: Round, replies: Replies) -> None:
+    def handed_on(self, round: Round, replies: Replies) -> Replies:
         tensors = dict(replies.tensors)
         for name, size in self.coded(self.method.expects(round).items(), round).items():
             rows = self.decode({part: tensors.pop(f"{name}.{part}") for part in self.parts(size)}, size)
@@ -133,7 +133,7 @@ class Compressed(Wrapper):
             if name == "model":
                 sent = self.method.send(round)["model"]
                 tensors[name] += sent[replies.slots.to(sent.device)] if len(sent) > 1 else sent
-        self.method.receive(round, replace(replies, tensors=tensors))
+        return replace(replies, tensors=tensors)
 
     # --- the client half ---
 

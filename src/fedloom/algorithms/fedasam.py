@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms
+from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, algorithms
 from fedloom.config.fields import Count, NonNegative, Positive, Share
 from fedloom.flat.layout import Layout
 from fedloom.flat.module import Batch
@@ -45,8 +45,8 @@ class SharpnessAware(Algorithm, ABC):
             self.state["swa_model"] = plan.initial.clone()
             self.state["swa_count"] = torch.zeros(1, dtype=torch.int64)
 
-    def receive(self, round: Round, replies: Replies) -> None:
-        super().receive(round, replies)
+    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+        super().update(round, aggregate)
         if self.swa and self._place_in_cycle(round) == self.swa_cycle:
             count = int(self.state["swa_count"])
             mean = (count * self.state["swa_model"] + self.state["model"]) / (count + 1)

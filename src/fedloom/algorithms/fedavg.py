@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedloom.algorithm import Algorithm, Replies, algorithms
-from fedloom.flat.population import weighted_mean
+from fedloom.algorithm import AggregatedReplies, Algorithm, Replies, algorithms
 from fedloom.round import Round
 
 
@@ -25,5 +24,5 @@ class FedAvg(Algorithm):
     def anonymous_replies(self) -> bool:
         return not self.weighted
 
-    def receive(self, round: Round, replies: Replies) -> None:
-        self.state["model"] = weighted_mean(replies["model"], replies.weights if self.weighted else None)
+    def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
+        return replies.aggregate(weighted=self.weighted)

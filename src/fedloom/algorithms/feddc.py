@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Message, Plan, Replies, algorithms, server_model
+from fedloom.algorithm import AggregatedReplies, Message, Plan, algorithms, server_model
 from fedloom.algorithms.feddyn import Drifting
 from fedloom.algorithms.statistics import mean_gradient, relative_sizes, require_sgd
 from fedloom.local.cohort import Cohort, Context
@@ -43,9 +43,9 @@ class FedDC(Drifting):
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
         return {"model": (self.layout.size,), "update": (self.layout.trainable,)}
 
-    def receive(self, round: Round, replies: Replies) -> None:
-        super().receive(round, replies)
-        self.state["update"] = self.state["update"] + replies["update"].sum(0) / self.plan.clients
+    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+        super().update(round, aggregate)
+        self.state["update"] = self.state["update"] + aggregate.total["update"] / self.plan.clients
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         require_sgd("feddc", cohort.training)

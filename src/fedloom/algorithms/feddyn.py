@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms, server_model
+from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, algorithms, server_model
 from fedloom.algorithms.statistics import mean_size, relative_sizes
 from fedloom.config.fields import NonNegative
 from fedloom.local.cohort import Cohort, Context
@@ -43,18 +43,30 @@ class Drifting(Algorithm):
         return {name: self.state[name].unsqueeze(0) for name in ("model", "mean_size")}
 
     def receive(self, round: Round, replies: Replies) -> None:
+        super().receive(round, replies)
+        if self.evaluate == "all":
+            clients = replies.clients.to(replies["model"].device)
+            self.state["uploads"] = self.state["uploads"].index_copy(0, clients, replies["model"])
+
+    @property
+    def folds(self) -> bool:
+        return self.evaluate != "all" and type(self).receive is Drifting.receive
+
+    def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
         trainable = slice(self.layout.trainable)
-        moved = (replies["model"][:, trainable] - self.state["model"][trainable]).sum(0)
-        self.state["drift"] = self.state["drift"] + moved / self.plan.clients
-        mean = replies["model"].mean(0)
+        others = {name: rows for name, rows in replies.tensors.items() if name != "model"}
+        moved = replies["model"][:, trainable] - self.state["model"][trainable]
+        return replies.aggregate(weighted=False, mean={"model": replies["model"]}, total={**others, "moved": moved})
+
+    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+        trainable = slice(self.layout.trainable)
+        self.state["drift"] = self.state["drift"] + aggregate.total["moved"] / self.plan.clients
+        mean = aggregate.mean["model"]
         cloud = mean.clone()
         cloud[trainable] += self.state["drift"]
         self.state["model"] = cloud
         if self.evaluate == "selected":
             self.state["selected"] = mean
-        if self.evaluate == "all":
-            clients = replies.clients.to(replies["model"].device)
-            self.state["uploads"] = self.state["uploads"].index_copy(0, clients, replies["model"])
 
     def model(self) -> Tensor:
         if self.evaluate == "all":

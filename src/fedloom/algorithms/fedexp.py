@@ -8,9 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Plan, Replies, algorithms
+from fedloom.algorithm import AggregatedReplies, Algorithm, Plan, Replies, algorithms
 from fedloom.config.fields import Positive
-from fedloom.flat.population import weighted_mean
 from fedloom.round import Round
 
 
@@ -36,17 +35,19 @@ class FedExP(Algorithm):
         self.state["evaluated"] = plan.initial.clone()
         self.state["step"] = torch.ones(1, dtype=plan.initial.dtype, device=plan.initial.device)
 
-    def receive(self, round: Round, replies: Replies) -> None:
+    def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
         trainable = slice(self.layout.trainable)
-        previous = self.state["model"]
-        following = weighted_mean(replies["model"], replies.weights)
-        lengths = (replies["model"][:, trainable] - previous[trainable]).square().sum(1)
+        length = (replies["model"][:, trainable] - self.state["model"][trainable]).square().sum(1)
+        return replies.aggregate(mean={"model": replies["model"], "length": length})
+
+    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+        trainable = slice(self.layout.trainable)
+        previous, following = self.state["model"], aggregate.mean["model"]
         mean = following[trainable] - previous[trainable]
-        share = replies.weights.to(lengths) / replies.weights.sum()
         epsilon = self.epsilon * (round.learning_rate / round.initial_learning_rate) ** 2
         if self.epsilon_by_clients:
-            epsilon *= len(replies)
-        step = (share @ lengths / (2 * (mean.square().sum() + epsilon))).clamp_min(1)
+            epsilon *= aggregate.count
+        step = (aggregate.mean["length"] / (2 * (mean.square().sum() + epsilon))).clamp_min(1)
         following[trainable] = previous[trainable] + step * mean
         self.state["model"] = following
         self.state["evaluated"] = following.clone() if round.number == 1 else (previous + following) / 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms
+from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, algorithms
 from fedloom.config.fields import Count, NonNegative, Probability
 from fedloom.flat.population import mutate
 from fedloom.round import Round
@@ -43,5 +43,8 @@ class FedMut(Algorithm):
         count = len(round.selected)
         return {"model": mutate(self.state["model"], direction, count, tensors, skew, round.stream("mutate"))}
 
-    def receive(self, round: Round, replies: Replies) -> None:
-        self.state = {"model": replies["model"].mean(0), "previous": self.state["model"]}
+    def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
+        return replies.aggregate(weighted=False)
+
+    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+        self.state = {"model": aggregate.mean["model"], "previous": self.state["model"]}

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fedloom.algorithm import Algorithm, Message, Replies, algorithms
+from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Replies, algorithms
 from fedloom.algorithms.statistics import accumulated_weights, require_sgd
-from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort
 from fedloom.round import Round
 
@@ -26,17 +25,16 @@ class FedNova(Algorithm):
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
         return {"model": (self.layout.size,), "local_weight": (1,)}
 
-    def receive(self, round: Round, replies: Replies) -> None:
-        trainable = slice(self.layout.trainable)
-        current = self.state["model"][trainable]
-        local = replies["local_weight"]
-        share = (replies.weights.to(local) / replies.weights.sum()).unsqueeze(1)
-        effective = (share * local).sum()
+    def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
+        trainable, local = slice(self.layout.trainable), replies["local_weight"]
+        moved = replies["model"][:, trainable] - self.state["model"][trainable]
         # A client without a step has local weight 0 and moved nowhere; any divisor serves.
-        coefficients = effective * share / local.where(local > 0, 1)
-        following = weighted_mean(replies["model"], replies.weights)
-        following[trainable] = current + (coefficients * (replies["model"][:, trainable] - current)).sum(0)
-        self.state["model"] = following
+        return replies.aggregate(mean={**replies.tensors, "step": moved / local.where(local > 0, 1)})
+
+    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+        trainable, mean = slice(self.layout.trainable), aggregate.mean
+        mean["model"][trainable] = self.state["model"][trainable] + mean["local_weight"] * mean["step"]
+        self.state["model"] = mean["model"]
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         require_sgd("fednova", cohort.training)

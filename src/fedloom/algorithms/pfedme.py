@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedloom.algorithm import Message, Replies, algorithms
+from fedloom.algorithm import AggregatedReplies, Message, algorithms
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.config.fields import Count, NonNegative, Positive
 from fedloom.errors import InvalidValue
@@ -40,9 +40,9 @@ class PFedMe(PartlyShared):
     own_model: ClassVar[str] = "pfedme_personal"
     plain_steps: ClassVar[bool] = False
 
-    def receive(self, round: Round, replies: Replies) -> None:
+    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
         before = self.state["model"]
-        super().receive(round, replies)
+        super().update(round, aggregate)
         if self.beta != 1:
             self.state["model"] = before.lerp(self.state["model"], self.beta)
 

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms, server_model
+from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, algorithms, server_model
 from fedloom.algorithms.statistics import (
     mean_gradient,
     mean_size,
@@ -58,12 +58,15 @@ class Scaffold(Algorithm):
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
         return {"model": (self.layout.size,), "variate": (self.layout.trainable,)}
 
-    def receive(self, round: Round, replies: Replies) -> None:
+    def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
+        return replies.aggregate(weighted=False, total={"variate": replies["variate"]})
+
+    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
         trainable = slice(self.layout.trainable)
-        current, mean = self.state["model"], replies["model"].mean(0)
+        current, mean = self.state["model"], aggregate.mean["model"]
         mean[trainable] = torch.lerp(current[trainable], mean[trainable], self.server_learning_rate)
         self.state["model"] = mean
-        self.state["variate"] = self.state["variate"] + replies["variate"].sum(0) / self.plan.clients
+        self.state["variate"] = self.state["variate"] + aggregate.total["variate"] / self.plan.clients
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         start = inbox["model"]

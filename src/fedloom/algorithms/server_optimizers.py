@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Plan, Replies, algorithms
+from fedloom.algorithm import AggregatedReplies, Algorithm, Plan, Replies, algorithms
 from fedloom.config.fields import BelowOne, Positive, Probability
-from fedloom.flat.population import weighted_mean
 from fedloom.round import Round
 
 
@@ -27,10 +26,12 @@ class ServerOptimizer(Algorithm, ABC):
     def anonymous_replies(self) -> bool:
         return not self.weighted
 
-    def receive(self, round: Round, replies: Replies) -> None:
+    def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
+        return replies.aggregate(weighted=self.weighted)
+
+    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
         trainable = slice(self.layout.trainable)
-        current = self.state["model"][trainable]
-        following = weighted_mean(replies["model"], replies.weights if self.weighted else None)
+        current, following = self.state["model"][trainable], aggregate.mean["model"]
         following[trainable] = current + self.step(following[trainable] - current)
         self.state["model"] = following
 

@@ -10,10 +10,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from fedloom.algorithm import Algorithm, AnyClient, Message, Plan, Replies
+from fedloom.algorithm import AggregatedReplies, Algorithm, AnyClient, Message, Plan
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout, Unit
-from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort
 from fedloom.models.structure import block_parameters, layer_finder
 from fedloom.round import Round
@@ -120,8 +119,8 @@ class PartlyShared(Algorithm):
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
         return {"model": (length(self._unit),)}
 
-    def receive(self, round: Round, replies: Replies) -> None:
-        mean = weighted_mean(replies["model"], replies.weights).unsqueeze(0)
+    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+        mean = aggregate.mean["model"].unsqueeze(0)
         self.state["model"] = put(self.state["model"].unsqueeze(0), self._unit, mean)[0]
 
     # --- the client half ---

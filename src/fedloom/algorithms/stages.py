@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import (
+    AggregatedReplies,
     Algorithm,
     AnyClient,
     Message,
@@ -165,6 +166,16 @@ class Stages(Algorithm):
             rest = {name: tensor for name, tensor in replies.tensors.items() if name != "held_out_loss"}
             replies = replace(replies, tensors=rest)
         self._current.receive(round, replies)
+
+    @property
+    def folds(self) -> bool:
+        return not self._waits and self._current.folds and type(self).receive is Stages.receive
+
+    def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
+        return self._current.fold(round, replies)
+
+    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+        self._current.update(round, aggregate)
 
     def finish(self, round: Round) -> None:
         self._current.finish(round)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -22,12 +23,15 @@ from fedloom.errors import FedloomError, InvalidValue, error_text
 from fedloom.flat.allocator import keep_pages
 from fedloom.local.proof import Proof
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask, Fault, Reply, expectations
+from fedloom.rounds.engine import ClientTask, Fault, Reply, expectations, slot_blocks, slots_together
 from fedloom.rounds.scoring import Tally
 from fedloom.task import Task
 
 ATTEMPTS = 3
 """A client fails when its worker has died this many times."""
+
+CLIENTS_AHEAD = 2
+"""Clients for each worker that may be handed out beyond the block of slots whose replies are folded next."""
 
 MOST_WORKERS = max(64, 4 * (os.cpu_count() or 1))
 """Upper limit for workers and for the threads of one: more cannot help on this machine."""
@@ -77,6 +81,35 @@ class WorkerHandle(ABC):
     @abstractmethod
     def end(self) -> None:
         """Stop it at once. Nothing is lost: a worker keeps nothing between two pieces of work."""
+
+
+class ReplyMatrices:
+    """Where replies are written: matrices `[size, ...]` for each block of `size` slots, made when the first of its clients is
+    handed out. `expected`: names and shapes of the tensors in a reply."""
+
+    def __init__(
+        self, expected: Mapping[str, tuple[int, ...]], slots: int, size: int, empty: Callable[[Sequence[int]], Tensor]
+    ) -> None:
+        self.expected, self.slots, self.size, self.empty = expected, slots, size, empty
+        self._blocks: dict[int, dict[str, Tensor]] = {}
+
+    def block(self, slot: int | None) -> dict[str, Tensor]:
+        """The matrices of a slot's block; none for a client without a slot."""
+        if slot is None:
+            return {}
+        number = slot // self.size
+        if number not in self._blocks:
+            rows = min(self.size, self.slots - number * self.size)
+            self._blocks[number] = {name: self.empty((rows, *shape)) for name, shape in self.expected.items()}
+        return self._blocks[number]
+
+    def rows(self, slot: int | None) -> dict[str, Tensor]:
+        """The rows of one slot."""
+        return {name: matrix[0 if slot is None else slot % self.size] for name, matrix in self.block(slot).items()}
+
+    def forget(self, number: int) -> None:
+        """All clients of this block have answered."""
+        self._blocks.pop(number, None)
 
 
 class WorkerEngine(LocalEngine, ABC):
@@ -150,10 +183,11 @@ class WorkerEngine(LocalEngine, ABC):
     def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
         expected = expectations(algorithm, round, self.task.layout)
         slots = [client_task.slot + 1 for client_task in client_tasks if client_task.slot is not None]
-        count = max([len(round.selected), *slots])
-        matrices = {name: self._empty((count, *shape)) for name, shape in expected.items()}
+        together = slots_together(algorithm, self.task.layout)
+        matrices = ReplyMatrices(expected, max([len(round.selected), *slots]), together, self._empty)
         assignment = Assignment(algorithm, round, expected, _common(client_tasks))
-        for group, answers in self._answers("train", assignment, client_tasks, matrices):
+        blocks = slot_blocks(client_tasks, round, together)
+        for group, answers in self._answers("train", assignment, blocks, matrices):
             for client_task, answer in zip(group, answers, strict=True):
                 if isinstance(answer, Fault):
                     yield Fault(client_task, answer.reason, answer.error)
@@ -161,12 +195,14 @@ class WorkerEngine(LocalEngine, ABC):
                 assert isinstance(answer, ClientResult)
                 if answer.written:
                     self.store.write(client_task.client, {name: rows.clone() for name, rows in answer.written.items()})
-                yield Reply(client_task, _tensors(answer, matrices, client_task.slot), answer.metrics, matrices)
+                tensors = _tensors(answer, matrices.rows(client_task.slot))
+                yield Reply(client_task, tensors, answer.metrics, matrices.block(client_task.slot))
 
     def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
         self.local_test()
         assignment = Assignment(algorithm, round, {}, _common(client_tasks))
-        for _, answers in self._answers("evaluate", assignment, client_tasks, {}):
+        nothing = ReplyMatrices({}, 0, 1, self._empty)
+        for _, answers in self._answers("evaluate", assignment, {0: client_tasks}, nothing):
             for answer in answers:
                 if isinstance(answer, Fault):
                     raise answer.error or FedloomError(answer.reason)
@@ -183,15 +219,31 @@ class WorkerEngine(LocalEngine, ABC):
         self,
         kind: Literal["train", "evaluate"],
         assignment: Assignment,
-        client_tasks: Sequence[ClientTask],
-        matrices: Mapping[str, Tensor],
+        blocks: Mapping[int, Sequence[ClientTask]],
+        matrices: ReplyMatrices,
     ) -> Iterator[tuple[Sequence[ClientTask], tuple[ClientResult | Fault | Tally, ...]]]:
-        """Yield each group of clients with its results, as they arrive. If the caller stops early, later ones are ignored."""
+        """Yield each group of clients with its results, as they arrive. If the caller stops early, later ones are ignored.
+
+        Blocks are handed out in their order, and no more of them are begun at a time than keep the workers busy.
+        """
         self._forget()
         known = {id(rows): place for place, rows in enumerate(assignment.common)}
         announced = self._publish(self._packed(assignment))
-        waiting = deque(self._groups(assignment.algorithm, client_tasks))
+        waiting = deque(group for tasks in blocks.values() for group in self._groups(assignment.algorithm, tasks))
+        block_of = {id(client_task): number for number, tasks in blocks.items() for client_task in tasks}
+        unanswered = Counter(block_of.values())
+        begun = 1 + math.ceil(CLIENTS_AHEAD * self.workers / matrices.size)
         deaths: Counter[int] = Counter()
+
+        def ready() -> bool:
+            return bool(waiting) and block_of[id(waiting[0][0])] < min(unanswered) + begun
+
+        def answered(group: Sequence[ClientTask]) -> None:
+            number = block_of[id(group[0])]
+            unanswered[number] -= len(group)
+            if not unanswered[number]:
+                del unanswered[number]
+                matrices.forget(number)
 
         def give(handle: WorkerHandle) -> None:
             group = waiting.popleft()
@@ -203,7 +255,7 @@ class WorkerEngine(LocalEngine, ABC):
                 if waiting:
                     self._start_missing()
                 for handle in self._handles:
-                    if waiting and not handle.busy:
+                    if ready() and not handle.busy:
                         give(handle)
                 for handle in self._wait([handle for handle in self._handles if handle.busy]):
                     group = handle.group
@@ -218,21 +270,22 @@ class WorkerEngine(LocalEngine, ABC):
                         reason = f"its {self.kind} died {ATTEMPTS} times ({death})"
                         error = FedloomError(f"client {group[0].client}: {reason}")
                         yield group, (Fault(group[0], reason, error),)
+                        answered(group)
                         continue
                     if isinstance(answers, Exception) and group:
                         raise answers
-                    if waiting:
+                    if ready():
                         give(handle)  # before yielding, so that the worker need not wait for the caller
                     if group and isinstance(answers, Answers):
                         for text in answers.notices:
                             self.notice(text)
                         yield group, answers.results
+                        answered(group)
         finally:
             self._forget()
 
-    def _client_work(self, client_task: ClientTask, matrices: Mapping[str, Tensor]) -> ClientWork:
-        written = self.shares_memory and client_task.slot is not None
-        places = {name: matrix[client_task.slot] for name, matrix in matrices.items()} if written else {}
+    def _client_work(self, client_task: ClientTask, matrices: ReplyMatrices) -> ClientWork:
+        places = matrices.rows(client_task.slot) if self.shares_memory else {}
         return ClientWork(client_task, self.store.read(client_task.client), places)
 
     def _listen(self, handle: WorkerHandle) -> Answers | Exception:
@@ -313,11 +366,11 @@ def _common(client_tasks: Sequence[ClientTask]) -> tuple[Tensor, ...]:
     return tuple(rows for key, rows in found.items() if counts[key] > 1)
 
 
-def _tensors(answer: ClientResult, matrices: Mapping[str, Tensor], slot: int | None) -> dict[str, Tensor]:
-    """A client's reply, copied into the row of its slot where it fits: the answer's own memory is reused later."""
-    tensors = {name: matrices[name][slot] for name in answer.placed}
+def _tensors(answer: ClientResult, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A client's reply, copied into the rows of its slot where it fits: the answer's own memory is reused later."""
+    tensors = {name: rows[name] for name in answer.placed}
     for name, tensor in answer.tensors.items():
-        matrix = matrices.get(name)
-        fits = matrix is not None and matrix.dtype == tensor.dtype and matrix.shape[1:] == tensor.shape
-        tensors[name] = matrix[slot].copy_(tensor) if matrix is not None and fits else tensor.clone()
+        row = rows.get(name)
+        fits = row is not None and row.dtype == tensor.dtype and row.shape == tensor.shape
+        tensors[name] = row.copy_(tensor) if row is not None and fits else tensor.clone()
     return tensors

@@ -20,7 +20,7 @@ from fedloom.local.cohort import Cohort
 from fedloom.local.proof import Proof, prove
 from fedloom.randomness import global_stream
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask, Fault, Reply, expectations
+from fedloom.rounds.engine import ClientTask, Fault, Reply, expectations, slot_blocks, slots_together
 from fedloom.rounds.scoring import Evaluator, Tally
 from fedloom.state.store import BUDGET, Memory
 from fedloom.task import Task
@@ -37,6 +37,7 @@ class RowsEngine(LocalEngine):
 
     in_process: bool | None = True
     stacks: ClassVar[bool] = False
+    chunk: int = 1  # how many clients advance together
 
     def __init__(
         self, task: Task, proof: Proof | None = None, *, memory_budget: int = BUDGET, compiled: bool = False
@@ -59,7 +60,11 @@ class RowsEngine(LocalEngine):
         keep_pages()
 
     def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
-        return self.train_expecting(algorithm, round, client_tasks, expectations(algorithm, round, self.task.layout))
+        expected = expectations(algorithm, round, self.task.layout)
+        slots = slots_together(algorithm, self.task.layout)
+        whole = slots * math.ceil(self.chunk / slots)  # no block cuts a chunk
+        for block in slot_blocks(client_tasks, round, whole).values():
+            yield from self.train_expecting(algorithm, round, block, expected)
 
     def train_expecting(
         self,

@@ -71,6 +71,10 @@ class Layout:
         self.dtype = torch.float64 if wide else torch.float32
         self.layers = _layer_order(module, {part.layer for part in self.slices})
 
+    @property
+    def row_bytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
     def flatten(self, module: nn.Module) -> Tensor:
         """The module's floating-point tensors as a new row `[P]`, on the device of its first parameter."""
         tensors = _tensors(module)

@@ -15,12 +15,15 @@ BLOCK = 1 << 22
 
 
 def weighted_mean(rows: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Sum_k p_k rows[k] with p = weights / sum(weights), or the plain mean; `[K, P]` and `[K]` to `[P]`."""
+    """Sum_k p_k rows[k] with p = weights / sum(weights), or the plain mean; `[K, ...]` and `[K]` to `[...]`. Means
+    of whole numbers are in double precision."""
+    if not rows.is_floating_point():
+        rows = rows.double()
     if weights is None:
         return rows.mean(0)
     share: Tensor = weights.to(rows) / weights.sum()
-    mean: Tensor = share @ rows
-    return mean
+    mean: Tensor = share @ (rows if rows.ndim < 3 else rows.flatten(1))
+    return mean.view(rows.shape[1:])
 
 
 def capped(weights: Tensor, share: float) -> Tensor:

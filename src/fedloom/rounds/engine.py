@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message
+from fedloom.algorithm import Algorithm, Message, block_slots
 from fedloom.errors import NotFinite
 from fedloom.flat.layout import Layout
 from fedloom.round import Round
@@ -33,9 +36,9 @@ class ClientTask:
 class Reply:
     """One client's answer: named tensors without a client axis, and figures about its work.
 
-    `gathered`: matrices `[slots, ...]` of this round in which the tensors lie already, each in the row of its slot, where the
-    engine had the replies written there; they are given away. `samples`: how many the client trains on, where it is not the
-    task that knows.
+    `gathered`: matrices `[slots, ...]` of its block of slots (`slots_together`) in which the tensors lie already, each in the row
+    of its slot, where the engine had the replies written there; they are given away. `samples`: how many the client trains on,
+    where it is not the task that knows.
     """
 
     client_task: ClientTask
@@ -61,7 +64,8 @@ class Fault:
 
 
 class Engine(Protocol):
-    """Runs the client half of a method. Results may come in any order; the federation puts them in theirs.
+    """Runs the client half of a method. Results may come in any order; the federation puts them in theirs. It holds least
+    when blocks of slots (`slot_blocks`) come one after the other.
 
     `notices`: what there is to say of how clients train, a line each, in the order in which it came up.
     """
@@ -108,6 +112,21 @@ class RemoteClients:
     for it, and what they say of their numbers of samples gives none of them more than `largest_share` of a round's weight."""
 
     largest_share: float
+
+
+def slots_together(algorithm: Algorithm, layout: Layout) -> int:
+    """How many consecutive slots have their replies in one matrix: a block that is folded, or all of them."""
+    return block_slots(layout.row_bytes) if algorithm.folds else sys.maxsize
+
+
+def slot_blocks(client_tasks: Sequence[ClientTask], round: Round, slots: int) -> dict[int, list[ClientTask]]:
+    """The tasks of each block of so many slots, by its number. Clients that train without uploading come last, as if they had the
+    next slots. Where engines go from block to block, few replies are there before their turn."""
+    blocks: defaultdict[int, list[ClientTask]] = defaultdict(list)
+    beyond = count(len(round.selected))
+    for client_task in client_tasks:
+        blocks[(next(beyond) if client_task.slot is None else client_task.slot) // slots].append(client_task)
+    return dict(sorted(blocks.items()))
 
 
 def row_for(rows: Tensor, place: int) -> Tensor:

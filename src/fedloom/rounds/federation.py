@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message, Plan, Replies, Selection
+from fedloom.algorithm import Algorithm, Message, Plan, Replies, Selection, block_slots
 from fedloom.errors import CheckpointError, Diverged, InvalidValue
 from fedloom.flat.device import moved_back
 from fedloom.flat.population import capped
@@ -21,6 +22,7 @@ from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, RoundLog, without
 from fedloom.rounds.engine import INTEGERS, ClientTask, Engine, Fault, RemoteClients, Reply, expectations, row_for
 from fedloom.rounds.evaluation import Evaluation, Record, newcomers_last
 from fedloom.rounds.pool_watch import PoolWatch
+from fedloom.rounds.replies import RoundReplies
 from fedloom.rounds.schedule import Schedule as Schedule
 from fedloom.rounds.termination import sigterm_interrupts, uninterrupted
 from fedloom.state.files import remove_unfinished
@@ -183,28 +185,35 @@ class Federation:
         if INTEGERS in expectations(self.algorithm, round, self.task.layout):
             message[INTEGERS] = self.integers.unsqueeze(0)
         client_tasks, absent = self._client_tasks(round, selection, message)
-        results = self.engine.train(self.algorithm, round, client_tasks)
-        replies, faults, received_bytes = self._collect(round, selection, results)
-        trained = time.perf_counter()
-        for observer in self.observers:
-            observer.observe(round, client_tasks, replies)
-        observed = time.perf_counter()
-        if INTEGERS in replies.tensors:
-            self.integers = replies.tensors.pop(INTEGERS).amax(0)
-        if len(replies):
-            self.algorithm.receive(round, replies)
+        answers = self._answers(round, selection, client_tasks)
+        trained = observed = time.perf_counter()
+        if answers.fold is None:
+            replies = answers.together()
+            for observer in self.observers:
+                observer.observe(round, client_tasks, replies)
+            observed = time.perf_counter()
+            if INTEGERS in replies.tensors:
+                self.integers = replies.tensors.pop(INTEGERS).amax(0)
+            if len(replies):
+                self.algorithm.receive(round, replies)
+            del replies
+        elif answers.aggregate is not None:
+            self.integers = self.integers if answers.integers is None else answers.integers
+            self.algorithm.update(round, answers.aggregate)
         self.algorithm.finish(round)
         received = time.perf_counter()
         receivers = selection.receivers or len(selection.clients) + len(selection.idle)
-        receivers -= len(absent) + sum(not fault.sent for fault in faults)
+        receivers -= len(absent) + sum(not fault.sent for fault in answers.faults)
         record: Record = {
             "round": round.number,
             "clients": [self.numbers[client] for client in selection.clients],
             "bytes_down": sum(_row_bytes(rows) for rows in message.values()) * receivers,
-            "bytes_up": received_bytes,
-            "faults": [{"client": self.numbers[f.client_task.client], "reason": f.reason} for f in [*absent, *faults]],
+            "bytes_up": answers.bytes,
+            "faults": [
+                {"client": self.numbers[f.client_task.client], "reason": f.reason} for f in [*absent, *answers.faults]
+            ],
         }
-        measured = {name: float(values.mean()) for name, values in replies.metrics.items() if len(values)}
+        measured = {name: float(values.mean()) for name, values in answers.metrics.items()}
         record = {**record, **{name: value for name, value in measured.items() if name not in record}}
         figures, clients = self.evaluation.measure(self.algorithm, round, self.integers)
         self._require_converging(round, figures.get("loss"))
@@ -255,48 +264,32 @@ class Federation:
             client_tasks += [ClientTask(client, None, shared) for client in selection.idle]
         return client_tasks, absent
 
-    def _collect(
-        self, round: Round, selection: Selection, results: Iterable[Reply | Fault]
-    ) -> tuple[Replies, list[Fault], int]:
-        """The replies and the faults, in the order of slots whoever answered first, and the bytes of the replies. Each tensor is
-        copied once, into the matrix of all clients' tensors of its name, unless the engine has put it there already."""
-        matrices: dict[str, Tensor] = {}
-        arrived: list[Reply] = []
-        faults: list[Fault] = []
-        size = 0
-        for result in results:
-            if isinstance(result, Fault):
-                faults.append(result)
-            elif result.client_task.slot is not None:
-                for name, tensor in result.tensors.items():
-                    if name not in matrices:
-                        matrices[name] = _matrix_for(result, name, len(selection.clients))
-                    row = matrices[name][result.client_task.slot]
-                    if row.data_ptr() != tensor.data_ptr():
-                        row.copy_(tensor)
-                    size += _row_bytes(tensor.unsqueeze(0))
-                arrived.append(replace(result, tensors={}, gathered={}))
-        arrived.sort(key=lambda reply: reply.client_task.slot or 0)
-        faults.sort(
-            key=lambda fault: (fault.client_task.slot is None, fault.client_task.slot or 0, fault.client_task.client)
+    def _answers(self, round: Round, selection: Selection, client_tasks: Sequence[ClientTask]) -> RoundReplies:
+        """The answers of all clients. They are folded as they come, unless the method, an observer or the limits on what remote
+        clients say of themselves need all of them together."""
+        remote = isinstance(self.engine, RemoteClients)
+        fold = self.algorithm.folds and not self.observers and not remote
+        answers = RoundReplies(
+            client_tasks,
+            len(selection.clients),
+            block_slots(self.task.layout.row_bytes),
+            partial(self._weights, selection),
+            partial(self.algorithm.fold, round) if fold else None,
         )
-        if not arrived:
-            _raise_unless_absent(round, faults)
-        slots = torch.tensor([reply.client_task.slot for reply in arrived], dtype=torch.int64)
-        clients = torch.tensor([reply.client_task.client for reply in arrived], dtype=torch.int64)
-        whole = len(arrived) == len(selection.clients)
-        tensors = {name: matrix if whole else matrix[slots] for name, matrix in matrices.items()}
-        told = torch.tensor([-1 if r.samples is None else r.samples for r in arrived], dtype=torch.int64)
-        sizes = torch.where(told < 0, self.task.sizes(clients), told)
-        if isinstance(self.engine, RemoteClients):
-            sizes = capped(sizes, self.engine.largest_share)
-        weights = sizes if selection.weights is None else torch.tensor(selection.weights, dtype=torch.float64)[slots]
-        names = {name for reply in arrived for name in reply.metrics}
-        metrics = {
-            name: torch.tensor([reply.metrics[name] for reply in arrived if name in reply.metrics], dtype=torch.float64)
-            for name in sorted(names)
-        }
-        return Replies(tensors, clients, slots, weights, metrics), faults, size
+        answers.collect(self.engine.train(self.algorithm, round, client_tasks))
+        if not answers.arrived:
+            _raise_unless_absent(round, answers.faults)
+        return answers
+
+    def _weights(self, selection: Selection, replies: Sequence[Reply]) -> Tensor:
+        """What replies weigh: what the selection says, or else the samples of their clients."""
+        if selection.weights is not None:
+            chosen = [selection.weights[reply.client_task.slot or 0] for reply in replies]
+            return torch.tensor(chosen, dtype=torch.float64)
+        sizes = self.task.sizes(torch.tensor([reply.client_task.client for reply in replies], dtype=torch.int64))
+        told = torch.tensor([-1 if reply.samples is None else reply.samples for reply in replies], dtype=torch.int64)
+        sizes = torch.where(told < 0, sizes, told)
+        return capped(sizes, self.engine.largest_share) if isinstance(self.engine, RemoteClients) else sizes
 
     def _record(self, record: Record, timing: Record, clients: Record | None) -> None:
         for observer in self.observers:
@@ -355,14 +348,6 @@ class Federation:
 def _finite(value: Any) -> Any:
     """None for an infinite or undefined figure, which JSON cannot express."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _matrix_for(reply: Reply, name: str, slots: int) -> Tensor:
-    """The matrix for the replies' tensors of that name: the engine's own where this tensor lies in it, else a new one."""
-    tensor, matrix = reply.tensors[name], reply.gathered.get(name)
-    if matrix is not None and len(matrix) == slots and matrix.dtype == tensor.dtype:
-        return matrix
-    return tensor.new_empty(slots, *tensor.shape)
 
 
 def _row_bytes(rows: Tensor) -> int:

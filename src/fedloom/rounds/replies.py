@@ -1,0 +1,128 @@
+"""What comes back in a round, in the order of the slots whoever answers first, and kept no longer than the method needs it."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import AggregatedReplies, Replies
+from fedloom.rounds.engine import INTEGERS, ClientTask, Fault, Reply
+
+
+@dataclass
+class SlotBlock:
+    """The replies of some consecutive slots: one matrix for each name of a tensor, and who has answered."""
+
+    matrices: dict[str, Tensor] = field(default_factory=dict)
+    arrived: list[Reply] = field(default_factory=list)
+
+
+class RoundReplies:
+    """The answers of a round. Each tensor is copied once, into the matrix of its block of `size` slots, unless the engine has put
+    it there already; `weigh` gives the replies' weights.
+
+    With `fold`, a block is folded when the last of its clients has answered, and its memory is free for the next one: only
+    the `aggregate` remains, in which blocks are joined in their order. Without, one block holds all replies.
+    """
+
+    def __init__(
+        self,
+        client_tasks: Sequence[ClientTask],
+        slots: int,
+        size: int,
+        weigh: Callable[[Sequence[Reply]], Tensor],
+        fold: Callable[[Replies], AggregatedReplies] | None,
+    ) -> None:
+        self.slots, self.size, self.weigh, self.fold = slots, size if fold else max(1, slots), weigh, fold
+        self.faults: list[Fault] = []
+        self.bytes = 0
+        self.integers: Tensor | None = None
+        self.arrived: list[Reply] = []  # without their tensors
+        self.aggregate: AggregatedReplies | None = None
+        self._blocks: defaultdict[int, SlotBlock] = defaultdict(SlotBlock)
+        self._awaited = Counter(task.slot // self.size for task in client_tasks if task.slot is not None)
+        self._turns = deque(sorted(self._awaited))  # blocks whose aggregates are to be joined
+        self._folded: dict[int, AggregatedReplies | None] = {}  # those that came before their turn
+
+    def collect(self, results: Iterable[Reply | Fault]) -> None:
+        """Take the answers as they come."""
+        for result in results:
+            slot = result.client_task.slot
+            if isinstance(result, Fault):
+                self.faults.append(result)
+            elif slot is not None:
+                self._store(result, slot)
+            if slot is not None:
+                self._awaited[slot // self.size] -= 1
+                if not self._awaited[slot // self.size]:
+                    self._fold(slot // self.size)
+        for number in [number for number, left in self._awaited.items() if left]:
+            self._fold(number)  # some of its clients were never heard of
+        self.faults.sort(key=lambda fault: _order(fault.client_task))
+        self.arrived.sort(key=lambda reply: _order(reply.client_task))
+
+    def _store(self, reply: Reply, slot: int) -> None:
+        number, place = divmod(slot, self.size)
+        block = self._blocks[number]
+        for name, tensor in reply.tensors.items():
+            if name not in block.matrices:
+                block.matrices[name] = _matrix_for(reply, name, min(self.size, self.slots - number * self.size))
+            row = block.matrices[name][place]
+            if row.data_ptr() != tensor.data_ptr():
+                row.copy_(tensor)
+            self.bytes += tensor.numel() * tensor.element_size()
+        block.arrived.append(replace(reply, tensors={}, gathered={}))
+        self.arrived.append(block.arrived[-1])
+
+    def _fold(self, number: int) -> None:
+        """Fold a block, and join what it is the turn of."""
+        if self.fold is None:
+            return
+        replies = self._in_order(number)
+        if INTEGERS in replies.tensors:
+            most = replies.tensors.pop(INTEGERS).amax(0)
+            self.integers = most if self.integers is None else torch.maximum(self.integers, most)
+        self._folded[number] = self.fold(replies) if len(replies) else None
+        while self._turns and self._turns[0] in self._folded:
+            found = self._folded.pop(self._turns.popleft())
+            if found is not None:
+                self.aggregate = found if self.aggregate is None else self.aggregate.joined(found)
+
+    def _in_order(self, number: int) -> Replies:
+        """The replies of a block, which is given up."""
+        block = self._blocks.pop(number, SlotBlock())
+        block.arrived.sort(key=lambda reply: _order(reply.client_task))
+        slots = torch.tensor([reply.client_task.slot for reply in block.arrived], dtype=torch.int64)
+        clients = torch.tensor([reply.client_task.client for reply in block.arrived], dtype=torch.int64)
+        places = slots - number * self.size
+        tensors = {n: rows if len(rows) == len(places) else rows[places] for n, rows in block.matrices.items()}
+        return Replies(tensors, clients, slots, self.weigh(block.arrived))
+
+    def together(self) -> Replies:
+        """All replies, where they are not folded; given up."""
+        return replace(self._in_order(0), metrics=self.metrics)
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """Figures of the clients' work by name, of those that measured them."""
+        names = sorted({name for reply in self.arrived for name in reply.metrics})
+        return {
+            name: torch.tensor([r.metrics[name] for r in self.arrived if name in r.metrics], dtype=torch.float64)
+            for name in names
+        }
+
+
+def _order(client_task: ClientTask) -> tuple[bool, int, int]:
+    return client_task.slot is None, client_task.slot or 0, client_task.client
+
+
+def _matrix_for(reply: Reply, name: str, slots: int) -> Tensor:
+    """The matrix for the replies' tensors of that name: the engine's own where this tensor lies in it, else a new one."""
+    tensor, matrix = reply.tensors[name], reply.gathered.get(name)
+    if matrix is not None and len(matrix) == slots and matrix.dtype == tensor.dtype:
+        return matrix
+    return tensor.new_empty(slots, *tensor.shape)

@@ -1,0 +1,282 @@
+"""Replies are folded block by block: the same numbers as all together, whoever answers first, and little memory."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from every_method import EVERY_METHOD
+from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, block_slots, build
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.engines.rows import RowsEngine
+from fedloom.engines.stacked import StackedEngine
+from fedloom.local.cohort import Cohort
+from fedloom.round import Round
+from fedloom.rounds.engine import ClientTask, Fault, Reply
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.replies import RoundReplies
+from fedloom.rounds.schedule import Schedule
+from fedloom.task import make_task
+from small_task import SmallNet, small_task
+from test_federation import Shuffled
+
+CLIENTS = 7
+VARIANTS = ["fedavg(weighted=false)", "fedexp(epsilon_by_clients=true)", "feddyn(evaluate=selected)", "feddyn(evaluate=all)",
+            "fedadam(weighted=false)", "pfedme(beta=2)", "fedasam(swa=true)", "clustered(fedavg, by=size)", "ala(fedavg)",
+            "umf(fednova)", "stages(scaffold:9, fedavg)", "robust(feddc)"]  # fmt: skip
+
+KEEP_ALL = {
+    "ala(fedmr)", "apple", "clusamp", "clustered(fedmr)", "fedamp", "fedfomo", "fedgen", "fedmr", "indep",
+    "robust(fedavg)", "robust(feddc)", "secure(fedmr)", "feddyn(evaluate=all)",
+}  # fmt: skip
+
+
+def begun(name: str) -> Algorithm:
+    """A method on a model in double precision, some rounds after its start."""
+    module = SmallNet().double()
+    layout = small_task().layout.__class__(module)
+    torch.manual_seed(0)
+    initial = torch.randn(layout.size, dtype=torch.float64)
+    sizes = torch.tensor([9, 5, 12, 7, 3, 8, 1])
+    method = build(name)
+    method.setup(Plan(layout, initial, CLIENTS, CLIENTS, 20, 0, 4, lambda clients: sizes[clients], module))
+    return method
+
+
+def given(method: Algorithm, round: Round, slots: Sequence[int]) -> Replies:
+    """What the clients in these slots might have replied."""
+    torch.manual_seed(round.number)
+    types = {name: dtype for part in method.nested() for name, dtype in part.reply_dtypes.items()}
+    tensors = {}
+    for name, shape in method.expects(round).items():
+        rows = torch.rand(CLIENTS, *shape, dtype=torch.float64) + 0.5
+        tensors[name] = (rows if name not in types else (9 * rows).to(types[name]))[list(slots)]
+    places = torch.tensor(slots)
+    return Replies(tensors, places, places, torch.tensor([9, 5, 12, 7, 3, 8, 1])[places])
+
+
+@pytest.mark.parametrize(
+    "name", sorted({*EVERY_METHOD, *VARIANTS} - KEEP_ALL | {"feddyn(evaluate=all)", "robust(feddc)"})
+)
+def test_a_method_makes_the_same_of_replies_block_by_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = []
+    for slots in (CLIENTS, 3, 1):
+        monkeypatch.setattr("fedloom.algorithm.LEAST_SLOTS", slots)
+        monkeypatch.setattr("fedloom.algorithm.MOST_SLOTS", slots)
+        method = begun(name)
+        for number, present in enumerate([range(CLIENTS), (0, 2, 5, 6)], start=1):
+            round = replace(
+                method.plan.opening().at(number),
+                selected=tuple(range(CLIENTS)),
+                learning_rate=0.1,
+                initial_learning_rate=0.2,
+            )
+            method.send(round)
+            method.receive(round, given(method, round, tuple(present)))
+            method.finish(round)
+        states.append(method.full_state())
+    for other in states[1:]:
+        assert other.keys() == states[0].keys()
+        for key, expected in states[0].items():
+            torch.testing.assert_close(other[key], expected, rtol=1e-12, atol=1e-12, msg=f"{name}: {key}")
+
+
+def test_which_methods_fold() -> None:
+    assert {name for name in [*EVERY_METHOD, *VARIANTS] if not begun(name).folds} == KEEP_ALL
+    staged = begun("stages(fedavg:1, fedmr)")
+    assert staged.folds
+    staged.finish(staged.plan.opening())
+    assert not staged.folds
+    assert not begun("stages(fedavg:auto, fedmr)").folds
+    assert not type("Own", (FedAvg,), {"receive": lambda *_: None})().folds
+
+
+def test_a_block_depends_on_the_model_alone() -> None:
+    assert [block_slots(4 * weights) for weights in (100, 199_210, 2_000_000, 11_000_000, 33_000_000)] == [
+        128,
+        128,
+        33,
+        16,
+        16,
+    ]
+
+
+def test_the_mean_of_a_block_that_weighs_nothing_is_left_out() -> None:
+    nothing = AggregatedReplies({"a": torch.tensor([torch.nan])}, {}, 0.0, 1)
+    something = AggregatedReplies({"a": torch.tensor([2.0])}, {}, 3.0, 2)
+    for joined in (nothing.joined(something), something.joined(nothing)):
+        assert (joined.mean["a"], joined.weight, joined.count) == (2.0, 3.0, 3)
+
+
+def federation(method: Algorithm | str, engine: Any = RowsEngine, **settings: Any) -> Federation:
+    task = make_task("digits", clients=21, partition="dirichlet(1.0)", model="mlp(hidden=[4])", local_test=0.2)
+    run = Federation(build(method), task, engine(task), Schedule(rounds=2, participation=1.0, seed=1), **settings)
+    run.run()
+    return run
+
+
+class Watching:
+    """An observer, for which all replies are kept."""
+
+    logs = ()
+
+    def begin(self, federation: Federation) -> None:
+        self.seen: list[int] = []
+
+    def finished(self) -> int:
+        return 10**9
+
+    def resume(self, finished: int) -> None: ...
+
+    def observe(self, round: Round, client_tasks: Sequence[ClientTask], replies: Replies) -> None:
+        self.seen.append(len(replies["model"]))
+
+    def commit(self, number: int) -> None: ...
+
+    def sync(self) -> None: ...
+
+
+@pytest.fixture
+def blocks_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedloom.algorithm.MOST_SLOTS", 4)
+    monkeypatch.setattr("fedloom.algorithm.LEAST_SLOTS", 4)
+
+
+@pytest.mark.usefixtures("blocks_of_four")
+@pytest.mark.parametrize("method", ["fedavg", "umf(scaffold)"])
+def test_bits_depend_neither_on_who_answers_first_nor_on_whether_replies_are_kept(method: str) -> None:
+    plain, shuffled, kept = federation(method), federation(method, Shuffled), federation(method, observers=[Watching()])
+    assert kept.observers[0].seen == [21, 21]  # type: ignore[attr-defined]
+    for other in (shuffled, kept):
+        assert other.history == plain.history
+        for name, tensor in plain.algorithm.full_state().items():
+            assert torch.equal(other.algorithm.full_state()[name], tensor), name
+
+
+class Held:
+    """How many tensors of those seen are still there."""
+
+    def __init__(self) -> None:
+        self.seen: list[weakref.ref[Tensor]] = []
+        self.most = 0
+
+    def see(self, tensor: Tensor) -> None:
+        self.seen.append(weakref.ref(tensor))
+        self.seen = [one for one in self.seen if one() is not None]
+        self.most = max(self.most, len(self.seen))
+
+
+@pytest.mark.usefixtures("blocks_of_four")
+@pytest.mark.parametrize(("kind", "options", "replies"), [(RowsEngine, {}, 2), (StackedEngine, {"chunk": 3}, 8)])
+def test_no_more_than_a_block_of_replies_is_held(
+    kind: Any, options: dict[str, int], replies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrices, rows, train, fold = Held(), Held(), kind.train, FedAvg.fold
+
+    def seen(self: Any, *arguments: Any) -> Iterator[Reply | Fault]:
+        for result in train(self, *arguments):
+            rows.see(result.tensors["model"])
+            yield result
+            del result
+
+    def folded(self: FedAvg, round: Round, replies: Replies) -> AggregatedReplies:
+        assert len(replies) in (4, 1)
+        matrices.see(replies["model"])
+        return fold(self, round, replies)
+
+    monkeypatch.setattr(kind, "train", seen)
+    monkeypatch.setattr(FedAvg, "fold", folded)
+    gc.disable()
+    try:
+        federation("fedavg", partial(kind, **options))
+    finally:
+        gc.enable()
+    assert matrices.most == 1
+    assert 1 <= rows.most <= replies
+
+
+@dataclass
+class Broken(FedAvg):
+    """FedAvg some of whose clients answer with NaN, and one with the wrong shape."""
+
+    broken: tuple[int, ...] = ()
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        reply = super().train(cohort, inbox)
+        if cohort.clients[0] == self.broken[-1]:
+            return {"model": reply["model"][:, 1:]}
+        return {"model": reply["model"] * torch.nan} if cohort.clients[0] in self.broken else reply
+
+
+@pytest.mark.usefixtures("blocks_of_four")
+def test_refused_replies_leave_their_block() -> None:
+    run = federation(Broken(broken=(3, 5, 11)))
+    selected = run.history[0]["clients"]
+    faulty = {fault["client"]: fault["reason"] for fault in run.history[0]["faults"]}
+    assert list(faulty) == [client for client in selected if client in (3, 5, 11)]
+    assert faulty[3] == "'model' is not finite"
+    assert "has shape" in faulty[11]
+    whole = federation("fedavg")
+    assert run.history[0]["bytes_up"] == 18 / 21 * whole.history[0]["bytes_up"]
+    assert not torch.equal(run.algorithm.model(), whole.algorithm.model())
+
+
+def replies_of(
+    answers: Sequence[int], size: int, lost: Sequence[int] = (), unheard: Sequence[int] = ()
+) -> RoundReplies:
+    """Answers in this order of slots, each a row of the slot's number."""
+    slots = 9
+    tasks = [ClientTask(100 + slot, slot, {}) for slot in range(slots) if slot not in lost]
+
+    def weights(replies: Sequence[Reply]) -> Tensor:
+        return torch.tensor([1 + (reply.client_task.slot or 0) for reply in replies])
+
+    found = RoundReplies(tasks, slots, size, weights, lambda replies: replies.aggregate())
+    row = {slot: {"model": torch.full((2,), float(slot)).double()} for slot in range(slots)}
+    faulty = [Fault(task, "late") for task in tasks if task.slot not in answers and task.slot not in unheard]
+    by_slot = {task.slot: task for task in tasks}
+    found.collect([*faulty, *(Reply(by_slot[slot], row[slot], {"loss": float(slot)}) for slot in answers)])
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 9, 100])
+def test_absent_clients_and_whole_blocks_that_fail_are_left_out(size: int) -> None:
+    present = [8, 0, 7, 3, 1]
+    found = replies_of(present, size, lost=(4, 5))
+    aggregate = found.aggregate
+    assert aggregate is not None
+    expected = sum(slot * (1 + slot) for slot in present) / sum(1 + slot for slot in present)
+    assert aggregate.mean["model"].tolist() == pytest.approx([expected] * 2, rel=1e-14)
+    assert (aggregate.count, aggregate.weight) == (5, 24.0)
+    assert [fault.client_task.slot for fault in found.faults] == [2, 6]
+    assert found.metrics["loss"].tolist() == sorted(present)
+    assert found.bytes == 5 * 16
+    first_to_last = replies_of(sorted(present), size, lost=(4, 5), unheard=(2,)).aggregate
+    assert first_to_last is not None
+    assert torch.equal(first_to_last.mean["model"], aggregate.mean["model"])
+
+
+def test_nobodys_reply_is_no_aggregate() -> None:
+    assert replies_of([], 4).aggregate is None
+
+
+def test_means_of_tensors_of_any_shape() -> None:
+    rows = {
+        "counts": torch.tensor([[1, 2], [3, 5]]),
+        "table": torch.arange(12.0).view(2, 2, 3),
+        "figure": torch.tensor([1.0, 2.0]),
+    }
+    every = torch.arange(2)
+    found = Replies(rows, every, every, torch.tensor([1, 3])).aggregate(total={"figure": rows["figure"]})
+    assert found.mean["counts"].tolist() == [2.5, 4.25]
+    assert torch.equal(found.mean["table"], rows["table"][0] * 0.25 + rows["table"][1] * 0.75)
+    assert found.total["figure"] == 3
+    assert found.mean.keys() == {"counts", "table"}
