@@ -16,7 +16,6 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -34,12 +33,42 @@ _PROGRAMS = Path(sys.executable).parent
 _ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
-    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05",
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
     "OMP_NUM_THREADS": "1",  # three sites on two cores
     "PYTHONUNBUFFERED": "1",
     "NO_COLOR": "1",
     "PATH": f"{_PROGRAMS}{os.pathsep}{os.environ.get('PATH', '')}",  # Flower starts its programs by name
 }
+
+# `flower-supernode`, but it looks for messages every 0.3 seconds, where it would wait for 3.
+_SUPERNODE = """
+import sys, time, types
+import flwr.supernode.start_client_internal as supernode
+from flwr.supernode.cli import flower_supernode
+supernode.time = types.SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, 0.3)))
+sys.argv[0] = "flower-supernode"
+flower_supernode()
+"""
+
+# `flwr`, command after command, since it takes longer to start than to do anything: arguments in JSON, then what it says.
+_FLWR = """
+import json, os, sys, tempfile
+from flwr.cli.app import app
+answers = os.fdopen(os.dup(1), "w")
+said = tempfile.TemporaryFile("w+")
+os.dup2(said.fileno(), 1)
+os.dup2(said.fileno(), 2)
+for line in sys.stdin:
+    try:
+        code = app(json.loads(line))
+    except SystemExit as ending:
+        code = ending.code
+    sys.stdout.flush()
+    said.seek(0)
+    print(json.dumps([code or 0, said.read()]), file=answers, flush=True)
+    said.seek(0)
+    said.truncate()
+"""
 
 
 class Deployment:
@@ -54,6 +83,10 @@ class Deployment:
         connection = f'[superlink]\ndefault = "sites"\n\n[superlink.sites]\naddress = "127.0.0.1:{self.port}"\n'
         home = self._home("operator")
         (home / "config.toml").write_text(connection + f'root-certificates = "{self.keys.server / "ca.crt"}"\n')
+        self._operator = subprocess.Popen(
+            [sys.executable, "-c", _FLWR],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self._environment("operator"), cwd=folder,
+        )  # fmt: skip
 
     def start_server(self) -> None:
         """Start the SuperLink, or start it again, and wait until it answers. It remembers nodes and runs in its database."""
@@ -80,12 +113,8 @@ class Deployment:
 
     def register(self) -> None:
         """Let the SuperLink know the public key of each site."""
-        with ThreadPoolExecutor(self.count) as pool:
-            list(
-                pool.map(
-                    lambda site: self.flwr("supernode", "register", str(self.keys.public(site))), range(self.count)
-                )
-            )
+        for site in range(self.count):
+            self.flwr("supernode", "register", str(self.keys.public(site)))
 
     def start_site(self, site: int, **settings: str | int) -> None:
         """Start a site's SuperNode; `settings` go to its node-config beside its number.
@@ -110,7 +139,7 @@ class Deployment:
     def _node(self, key: Path) -> list[str]:
         """The command that starts a SuperNode."""
         return [
-            "flower-supernode", "--root-certificates", str(self.keys.server / "ca.crt"),
+            sys.executable, "-c", _SUPERNODE, "--root-certificates", str(self.keys.server / "ca.crt"),
             "--superlink", f"127.0.0.1:{self.port}", "--port", str(free_port()),
             "--auth-supernode-private-key", str(key),
         ]  # fmt: skip
@@ -127,18 +156,21 @@ class Deployment:
 
     def flwr(self, *arguments: str) -> dict[str, Any]:
         """What `flwr ...` answers, in JSON."""
-        done = self._flwr(*arguments, "sites", "--format", "json")
-        begin = done.stdout.find("{")
-        answer = json.loads(done.stdout[begin : done.stdout.rindex("}") + 1]) if begin >= 0 else {}
-        if done.returncode != 0 or not answer.get("success"):
-            raise AssertionError(f"flwr {' '.join(arguments)}: {done.stdout}{done.stderr}\n{self.logs()}")
+        code, said = self._flwr(*arguments, "sites", "--format", "json")
+        begin = said.find("{")
+        answer = json.loads(said[begin : said.rindex("}") + 1]) if begin >= 0 else {}
+        if code != 0 or not answer.get("success"):
+            raise AssertionError(f"flwr {' '.join(arguments)}: {said}\n{self.logs()}")
         return dict(answer)
 
-    def _flwr(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["flwr", *arguments],
-            capture_output=True, text=True, timeout=120, env=self._environment("operator"), cwd=self.folder, check=False,
-        )  # fmt: skip
+    def _flwr(self, *arguments: str) -> tuple[int, str]:
+        """The exit code of `flwr ...` and what it writes."""
+        assert self._operator.stdin is not None
+        assert self._operator.stdout is not None
+        self._operator.stdin.write(json.dumps(arguments) + "\n")
+        self._operator.stdin.flush()
+        code, said = json.loads(self._operator.stdout.readline())
+        return code, said
 
     def run(self, app: Path, **configuration: str | float) -> int:
         """Start a run of the app; its number. `configuration` changes values of the app's own."""
@@ -191,11 +223,13 @@ class Deployment:
         """The end of what each process wrote, and of what the latest run said on the server."""
         texts = {path.stem: path.read_text(errors="replace") for path in sorted(self.folder.glob("*.log"))}
         if self._latest is not None and "server" in self._processes:
-            texts["run"] = self._flwr("log", "--show", str(self._latest), "sites").stdout
+            texts["run"] = self._flwr("log", "--show", str(self._latest), "sites")[1]
         return "\n".join("\n".join([f"--- {name}", *text.splitlines()[-lines:]]) for name, text in texts.items())
 
     def stop(self) -> None:
         """Kill everything that is left."""
+        self._operator.kill()
+        self._operator.communicate()
         for name in list(self._processes):
             self.kill(name)
 
@@ -229,7 +263,7 @@ class Deployment:
         return home
 
     def _environment(self, name: str) -> dict[str, str]:
-        return {**os.environ, **_ENVIRONMENT, "FLWR_HOME": str(self._home(name))}
+        return {**os.environ, **_ENVIRONMENT, "FLWR_HOME": str(self._home(name)), "TMPDIR": str(self._home(name))}
 
 
 @contextmanager

@@ -242,7 +242,11 @@ class FlowerEngine(RemoteClients):
         self._saved = [memory["before"], memory["versions"]]
 
     def close(self) -> None:
-        """Nothing is held here: Flower ends its own connections."""
+        """The run is over: sites need keep nothing ready for it."""
+        try:
+            self.messenger.end()
+        except Exception as error:  # whatever Flower raises; sites end by themselves what they keep ready
+            _logger.warning("the sites were not told that the run is over: %s", error)
 
 
 def _total(value: Any, shape: tuple[int, ...]) -> Tensor:

@@ -11,13 +11,14 @@ from flwr.serverapp import Grid
 
 FOREVER = float("inf")
 
-Kind = Literal["hello", "exchange", "train", "evaluate"]
+Kind = Literal["hello", "exchange", "train", "evaluate", "end"]
 
 _KINDS = {
     "hello": MessageType.QUERY,
     "exchange": f"{MessageType.QUERY}.exchange",
     "train": MessageType.TRAIN,
     "evaluate": MessageType.EVALUATE,
+    "end": f"{MessageType.QUERY}.end",
 }
 
 

@@ -19,6 +19,9 @@ from fedloom.rounds.engine import ClientTask
 GREETING = 60.0
 """Seconds that new nodes have to say who they are, while a client that is to train is missing."""
 
+ENDING = 15.0
+"""Seconds that sites have to say that they know of the end of the run."""
+
 _UNAVAILABLE = (3, 4, 5)
 """Flower's error codes for a message, a reply or a node that is not there (`ErrorCode`)."""
 
@@ -88,6 +91,14 @@ class SiteMessenger:
             yield client_task, NoAnswer("the site is not there any more") if gone else reply
         for client_task in waiting.values():
             yield client_task, NoAnswer(f"no reply within {self.deadline:g} s")
+
+    def end(self) -> None:
+        """Tell the sites that are there that the run is over, and wait a little until they know."""
+        mailbox, seconds = self.sites.mailbox, min(ENDING, self.deadline)
+        online = mailbox.nodes() & {site.node for site in self.sites.known.values()}
+        sent = [mailbox.send(node, "end", pack({}), seconds=seconds) for node in sorted(online)]
+        for _ in mailbox.collect([one for one in sent if one is not None], seconds):
+            pass
 
     def _nodes(self, client_tasks: Sequence[ClientTask]) -> dict[int, int]:
         """Where those of the sites are that are there."""

@@ -10,6 +10,7 @@ Nothing here loads PyTorch: a step of an exchange does without.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -55,7 +56,7 @@ class NodeConfig:
     `number` (partition-id) is which client the site is, and `sites` (num-partitions) how many there are. `data` names its own
     data: `module:function`, called without arguments, or a folder of npy files or an npz file; without it, for trials, the site
     takes its client's share of the configuration's data. `memory` is the folder for what the client remembers from round to
-    round, by default `fedloom` under FLWR_HOME.
+    round, by default `fedloom` under FLWR_HOME. `worker-minutes` is for `site_worker`.
 
     Where sites exchange layers (`secure`), `identity` is the site's private key, that of its SuperNode, with the list of all
     sites' public keys (`peers`), which must not come to it through the server; an exchange must have `fewest_peers` sites. With
@@ -80,6 +81,9 @@ class NodeConfig:
             raise InvalidValue(f"node configuration: num-partitions must be a whole number, not {sites!r:.60}")
         if fewest is not None and (type(fewest) is not int or fewest < 2):
             raise InvalidValue(f"node configuration: fewest-peers must be a whole number from 2 on, not {fewest!r:.60}")
+        minutes = given.get("worker-minutes", 0)
+        if type(minutes) not in (int, float) or not 0 <= minutes < math.inf:
+            raise InvalidValue(f"node configuration: worker-minutes must be a number from 0 on, not {minutes!r:.60}")
         for key in _TEXTS:
             if not isinstance(given.get(key, ""), str):
                 raise InvalidValue(f"node configuration: {key} must be text, not {given[key]!r:.60}")
