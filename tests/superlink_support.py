@@ -33,21 +33,29 @@ _PROGRAMS = Path(sys.executable).parent
 _ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
-    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
     "OMP_NUM_THREADS": "1",  # three sites on two cores
     "PYTHONUNBUFFERED": "1",
     "NO_COLOR": "1",
-    "PATH": f"{_PROGRAMS}{os.pathsep}{os.environ.get('PATH', '')}",  # Flower starts its programs by name
+    "PATH": f"{_PROGRAMS}{os.pathsep}{os.environ.get('PATH', '')}",
 }
 
-# `flower-supernode`, but it looks for messages every 0.3 seconds, where it would wait for 3.
+# `flower-supernode`, but it looks for messages every half a second, where it would wait for 3.
 _SUPERNODE = """
 import sys, time, types
 import flwr.supernode.start_client_internal as supernode
 from flwr.supernode.cli import flower_supernode
-supernode.time = types.SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, 0.3)))
+supernode.time = types.SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, 0.5)))
 sys.argv[0] = "flower-supernode"
 flower_supernode()
+"""
+
+# `flwr-clientapp`, but it does not import the SuperNode, databases and all, which takes longer than all else that it imports.
+_CLIENTAPP = f"""\
+#!{sys.executable}
+import sys, types
+sys.modules["flwr.supernode.cli.flower_supernode"] = types.SimpleNamespace(flower_supernode=None)
+from flwr.supernode.cli import flwr_clientapp
+flwr_clientapp()
 """
 
 # `flwr`, command after command, since it takes longer to start than to do anything: arguments in JSON, then what it says.
@@ -72,12 +80,18 @@ for line in sys.stdin:
 
 
 class Deployment:
-    """A SuperLink and its sites. `folder` holds all that they write; `keys` are theirs."""
+    """A SuperLink and its sites. `folder` holds all that they write; `keys` are theirs. Sites that are `hurried` lose
+    less time than Flower's programs do."""
 
-    def __init__(self, folder: Path, sites: int) -> None:
+    def __init__(self, folder: Path, sites: int, hurried: bool) -> None:
         self.folder, self.count = folder, sites
         self.keys: Keys = make_keys(folder / "keys", sites)
         self.port = free_port()
+        self._supernode = ["flower-supernode"]
+        if hurried:
+            self._supernode = [sys.executable, "-c", _SUPERNODE]
+            (folder / "flwr-clientapp").write_text(_CLIENTAPP)
+            (folder / "flwr-clientapp").chmod(0o700)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._latest: int | None = None
         connection = f'[superlink]\ndefault = "sites"\n\n[superlink.sites]\naddress = "127.0.0.1:{self.port}"\n'
@@ -139,7 +153,7 @@ class Deployment:
     def _node(self, key: Path) -> list[str]:
         """The command that starts a SuperNode."""
         return [
-            sys.executable, "-c", _SUPERNODE, "--root-certificates", str(self.keys.server / "ca.crt"),
+            *self._supernode, "--root-certificates", str(self.keys.server / "ca.crt"),
             "--superlink", f"127.0.0.1:{self.port}", "--port", str(free_port()),
             "--auth-supernode-private-key", str(key),
         ]  # fmt: skip
@@ -147,7 +161,7 @@ class Deployment:
     def kill(self, name: str) -> None:
         """SIGKILL to every process of `server` or `site-<number>`, as when its machine is lost."""
         process = self._processes.pop(name)
-        while running := self._running(name):  # while some are killed, others may start more
+        while running := self.running(name):  # while some are killed, others may start more
             for pid in running:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -245,13 +259,21 @@ class Deployment:
                 start_new_session=True,
             )
 
-    def _running(self, name: str) -> list[int]:
-        """All processes of a machine: Flower puts some into sessions of their own, but all have the machine's home."""
+    def workers(self, site: int) -> list[int]:
+        """The processes that a site keeps for a run."""
+        return self.running(f"site-{site}", b"site_worker")
+
+    def running(self, name: str, program: bytes = b"") -> list[int]:
+        """All processes of a machine: Flower puts some into sessions of their own, but all have the machine's home. Of
+        these, those whose command names `program`."""
         mark = f"FLWR_HOME={self._home(name)}".encode()
         found = []
         for place in Path("/proc").glob("[0-9]*"):
             try:
-                if mark in (place / "environ").read_bytes().split(b"\0"):
+                if (
+                    mark in (place / "environ").read_bytes().split(b"\0")
+                    and program in (place / "cmdline").read_bytes()
+                ):
                     found.append(int(place.name))
             except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended, or is another user's
                 continue
@@ -263,13 +285,19 @@ class Deployment:
         return home
 
     def _environment(self, name: str) -> dict[str, str]:
-        return {**os.environ, **_ENVIRONMENT, "FLWR_HOME": str(self._home(name)), "TMPDIR": str(self._home(name))}
+        found = {**os.environ, **_ENVIRONMENT, "FLWR_HOME": str(self._home(name)), "TMPDIR": str(self._home(name))}
+        if "flower-supernode" in self._supernode:
+            return found
+        found["PATH"] = f"{self.folder}{os.pathsep}{found['PATH']}"  # Flower starts its programs by name
+        return {**found, "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
 
 
 @contextmanager
-def deployed(folder: Path, sites: int, settings: Callable[[int], dict[str, str | int]]) -> Iterator[Deployment]:
+def deployed(
+    folder: Path, sites: int, settings: Callable[[int], dict[str, str | int]], hurried: bool = True
+) -> Iterator[Deployment]:
     """A running deployment whose sites are registered and online; `settings` of a site go to its node-config."""
-    deployment = Deployment(folder, sites)
+    deployment = Deployment(folder, sites, hurried)
     try:
         deployment.start_server()
         deployment.register()

@@ -1,19 +1,20 @@
 """A real federation: SuperLink and SuperNodes as processes on loopback, with TLS and keys, started as a user starts them.
 
-A round takes about ten seconds there, whatever it does, so one federation of three sites and three rounds always runs; those
-whose machines are killed run with FEDLOOM_ALL_PLACES=1.
+A round takes seconds there, whatever it does, so one federation of three sites and two rounds always runs; those whose machines
+are killed run with FEDLOOM_ALL_PLACES=1.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from fedloom.engines.flower.deploy.keys import make_keys
-from site_trial import Trial
+from site_trial import PATIENCE, Trial
 from superlink_support import Deployment, deployed, needs_flower, needs_processes
 
 SITES = 3
@@ -32,9 +33,15 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
         yield found
 
 
-def test_three_sites_train_the_model_that_one_machine_does(deployment: Deployment) -> None:
+def test_three_sites_train_the_model_that_one_machine_does_though_a_worker_is_killed(deployment: Deployment) -> None:
     trial = Trial(deployment, "fedmr", "fedmr", rounds=2)
-    trial.wait(trial.start())
+    run = trial.start()
+    trial.wait_for_round(1)
+    for worker in deployment.workers(1):  # its site starts another
+        os.kill(worker, signal.SIGKILL)
+    assert len(deployment.workers(0)) == 1
+    trial.wait(run)
+    deployment.wait_until(lambda: not any(map(deployment.workers, range(SITES))), PATIENCE, "the workers to end")
     expected = trial.simulated()
     trial.require_same(expected)
     assert trial.absent() == {}

@@ -1,0 +1,70 @@
+"""What a round over Flower costs with a worker at each site and without one, in one run, with Flower's own intervals.
+
+A SuperLink and three SuperNodes as processes on this machine train the example of `fedloom flower init` (the digits, one message
+to a site and round), first without workers, then with. Seconds are those of a round, the first left out; processor seconds are
+those of all processes of a site, polling included, over the whole run, for each message to it.
+
+    python benchmarks/flower_round.py [--rounds 5] [--method fedmr]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import superlink_support
+from site_trial import Trial
+
+SITES = 3
+
+
+def used(deployment: superlink_support.Deployment) -> float:
+    """Processor seconds of all processes of the sites, and of those that they have waited for."""
+    ticks = 0
+    for site in range(SITES):
+        for pid in deployment.running(f"site-{site}"):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def measured(minutes: int, method: str, rounds: int) -> tuple[float, float]:
+    """Seconds a round (median), and the sites' processor seconds a message."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+
+        def settings(site: int) -> dict[str, str | int]:
+            return {"memory": str(place / f"memory-{site}"), "worker-minutes": minutes}
+
+        with superlink_support.deployed(place, SITES, settings, hurried=False) as deployment:
+            trial, before = Trial(deployment, "round", method, rounds), used(deployment)
+            run = trial.start()
+            trial.wait_for_round(rounds)
+            spent = used(deployment) - before
+            trial.wait(run)
+            lines = (trial.output / "timings.jsonl").read_text().splitlines()
+    seconds = [json.loads(line)["seconds"] for line in lines]
+    return statistics.median(seconds[1:]), spent / SITES / rounds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--method", default="fedmr")
+    given = parser.parse_args()
+    found = {minutes: measured(minutes, given.method, given.rounds) for minutes in (0, 5)}
+    print("| worker | seconds a round | processor seconds a message |\n|---|---|---|")
+    for minutes, (seconds, spent) in found.items():
+        print(f"| {'with' if minutes else 'without'} | {seconds:.1f} | {spent:.2f} |")
+    print(f"\nratio: {found[0][0] / found[5][0]:.2f} in seconds, {found[0][1] / found[5][1]:.2f} in processor seconds")
+
+
+if __name__ == "__main__":
+    main()
