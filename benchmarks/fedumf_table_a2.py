@@ -88,7 +88,7 @@ class IdleCounted(FedDC):
         before = self.chosen(round.at(round.number - 1)) if round.number > 1 else range(round.clients)
         if client in self.chosen(round) and client not in before:
             stored = cohort.memory.get("stored", sent.new_zeros(1, trainable))
-            start[:, :trainable] += stored * (round.learning_rate / round.previous_learning_rate)
+            start[:, :trainable] += stored * round.rate_change
         reply = super().train(cohort, {**inbox, "model": start, "server_model": sent})
         cohort.memory["stored"] = reply["model"][:, :trainable] - start[:, :trainable]
         return reply

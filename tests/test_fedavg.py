@@ -55,9 +55,10 @@ def naive_client(module: nn.Module, task: Task, round: int, client: int, seed: i
     """Local SGD as a script would write it, on the same batches."""
     settings = task.training
     samples = task.samples(client)
+    scheduled = settings.schedule == "step(2, factor=0.5)"
     optimizer = torch.optim.SGD(
         module.parameters(),
-        lr=settings.learning_rate * settings.decay ** (round - 1),
+        lr=settings.learning_rate * settings.decay ** (round - 1) * (0.5 if scheduled and round > 2 else 1),
         momentum=settings.momentum,
         weight_decay=settings.weight_decay,
         nesterov=settings.optimizer_options.get("nesterov", False),
@@ -73,12 +74,16 @@ def naive_client(module: nn.Module, task: Task, round: int, client: int, seed: i
         drop_last=settings.drop_last,
         smallest=2,
     )
+    order = list(order)
+    falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=len(order))
     for index in order:
         optimizer.zero_grad()
         F.cross_entropy(module(samples.inputs[index]), samples.labels[index]).backward()
         if settings.clip is not None:
             nn.utils.clip_grad_norm_(module.parameters(), settings.clip)
         optimizer.step()
+        if settings.local_schedule == "cosine":
+            falling.step()
 
 
 def naive_fedavg(task: Task, rounds: int, seed: int, select: list[list[int]], weighted: bool) -> nn.Module:
@@ -111,6 +116,7 @@ SETTINGS: list[dict[str, object]] = [
     {"momentum": 0.9, "optimizer_options": {"nesterov": True}},
     {"steps": 5, "clip": 0.5, "momentum": 0.5},
     {"drop_last": True, "batch_size": None},
+    {"momentum": 0.5, "schedule": "step(2, factor=0.5)", "local_schedule": "cosine"},
 ]
 
 

@@ -209,11 +209,11 @@ def spoilt_fold(monkeypatch: pytest.MonkeyPatch) -> Task:
 def spoilt_joint_optimizer(monkeypatch: pytest.MonkeyPatch) -> Task:
     of = TorchOptimizers.of
 
-    def wrong(self: TorchOptimizers, members: Any, tensors: Any) -> Any:
-        if self.clients > 1 and not self._apart:
+    def wrong(self: TorchOptimizers, members: Any, tensors: Any, alike: bool) -> Any:
+        if self._joint is not None:
             for group in self._joint.optimizer.param_groups:
-                group["lr"] *= 1.0001
-        return of(self, members, tensors)
+                group["betas"] = (0.901, 0.999)
+        return of(self, members, tensors, alike)
 
     monkeypatch.setattr(TorchOptimizers, "of", wrong)
     return task_of(build_module(("linear",)), replace(TRAINING, optimizer="adam", momentum=0.0))

@@ -13,7 +13,8 @@ from fedloom.randomness import stream
 class Round:
     """Round `number` (from 1) of `rounds`, with `participants` of `clients` taking part.
 
-    `learning_rate` is this round's; `initial_learning_rate` that of round 1. `selected` lists the clients that train and
+    `learning_rate` is this round's, `rate_change` that divided by the one of the round before; `initial_learning_rate` is that of
+    round 1. `selected` lists the clients that train and
     upload, in the order of their slots; it is empty until the selection has been made.
     """
 
@@ -24,7 +25,7 @@ class Round:
     participants: int
     learning_rate: float
     initial_learning_rate: float
-    decay: float = 1.0
+    rate_change: float = 1.0
     selected: tuple[int, ...] = ()
 
     def stream(self, purpose: str, client: int = -1) -> torch.Generator:
@@ -32,11 +33,5 @@ class Round:
         return stream(self.seed, purpose, round=self.number, client=client)
 
     def at(self, number: int) -> Round:
-        """Another round of the same run, before its selection, for drawing ahead what it will draw."""
-        rate = self.initial_learning_rate * self.decay ** (number - 1)
-        return replace(self, number=number, learning_rate=rate, selected=())
-
-    @property
-    def previous_learning_rate(self) -> float:
-        """Learning rate of the round before (in round 1, this round's)."""
-        return self.at(self.number - 1).learning_rate if self.number > 1 else self.learning_rate
+        """Another round of the same run, before its selection, for drawing ahead what it will draw. Its learning rate stays."""
+        return replace(self, number=number, selected=())

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Message, Plan, Replies, algorithms
 from fedloom.algorithms.sharing import PartlyShared, length, put, require_everybody, take
+from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import NonNegative, Probability
 from fedloom.flat.module import Batch
 from fedloom.flat.population import weighted_mean
@@ -70,6 +71,7 @@ class Apple(PartlyShared):
     # --- the client half ---
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
+        require_constant_rate("apple", cohort.training)
         cores, shares = inbox["cores"][0], inbox["shares"]  # every client is sent the same cores [N, m]
         count = cohort.layout.trainable
         own = torch.tensor(cohort.clients, device=cores.device)

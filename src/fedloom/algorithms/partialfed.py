@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Message, algorithms
 from fedloom.algorithms.sharing import PartlyShared
+from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import Count, Finite, NonNegativeInt, Positive, Share
 from fedloom.flat.layout import Layout
 from fedloom.flat.module import Batch
@@ -43,6 +44,7 @@ class PartialFed(PartlyShared):
     bias: Finite = 0.0
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
+        require_constant_rate("partialfed", cohort.training)
         step = _StrategyStep(self, cohort)
         state = {
             "global": start.clone(),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedloom.algorithm import AggregatedReplies, Message, algorithms
 from fedloom.algorithms.sharing import PartlyShared
+from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import Count, NonNegative, Positive
 from fedloom.errors import InvalidValue
 from fedloom.flat.module import Batch
@@ -47,6 +48,7 @@ class PFedMe(PartlyShared):
             self.state["model"] = before.lerp(self.state["model"], self.beta)
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
+        require_constant_rate("pfedme", cohort.training)
         share = self._share(cohort.round.learning_rate)
         count = cohort.layout.trainable
 

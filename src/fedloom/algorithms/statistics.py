@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Message, Plan
-from fedloom.errors import InvalidValue
+from fedloom.config.rates import CONSTANT
+from fedloom.errors import InvalidValue, quoted
 from fedloom.local.cohort import Cohort
 from fedloom.training import Training
 
@@ -28,10 +29,21 @@ def mean_gradient(before: Tensor, after: Tensor, steps: Tensor, rate: float) -> 
 
 
 def require_sgd(method: str, training: Training) -> None:
-    """Raise `InvalidValue` unless clients train by SGD: with another optimizer a displacement says nothing of gradients."""
+    """Raise `InvalidValue` unless clients train by SGD whose rate stays for a round: otherwise a displacement says nothing of
+    gradients."""
+    require_constant_rate(method, training)
     if training.optimizer != "sgd":
         raise InvalidValue(
             f"{method} reads gradients off the local steps: optimizer must be sgd, not {training.optimizer}"
+        )
+
+
+def require_constant_rate(method: str, training: Training) -> None:
+    """Raise `InvalidValue` where the learning rate changes from one local step to the next."""
+    if training.local_schedule != CONSTANT:
+        raise InvalidValue(
+            f"{method} takes all local steps at the round's learning rate: local_schedule must be {CONSTANT}, "
+            f"not {quoted(training.local_schedule, str)}"
         )
 
 

@@ -89,7 +89,7 @@ class Umf(Wrapper):
         update = cohort.memory.get("umf_update", sent.new_zeros(1, trainable))
         written = cohort.memory.get("umf_round", torch.full((1,), NEVER))
         fuses = (written.cpu() == number - 1) & ~idle
-        ratio = cohort.round.learning_rate / cohort.round.previous_learning_rate
+        ratio = cohort.round.rate_change
         start = sent.clone()
         start[:, :trainable] += update.mul(self.alpha * ratio).mul_(fuses.to(update).unsqueeze(1))
         apart = copy.copy(cohort)

@@ -37,6 +37,7 @@ NonNegative = Annotated[float, Field(ge=0, le=LARGEST)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
+ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
 Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 
@@ -111,6 +112,7 @@ _KINDS = {
     "int_from_float": "a whole number",
     "float_type": "a number",
     "string_type": "text",
+    "string_pattern_mismatch": "'module:name'",
     "bool_type": "true or false",
     "list_type": "a list",
     "tuple_type": "a list",

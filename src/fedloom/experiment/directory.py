@@ -43,6 +43,7 @@ from fedloom.recording.run_recording import RESULT as RECORDED
 from fedloom.report.summary import RunSummary, dotted
 from fedloom.rounds.checkpoint import RoundLog
 from fedloom.state.files import remove_unfinished, slug, write_text
+from fedloom.training import Training
 
 _Json = TypeVar("_Json", dict[str, Any], list[Any])
 
@@ -160,10 +161,15 @@ class RunDirectory:
                     f"{self.path} holds a run with {key} = {before.get(key)!r}, not {now.get(key)!r}: {_OTHERWISE}"
                 )
         if before["rounds"] != now["rounds"]:
-            self._require_rounds(before["rounds"], now["rounds"], method)
+            self._require_rounds(before["rounds"], now["rounds"], method, Training(**configuration["training"]))
 
-    def _require_rounds(self, before: int, now: int, method: Algorithm) -> None:
+    def _require_rounds(self, before: int, now: int, method: Algorithm, training: Training) -> None:
         """Raise `CheckpointError` unless the run can come to its end after another number of rounds than it was begun with."""
+        if not training.same_rates(before, now):
+            raise CheckpointError(
+                f"{self.path} holds a run with rounds = {before}, not {now}, and the learning rates of "
+                f"training.schedule = {training.schedule!r} depend on how many there are: {_OTHERWISE}"
+            )
         if method.needs_total_rounds:
             raise CheckpointError(
                 f"{self.path} holds a run with rounds = {before}, not {now}, "

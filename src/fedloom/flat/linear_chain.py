@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from fedloom.config.rates import CONSTANT
 from fedloom.flat.layout import Layout, TensorSlice
 from fedloom.flat.module import Batch
 from fedloom.training import Training
@@ -67,8 +68,8 @@ class FoldedSGD:
     @staticmethod
     def covers(settings: Training) -> bool:
         """Whether local training with these settings is such a step: SGD without clipping, autocast or other options."""
-        plain = settings.clip is None and settings.autocast == "none" and not any(settings.optimizer_options.values())
-        return settings.optimizer == "sgd" and plain
+        plain = settings.clip is None and settings.autocast == "none" and settings.local_schedule == CONSTANT
+        return settings.optimizer == "sgd" and plain and not any(settings.optimizer_options.values())
 
     @torch.no_grad()
     def __call__(self, rows: Tensor, velocity: Tensor | None, batch: Batch) -> Tensor:

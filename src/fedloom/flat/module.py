@@ -185,6 +185,7 @@ class FlatModule:
         self.needs_pairs = any(
             isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training for part in self.module.modules()
         )
+        self.smallest_batch = 2 if self.needs_pairs else 1
         self._row: Tensor | None = None
         self._gradient = torch.zeros(1, layout.trainable, dtype=layout.dtype, device=next(module.parameters()).device)
         self._compiled: CompiledGradient | None = None

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fedloom.config.rates import CONSTANT
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.module import Batch, FlatModule, LossFn, data_loss
@@ -21,7 +22,7 @@ from fedloom.local.batches import ClientLoader, LockStep, alone, together
 from fedloom.local.optimizer import Context as Context
 from fedloom.local.optimizer import Correction as Correction
 from fedloom.local.optimizer import GradientFn as GradientFn
-from fedloom.local.optimizer import LocalOptimizer
+from fedloom.local.optimizer import LocalOptimizer, StepRates
 from fedloom.round import Round
 from fedloom.state.store import Memory
 from fedloom.training import Training, epoch_orders
@@ -162,7 +163,7 @@ class Cohort:
                 epochs=epochs or settings.epochs,
                 steps=steps if own_length else settings.steps,
                 drop_last=settings.drop_last if drop_last is None else drop_last,
-                smallest=2 if self.flat_module.needs_pairs else 1,
+                smallest=self.flat_module.smallest_batch,
             )
             if chosen
             else iter(())
@@ -201,15 +202,23 @@ class Cohort:
         steps: int | None = None,
         batch_size: int | None = None,
         drop_last: bool | None = None,
-        learning_rate: float | None = None,
+        learning_rate: float | Tensor | None = None,
     ) -> Trained:
         """Local SGD from `start [k, P]`, which is left as it is (FedAvg, algorithm 1).
 
         Each step takes one batch, the gradient of `loss_fn` (or what `gradient_fn` gives in its place), then `correction`,
         clipping, weight decay and momentum as `training` says. With `only`, just those slices of the parameters move.
+        `learning_rate` stands for that of the round, and may be one for each client, `[k]`.
         """
-        settings = self.training if learning_rate is None else replace(self.training, learning_rate=learning_rate)
+        settings = self.training
         rate = self.round.learning_rate if learning_rate is None else learning_rate
+        totals = torch.zeros_like(self.sizes)
+        if settings.local_schedule != CONSTANT:
+            asked = {"epochs": epochs, "batch_size": batch_size, "drop_last": drop_last}
+            given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+            length = replace(settings, steps=steps if steps or epochs else settings.steps, **given)
+            totals = length.local_steps(self.sizes, self.flat_module.smallest_batch)
+        rates = StepRates(rate, settings.local_schedule, totals)
         weights = start.clone()
         state = {"weights": weights}
         if settings.optimizer == "sgd" and settings.momentum:
@@ -218,7 +227,7 @@ class Cohort:
         self.flat_module.train_only(only)
         try:
             optimizer = LocalOptimizer(
-                self.flat_module, settings, rate, weights, only, loss_fn, gradient_fn, correction
+                self.flat_module, settings, rates, weights, only, loss_fn, gradient_fn, correction
             )
             for group in self.lock_steps(
                 purpose=purpose,

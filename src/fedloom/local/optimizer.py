@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fedloom.config.rates import CONSTANT, rate_factor
+from fedloom.flat.device import moved
 from fedloom.flat.layout import Unit
 from fedloom.flat.module import Batch, FlatModule, LossFn, data_loss
 from fedloom.local.batches import LockStep
@@ -24,25 +26,50 @@ GradientFn = Callable[[Tensor, Batch, Context], tuple[Tensor, Tensor]]
 wants it taken."""
 
 
+class StepRates:
+    """The learning rates of k clients' next steps: `base`, one for all or one each `[k]`, times what the local schedule gives
+    for the steps `totals [k]` that each client will make."""
+
+    def __init__(self, base: float | Tensor, schedule: str, totals: Tensor) -> None:
+        count = len(totals)
+        self.base = base.tolist() if isinstance(base, Tensor) else [base] * count
+        self.schedule, self.totals, self.made = schedule, totals.tolist(), [0] * count
+        self.constant = schedule == CONSTANT and len(set(self.base)) == 1
+
+    def alike(self, members: Sequence[int]) -> bool:
+        """Whether these clients' steps have the same rates from here on."""
+        return self.constant or len({(self.base[k], self.made[k], self.totals[k]) for k in members}) == 1
+
+    def step(self, members: Sequence[int]) -> float | list[float]:
+        """The rate of these clients' next step, or the rate of each; the step then counts as made."""
+        if self.constant:
+            return self.base[0]
+        found = [self.base[k] * rate_factor(self.schedule, self.made[k], self.totals[k]) for k in members]
+        for k in members:
+            self.made[k] += 1
+        return found[0] if len(set(found)) == 1 else found
+
+
 class LocalOptimizer:
     """One local training: how each batch moves the rows of the clients whose it is.
 
     Per step the gradient of `loss_fn` (or what `gradient_fn` gives in its place), then `correction`, clipping, weight decay and
     momentum as the settings say. `weights [k, P]` are those of the whole cohort; with `only`, just these slices move.
+    An optimizer of the user's is given tensors in the shapes that the model has, one optimizer a client.
     """
 
     def __init__(
         self,
         flat_module: FlatModule,
         settings: Training,
-        rate: float,
+        rates: StepRates,
         weights: Tensor,
         only: Unit | None,
         loss_fn: LossFn,
         gradient_fn: GradientFn | None,
         correction: Correction | None,
     ) -> None:
-        self.flat_module, self.settings, self.rate = flat_module, settings, rate
+        self.flat_module, self.settings, self.rates = flat_module, settings, rates
         self.loss_fn, self.gradient_fn, self.correction = loss_fn, gradient_fn, correction
         trainable = flat_module.layout.trainable
         slices = [slice(0, trainable)] if only is None else only
@@ -50,10 +77,11 @@ class LocalOptimizer:
         # Where nothing looks at the whole gradient, each tensor is updated from where autograd left its gradient.
         sgd = settings.optimizer == "sgd"
         self.by_tensor = sgd and settings.clip is None and gradient_fn is None and correction is None
-        folds = self.by_tensor and loss_fn is data_loss and flat_module.objective.plain_cross_entropy
-        self.folded = flat_module.folded(settings, rate) if folds else None
+        self.shaped = self.by_tensor or settings.own_optimizer
+        folds = self.by_tensor and rates.constant and loss_fn is data_loss and flat_module.objective.plain_cross_entropy
+        self.folded = flat_module.folded(settings, rates.base[0]) if folds else None
         joint = flat_module.shortcuts.joint_optimizer
-        self.optimizers = None if sgd else TorchOptimizers(settings, rate, weights, self.parts, joint)
+        self.optimizers = None if sgd else TorchOptimizers(settings, rates.base[0], self._moved(weights), joint)
 
     def take(self, group: LockStep, state: Mapping[str, Tensor], context: Context) -> list[Tensor]:
         """Let clients take their batches; the answer is the loss of each, `[g]`. Their rows of the state move: `weights [g, P]`
@@ -61,22 +89,22 @@ class LocalOptimizer:
         rows, velocity = state["weights"], state.get("velocity")
         if self.folded is not None:
             return [self.folded(rows, velocity, batch) for batch in group.batches]
-        moved = self._moved(rows)
+        moved, members = self._moved(rows), group.members()
         if self.optimizers is not None:
-            update: Update = self.optimizers.of(group.members(), moved)
+            update: Update = self.optimizers.of(members, moved, self.rates.alike(members))
         else:
-            update = SGD(self.settings, self.rate, moved, [] if velocity is None else self._moved(velocity))
-        return [self.step(rows, batch, context, update) for batch in group.batches]
+            update = SGD(self.settings, moved, [] if velocity is None else self._moved(velocity))
+        return [self.step(rows, batch, context, update, self.rates.step(members)) for batch in group.batches]
 
-    def step(self, rows: Tensor, batch: Batch, context: Context, update: Update) -> Tensor:
+    def step(self, rows: Tensor, batch: Batch, context: Context, update: Update, rate: float | list[float]) -> Tensor:
         """One step of clients whose models are `rows [g, P]`; the answer is their loss before, `[g]`."""
         loss, gradients = self._gradients(rows, batch, context)
-        update.step(gradients, batch.step == 0)
+        update.step(gradients, rate, batch.step == 0)
         return loss
 
     def _moved(self, rows: Tensor) -> list[Tensor]:
         """What moves of `rows [g, T or more]`, as views."""
-        return self.flat_module.pieces(rows) if self.by_tensor else [rows[:, part] for part in self.parts]
+        return self.flat_module.pieces(rows) if self.shaped else [rows[:, part] for part in self.parts]
 
     def _gradients(self, rows: Tensor, batch: Batch, context: Context) -> tuple[Tensor, Sequence[Tensor]]:
         """The loss `[g]`, and a gradient for each of `_moved(rows)`."""
@@ -91,7 +119,7 @@ class LocalOptimizer:
                 gradient = self.correction(rows[:, : self.flat_module.layout.trainable], gradient, context)
             if self.settings.clip is not None:
                 gradient = clipped(gradient, self.settings.clip)
-        return loss, [gradient[:, part] for part in self.parts]
+        return loss, self._moved(gradient)
 
 
 def clipped(gradient: Tensor, limit: float) -> Tensor:
@@ -104,22 +132,23 @@ def clipped(gradient: Tensor, limit: float) -> Tensor:
 class Update(Protocol):
     """Moves the weights of some clients."""
 
-    def step(self, gradients: Sequence[Tensor], first: bool) -> None:
-        """Apply one gradient for each tensor of weights; `first` says that it is the clients' first."""
+    def step(self, gradients: Sequence[Tensor], rate: float | list[float], first: bool) -> None:
+        """Apply one gradient for each tensor of weights, at one learning rate or at one for each client; `first` says that it is
+        the clients' first."""
 
 
 class SGD:
     """SGD over `weights`, with a `velocity` for each where there is momentum; what that holds before the first step does not
     matter. Gradients stay as they are: two may lie in the same memory."""
 
-    def __init__(self, settings: Training, rate: float, weights: list[Tensor], velocity: list[Tensor]) -> None:
-        self.weights, self.velocity, self.rate = weights, velocity, rate
+    def __init__(self, settings: Training, weights: list[Tensor], velocity: list[Tensor]) -> None:
+        self.weights, self.velocity = weights, velocity
         self.momentum, self.weight_decay = settings.momentum, settings.weight_decay
         self.nesterov = bool(settings.optimizer_options.get("nesterov", False))
         self.dampening = float(settings.optimizer_options.get("dampening", 0.0))
 
     @torch.no_grad()
-    def step(self, gradients: Sequence[Tensor], first: bool) -> None:
+    def step(self, gradients: Sequence[Tensor], rate: float | list[float], first: bool) -> None:
         step = list(gradients)
         if self.weight_decay:
             step = list(torch._foreach_add(step, self.weights, alpha=self.weight_decay))
@@ -132,7 +161,12 @@ class SGD:
             step = (
                 list(torch._foreach_add(step, self.velocity, alpha=self.momentum)) if self.nesterov else self.velocity
             )
-        torch._foreach_add_(self.weights, step, alpha=-self.rate)
+        if not isinstance(rate, list):
+            torch._foreach_add_(self.weights, step, alpha=-rate)
+            return
+        column = moved(torch.tensor(rate, dtype=step[0].dtype), step[0].device)
+        for weights, direction in zip(self.weights, step, strict=True):
+            weights.sub_(direction * column.view(-1, *[1] * (direction.dim() - 1)))
 
 
 TOGETHER = 1 << 20
@@ -142,37 +176,37 @@ slower than client by client where not all fit the caches: beside clients that t
 
 
 class TorchOptimizers:
-    """A fresh optimizer of torch for each client, over the `parts` of its row of `weights [k, P]` that move.
+    """A fresh optimizer of torch for each client, over what moves of its row: `tensors [k, ...]` hold all clients'.
 
     It is one for all of them where that is allowed (`joint`) and faster, since these optimizers treat every number alike, until a
-    batch is not everybody's: from then on what each keeps of its steps differs.
+    batch is not everybody's or learning rates differ: from then on what each keeps of its steps differs.
     """
 
-    def __init__(self, settings: Training, rate: float, weights: Tensor, parts: Unit, joint: bool) -> None:
-        self.clients = len(weights)
-        self._joint = _Optimizer(settings, rate, [weights[:, part] for part in parts])
-        joint = joint and (weights.is_cuda or weights.numel() <= TOGETHER)
-        self._apart = [] if joint or self.clients == 1 else self._split()
+    def __init__(self, settings: Training, rate: float, tensors: Sequence[Tensor], joint: bool) -> None:
+        self.clients = len(tensors[0])
+        joint = joint and self.clients > 1
+        joint = joint and (tensors[0].is_cuda or sum(tensor.numel() for tensor in tensors) <= TOGETHER)
+        self._joint = _Optimizer(settings, rate, tensors) if joint else None
+        alone = range(0 if joint else self.clients)
+        self._apart = [_Optimizer(settings, rate, [tensor[k] for tensor in tensors]) for k in alone]
 
-    def of(self, members: Sequence[int], tensors: Sequence[Tensor]) -> Update:
-        """What moves `tensors [g, n]`, which are those of the clients at the places `members`."""
-        if not self._apart and list(members) == list(range(self.clients)):
-            self._joint.lie_in(tensors)
-            return self._joint
-        self._apart = self._apart or self._split()
+    def of(self, members: Sequence[int], tensors: Sequence[Tensor], alike: bool) -> Update:
+        """What moves `tensors [g, ...]`, which are those of the clients at the places `members`; `alike` says that these have the
+        same learning rates."""
+        if self._joint is not None:
+            if alike and list(members) == list(range(self.clients)):
+                self._joint.lie_in(tensors)
+                return self._joint
+            self._apart = [self._joint.of_row(k) for k in range(self.clients)]
+            self._joint = None
         chosen = [self._apart[k] for k in members]
         for place, optimizer in enumerate(chosen):
-            optimizer.lie_in([tensor[place : place + 1] for tensor in tensors])
+            optimizer.lie_in([tensor[place] for tensor in tensors])
         return _Apart(chosen)
-
-    def _split(self) -> list[_Optimizer]:
-        apart = [self._joint.of_row(k) for k in range(self.clients)]
-        self._joint.optimizer.state.clear()
-        return apart
 
 
 class _Optimizer:
-    """An optimizer of torch and the tensors `[k, n]` that it moves."""
+    """An optimizer of torch and the tensors that it moves: `[k, ...]` of k clients, `[...]` of one."""
 
     def __init__(self, settings: Training, rate: float, tensors: Sequence[Tensor]) -> None:
         self.settings, self.rate = settings, rate
@@ -184,14 +218,16 @@ class _Optimizer:
         for own, tensor in zip(self.tensors, tensors, strict=True):
             own.data = tensor
 
-    def step(self, gradients: Sequence[Tensor], first: bool) -> None:
+    def step(self, gradients: Sequence[Tensor], rate: float | list[float], first: bool) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
         for own, gradient in zip(self.tensors, gradients, strict=True):
             own.grad = gradient
         self.optimizer.step()
 
     def of_row(self, k: int) -> _Optimizer:
         """The optimizer of row k alone, with what this one keeps for it."""
-        one = _Optimizer(self.settings, self.rate, [tensor.detach()[k : k + 1] for tensor in self.tensors])
+        one = _Optimizer(self.settings, self.rate, [tensor.detach()[k] for tensor in self.tensors])
         for all_rows, row in zip(self.tensors, one.tensors, strict=True):
             kept = self.optimizer.state[all_rows]
             one.optimizer.state[row] = {name: _of_row(value, k, all_rows.shape) for name, value in kept.items()}
@@ -204,13 +240,14 @@ class _Apart:
     def __init__(self, optimizers: Sequence[_Optimizer]) -> None:
         self.optimizers = optimizers
 
-    def step(self, gradients: Sequence[Tensor], first: bool) -> None:
+    def step(self, gradients: Sequence[Tensor], rate: float | list[float], first: bool) -> None:
         for place, optimizer in enumerate(self.optimizers):
-            optimizer.step([gradient[place : place + 1] for gradient in gradients], first)
+            own = rate[place] if isinstance(rate, list) else rate
+            optimizer.step([gradient[place] for gradient in gradients], own, first)
 
 
 def _of_row(value: Any, k: int, shape: torch.Size) -> Any:
     """Row k of what has a number for each weight, a copy of what is the same for all."""
     if not isinstance(value, Tensor):
         return value
-    return (value[k : k + 1] if value.shape == shape else value).clone()
+    return (value[k] if value.shape == shape else value).clone()

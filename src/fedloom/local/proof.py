@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedloom.config.rates import CONSTANT, rate_factor
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.errors import InvalidValue, error_text
 from fedloom.flat.layout import Layout
@@ -88,6 +89,8 @@ def prove(module: nn.Module, dataset: Dataset, samples: Samples, training: Train
         folded = allowed("linear layers train by autograd: without it", plain.stack(Shortcuts(folded=True)))
         shortcuts = replace(shortcuts, folded=folded)
     if unstackable is None and training.optimizer != "sgd":
+        if training.local_schedule != CONSTANT:  # with it, these two clients' rates differ, so that nothing is joint
+            plain = _compared(module, dataset, samples, replace(training, local_schedule=CONSTANT))
         joint = allowed(
             "each client has an optimizer of its own: with one", plain.stack(Shortcuts(joint_optimizer=True))
         )
@@ -202,7 +205,8 @@ class _Comparison:
             frozen = {name: tensor.clone() for name, tensor in self._frozen_buffers(module)}
             trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
             optimizer = _optimizer(self.settings, trained)
-            losses = []
+            losses: list[Tensor] = []
+            steps = int(self.settings.local_steps(torch.tensor(SAMPLES[k])))
             with self._stream(k):
                 before = generator_state(self.start)
                 for batch in self._cohort([k], FlatModule(self.module, self.layout)).batches():
@@ -213,7 +217,7 @@ class _Comparison:
                     loss.backward()
                     if self.settings.clip is not None:
                         nn.utils.clip_grad_norm_(trained, self.settings.clip)
-                    optimizer()
+                    optimizer(RATE * rate_factor(self.settings.local_schedule, len(losses), steps))
                     losses.append(loss.detach().to(self.start))
                 self.draws |= not torch.equal(before, generator_state(self.start))
             changed = (name for name, tensor in self._frozen_buffers(module) if not torch.equal(tensor, frozen[name]))
@@ -235,16 +239,23 @@ class _Comparison:
         return Cohort(clients, held, self.dataset, flat_module, self.settings, self.round, memory)
 
 
-def _optimizer(settings: Training, parameters: Sequence[Tensor]) -> Callable[[], object]:
-    """A step of the optimizer. SGD is written out: those of torch import its compiler, which takes seconds."""
+def _optimizer(settings: Training, parameters: Sequence[Tensor]) -> Callable[[float], object]:
+    """A step of the optimizer at a learning rate. SGD is written out: those of torch import its compiler, which takes seconds."""
     if settings.optimizer != "sgd":
-        return settings.torch_optimizer(parameters, RATE).step
+        optimizer = settings.torch_optimizer(parameters, RATE)
+
+        def step_of_torch(rate: float) -> None:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+
+        return step_of_torch
     nesterov = bool(settings.optimizer_options.get("nesterov", False))
     dampening = float(settings.optimizer_options.get("dampening", 0.0))
     velocities: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()
-    def step() -> None:
+    def step(rate: float) -> None:
         for parameter in parameters:
             assert parameter.grad is not None
             gradient = parameter.grad + settings.weight_decay * parameter
@@ -252,7 +263,7 @@ def _optimizer(settings: Training, parameters: Sequence[Tensor]) -> Callable[[],
             velocity = gradient if before is None else settings.momentum * before + (1 - dampening) * gradient
             if settings.momentum:
                 velocities[parameter] = velocity
-            parameter -= RATE * (gradient + settings.momentum * velocity if nesterov else velocity)
+            parameter -= rate * (gradient + settings.momentum * velocity if nesterov else velocity)
 
     return step
 

@@ -80,7 +80,7 @@ class Evaluation:
             figures |= algorithm.diagnose()
         tallies: dict[str, Tally] = {}
         personal = self._due(round, self.personal_every)
-        upcoming = round.at(round.number + 1)
+        upcoming = self.task.training.round_at(round, round.number + 1)
         if self.personal_every and (personal or self._due(round, self.every)):
             tallies["client"] = self._global(algorithm, upcoming, self.clients, integers)
         if personal:

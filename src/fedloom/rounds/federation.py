@@ -96,9 +96,9 @@ class Federation:
         self._noted: set[str] = set()  # the notices that are in `timings` by now
         self._midway = False  # a round has begun and not ended, so that the state is that of no round
         participants = schedule.participants(trainers)
-        training = task.training
-        rate = training.rate(1)
-        self._first = Round(1, schedule.rounds, schedule.seed, trainers, participants, rate, rate, training.decay)
+        task.training.same_rates(schedule.rounds, schedule.rounds)  # raises where there is none
+        rate = task.training.rate(1, schedule.rounds)
+        self._first = Round(1, schedule.rounds, schedule.seed, trainers, participants, rate, rate)
         algorithm.setup(
             Plan(
                 task.layout, task.initial, trainers, participants, schedule.rounds, schedule.seed,
@@ -162,7 +162,7 @@ class Federation:
         before, integers = self.algorithm.full_state(), self.integers
         succeeded = False
         try:
-            record, timing, clients = self._round(self._first.at(self.finished + 1))
+            record, timing, clients = self._round(self.task.training.round_at(self._first, self.finished + 1))
             with uninterrupted():
                 succeeded = True
                 self._record(record, timing, clients)

@@ -284,7 +284,7 @@ def _round(value: Any) -> Round:
     for name in ("number", "rounds", "clients", "participants"):
         whole(told, name, 0, _MOST)
     whole(told, "seed", 0, 1 << 62)
-    for name in ("learning_rate", "initial_learning_rate", "decay"):
+    for name in ("learning_rate", "initial_learning_rate", "rate_change"):
         if not isinstance(told[name], (int, float)) or not 0 < told[name] < math.inf:
             raise RefusedReply(f"{name} must be a positive number, not {told[name]!r:.40}")
     return Round(**told)

@@ -1,0 +1,95 @@
+"""How the learning rate goes over the rounds of a run, or over the local steps of a client in a round.
+
+A schedule is a function (done, total) -> what the rate is multiplied by when `done` of `total` rounds, or steps, are over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any, cast
+
+from fedloom.config.expression import Call, parse, plain
+from fedloom.config.fields import Count, Probability, Share
+from fedloom.config.plugins import found_at
+from fedloom.config.registry import Registry
+from fedloom.errors import InvalidValue, error_text, quoted
+
+RateSchedule = Callable[[int, int], float]
+
+CONSTANT = "constant"
+
+
+def _argument(make: object, name: str, value: Any) -> Any:
+    return build_rate_schedule(value) if name == "then" else plain(value)
+
+
+rate_schedules: Registry[Callable[..., RateSchedule]] = Registry("learning-rate schedule", "fedloom.config", _argument)
+
+
+@rate_schedules.register(CONSTANT)
+def constant() -> RateSchedule:
+    """The same rate all the time."""
+    return lambda done, total: 1.0
+
+
+@rate_schedules.register("cosine")
+def cosine(*, over: Count | None = None, least: Probability = 0.0) -> RateSchedule:
+    """From 1 to `least` along half a cosine: least + (1 - least) (1 + cos(pi t / T)) / 2 after t of T = `over` rounds or steps.
+
+    Without `over`, T is how many there are. Source: Loshchilov & Hutter 2017, equation 5, without restarts.
+    """
+    return lambda done, total: (
+        least + (1 - least) * (1 + math.cos(math.pi * min(done, over or total) / (over or total))) / 2
+    )
+
+
+@rate_schedules.register("step")
+def step(*, every: Count, factor: Share = 0.1) -> RateSchedule:
+    """Times `factor` after every so many rounds or steps."""
+    return lambda done, total: factor ** (done // every)
+
+
+@rate_schedules.register("warmup")
+def warmup(*, over: Count, then: RateSchedule = constant()) -> RateSchedule:  # noqa: B008
+    """In even steps up to 1 over the first `over` rounds or steps, and `then` another schedule, which begins after them.
+
+    The rate is 1/over of itself at first and whole from number `over` on: `warmup(5, then=cosine)`. Source: Goyal et al. 2017.
+    """
+    return lambda done, total: (done + 1) / over if done < over else then(done - over, max(1, total - over))
+
+
+def build_rate_schedule(expression: str | Call) -> RateSchedule:
+    """The schedule of an expression such as `warmup(5, then=cosine)`, or of `module:function`: a function (done, total).
+
+    Raises `UnknownName` or `InvalidValue`, in one line, for what does not fit.
+    """
+    call = parse(expression) if isinstance(expression, str) else expression
+    if not isinstance(call, Call):
+        raise InvalidValue(f"a learning-rate schedule is a name or 'module:function', not {quoted(call)}")
+    if call.until is not None and not call.positional and not call.named:
+        return found_at(f"{call.name}:{call.until}", "learning-rate schedule", "a name or 'module:function'")
+    return cast(RateSchedule, rate_schedules.build(call))
+
+
+_built = cache(build_rate_schedule)  # of texts
+
+
+def rate_factor(expression: str, done: int, total: int) -> float:
+    """What the schedule multiplies the rate by. Raises `InvalidValue` unless that is a positive number."""
+    if expression == CONSTANT:
+        return 1.0
+    try:
+        found = float(_built(expression)(done, total))
+    except InvalidValue:
+        raise
+    except Exception as error:
+        raise InvalidValue(
+            f"schedule {quoted(expression)} fails after {done} of {total}: {error_text(error)}"
+        ) from error
+    if not 0 < found < math.inf:
+        raise InvalidValue(
+            f"schedule {quoted(expression)} gives {found:g} after {done} of {total}: it must be a positive number"
+        )
+    return found

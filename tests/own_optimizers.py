@@ -1,0 +1,54 @@
+"""Optimizers and learning-rate schedules as a user writes them, in a module that a configuration can name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Sign(torch.optim.Optimizer):
+    """Steps by the sign of a moving mean: every number alike."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float, smoothing: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr, "smoothing": smoothing})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                mean.lerp_(parameter.grad, 1 - group["smoothing"])
+                parameter.sub_(mean.tanh(), alpha=group["lr"])
+
+
+class Normed(torch.optim.Optimizer):
+    """Divides each tensor's gradient by its norm, and matrices by their largest row besides: it looks at whole tensors."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad / (parameter.grad.norm() + 1e-3)
+                if parameter.dim() == 2:
+                    gradient = gradient / (gradient.norm(dim=1).amax() + 1e-3)
+                parameter.sub_(gradient, alpha=group["lr"])
+
+
+def no_optimizer(params: Iterable[Tensor], lr: float) -> None:
+    """A function and no class."""
+
+
+def falling(done: int, total: int) -> float:
+    """From 1 in a straight line."""
+    return 1 - done / total
+
+
+def never(done: int, total: int) -> float:
+    """No rate at all after the first."""
+    return 1.0 - (done > 0)
