@@ -66,7 +66,7 @@ def test_the_proximal_term_on_a_page_is_that_of_fedprox_under_wrappers_too(page:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("page", ["index.md", "secure.md", "methods/composing.md"])
+@pytest.mark.parametrize("page", ["index.md", "secure.md", "methods/composing.md", "coming-from.md"])
 def test_the_code_on_a_page_runs(page: str, tmp_path: Path) -> None:
     program = tmp_path / "page.py"
     program.write_text("import torch\ntorch.set_num_threads(1)\n" + "\n".join(blocks(page, "python")))
@@ -89,6 +89,14 @@ def test_the_tables_of_the_first_page_are_configurations(tmp_path: Path) -> None
     path.write_text(table)
     found = load(path)
     assert len(found.algorithms) * len(found.seeds) == 6
+
+
+def test_the_file_for_those_who_come_from_elsewhere_is_a_configuration(tmp_path: Path) -> None:
+    from fedloom.experiment.configuration import load
+
+    (table,) = blocks("coming-from.md", "toml")
+    (tmp_path / "job.toml").write_text(table)
+    assert load(tmp_path / "job.toml").algorithm == "fedprox(mu=0.1)"
 
 
 def test_every_key_of_a_configuration_is_explained() -> None:
