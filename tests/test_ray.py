@@ -35,7 +35,7 @@ from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
 from process_support import Deadly, Failing, Misconfigured, Peeking, wide_task
-from ray_support import SCRIPT, Greedy, counted, gone, gone_soon, stopped
+from ray_support import SCRIPT, Echoing, counted, gone, gone_soon, stopped
 from small_task import TRAIN_SIZES, KeepsClientMemory, small_task
 
 pytest.importorskip("ray", reason="Ray is not installed")
@@ -135,8 +135,8 @@ def test_other_types_and_other_tasks(engine: RayEngine) -> None:
     assert engine.store.read(0)["rounds"].dtype == torch.int64
 
 
-def test_a_method_may_write_to_its_inbox_and_its_replies_may_be_written_to(engine: RayEngine) -> None:
-    algorithm = set_up(engine, Greedy())
+def test_replies_may_be_written_to_even_where_they_are_what_was_sent(engine: RayEngine) -> None:
+    algorithm = set_up(engine, Echoing())
     replies = [answer for answer in engine.train(algorithm, *client_tasks(engine)) if isinstance(answer, Reply)]
     assert len(replies) == CLIENTS
     kept = [reply.tensors["model"].clone() for reply in replies]

@@ -51,6 +51,7 @@ from .data import Partition as Partition
 from .data import Samples as Samples
 from .errors import FedloomError as FedloomError
 from .experiment.artifact import load_model as load_model
+from .experiment.check import check as check
 from .experiment.run import Result as Result
 from .experiment.run import run as run
 from .rounds.federation import Federation as Federation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from fedloom.config.expression import Call, parse, plain, show
 from fedloom.config.fields import require_fields
+from fedloom.config.plugins import found_at
 from fedloom.config.registry import Entry, Registry
-from fedloom.errors import InvalidValue, quoted
+from fedloom.errors import InvalidValue, code_place, in_brackets, quoted
 from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort
@@ -455,18 +456,48 @@ algorithms: Registry[type[Algorithm]] = Registry("algorithm", "fedloom.algorithm
 
 
 def build(expression: str | Call | Algorithm) -> Algorithm:
-    """The method of an expression such as `fedmr(unit=segment, fraction=0.5)` or `stages(fedavg:100, fedmr)`.
+    """The method of an expression such as `fedmr(unit=segment, fraction=0.5)`, `stages(fedavg:100, fedmr)` or
+    `my_methods:HalfStep(step=0.9)`.
 
     Raises `UnknownName` or `InvalidValue` in one line for whatever does not fit.
     """
     if isinstance(expression, Algorithm):
+        _require_dataclass(type(expression))
         return expression
     call = parse(expression) if isinstance(expression, str) else expression
     if call.until is not None:
         raise InvalidValue(f"{quoted(call, str)}: a last round (:{quoted(call.until, str)}) belongs inside stages(...)")
+    if ":" in call.name and call.name not in algorithms:
+        call = replace(call, name=_registered(call.name))
+    _require_dataclass(algorithms[call.name].make)
     if algorithms[call.name].make.variadic:
         call = replace(call, positional=([_stage(value) for value in call.positional],))
     return cast(Algorithm, algorithms.build(call))
+
+
+def _registered(path: str) -> str:
+    """The name under which the class at `module:Class` is registered, which is its path where it has given itself none."""
+    kind = found_at(path, "algorithm", "a registered name or 'package.module:Class'")
+    if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
+        raise InvalidValue(f"algorithm {quoted(path)} is no method: a method is a class that extends fedloom.Algorithm")
+    known = next((entry.name for entry in algorithms if entry.make is kind), None)
+    if known is None:
+        algorithms.register(path)(kind)
+    return known or path
+
+
+def _require_dataclass(kind: type) -> None:
+    """Raise `InvalidValue` where fields of a method count for nothing, since their class is no `@dataclass`."""
+    for base in kind.__mro__[: kind.__mro__.index(Algorithm)]:
+        written = () if "__dataclass_fields__" in vars(base) else vars(base).get("__annotations__", {}).items()
+        names = [
+            name for name, hint in written if "ClassVar" not in str(hint) and name not in Algorithm.__annotations__
+        ]
+        if names:
+            raise InvalidValue(
+                f"{base.__name__} has {', '.join(names)}, but no @dataclass above its class to make parameters of that"
+                + in_brackets(code_place(base))
+            )
 
 
 def _stage(value: Any) -> tuple[Algorithm, Any]:
@@ -485,7 +516,7 @@ def describe(algorithm: Algorithm) -> str:
     entry = entry_of(algorithm)
     if entry is None:
         return type(algorithm).__name__.lower()
-    values = {f.name: getattr(algorithm, f.name) for f in fields(cast(Any, algorithm)) if f.init}
+    values = {name: getattr(algorithm, name) for name in entry.parameters}
     shown = [
         (name, _show(value))
         for name, value in values.items()

@@ -16,7 +16,13 @@ FedloomError                the user can act on it; the command line prints it a
 from __future__ import annotations
 
 import difflib
+import inspect
+import os
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 LONGEST_QUOTED = 200
@@ -127,6 +133,78 @@ def first_line(error: BaseException) -> str:
 def error_text(error: BaseException) -> str:
     """What an error that fedloom did not raise is, and what it says, on one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def error_place(error: BaseException) -> str:
+    """Where an error, or what caused it, arose in the user's own code: `my_methods.py:12 in train`, or nothing.
+
+    That is the innermost line outside of fedloom, Python and what is installed.
+    """
+    for one in _causes(error):
+        if marked := getattr(one, _PLACE, ""):
+            return str(marked)
+        if isinstance(one, SyntaxError) and one.filename and is_own_code(one.filename):
+            return f"{shown_path(one.filename)}:{one.lineno}"
+        own = [frame for frame in traceback.extract_tb(one.__traceback__) if is_own_code(frame.filename)]
+        if own:
+            inside = "" if own[-1].name.startswith("<") else f" in {own[-1].name}"
+            return f"{shown_path(own[-1].filename)}:{own[-1].lineno}{inside}"
+    return ""
+
+
+def mark_place(error: BaseException) -> None:
+    """Keep the place of an error that is about to go to another process, which its traceback does not."""
+    if place := error_place(error):
+        setattr(error, _PLACE, place)
+
+
+def located(error: BaseException, text: str) -> str:
+    """The text of an error, and where in the user's own code it arose."""
+    place = error_place(error)
+    return text if place in text else text + in_brackets(place)
+
+
+def in_brackets(place: str) -> str:
+    """A place as it follows a sentence, or nothing."""
+    return place and f" (at {place})"
+
+
+def is_own_code(file: str) -> bool:
+    """Whether a file of code is the user's: not fedloom's, not Python's, and not installed."""
+    return not file.startswith(_foreign()) and os.path.isfile(file)
+
+
+def shown_path(file: str) -> str:
+    """A file as the user would call it from here: relative where it lies below the current folder."""
+    path = Path(file)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def code_place(thing: Any) -> str:
+    """Where a class or function of the user's stands, `my_methods.py:9`; nothing for fedloom's own."""
+    try:
+        file, line = inspect.getsourcefile(thing) or "", inspect.getsourcelines(thing)[1]
+    except (OSError, TypeError):  # made at a prompt, or built in
+        return ""
+    return f"{shown_path(file)}:{line}" if is_own_code(file) else ""
+
+
+_PLACE = "fedloom_place"
+"""The attribute of an error that keeps its place."""
+
+
+@cache
+def _foreign() -> tuple[str, ...]:
+    known = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")]
+    return (os.path.dirname(os.path.abspath(__file__)) + os.sep, *(path + os.sep for path in known))
+
+
+def _causes(error: BaseException) -> Iterable[BaseException]:
+    """The error, what it was raised from, and so on."""
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__
 
 
 def one_line(text: str, longest: int = 500) -> str:

@@ -14,9 +14,9 @@ import click
 import typer
 
 import fedloom
-from fedloom.cli import federation_files, listing, reproducing, running, showing, tuning
+from fedloom.cli import checking, federation_files, listing, reproducing, running, showing, tuning
 from fedloom.cli.options import RunsFailed, again, first_line
-from fedloom.errors import DiskFull, Diverged, FedloomError, one_line
+from fedloom.errors import DiskFull, Diverged, FedloomError, error_text, located, one_line
 from fedloom.rounds.termination import sigterm_interrupts
 
 # In the order in which --help lists them. A command's heavy imports stand inside its function.
@@ -24,6 +24,7 @@ commands: tuple[Callable[..., Any], ...] = (
     running.run,
     running.compare,
     tuning.tune,
+    checking.check,
     reproducing.reproduce,
     showing.watch,
     showing.report,
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say(str(error))
         return 1
     except FedloomError as error:
-        _say(str(error))
+        _say(located(error, str(error)))
         return 2
     except OSError as error:
         _say(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if "FEDLOOM_TRACEBACK" in os.environ:
             traceback.print_exc()
-        _say(f"{type(error).__name__}: {error} (FEDLOOM_TRACEBACK=1 shows where)")
+        _say(f"{located(error, error_text(error))} (FEDLOOM_TRACEBACK=1 shows how it came there)")
         return 1
 
 

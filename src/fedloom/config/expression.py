@@ -1,7 +1,8 @@
 """What a configuration names: `dirichlet(0.1)`, `stages(fedavg:100, fedmr(unit=segment, fraction=0.5))`.
 
     value = number | 'text' | true | false | none | [value, ...] | call    (text with Python's escapes, such as \\' and \\n)
-    call  = name [ "(" argument, ... ")" ] [ ":" (number | name) ]
+    call  = path [ "(" argument, ... ")" ] [ ":" (number | name) ]
+    path  = name [ ":" Name ]                                     (a class of the user's own, package.module:Class)
     argument = [ name "=" ] value
 
 A bare word is a call without arguments; whoever builds the thing decides whether it is a name or a piece of text.
@@ -29,7 +30,7 @@ DEEPEST = 50
 
 @dataclass(frozen=True)
 class Call:
-    """A name with its arguments; `until` is what follows a colon (the last round of a stage)."""
+    """A name, or `module:Class`, with its arguments; `until` is what follows a colon (the last round of a stage)."""
 
     name: str
     positional: tuple[Any, ...] = ()
@@ -137,6 +138,10 @@ class _Parser:
             raise self._fail() from None
 
     def _call(self, name: str) -> Call:
+        following = self.tokens[self.next + 1][1] if self.next + 1 < len(self.tokens) else ""
+        if re.fullmatch(r"([\w.]+\.)?_*[A-Z]\w*", following) and self._take(":"):
+            name = f"{name}:{following}"
+            self.next += 1
         positional: list[Any] = []
         named: dict[str, Any] = {}
         if self._take("("):

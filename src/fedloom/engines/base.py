@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Message
+from fedloom.algorithm import Algorithm, Message
 from fedloom.config.registry import Registry
 from fedloom.data.partition import Partition
-from fedloom.errors import InvalidValue, NotFinite, RefusedReply
-from fedloom.local.cohort import Cohort
+from fedloom.errors import InvalidValue, NotFinite, RefusedReply, code_place, in_brackets
+from fedloom.local.cohort import Cohort, Trained
 from fedloom.rounds.engine import INTEGERS, Engine
 from fedloom.state.store import ClientStore
 from fedloom.task import Task
@@ -108,14 +108,53 @@ class LocalEngine(Engine):
         self.store.close()
 
 
+def trained(algorithm: Algorithm, cohort: Cohort, inbox: Message) -> Message:
+    """What `train` returns. Raises `InvalidValue` where that is no message with one row a client, or where it has changed its
+    inbox in place, which other clients are sent too."""
+    versions = {name: rows._version for name, rows in inbox.items()}
+    held = dict(inbox)
+    message = algorithm.train(cohort, inbox)
+    wrong = _wrong_message(message, len(cohort.clients))
+    changed = [name for name, rows in held.items() if rows._version != versions[name]]
+    if not wrong and changed:
+        wrong = f"changed inbox[{changed[0]!r}] in place, which others are sent too: change a clone() of it"
+    if wrong:
+        who = ", ".join(map(str, cohort.clients[:3])) + (", ..." if len(cohort.clients) > 3 else "")
+        place = in_brackets(code_place(type(algorithm).train))
+        raise InvalidValue(f"{type(algorithm).__name__}.train of client {who} {wrong}{place}")
+    return dict(message)
+
+
+def _wrong_message(message: object, clients: int) -> str:
+    """Why that is no message with one row for each client, and what would be one."""
+    if message is None:
+        return 'returned nothing: it must return a message, such as {"model": cohort.fit(inbox["model"]).model}'
+    if isinstance(message, Trained):
+        return 'returned all that cohort.fit gives: return {"model": trained.model}'
+    if not isinstance(message, Mapping):
+        return f'returned a {type(message).__name__}: it must return named tensors, such as {{"model": weights}}'
+    for name, rows in message.items():
+        if not isinstance(rows, Tensor):
+            cure = "give its .model" if isinstance(rows, Trained) else "give a tensor with one row a client"
+            return f"returned {name!r} as {type(rows).__name__}: {cure}"
+        if rows.dim() == 0 or len(rows) != clients:
+            return (
+                f"returned {name!r} of shape {list(rows.shape)}, without one row for each of {clients} clients: keep the "
+                f"leading client axis, [{clients}, ...]"
+            )
+    return ""
+
+
 def inspect_reply(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
     """Raise `RefusedReply` unless a reply has exactly the expected names and shapes, floats or integers, all finite."""
     if tensors.keys() != expected.keys():
-        raise RefusedReply(f"tensors {sorted(tensors)} where {sorted(expected)} are expected")
+        lacking = [f"lacks {name!r}" for name in sorted(expected.keys() - tensors.keys())]
+        holding = [f"holds {name!r}" for name in sorted(tensors.keys() - expected.keys())]
+        raise RefusedReply(f"the reply {' and '.join([*lacking, *holding])}, other than `expects` says")
     for name, shape in expected.items():
         tensor = tensors[name]
         if tuple(tensor.shape) != tuple(shape):
-            raise RefusedReply(f"{name!r} has shape {list(tensor.shape)}, not {list(shape)}")
+            raise RefusedReply(f"{name!r} has shape {list(tensor.shape)}, not {list(shape)} as `expects` says")
         if tensor.is_complex():
             raise RefusedReply(f"{name!r} holds complex numbers")
         if (

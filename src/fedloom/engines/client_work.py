@@ -19,7 +19,7 @@ from fedloom.algorithm import Algorithm
 from fedloom.engines.pickling import load
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.errors import FedloomError, error_text
+from fedloom.errors import FedloomError, error_text, mark_place
 from fedloom.local.proof import Proof
 from fedloom.round import Round
 from fedloom.rounds.engine import ClientTask, Fault, Reply
@@ -189,11 +189,14 @@ def _answer(engine: RowsEngine, client: ClientWork, result: Reply | Fault) -> Cl
 
 
 def _portable(error: Exception) -> Exception:
-    """The error, or one with the same text where it cannot be pickled."""
+    """The error with its place, or one with the same text where it cannot be pickled."""
+    mark_place(error)
     try:
         pickle.loads(cloudpickle.dumps(error))
     except Exception:
-        return FedloomError(str(error)) if isinstance(error, FedloomError) else RuntimeError(str(error))
+        told = FedloomError(str(error)) if isinstance(error, FedloomError) else RuntimeError(str(error))
+        mark_place(told.with_traceback(error.__traceback__))
+        return told.with_traceback(None)
     return error
 
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
-from fedloom.engines.base import LocalEngine, engines, inspect_reply, keep_integers, load_integers
+from fedloom.engines.base import LocalEngine, engines, inspect_reply, keep_integers, load_integers, trained
 from fedloom.errors import FedloomError, RefusedReply
 from fedloom.flat.allocator import keep_pages
 from fedloom.flat.module import FlatModule
@@ -98,7 +98,7 @@ class RowsEngine(LocalEngine):
         inbox = dict(client_task.inbox)
         sent = load_integers(cohort, inbox, self.task.initial_integers)
         with self._drawing_layers(round, client_task.client):
-            message = algorithm.train(cohort, inbox)
+            message = trained(algorithm, cohort, inbox)
         keep_integers(cohort, message, sent)
         tensors = {name: rows[0] for name, rows in message.items()}
         if client_task.slot is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm, Message, describe
 from fedloom.config.fields import Count, checked
 from fedloom.data.partition import Partition
-from fedloom.engines.base import engines, inspect_reply, keep_integers, load_integers
+from fedloom.engines.base import engines, inspect_reply, keep_integers, load_integers, trained
 from fedloom.engines.rows import RowsEngine, full_batch, measured
 from fedloom.errors import FedloomError, RefusedReply, error_text
 from fedloom.flat.module import Batch, FlatModule, data_loss
@@ -99,7 +99,7 @@ class StackedEngine(RowsEngine):
 
         def train() -> list[Reply | Fault]:
             cohort, inbox, sent = self._together(round, client_tasks)
-            message = algorithm.train(cohort, inbox)
+            message = trained(algorithm, cohort, inbox)
             keep_integers(cohort, message, sent)
             return _answers(client_tasks, message, cohort, expected)
 

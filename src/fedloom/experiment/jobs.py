@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from fedloom.algorithm import build
 from fedloom.data.dataset import Dataset
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import FedloomError, InvalidValue, error_text
+from fedloom.errors import FedloomError, InvalidValue, error_text, located
 from fedloom.experiment.configuration import Configuration
 from fedloom.experiment.directory import RunDirectory, fingerprint, finished_runs
 from fedloom.experiment.events import Event, RunName, Watch
@@ -131,7 +131,8 @@ def attempt(job: Job, watch: Watch, fresh: bool, tasks: Tasks) -> str | None:
     except Exception as error:
         if "FEDLOOM_TRACEBACK" in os.environ:
             traceback.print_exc()
-        reason = " ".join(str(error).split()) if isinstance(error, FedloomError) else error_text(error)
+        text = " ".join(str(error).split()) if isinstance(error, FedloomError) else error_text(error)
+        reason = located(error, text)
         watch(Event("failed", job.name, text=reason))
         return reason
     return None

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, Selection, block_slots
-from fedloom.errors import CheckpointError, Diverged, InvalidValue
+from fedloom.errors import CheckpointError, Diverged, InvalidValue, RefusedReply, code_place, in_brackets
 from fedloom.flat.device import moved_back
 from fedloom.flat.population import capped
 from fedloom.round import Round
@@ -105,6 +105,7 @@ class Federation:
                 task.dataset.classes, self.task.sizes, task.model, isinstance(engine, RemoteClients),
             )
         )  # fmt: skip
+        _require_state(algorithm, "setup", task.initial)
         engine.begin(self.task, None if directory is None else directory / "clients")
         self.checkpoints = None if directory is None else Checkpoints(directory, identity)
         names = ("metrics.jsonl", "timings.jsonl", "clients.jsonl")
@@ -182,6 +183,7 @@ class Federation:
         selection = self.algorithm.select(round)
         round = replace(round, selected=selection.clients)
         message = dict(self.algorithm.send(round))
+        _require_rows(self.algorithm, message, selection)
         if INTEGERS in expectations(self.algorithm, round, self.task.layout):
             message[INTEGERS] = self.integers.unsqueeze(0)
         client_tasks, absent = self._client_tasks(round, selection, message)
@@ -201,6 +203,7 @@ class Federation:
             self.integers = self.integers if answers.integers is None else answers.integers
             self.algorithm.update(round, answers.aggregate)
         self.algorithm.finish(round)
+        _require_state(self.algorithm, "update" if self.algorithm.folds else "receive", self.task.initial)
         received = time.perf_counter()
         receivers = selection.receivers or len(selection.clients) + len(selection.idle)
         receivers -= len(absent) + sum(not fault.sent for fault in answers.faults)
@@ -258,8 +261,6 @@ class Federation:
                 client_tasks.append(client_task)
         if selection.idle:
             last = len(selection.clients)
-            if any(len(rows) not in (1, last + 1) for rows in message.values()):
-                raise InvalidValue("the message has no row for the clients that train without uploading")
             shared = {name: row_for(rows, last) for name, rows in message.items()}
             client_tasks += [ClientTask(client, None, shared) for client in selection.idle]
         return client_tasks, absent
@@ -278,7 +279,7 @@ class Federation:
         )
         answers.collect(self.engine.train(self.algorithm, round, client_tasks))
         if not answers.arrived:
-            _raise_unless_absent(round, answers.faults)
+            _raise_unless_absent(self.algorithm, round, answers.faults)
         return answers
 
     def _weights(self, selection: Selection, replies: Sequence[Reply]) -> Tensor:
@@ -360,10 +361,60 @@ def _diverged(round: Round, what: str) -> Diverged:
     return Diverged(f"round {round.number}: training diverged (learning rate {round.learning_rate:g}): {what}; {kept}")
 
 
-def _raise_unless_absent(round: Round, faults: list[Fault]) -> None:
+def _raise_unless_absent(algorithm: Algorithm, round: Round, faults: list[Fault]) -> None:
     """Raise why a round has no reply at all, unless its clients were merely absent."""
     if faults and all(fault.diverged for fault in faults):
         raise _diverged(round, "no client's model is finite any more")
-    errors = [fault.error for fault in faults if fault.error is not None]
-    if errors:
-        raise errors[0]
+    failed = [fault for fault in faults if fault.error is not None]
+    if failed and isinstance(failed[0].error, RefusedReply):
+        kind = type(algorithm)
+        raise RefusedReply(
+            f"round {round.number}: no reply to {kind.__name__} can be used; that of client {failed[0].client_task.client}: "
+            f"{failed[0].reason}{in_brackets(code_place(kind.train))}"
+        ) from failed[0].error
+    if failed and failed[0].error is not None:
+        raise failed[0].error
+
+
+def _require_rows(algorithm: Algorithm, message: Message, selection: Selection) -> None:
+    """Raise `InvalidValue` unless what is sent has one row for all who receive it, or one for each."""
+    selected = len(selection.clients)
+    for name, rows in message.items():
+        if len(rows) not in ((1, selected + 1) if selection.idle else (1, selected, selected + 1)):
+            others = " and those that only train" if selection.idle else ""
+            place = in_brackets(code_place(type(algorithm).send))
+            raise InvalidValue(
+                f"{type(algorithm).__name__}.send gives {name!r} {len(rows)} rows: give it one for all, such as "
+                f"model.unsqueeze(0), or one for each of {selected} selected clients{others}{place}"
+            )
+
+
+def _require_state(algorithm: Algorithm, hook: Literal["setup", "receive", "update"], initial: Tensor) -> None:
+    """Raise `InvalidValue` unless `hook` left a state that a checkpoint can hold, and a global model like the `initial` one."""
+    if not hasattr(algorithm, "state") or not hasattr(algorithm, "plan"):
+        wrong = "has not kept the plan and made the state: begin it with super().setup(plan)"
+    else:
+        wrong = _wrong_state(algorithm, initial)
+    if wrong:
+        place = in_brackets(code_place(getattr(type(algorithm), hook)))
+        raise InvalidValue(f"{type(algorithm).__name__}.{hook} {wrong}{place}")
+
+
+def _wrong_state(algorithm: Algorithm, initial: Tensor) -> str:
+    for method in algorithm.nested():
+        for name, held in method.state.items():
+            if not isinstance(held, Tensor):
+                return (
+                    f"left {type(held).__name__} in self.state[{name!r}], where a checkpoint holds tensors: make it one"
+                )
+            if "." in name:
+                return f"left self.state[{name!r}]: a name there has no dot, which is for methods inside others"
+    model = algorithm.model()
+    if model.shape != initial.shape:
+        return (
+            f"left a global model of shape {list(model.shape)}, not {list(initial.shape)}: of one row for each client take one, "
+            "such as weighted_mean(replies['model'], replies.weights)"
+        )
+    if model.dtype != initial.dtype:
+        return f"left a global model of {model.dtype}, not {initial.dtype}: convert it, such as model.to(self.state['model'])"
+    return ""
