@@ -26,6 +26,7 @@ LONGER = {
     "fedloom.cli.reproducing.reproduce",
     "fedloom.data.sets.femnist.femnist",
     "fedloom.data.sets.synthetic.synthetic_feddc",
+    "fedloom.data.sets.table.table",
     "fedloom.experiment.run.run",
     "fedloom.local.cohort.fit",
     "fedloom.local.cohort.lock_steps",

@@ -26,7 +26,8 @@ from fedloom.data.formats.idx import read_idx
 from fedloom.data.formats.labels import class_labels
 from fedloom.data.formats.pickles import read_pickled_arrays
 from fedloom.data.formats.pictures import read_files, read_image_folder
-from fedloom.data.sets.ag_news import encode, read_csv, tokens, vocabulary
+from fedloom.data.formats.words import encode, tokens, vocabulary
+from fedloom.data.sets.ag_news import read_csv
 from fedloom.data.sets.cifar import read_binary_batches, read_python_batches
 from fedloom.data.sets.femnist import read_leaf_images
 from fedloom.errors import DataError

@@ -141,8 +141,10 @@ def make_partition(
 
 
 def make_task(
-    data: str | Dataset = "digits",
+    data: Any = "digits",
     *,
+    target: str = "",
+    group: str = "",
     clients: int = 20,
     partition: str | Partition = "dirichlet(0.5)",
     model: str | nn.Module = "mlp",
@@ -156,6 +158,9 @@ def make_task(
 ) -> Task:
     """Make a task from names or from things of your own.
 
+    `data` is the name of a data set, a `Dataset`, `Samples`, a torch data set with a length, a table of pandas, Polars or Arrow,
+    or a Hugging Face `Dataset` or `DatasetDict`; a pair of them trains and tests. Of a table, `target` is the column to learn and
+    `group` the one that says whose a row is, for `partition="natural"`; see `table` for a file, and for more to choose.
     `merge` joins the training and test part of the data before it is shared out, as FedALA does; it needs `local_test`,
     the share of each client's samples that it keeps for testing (FedALA: 0.25), and the global test set is then the union
     of the clients' own. `label_noise`, such as `symmetric(0.4)` or `paired([0.0, 0.6])`, makes some of the clients' training
@@ -168,9 +173,17 @@ def make_task(
     """
     place = find_device(device)
     noise = build_label_noise(label_noise)
-    dataset = make_dataset(data) if isinstance(data, str) else data
-    if objective is not None:
-        dataset = replace(dataset, objective=build_objective(objective))
+    learned = None if objective is None else build_objective(objective)
+    if (target or group) and isinstance(data, str | Dataset):
+        raise InvalidValue("target and group name columns of a table: in the name of a data set, as table(target=...)")
+    if isinstance(data, str | Dataset):
+        dataset = make_dataset(data) if isinstance(data, str) else data
+    else:
+        from fedloom.data.sets.foreign import foreign_dataset  # with Arrow, which takes a while to load
+
+        dataset = foreign_dataset(data, target, group, learned)
+    if learned is not None:
+        dataset = replace(dataset, objective=learned)
     if noise is not None and not dataset.objective.classes:
         raise InvalidValue(f"label_noise={label_noise!r}: the targets of {dataset.name} are no classes")
     if merge and local_test is None:
@@ -188,6 +201,8 @@ def make_task(
     if isinstance(model, nn.Module):
         require_no_tensor_hooks(model)
     module = build_model(model, dataset.spec, seed) if isinstance(model, str) else copy.deepcopy(model)
+    if dataset.standardised:
+        pool, test = standardise(dataset.standardised, pool, test, pool.inputs[torch.from_numpy(shared.indices)])
     pool, test = (in_type_of(module, samples) for samples in (pool, test))
     settings = training if isinstance(training, Training) else Training(**(training or {}))
     task = Task(dataset, pool, test, shared, module, settings, kept)
@@ -195,13 +210,26 @@ def make_task(
     return task if place.type == "cpu" else task.to(place)
 
 
+def standardise(columns: tuple[int, ...], pool: Samples, test: Samples, trained_on: Tensor) -> tuple[Samples, Samples]:
+    """`pool` and `test` with some columns of the inputs less the mean and over the deviation of `trained_on`."""
+    which = torch.zeros(trained_on.shape[1], dtype=torch.bool).index_fill(0, torch.tensor(columns), True)
+    held = trained_on.double()
+    mean = torch.where(which, held.mean(0), 0)
+    deviation = torch.where(which, held.std(0, correction=0), 1)
+    deviation = torch.where(deviation > 1e-9 * mean.abs().clamp_min(1e-300), deviation, 1)  # a column that never varies
+    one, two = (replace(part, inputs=((part.inputs.double() - mean) / deviation)) for part in (pool, test))
+    return one, two
+
+
 def in_type_of(model: nn.Module, samples: Samples) -> Samples:
-    """The samples with inputs that are floats in the model's type. Raises `InvalidValue` for NaN and infinity."""
+    """The samples with float64 inputs in a type that the model has. Raises `InvalidValue` for NaN and infinity."""
     if not samples.inputs.is_floating_point():
         return samples
     require_finite(samples.inputs, "inputs")
-    dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), samples.inputs.dtype)
-    return replace(samples, inputs=samples.inputs.to(dtype))
+    types = [one.dtype for one in model.parameters() if one.is_floating_point()]
+    if samples.inputs.dtype != torch.float64 or torch.float64 in types or not types:
+        return samples
+    return replace(samples, inputs=samples.inputs.to(types[0]))
 
 
 def mislabelled(task: Task, noise: LabelNoise, seed: int) -> Task:

@@ -35,8 +35,10 @@ def as_inputs(values: Any) -> Tensor:
         return torch.from_numpy(found.copy())
     if found.dtype.kind in "iu":
         return torch.from_numpy(found.astype(np.int64))
-    require_finite(torch.from_numpy(np.asarray(found, np.float64)), "inputs")
-    return torch.from_numpy(found.astype(np.float32))
+    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused
+        made = torch.from_numpy(found.astype(np.float32))
+    require_finite(made, "inputs")
+    return made
 
 
 def as_labels(values: Any) -> tuple[Tensor, Names | None]:
@@ -47,9 +49,9 @@ def as_labels(values: Any) -> tuple[Tensor, Names | None]:
     found = _array(values, "labels")
     if found.dtype.kind in "SUO":
         return _numbered(found, "labels")
-    if found.dtype.kind == "f":
-        require_finite(torch.from_numpy(found), "labels")
-    return torch.from_numpy(found.astype(np.float32 if found.dtype.kind == "f" else np.int64)), None
+    made = torch.from_numpy(found.astype(np.float32 if found.dtype.kind == "f" else np.int64))
+    require_finite(made, "labels")
+    return made, None
 
 
 def as_groups(values: Any) -> tuple[Tensor, Names | None]:

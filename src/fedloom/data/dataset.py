@@ -117,7 +117,8 @@ class Dataset:
     uint8 images stay bytes in memory, laid out `[n, channels, height, width]`; `prepare` scales them to [0, 1] and then
     normalises with `mean` and `std`, one figure a channel, on the device that trains. Where the objective learns classes and
     `classes` is not given, it is one more than the highest label; labels that do not begin at 0 are numbered from there in
-    their order, and `class_names` keeps what they were. `classes` is 0 where targets are no classes.
+    their order, and `class_names` keeps what they were. `classes` is 0 where targets are no classes. `standardised` are the
+    columns of float inputs `[n, features]` that `make_task` brings to mean 0 and deviation 1 over what the clients train on.
     Raises `InvalidValue`, with what to do, where the parts do not fit each other or the objective cannot learn the targets.
     """
 
@@ -130,6 +131,7 @@ class Dataset:
     vocabulary: int | None = None
     class_names: tuple[str, ...] | None = None
     objective: Objective = CLASSIFICATION
+    standardised: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         one, two = (f"{list(part.inputs.shape[1:])} {part.inputs.dtype}" for part in (self.train, self.test))

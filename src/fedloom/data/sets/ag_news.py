@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
-import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -21,14 +17,9 @@ from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.formats.arrow import column, hub_table, read_tables
 from fedloom.data.formats.labels import class_labels
 from fedloom.data.formats.limits import read_text
+from fedloom.data.formats.words import encode, tokens, vocabulary
 from fedloom.data.sets.origin import Origin, files_named, load, parquet_files
 from fedloom.errors import DataError
-
-PAD, UNKNOWN = 0, 1  # ids that stand for no token and for a token outside the vocabulary
-# "basic english": quotes and line breaks vanish, these marks become tokens of their own.
-_DROPPED = re.compile(r'"')
-_SPACED = re.compile(r"<br />|[;:]")
-_TOKENS = re.compile(r"[.,()!?']|[^\s.,()!?']+")
 
 _NAMES = ("World", "Sports", "Business", "Sci/Tech")
 _REPOSITORY = "fancyzhx/ag_news"
@@ -108,30 +99,3 @@ def read_csv(path: Path, columns: int) -> list[list[str]]:
     if not rows:
         raise DataError(f"{path}: no rows")
     return rows
-
-
-def tokens(line: str) -> list[str]:
-    """Lower-case words and marks of `line`: double quotes go, `;`, `:` and `<br />` part words, and `. , ( ) ! ? '` are
-    tokens of their own (the rules known as "basic english").
-
-    >>> tokens("It's <br />fine; (very)!")
-    ['it', "'", 's', 'fine', '(', 'very', ')', '!']
-    """
-    return _TOKENS.findall(_SPACED.sub(" ", _DROPPED.sub("", line.lower())))
-
-
-def vocabulary(texts: Iterable[Sequence[str]], most: int | None = None) -> dict[str, int]:
-    """Number of each token: 2, 3, ... by falling count, then alphabetically; at most `most` ids in all with the two
-    special ones."""
-    counts = Counter(token for text in texts for token in text)
-    ranked = sorted(counts, key=lambda token: (-counts[token], token))
-    return {token: at for at, token in enumerate(ranked[: None if most is None else most - 2], start=2)}
-
-
-def encode(texts: Sequence[Sequence[str]], numbers: Mapping[str, int], length: int) -> Tensor:
-    """Token numbers `[n, length]` int64: each text cut at `length`, or filled up with `PAD`."""
-    ids = np.full((len(texts), length), PAD, dtype=np.int64)
-    for row, text in enumerate(texts):
-        cut = text[:length]
-        ids[row, : len(cut)] = [numbers.get(token, UNKNOWN) for token in cut]
-    return torch.from_numpy(ids)

@@ -1,0 +1,44 @@
+"""Text as numbers: words and marks of a line, the vocabulary of many, and rows of equal length."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PAD, UNKNOWN = 0, 1  # ids that stand for no token and for a token outside the vocabulary
+# "basic english": quotes and line breaks vanish, these marks become tokens of their own.
+_DROPPED = re.compile(r'"')
+_SPACED = re.compile(r"<br />|[;:]")
+_TOKENS = re.compile(r"[.,()!?']|[^\s.,()!?']+")
+
+
+def tokens(line: str) -> list[str]:
+    """Lower-case words and marks of `line`: double quotes go, `;`, `:` and `<br />` part words, and `. , ( ) ! ? '` are
+    tokens of their own (the rules known as "basic english").
+
+    >>> tokens("It's <br />fine; (very)!")
+    ['it', "'", 's', 'fine', '(', 'very', ')', '!']
+    """
+    return _TOKENS.findall(_SPACED.sub(" ", _DROPPED.sub("", line.lower())))
+
+
+def vocabulary(texts: Iterable[Sequence[str]], most: int | None = None) -> dict[str, int]:
+    """Number of each token: 2, 3, ... by falling count, then alphabetically; at most `most` ids in all with the two
+    special ones."""
+    counts = Counter(token for text in texts for token in text)
+    ranked = sorted(counts, key=lambda token: (-counts[token], token))
+    return {token: at for at, token in enumerate(ranked[: None if most is None else most - 2], start=2)}
+
+
+def encode(texts: Sequence[Sequence[str]], numbers: Mapping[str, int], length: int) -> Tensor:
+    """Token numbers `[n, length]` int64: each text cut at `length`, or filled up with `PAD`."""
+    ids = np.full((len(texts), length), PAD, dtype=np.int64)
+    for row, text in enumerate(texts):
+        cut = text[:length]
+        ids[row, : len(cut)] = [numbers.get(token, UNKNOWN) for token in cut]
+    return torch.from_numpy(ids)
