@@ -105,9 +105,8 @@ class World(SmallWorld):
 
     def round(self, number: int) -> Round:
         rate = self.training.learning_rate
-        return Round(1, self.rounds, self.seed, self.clients, self.participants, rate, rate, self.training.decay).at(
-            number
-        )
+        first = Round(1, self.rounds, self.seed, self.clients, self.participants, rate, rate)
+        return self.training.round_at(first, number)
 
     # --- the slow side ---
 
