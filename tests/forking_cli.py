@@ -51,6 +51,7 @@ class Server:
 
     def start(self, *arguments: str, die_at: int = 0) -> Command:
         output = self.folder / "output.txt"
+        output.touch()  # it may be killed before it writes
         request = {"arguments": arguments, "output": str(output), "folder": str(self.folder), "die_at": die_at}
         assert self.process.stdin is not None
         assert self.process.stdout is not None

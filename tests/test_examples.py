@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+SHOWN = dict(
+    re.findall(r"`examples/(\w+)\.py`.*?^```text\n(.*?)^```$", (ROOT / "docs/gallery.md").read_text(), re.M | re.S)
+)
+NUMBER = re.compile(r"\d+\.?\d*")
 
 
 def output(name: str, folder: Path) -> str:
@@ -27,8 +32,19 @@ def numbers(text: str, method: str) -> list[float]:
     return [float(number) for number in re.findall(r"\d+\.?\d*", line.removeprefix(method))]
 
 
-def test_no_script_is_left_untested() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"own_method", "personalise", "own_data"}
+def test_every_script_is_shown() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(SHOWN)
+    assert all(len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 60 for name in SHOWN if name != "own_data")
+
+
+@pytest.mark.parametrize("name", ["own_metric", "own_optimizer", "own_server", "image_folder"])
+def test_a_script_prints_what_the_gallery_shows(name: str, tmp_path: Path) -> None:
+    printed, shown = output(name, tmp_path), SHOWN[name]
+    assert NUMBER.sub("#", printed).split() == NUMBER.sub("#", shown).split()
+    numbers_printed, numbers_shown = ([float(number) for number in NUMBER.findall(text)] for text in (printed, shown))
+    assert numbers_printed == pytest.approx(
+        numbers_shown, abs=6
+    )  # per cent of some 100 samples, rounded as processors do
 
 
 def test_a_method_of_ones_own_is_compared_with_two_others(tmp_path: Path) -> None:

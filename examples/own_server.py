@@ -1,0 +1,56 @@
+"""The server's two decisions made your own way: who takes part, and what becomes of the replies.
+
+python examples/own_server.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+import fedloom as fl
+from fedloom.algorithm import Replies, Selection, algorithms
+from fedloom.round import Round
+
+
+@algorithms.register("in_turn")
+@dataclass
+class InTurn(fl.Algorithm):
+    """FedAvg whose clients take part in turn: round t has those that follow on round t - 1, after the last the first again."""
+
+    def select(self, round: Round) -> Selection:
+        first = (round.number - 1) * round.participants
+        return Selection(tuple((first + k) % round.clients for k in range(round.participants)))
+
+
+@algorithms.register("agreeing")
+@dataclass
+class Agreeing(fl.Algorithm):
+    """Clients weigh as much as their update d_i agrees with the mean: w <- w + sum_i p_i d_i, p_i ~ max(0, cos(d_i, d))."""
+
+    def receive(self, round: Round, replies: Replies) -> None:
+        start = self.state["model"]
+        updates = replies["model"] - start  # [k, P]
+        agreement = torch.cosine_similarity(updates, updates.mean(0, keepdim=True)).clamp_min(0)  # [k]
+        weights = agreement / agreement.sum().clamp_min(1e-12)
+        self.state["model"] = start + weights @ updates
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    task = fl.make_task(
+        "digits",
+        clients=20,
+        partition="dirichlet(0.2)",
+        model="mlp(hidden=[32])",
+        training=fl.Training(learning_rate=0.1, epochs=3),
+    )
+    print(f"{'method':28} accuracy after 30 rounds, %")
+    for method in ("fedavg", "in_turn", "agreeing", "stages(in_turn:15, fedmr)"):
+        result = fl.run(method, task, rounds=30, participation=0.25)
+        print(f"{method:28} {100 * result.accuracy:.1f}")
+
+
+if __name__ == "__main__":
+    main()
