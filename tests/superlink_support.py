@@ -84,12 +84,10 @@ class Deployment:
     less time than Flower's programs do."""
 
     def __init__(self, folder: Path, sites: int, hurried: bool) -> None:
-        self.folder, self.count = folder, sites
+        self.folder, self.count, self.hurried = folder, sites, hurried
         self.keys: Keys = make_keys(folder / "keys", sites)
         self.port = free_port()
-        self._supernode = ["flower-supernode"]
         if hurried:
-            self._supernode = [sys.executable, "-c", _SUPERNODE]
             (folder / "flwr-clientapp").write_text(_CLIENTAPP)
             (folder / "flwr-clientapp").chmod(0o700)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -153,7 +151,8 @@ class Deployment:
     def _node(self, key: Path) -> list[str]:
         """The command that starts a SuperNode."""
         return [
-            *self._supernode, "--root-certificates", str(self.keys.server / "ca.crt"),
+            *([sys.executable, "-c", _SUPERNODE] if self.hurried else ["flower-supernode"]),
+            "--root-certificates", str(self.keys.server / "ca.crt"),
             "--superlink", f"127.0.0.1:{self.port}", "--port", str(free_port()),
             "--auth-supernode-private-key", str(key),
         ]  # fmt: skip
@@ -286,10 +285,10 @@ class Deployment:
 
     def _environment(self, name: str) -> dict[str, str]:
         found = {**os.environ, **_ENVIRONMENT, "FLWR_HOME": str(self._home(name)), "TMPDIR": str(self._home(name))}
-        if "flower-supernode" in self._supernode:
-            return found
-        found["PATH"] = f"{self.folder}{os.pathsep}{found['PATH']}"  # Flower starts its programs by name
-        return {**found, "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
+        if self.hurried and name.startswith("site"):
+            found["PATH"] = f"{self.folder}{os.pathsep}{found['PATH']}"  # Flower starts its programs by name
+            found["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] = "0.3"
+        return found
 
 
 @contextmanager
