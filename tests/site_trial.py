@@ -102,4 +102,7 @@ class Absences(RowsEngine):
         yield from super().train(
             algorithm, round, [client_task for client_task in client_tasks if client_task.client not in gone]
         )
-        yield from (Fault(client_task, "absent") for client_task in client_tasks if client_task.client in gone)
+        before = self.absent.get(round.number - 1, [])  # who was gone by then is not sent anything
+        for client_task in client_tasks:
+            if client_task.client in gone:
+                yield Fault(client_task, "absent", sent=client_task.client not in before)
