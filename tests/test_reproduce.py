@@ -17,10 +17,10 @@ import torch
 
 from fedloom.config.expression import parse
 from fedloom.errors import InvalidValue
-from fedloom.papers.estimate import cost, work
+from fedloom.papers.estimate import cost, estimate, work
 from fedloom.papers.ledger import ExhibitRecord
 from fedloom.papers.paper_data import at_hand, facts
-from fedloom.papers.paper_file import exhibit, exhibits, titles
+from fedloom.papers.paper_file import exhibit, exhibits, hour_of, titles
 from fedloom.papers.plan import ReproduceOptions, plan
 from fedloom.task import make_dataset
 from forking_cli import main
@@ -151,6 +151,31 @@ def test_an_estimate_comes_first_and_alone_where_it_is_all_that_is_asked(reprodu
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(("paper", "runs"), [("fedmr", 4), ("fedumf", 36), ("fedala", 4)])
+def test_of_each_paper_there_is_a_part_that_takes_an_hour(
+    paper: str, runs: int, reproduce: Say, tmp_path: Path
+) -> None:
+    part = hour_of(paper)
+    names = ("rows", "columns", "rounds", "seeds", "samples", "changes")
+    options = ReproduceOptions(directory=tmp_path, **{name: part[name] for name in names if name in part})
+    wanted = plan(exhibits()[part["exhibit"]], options)
+    assert len(wanted.jobs) == runs
+    # Steps of convolutions at 5 ms and of multilayer perceptrons at half a millisecond, on two cores.
+    steps = sum(one.steps for one in estimate(wanted, 1))
+    assert 0.2 * 3600 < steps * (0.0005 if paper == "fedumf" else 0.005) / 2 < 3600
+
+
+def test_what_an_hour_shows_is_said_first(reproduce: Say) -> None:
+    code, out, err = reproduce(
+        "fedumf", "--hour", "--rows", "FedAvg", "--columns", "MNIST IID 15% to 95%", "--estimate"
+    )
+    assert (code, out) == (0, "")
+    lines = err.splitlines()
+    assert lines[0].startswith("shows all of the table's MNIST cells")
+    assert lines[1].startswith("does not show EMNIST-L")
+    assert "1 run, 54,000 local steps" in err
+
+
 def test_the_page_of_a_figure_begins_with_it_and_holds_every_setting(reproduce: Say, tmp_path: Path) -> None:
     small = ("--columns", "MNIST,CIFAR-10", "-q", "threads=1", "data.clients=3", "training.batch_size=50")
     code, out, err = reproduce("fedala.figure-7", *small)
@@ -195,6 +220,8 @@ def test_the_list_names_every_table_and_figure_with_its_data(reproduce: Say) -> 
     ("arguments", "said"),
     [
         (["fedmr.tabel-1"], "did you mean 'fedmr.table-1'?"),
+        (["fedmrr", "--hour"], "unknown paper 'fedmrr': did you mean 'fedmr'?"),
+        (["--hour"], "--hour needs a paper: fedmr, fedumf or fedala"),
         (["fedumf.figure-1"], "fedumf.figure-1 is a drawing: nothing to run"),
         (["fedumf.table-a2", "--rows", "FedAgv"], "did you mean 'FedAvg'?"),
         (["fedumf.table-a2", "--columns", "MNITS"], "did you mean 'MNIST'?"),

@@ -9,6 +9,8 @@ import itertools
 import math
 import random
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +280,17 @@ def test_markdown_marks_the_best_and_escapes_names() -> None:
     assert "3 seeds the exact test cannot reach significance" in text
     for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         assert len({line.replace(r"\|", "").count("|") for line in block.splitlines()}) == 1
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs LaTeX")
+def test_latex_is_set_without_an_error(tmp_path: Path) -> None:
+    (tmp_path / "tables.tex").write_text(to_latex(several(), "50 % & more"))
+    document = "\\documentclass{article}\\usepackage{booktabs}\\begin{document}\\input{tables}\\end{document}"
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", document]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "Undefined" not in done.stdout
+    assert "multiply" not in done.stdout  # two labels of one name
 
 
 def test_latex_is_booktabs_with_everything_escaped_and_balanced() -> None:

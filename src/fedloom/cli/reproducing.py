@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -44,6 +46,9 @@ def reproduce(
         Path,
         typer.Option("--directory", help="Where runs and results go: runs/reproduce by default.", show_default=False),
     ] = Path("runs/reproduce"),
+    hour: Annotated[
+        bool, typer.Option("--hour", help="Of fedmr, fedumf or fedala what two cores check in about an hour.")
+    ] = False,
     estimate: Annotated[bool, typer.Option("--estimate", help="Say how long it would take, and stop.")] = False,
     fresh: Fresh = False,
     quiet: Quiet = False,
@@ -55,25 +60,30 @@ def reproduce(
     """
     from fedloom.experiment.cores import runs_side_by_side
     from fedloom.papers.execute import require_files
-    from fedloom.papers.paper_file import exhibit
+    from fedloom.papers.paper_file import exhibit, hour_of
     from fedloom.papers.plan import ReproduceOptions, plan
 
     if which is None:
+        if hour:
+            raise InvalidValue("--hour needs a paper: fedmr, fedumf or fedala")
         _list(_folders(data))
         return
+    part: Mapping[str, Any] = hour_of(which) if hour else {"exhibit": which}
     if workers is not None and workers < 1:
         raise InvalidValue(f"--workers must be at least 1, not {workers}")
     options = ReproduceOptions(
-        rows=tuple(rows or ()),
-        columns=tuple(columns or ()),
-        rounds=rounds,
-        seeds=_numbers(seeds),
-        samples=samples,
+        rows=tuple(rows or part.get("rows", ())),
+        columns=tuple(columns or part.get("columns", ())),
+        rounds=part.get("rounds") if rounds is None else rounds,
+        seeds=part.get("seeds") if seeds is None else _numbers(seeds),
+        samples=part.get("samples") if samples is None else samples,
         folders=_folders(data),
-        changes=tuple(changes or ()),
+        changes=(*part.get("changes", ()), *(changes or ())),
         directory=directory,
     )
-    wanted = plan(exhibit(which), options)
+    wanted = plan(exhibit(part["exhibit"]), options)
+    if hour:
+        print(f"shows {part['can']}", f"does not show {part['cannot']}", sep="\n", file=sys.stderr)
     if not estimate:
         require_files(wanted, fresh)
     configuration = next(iter(wanted.configurations.values()))

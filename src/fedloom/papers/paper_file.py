@@ -13,6 +13,8 @@ experiment, its method and its measure. The parts of a file:
                 changes the setting, `words` adds words, `algorithm` replaces the expression of the method, `measure` the measure.
 `[methods]`     the expression of each method, by name or pattern; `{inner}` is that of the method before a plus sign.
                 `[methods_of]` says which of them a version of the paper has, if not all.
+`[hour]`        what can be checked in an hour on two cores: of which `exhibit`, with which of the command's options, what it
+                `can` show and what it `cannot`.
 `[not_run]`     tables and figures with nothing to run, and why.
 `[[exhibits]]`  tables and figures: `id` (several where versions share it), what it `shows`, and its words: those of the printed
                 `numbers`, or the combinations of words in `over`, methods innermost, with `words` that all have. It may have
@@ -34,7 +36,7 @@ from importlib.resources import files
 from itertools import product
 from typing import Any
 
-from fedloom.errors import InvalidValue, suggestion
+from fedloom.errors import InvalidValue, UnknownName, suggestion
 from fedloom.papers.protocols import Baseline, Exhibit, Measure, PaperCell, Printed, Setting
 
 FILES = ("fedmr", "fedumf", "fedala")
@@ -53,6 +55,7 @@ class Paper:
         self.titles: dict[str, str] = contents["papers"]
         self.methods: dict[str, str] = contents["methods"]
         self.not_run: dict[str, str] = contents["not_run"]
+        self.hour: Toml = contents["hour"]
 
     @cached_property
     def exhibits(self) -> dict[str, Exhibit]:
@@ -207,6 +210,13 @@ def exhibit(name: str) -> Exhibit:
         near = suggestion(name, [*known, *titles()])
         raise InvalidValue(f"no table or figure is called {name!r}:{near} (fedloom reproduce lists all {len(known)})")
     return known[name]
+
+
+def hour_of(name: str) -> Toml:
+    """What can be checked of a paper (`fedumf`) in an hour on two cores. Raises `UnknownName` for another name."""
+    if name not in FILES:
+        raise UnknownName("paper", name, FILES)
+    return paper(name).hour
 
 
 @cache
