@@ -137,6 +137,7 @@ def test_a_run_directory_holds_what_it_takes(tmp_path: Path) -> None:
         "merge": False,
         "validation": None,
         "label_noise": "none",
+        "shift": "none",
     }
     assert settings["training"]["learning_rate"] == 0.1
     made = job.task(3)

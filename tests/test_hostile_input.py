@@ -36,6 +36,7 @@ from fedloom.data.partition import partitions
 from fedloom.data.sets.ag_news import read_csv
 from fedloom.data.sets.cifar import read_binary_batches, read_python_batches
 from fedloom.data.sets.femnist import read_leaf_images
+from fedloom.data.shift import shifts
 from fedloom.engines.base import engines
 from fedloom.engines.flower.deploy.agreement import read_configuration
 from fedloom.errors import LONGEST_QUOTED, CheckpointError, DataError, FedloomError, InvalidValue, quoted
@@ -92,7 +93,7 @@ def require_one_short_line(text: str) -> None:
             "10000 x 2 values have 20,000 combinations: at most 10,000 are allowed",
         ),
         *((f"{key}={LONG}", "100,000 characters") for key in ("algorithm", "model", "engine", "device", "pool", "rounds")),
-        *((f"data.{key}={LONG}", "100,000 characters") for key in ("name", "partition", "label_noise", "clients")),
+        *((f"data.{key}={LONG}", "100,000 characters") for key in ("name", "partition", "label_noise", "shift", "clients")),
         *((f"{key}={LONG}", "") for key in ("directory", "training.optimizer", "training.optimizer_options.x", "against")),
         (f"algorithms=['{LONG}']", "100,000 characters"),
         (f"trackers=['{LONG}']", "100,000 characters"),
@@ -179,7 +180,7 @@ _PLAIN = st.none() | st.booleans() | _NUMBERS | _WORDS
 _VALUES = st.recursive(
     _PLAIN, lambda inside: st.lists(inside, max_size=3) | st.dictionaries(_WORDS, inside, max_size=2), max_leaves=5
 )
-_REGISTRIES = (algorithms, datasets, partitions, models, recorders, trackers, engines, label_noises)
+_REGISTRIES = (algorithms, datasets, partitions, models, recorders, trackers, engines, label_noises, shifts)
 
 
 @st.composite
@@ -196,7 +197,8 @@ def _expressions(draw: st.DrawFn) -> str:
 _KEYS = st.sampled_from(
     ["algorithm", "algorithms", "rounds", "participation", "seed", "seeds", "name", "model", "engine", "device", "threads",
      "workers", "pool", "record", "trackers", "targets", "last", "evaluate_every", "personal_every", "directory", "settings",
-     "settings.rounds", "data", "data.name", "data.clients", "data.partition", "data.label_noise", "data.local_test", "training",
+     "settings.rounds", "data", "data.name", "data.clients", "data.partition", "data.label_noise", "data.shift",
+     "data.local_test", "training",
      "training.epochs", "training.learning_rate", "training.optimizer", "training.optimizer_options", "training.batch_size"]
 )  # fmt: skip
 

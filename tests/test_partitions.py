@@ -26,6 +26,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "pathological": {},
     "shards": {},
     "natural": {},
+    "quantity": {},
+    "exponential": {},
+    "polynomial": {},
+    "similarity": {},
 }
 
 
@@ -105,6 +109,11 @@ def test_too_few_samples_or_clients_are_refused_in_one_line(name: str) -> None:
         ("pathological", {"classes_per_client": 0}, "classes_per_client must be at least 1, not 0"),
         ("pathological", {"classes_per_client": 6}, "classes_per_client must be at most 5.*not 6"),
         ("pathological", {"least": 0}, "least must be at least 1"),
+        ("quantity", {"alpha": 0.0}, "alpha must be between 1e-09"),
+        ("exponential", {"rate": -1.0}, "rate must be between 0 and 100"),
+        ("polynomial", {"degree": math.nan}, "degree must be between 0 and 100"),
+        ("similarity", {"share": 1.5}, "share must be between 0 and 1"),
+        ("class_prior", {"sizes": "natural"}, "natural.*needs data that know"),
         ("shards", {"per_client": 0}, "per_client must be at least 1"),
         ("shards", {"per_client": 21}, "need 210, but there are 200"),
         ("natural", {}, "natural.*needs data that know whom each sample came from"),
@@ -230,3 +239,93 @@ def test_natural_with_too_few_able_clients_is_refused() -> None:
         make("natural", labels, 0, 0, groups, minimum=9)
     with pytest.raises(InvalidValue, match="clients must be at least 0, not -1"):
         make("natural", labels, -1, 0, groups)
+
+
+def test_natural_clients_may_be_several_groups_each() -> None:
+    groups = np.random.default_rng(0).integers(0, 23, 600)
+    labels = np.zeros(600, dtype=np.int64)
+    partition = make("natural", labels, 0, 3, groups, together=4)
+    held = [sorted(set(groups[partition[client]].tolist())) for client in range(len(partition))]
+    assert [len(some) for some in held] == [4, 4, 4, 4, 7]  # 23 = 5 x 4 + 3
+    assert sorted(group for some in held for group in some) == list(range(23))
+    assert_each_sample_once(partition, 600)
+    few = make("natural", labels, 2, 3, groups, together=4)
+    assert all(sorted(set(groups[few[client]].tolist())) in held for client in range(2))
+    with pytest.raises(InvalidValue, match="have at least 1 samples, and a client is 12 of them"):
+        make("natural", labels, 2, 3, groups, together=12)
+
+
+# Sizes that differ, and similarity
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "weights"),
+    [
+        ("exponential", {"rate": 0.2}, np.exp(0.2 * np.arange(8))),
+        ("polynomial", {"degree": 1.0}, np.arange(1.0, 9.0)),
+        ("polynomial", {"degree": 2.0}, np.arange(1.0, 9.0) ** 2),
+        ("polynomial", {"degree": 0.0}, np.ones(8)),
+        ("exponential", {"rate": 0.0}, np.ones(8)),
+    ],
+)
+def test_sizes_grow_as_said(name: str, options: dict[str, Any], weights: np.ndarray) -> None:
+    sizes = make(name, some_labels(20_000, 4), 8, **options).sizes
+    assert np.allclose(sizes, 20_000 * weights / weights.sum(), atol=1)
+
+
+def test_extreme_sizes_leave_every_client_a_sample() -> None:
+    for name, options in (
+        ("exponential", {"rate": 100.0}),
+        ("polynomial", {"degree": 100.0}),
+        ("quantity", {"alpha": 1e-9}),
+    ):
+        sizes = make(name, some_labels(500, 3), 50, **options).sizes
+        assert (sizes.min(), sizes.sum()) == (1, 500)
+
+
+def test_quantity_shares_follow_the_dirichlet_distribution() -> None:
+    """Of N shares ~ Dir(a): variance (N - 1) / (N^2 (N a + 1)); with a large alpha, equal sizes."""
+    shares = (
+        np.concatenate([make("quantity", some_labels(50_000, 2), 20, seed, alpha=2.0).sizes for seed in range(60)])
+        / 50_000
+    )
+    assert shares.var() == pytest.approx(19 / (400 * 41), rel=0.15)
+    assert np.ptp(make("quantity", some_labels(1000, 2), 10, alpha=1e9).sizes) <= 1
+
+
+def test_similarity_goes_from_one_run_of_the_sorted_labels_to_iid() -> None:
+    labels = some_labels(2000, 10)
+    for share in (0.0, 0.1, 0.5, 1.0):
+        partition = make("similarity", labels, 20, share=share)
+        assert_each_sample_once(partition, 2000)
+        assert set(partition.sizes.tolist()) == {100}
+        counts = partition.histogram(labels, 10)
+        expected = 100 * share / 10  # of each class from the IID part
+        if share in (0.0, 0.1):
+            assert (
+                (counts > 4 * expected + 1).sum(axis=1) <= 3
+            ).all()  # a run of 100 spans at most two or three classes
+        if share == 0.0:
+            assert ((counts > 0).sum(axis=1) <= 3).all()
+        if share == 1.0:
+            like = make("iid", labels, 20).histogram(labels, 10)
+            assert stats.chi2_contingency(counts).pvalue > 1e-3
+            assert counts.std() == pytest.approx(like.std(), rel=0.3)
+
+
+@PROPERTIES
+@given(share=st.floats(0, 1), clients=st.integers(1, 12), samples=st.integers(12, 90), seed=st.integers(0, 99))
+def test_similarity_of_any_share_is_balanced(share: float, clients: int, samples: int, seed: int) -> None:
+    partition = make("similarity", some_labels(samples, 5, seed), clients, seed, share=share)
+    assert_each_sample_once(partition, samples)
+    assert np.ptp(partition.sizes) <= 1
+
+
+def test_class_prior_takes_the_sizes_of_another_partition() -> None:
+    labels = some_labels(3000, 5)
+    sizes = make("lognormal", labels, 15, 4, sigma=0.8).sizes
+    partition = make("class_prior", labels, 15, 4, alpha=0.1, sizes="lognormal(0.8)")
+    assert np.array_equal(partition.sizes, sizes)
+    assert_each_sample_once(partition, 3000)
+    shares = partition.histogram(labels, 5) / sizes[:, None]
+    assert float(np.median(shares.max(axis=1))) > 0.6

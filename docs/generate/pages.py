@@ -1,7 +1,8 @@
 """What the documentation takes from the code when it is built: a hook of MkDocs.
 
 A line `[[methods: personal]]` in a page is replaced by all methods of that family, `[[datasets]]`, `[[partitions]]`,
-`[[label_noises]]`, `[[models]]`, `[[objectives]]`, `[[recorders]]` and `[[trackers]]` by all there is of each, `[[methods]]` by a
+`[[label_noises]]`, `[[shifts]]`, `[[models]]`, `[[objectives]]`,
+`[[recorders]]` and `[[trackers]]` by all there is of each, `[[methods]]` by a
 table of every method, `[[ledger]]` by what is recorded of the papers' tables and figures, and `[[file: benchmarks/RESULTS.md]]`
 by a file of the repository. So a new method is in the documentation without another edit.
 """
@@ -23,6 +24,7 @@ from fedloom.config.registry import Entry, Registry
 from fedloom.data.dataset import datasets
 from fedloom.data.noise import label_noises
 from fedloom.data.partition import partitions
+from fedloom.data.shift import shifts
 from fedloom.experiment.trackers import trackers
 from fedloom.models import models
 from fedloom.objectives import objectives
@@ -32,7 +34,8 @@ from fedloom.recording.recorder import recorders
 ROOT = Path(__file__).resolve().parents[2]
 
 REGISTRIES: dict[str, Registry[Any]] = {
-    "datasets": datasets, "partitions": partitions, "label_noises": label_noises, "models": models, "recorders": recorders,
+    "datasets": datasets, "partitions": partitions, "label_noises": label_noises, "shifts": shifts,
+    "models": models, "recorders": recorders,
     "trackers": trackers, "objectives": objectives,
 }  # fmt: skip
 

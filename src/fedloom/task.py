@@ -17,6 +17,7 @@ from fedloom.data.convert import require_finite
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.noise import LabelNoise, build_label_noise
 from fedloom.data.partition import Partition, partitions, split_train_test
+from fedloom.data.shift import build_shift
 from fedloom.errors import InvalidValue
 from fedloom.flat.device import find_device
 from fedloom.flat.layout import Layout, require_no_tensor_hooks
@@ -152,6 +153,7 @@ def make_task(
     local_test: float | None = None,
     merge: bool = False,
     label_noise: str = "none",
+    shift: str = "none",
     objective: str | Objective | Callable[..., Any] | None = None,
     seed: int = 0,
     device: str = "cpu",
@@ -164,15 +166,16 @@ def make_task(
     `merge` joins the training and test part of the data before it is shared out, as FedALA does; it needs `local_test`,
     the share of each client's samples that it keeps for testing (FedALA: 0.25), and the global test set is then the union
     of the clients' own. `label_noise`, such as `symmetric(0.4)` or `paired([0.0, 0.6])`, makes some of the clients' training
-    labels wrong and leaves all test data as they are. `objective` is what is learned, such as `regression(kind='huber')`,
-    `module:function` or a function (outputs, targets) -> the loss of each sample; by default what the data set says. `seed`
-    draws the partition, the label noise and the initial weights, and nothing else. `device` is where data and models lie:
-    `cpu`, `cuda`, `cuda:1`, or `auto`, a GPU where there is one.
+    labels wrong and leaves all test data as they are. `shift`, such as `rotation(45)` or `colour(0.3)`, changes each
+    client's inputs, those it tests on too, in a way of its own. `objective` is what is learned, such as
+    `regression(kind='huber')`, `module:function` or a function (outputs, targets) -> the loss of each sample; by default
+    what the data set says. `seed` draws the partition, the label noise, the shift and the initial weights, and nothing
+    else. `device` is where data and models lie: `cpu`, `cuda`, `cuda:1`, or `auto`, a GPU where there is one.
 
     Raises `InvalidValue` or `UnknownName` in one line for anything that does not fit.
     """
     place = find_device(device)
-    noise = build_label_noise(label_noise)
+    noise, shifted = build_label_noise(label_noise), build_shift(shift)
     learned = None if objective is None else build_objective(objective)
     if (target or group) and isinstance(data, str | Dataset):
         raise InvalidValue("target and group name columns of a table: in the name of a data set, as table(target=...)")
@@ -194,15 +197,18 @@ def make_task(
         if isinstance(partition, Partition)
         else make_partition(partition, pool, clients, seed, dataset.objective)
     )
-    kept: Partition | None = None
+    whole, kept, test = shared, None, dataset.test
     if local_test is not None:
         shared, kept = split_train_test(shared, seed, local_test)
-    test = pool[torch.from_numpy(np.sort(kept.indices))] if merge and kept is not None else dataset.test
     if isinstance(model, nn.Module):
         require_no_tensor_hooks(model)
     module = build_model(model, dataset.spec, seed) if isinstance(model, str) else copy.deepcopy(model)
     if dataset.standardised:
         pool, test = standardise(dataset.standardised, pool, test, pool.inputs[torch.from_numpy(shared.indices)])
+    if shifted is not None:
+        pool = shifted.apply(pool, whole, seed)
+    if merge and kept is not None:
+        test = pool[torch.from_numpy(np.sort(kept.indices))]
     pool, test = (in_type_of(module, samples) for samples in (pool, test))
     settings = training if isinstance(training, Training) else Training(**(training or {}))
     task = Task(dataset, pool, test, shared, module, settings, kept)

@@ -21,6 +21,7 @@ from fedloom.config.plugins import import_plugins
 from fedloom.data.dataset import Dataset, datasets
 from fedloom.data.noise import build_label_noise
 from fedloom.data.partition import partitions
+from fedloom.data.shift import build_shift
 from fedloom.engines.choose import DEFAULT, require_engine_on, settled_by
 from fedloom.engines.dispatch import MOST_WORKERS
 from fedloom.errors import LONGEST_QUOTED, FedloomError, InvalidValue, one_line, quoted, shortened
@@ -44,7 +45,7 @@ Part = Annotated[float, Field(gt=0, lt=1)]
 
 @dataclass(frozen=True)
 class Data:
-    """The table `[data]`: what is learned, how the clients share it, and how well it is labelled (see `make_task`).
+    """The table `[data]`: what is learned, how clients share it, how well it is labelled, how inputs differ (see `make_task`).
 
     With `validation`, such as 0.2, that share of each client's training samples takes the place of all test data, which is
     then looked at nowhere (see `withhold`).
@@ -57,6 +58,7 @@ class Data:
     merge: bool = False
     validation: Part | None = None
     label_noise: str = "none"
+    shift: str = "none"
 
     def __post_init__(self) -> None:
         require_fields(self)
@@ -168,6 +170,7 @@ class Configuration(Schedule):
             local_test=self.data.local_test,
             merge=self.data.merge,
             label_noise=self.data.label_noise,
+            shift=self.data.shift,
             objective=self.objective,
             seed=seed,
             device=self.device,
@@ -347,6 +350,7 @@ def _check(found: Configuration) -> None:
     _named("data.name", found.data.name, datasets.read)
     _named("data.partition", found.data.partition, partitions.read)
     _named("data.label_noise", found.data.label_noise, build_label_noise)
+    _named("data.shift", found.data.shift, build_shift)
     metric = ACCURACY if found.objective is None else _named("objective", found.objective, build_objective).metric
     for target in found.targets if metric.share else ():
         require_share("targets", target)

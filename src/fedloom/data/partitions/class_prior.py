@@ -1,4 +1,4 @@
-"""Label skew at equal sizes: every client has a Dirichlet prior over the classes."""
+"""Label skew at given sizes: every client has a Dirichlet prior over the classes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fedloom.data.partitions.classes import (
     Concentration,
     class_sizes,
     deal,
-    equal_sizes,
     require_clients,
     shuffled_by_class,
 )
+from fedloom.errors import InvalidValue, quoted
 from fedloom.randomness import numpy_stream
 
 _CELLS = 4_000_000  # steps x classes that are looked at together: 32 MB
@@ -21,22 +21,35 @@ _CELLS = 4_000_000  # steps x classes that are looked at together: 32 MB
 
 @partitions.register("class_prior")
 def class_prior(
-    labels: Indices, clients: int, seed: int, groups: Indices | None, *, alpha: Concentration = 0.6
+    labels: Indices,
+    clients: int,
+    seed: int,
+    groups: Indices | None,
+    *,
+    alpha: Concentration = 0.6,
+    sizes: str = "iid",
 ) -> Partition:
-    """Label skew at equal sizes: client i draws its classes from its own prior Dir(alpha) over them.
+    """Label skew at given sizes: client i draws its classes from its own prior Dir(alpha) over them (inner Dirichlet).
 
-    Sizes differ by at most one. Sample by sample: a random client that is not yet full draws a class from its prior,
+    `sizes` names the partition whose sizes the clients have: `iid`, which differ by at most one, or such as `lognormal(0.3)`,
+    `quantity(0.5)`, `exponential(0.1)`. Sample by sample: a random client that is not yet full draws a class from its prior,
     renormalised over the classes that are not used up, and takes the next unused sample of it. (A client whose prior
     is zero in double precision on all that is left draws among those uniformly.)
-    Raises `InvalidValue` for fewer than one client or more clients than samples.
-    Source: FedUmf appendix (non-IID, 0.6), after FedDC (Gao et al., CVPR 2022), experimental setup.
+    Raises `InvalidValue` for fewer than one client or more clients than samples, and for `sizes` that leave samples over.
+    Source: FedUmf appendix (non-IID, 0.6), after FedDC (Gao et al., CVPR 2022), experimental setup; with `sizes`, FedDyn (Acar et
+    al., ICLR 2021), section 4, as Flower's InnerDirichletPartitioner.
     """
     require_clients(clients, len(labels))
     rng = numpy_stream(seed, "partition")
-    sizes = class_sizes(labels)
-    priors = rng.dirichlet(np.full(len(sizes), alpha), size=clients)
-    turns = draw_turns(equal_sizes(len(labels), clients), rng)
-    drawn = draw_classes(priors, turns, rng.random(len(turns)), sizes)
+    held = class_sizes(labels)
+    room = partitions.build(sizes, labels, clients, seed, groups).sizes
+    if room.sum() != len(labels) or len(room) != clients:
+        raise InvalidValue(
+            f"class_prior: sizes={quoted(sizes)} must give each of the {len(labels)} samples to a client"
+        )
+    priors = rng.dirichlet(np.full(len(held), alpha), size=clients)
+    turns = draw_turns(room, rng)
+    drawn = draw_classes(priors, turns, rng.random(len(turns)), held)
     owners = turns[np.argsort(drawn, kind="stable")]  # the takers of class 0 in their order, then those of class 1 ...
     return deal(shuffled_by_class(labels, rng), owners, clients, rng)
 

@@ -13,25 +13,34 @@ from fedloom.randomness import numpy_stream
 
 
 @partitions.register("natural")
-def natural(labels: Indices, clients: int, seed: int, groups: Indices | None, *, minimum: Count = 1) -> Partition:
-    """Clients as they are: one for each writer or user with at least `minimum` samples.
+def natural(
+    labels: Indices, clients: int, seed: int, groups: Indices | None, *, minimum: Count = 1, together: Count = 1
+) -> Partition:
+    """Clients as they are: one for each writer or user with at least `minimum` samples, or `together` of these at random.
 
-    `clients` = 0 takes them all, otherwise that many at random; they keep the order of their numbers.
+    `clients` = 0 takes them all, otherwise that many at random; they keep the order of their numbers. Of writers that `together`
+    does not divide, those left over join the last client.
     Raises `InvalidValue` for data without groups, or more clients than there are with `minimum` samples.
-    Source: LEAF (Caldas et al., arXiv 1812.01097); FedMR (arXiv 2305.10730) section 5.1: FEMNIST, 100 samples or more.
+    Source: LEAF (Caldas et al., arXiv 1812.01097); FedMR (arXiv 2305.10730) section 5.1: FEMNIST, 100 samples or more;
+    `together` as Flower's GroupedNaturalIdPartitioner.
     """
     if groups is None:
         raise InvalidValue("partition 'natural' needs data that know whom each sample came from (such as FEMNIST)")
     require_at_least("clients", clients, 0)
     _, members, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     able = np.flatnonzero(sizes >= minimum)
-    if len(able) < max(clients, 1):
+    whole = len(able) // together
+    if whole < max(clients, 1):
+        each = "" if together == 1 else f", and a client is {together} of them"
         raise InvalidValue(
             f"{max(clients, 1)} clients are asked for, "
-            f"but {len(able)} of the {len(sizes)} natural ones have at least {minimum} samples"
+            f"but {len(able)} of the {len(sizes)} natural ones have at least {minimum} samples{each}"
         )
     rng = numpy_stream(seed, "partition")
-    chosen = np.sort(rng.choice(able, clients, replace=False)) if clients else able
-    numbers = np.full(len(sizes), -1)
+    mixed = rng.permutation(able) if together > 1 else able
+    chosen = np.sort(rng.choice(whole, clients, replace=False)) if clients else np.arange(whole)
+    numbers = np.full(whole, -1)
     numbers[chosen] = np.arange(len(chosen))
-    return deal(np.arange(len(labels)), numbers[members], len(chosen), rng)
+    owners = np.full(len(sizes), -1)
+    owners[mixed] = numbers[np.minimum(np.arange(len(able)) // together, whole - 1)]
+    return deal(np.arange(len(labels)), owners[members], len(chosen), rng)

@@ -222,6 +222,10 @@ class Site:
             return _simulated(self.settings.text), self.number
         settings = self.settings.configuration
         train, test = own_data(source)
+        if settings.data.shift != "none":
+            raise InvalidValue(
+                f"data.shift={settings.data.shift!r} is for simulated clients: sites have inputs of their own"
+            )
         samples = train if test is None else train.concatenate(test)
         objective = None if settings.objective is None else build_objective(settings.objective)
         task = make_task(

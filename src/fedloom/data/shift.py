@@ -1,0 +1,152 @@
+"""Distribution shift: every client sees its inputs in its own way, turned, noisy or in other colours, as cameras and sites do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedloom.config.fields import NonNegative, Probability, require_fields
+from fedloom.config.registry import Registry
+from fedloom.data.dataset import Samples
+from fedloom.data.partition import Partition
+from fedloom.errors import InvalidValue
+from fedloom.objectives import kind_of
+from fedloom.randomness import numpy_stream, stream
+
+_CHUNK = 1024
+Angle = Annotated[float, Field(ge=-360, le=360)]
+
+
+@dataclass(frozen=True)
+class InputShift:
+    """Changes the inputs of each client's samples, those that it tests on too; labels and the global test set stay.
+
+    What is drawn for a client depends on the run's seed, the client's number and how many clients there are.
+    """
+
+    def __post_init__(self) -> None:
+        require_fields(self)
+
+    def require(self, inputs: Tensor) -> None:
+        """Raise `InvalidValue` for inputs that cannot be changed so."""
+        if not (inputs.dtype == torch.uint8 or inputs.is_floating_point()):
+            raise InvalidValue(f"shift needs pictures or numbers, not {kind_of(inputs)}")
+
+    def changed(self, inputs: Tensor, client: int, clients: int, seed: int) -> Tensor:
+        """The inputs `[n, ...]` of one client, float32 with pixels between 0 and 1 or float features, changed."""
+        raise NotImplementedError
+
+    def apply(self, samples: Samples, partition: Partition, seed: int) -> Samples:
+        """The samples with those of each client of `partition` changed."""
+        self.require(samples.inputs)
+        inputs = samples.inputs.clone()
+        pixels = inputs.dtype == torch.uint8
+        for client in range(len(partition)):
+            rows = torch.from_numpy(np.sort(partition[client]))  # whatever the order: noise is drawn sample by sample
+            held = inputs[rows].float().div(255) if pixels else inputs[rows]
+            made = self.changed(held, client, len(partition), seed)
+            inputs[rows] = made.mul(255).round().clamp(0, 255).to(torch.uint8) if pixels else made.to(inputs.dtype)
+        return replace(samples, inputs=inputs)
+
+
+class PictureShift(InputShift):
+    """A shift of pictures alone."""
+
+    def require(self, inputs: Tensor) -> None:
+        super().require(inputs)
+        if inputs.dim() != 4:
+            raise InvalidValue(f"this shift needs pictures [n, channels, height, width], not {kind_of(inputs)}")
+
+
+shifts: Registry[type[InputShift]] = Registry("shift", "fedloom.data")
+
+
+@shifts.register("rotation")
+@dataclass(frozen=True)
+class Rotation(PictureShift):
+    """Pictures of client i are turned by an angle of its own about their centre, in degrees counter-clockwise.
+
+    `degrees` is the largest: angles are uniform in [-degrees, degrees]. Or a list, of which as many clients get each as get any
+    other, within one: `rotation([0, 90, 180, 270])`. Pixels are interpolated linearly (exact at multiples of 90 of square
+    pictures); what comes from outside is black, the lowest value. Source: Ghosh et al., IFCA, NeurIPS 2020, section 6 (rotated
+    MNIST and CIFAR).
+    """
+
+    degrees: Angle | list[Angle] = 45.0
+
+    def angle(self, client: int, clients: int, seed: int) -> float:
+        """The angle of one client."""
+        rng = numpy_stream(seed, "shift")
+        if isinstance(self.degrees, list):
+            if not self.degrees:
+                raise InvalidValue("degrees must list an angle")
+            return float(self.degrees[rng.permutation(clients)[client] % len(self.degrees)])
+        return float(rng.uniform(-self.degrees, self.degrees, clients)[client])
+
+    def changed(self, inputs: Tensor, client: int, clients: int, seed: int) -> Tensor:
+        angle = self.angle(client, clients, seed)
+        if angle % 90 == 0 and (inputs.shape[2] == inputs.shape[3] or angle % 180 == 0):
+            return inputs.rot90(int(angle // 90), (2, 3))
+        height, width = inputs.shape[2:]
+        cosine, sine = np.cos(np.deg2rad(angle)), np.sin(np.deg2rad(angle))
+        # Where each pixel comes from, in units of half the width and half the height.
+        turn = torch.tensor(
+            [[cosine, -sine * height / width, 0], [sine * width / height, cosine, 0]], dtype=inputs.dtype
+        )
+        lowest = inputs.amin() if len(inputs) else 0
+        made = [
+            F.grid_sample(
+                some - lowest, F.affine_grid(turn.expand(len(some), 2, 3), list(some.shape), False), align_corners=False
+            )
+            for some in inputs.split(_CHUNK)
+        ]
+        return torch.cat(made) + lowest
+
+
+@shifts.register("noise")
+@dataclass(frozen=True)
+class InputNoise(InputShift):
+    """Gaussian noise that grows from client to client: x + e, e ~ N(0, sigma i / N), the variance of client i = 1 .. N.
+
+    Of pixels between 0 and 1, which stay there, or of features as they are. Source: Li, Diao, Chen, He, Federated Learning on
+    Non-IID Data Silos, ICDE 2022, section IV (noise-based feature skew, sigma 0.1).
+    """
+
+    sigma: NonNegative = 0.1
+
+    def changed(self, inputs: Tensor, client: int, clients: int, seed: int) -> Tensor:
+        drawn = torch.randn(inputs.shape, generator=stream(seed, "shift noise", client=client), dtype=inputs.dtype)
+        return inputs + drawn * math.sqrt(self.sigma * (client + 1) / clients)
+
+
+@shifts.register("colour")
+@dataclass(frozen=True)
+class Colour(PictureShift):
+    """Every channel c of client i has a gain and an offset of its own: a_ic x + b_ic, as cameras and scanners differ.
+
+    a ~ U(1 - strength, 1 + strength) and b ~ U(-strength / 2, strength / 2), of pixels between 0 and 1, which stay there. Source:
+    the sites of FedBN (Li et al., ICLR 2021), whose inputs differ by what batch normalisation takes out; the form is that of
+    torchvision's ColorJitter (brightness), by channel.
+    """
+
+    strength: Probability = 0.3
+
+    def changed(self, inputs: Tensor, client: int, clients: int, seed: int) -> Tensor:
+        rng = numpy_stream(seed, "shift", client=client)
+        drawn = torch.from_numpy(rng.uniform(-1, 1, (2, inputs.shape[1], 1, 1))).to(inputs.dtype)
+        return inputs * (1 + self.strength * drawn[0]) + self.strength / 2 * drawn[1]
+
+
+def build_shift(expression: str) -> InputShift | None:
+    """The shift of `rotation(45)`, `noise(0.1)`, `colour(0.3)` or `none`. Raises `UnknownName` or `InvalidValue`."""
+    if expression.strip().lower() == "none":
+        return None
+    made: InputShift = shifts.build(expression)
+    return made
