@@ -188,6 +188,8 @@ def test_every_method_starts_where_a_wrapper_says_or_is_refused(name: str) -> No
         "quantised": "quantised(fedavg)",
         "sparse": "sparse(fedavg)",
         "lowrank": "lowrank(fedavg)",
+        "private": "private(fedavg, clip=none, noise=0)",
+        "local_private": "local_private(fedavg, clip=none, noise=0)",
         "pfedme": "pfedme(regularisation=5)",
         "fedavg_c": "fedavg_c(finetune_epochs=1)",
         "fedprox_c": "fedprox_c(finetune_epochs=1)",

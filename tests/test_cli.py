@@ -286,7 +286,7 @@ def test_methods_are_listed_by_family(fed: Say) -> None:
     }
     assert listed["recombination"] == ["fedmr", "fedmut", "indep"]
     assert listed["composing"] == [
-        "ala", "clustered", "lowrank", "quantised", "robust", "secure", "sparse", "stages", "umf"
+        "ala", "clustered", "local_private", "lowrank", "private", "quantised", "robust", "secure", "sparse", "stages", "umf"
     ]  # fmt: skip
     assert {"fedala", "fedrep", "ditto"} <= set(listed["personal"])
     assert {"fedavg", "scaffold", "clusamp"} <= set(listed["global"])

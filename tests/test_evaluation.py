@@ -222,7 +222,8 @@ def test_one_pass_over_all_clients_equals_client_by_client() -> None:
 GLOBAL = {
     "clusamp", "clustered(fedmr)", "clustered(silobn(buffers=average))", "fedadam", "fedasam", "fedavg", "fedavgm", "feddc",
     "feddyn", "fedexp", "fedgen", "fedmr", "fedmr(local=moon)", "fedmut", "fednova", "fedprox", "fedsam", "fedyogi", "indep",
-    "lowrank(fedavg, rank=1)", "moon", "quantised(fedavg, bits=4, down=8)", "robust(fedavg)", "scaffold",
+    "local_private(fedmr, clip=none, noise=0)", "lowrank(fedavg, rank=1)", "moon", "private(fedavg, clip=none, noise=0)",
+    "quantised(fedavg, bits=4, down=8)", "robust(fedavg)", "scaffold",
     "secure(fedmr)", "silobn(buffers=average)",
     "sparse(fedavg, share=0.3)", "stages(fedavg:1, fedmr)", "stages(ditto:1, fedmr)", "umf(feddc)",
 }  # fmt: skip

@@ -285,7 +285,7 @@ def asked(kind: str, words: dict[str, Any], tensors: dict[str, torch.Tensor], tm
 
 ROUND = {
     "number": 1, "rounds": 5, "seed": 3, "clients": 6, "participants": 3, "learning_rate": 0.05,
-    "initial_learning_rate": 0.05, "rate_change": 1.0, "selected": [0],
+    "initial_learning_rate": 0.05, "rate_change": 1.0, "selected": [0], "poisson": False,
 }  # fmt: skip
 
 ORDER: dict[str, Any] = {

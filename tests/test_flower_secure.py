@@ -171,7 +171,7 @@ def test_keys_are_for_the_site_alone_and_gone_after_the_round(tmp_path: Path) ->
 def client_task(**words: Any) -> dict[str, Any]:
     told = {
         "number": 1, "rounds": 1, "seed": 3, "clients": 6, "participants": 3, "learning_rate": 0.05,
-        "initial_learning_rate": 0.05, "rate_change": 1.0, "selected": [0, 1, 2],
+        "initial_learning_rate": 0.05, "rate_change": 1.0, "selected": [0, 1, 2], "poisson": False,
     }  # fmt: skip
     return {"federation": "0123456789abcdef", "round": told, "site": 0, "client": 0, "memory": 0, **words}
 

@@ -35,7 +35,7 @@ VARIANTS = ["fedavg(weighted=false)", "fedexp(epsilon_by_clients=true)", "feddyn
 
 KEEP_ALL = {
     "ala(fedmr)", "apple", "clusamp", "clustered(fedmr)", "fedamp", "fedfomo", "fedgen", "fedmr", "indep",
-    "robust(fedavg)", "robust(feddc)", "secure(fedmr)", "feddyn(evaluate=all)",
+    "local_private(fedmr, clip=none, noise=0)", "robust(fedavg)", "robust(feddc)", "secure(fedmr)", "feddyn(evaluate=all)",
 }  # fmt: skip
 
 

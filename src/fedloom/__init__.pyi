@@ -36,6 +36,8 @@ from .algorithms.moon import Moon as Moon
 from .algorithms.partialfed import PartialFed as PartialFed
 from .algorithms.perfedavg import PerFedAvg as PerFedAvg
 from .algorithms.pfedme import PFedMe as PFedMe
+from .algorithms.private import LocalPrivate as LocalPrivate
+from .algorithms.private import Private as Private
 from .algorithms.robust import Robust as Robust
 from .algorithms.scaffold import Scaffold as Scaffold
 from .algorithms.secure_recombination import Secure as Secure

@@ -44,8 +44,9 @@ class Plan:
     """What a method is told before the first round.
 
     `initial [P]` is the model to start from; `sizes` gives the training samples of clients (`[k]` numbers to `[k]`);
-    `module` is the architecture, whose own weights mean nothing. Where clients `exchange` layers among themselves, a method
-    that has them do so must not rehearse it on the server.
+    `module` is the architecture, whose own weights mean nothing. Where clients are `remote`, sites of their own, they exchange
+    layers themselves, so that a method must not rehearse it on the server, and noise that hides anything must not be repeatable.
+    `poisson` is as in `Round`.
     """
 
     layout: Layout
@@ -57,7 +58,8 @@ class Plan:
     classes: int
     sizes: Callable[[Tensor], Tensor]
     module: nn.Module
-    exchange: bool = False
+    remote: bool = False
+    poisson: bool = False
 
     def starting_from(self, model: Tensor) -> Plan:
         """The same plan with another initial model."""
@@ -68,7 +70,8 @@ class Plan:
         (the learning rate is not known here)."""
         rate = float("nan")
         selected = tuple(range(self.participants))
-        return Round(1, self.rounds, self.seed, self.clients, self.participants, rate, rate, selected=selected)
+        more = {"selected": selected, "poisson": self.poisson}
+        return Round(1, self.rounds, self.seed, self.clients, self.participants, rate, rate, **more)  # type: ignore[arg-type]
 
 
 class AnyClient(NamedTuple):
@@ -184,6 +187,7 @@ class Algorithm:
     plan: Plan
     wraps: ClassVar[tuple[str, ...]] = ()  # names of the fields that hold inner methods
     single_download: ClassVar[bool] = True  # a client is sent one model, so that a wrapper can change where it starts
+    fixed_participants: ClassVar[bool] = False  # every round needs the same number of clients
     stackable: ClassVar[bool] = True  # the client half treats every row by itself, so that clients may advance together
     plain_steps: ClassVar[bool] = (
         True  # most local steps are SGD on the cross entropy, which stacks of linear layers fold
@@ -360,6 +364,20 @@ class Algorithm:
         """Whether anything depends on the number of rounds, `round.rounds`. Such a run cannot be lengthened later."""
         return any(method.needs_total_rounds for method in self.inner())
 
+    @property
+    def spent(self) -> bool:
+        """Whether no further round may be run, since that would cost more privacy than was allowed."""
+        return any(method.spent for method in self.inner())
+
+    @property
+    def releases_once(self) -> bool:
+        """Whether no round may be repeated after a failure, so that each must be on the disk before the next begins."""
+        return any(method.releases_once for method in self.inner())
+
+    def account(self) -> dict[str, float]:
+        """Figures recorded after every round, whether or not anything is evaluated: what has been used up."""
+        return {name: value for method in self.inner() for name, value in method.account().items()}
+
     def full_state(self) -> dict[str, Tensor]:
         """The state of this method and of those it wraps, by path."""
         full = dict(self.state)
@@ -433,9 +451,13 @@ class Wrapper(Algorithm):
 def uniform(round: Round) -> tuple[int, ...]:
     """`participants` of the clients, drawn uniformly without replacement, in random order. The cost grows with them alone.
 
-    Robert Floyd's sampling, then a shuffle.
+    Robert Floyd's sampling, then a shuffle. In a `poisson` round each client takes part by itself, with probability
+    `participants` / `clients`, so that their number varies and may be 0.
     """
     generator = round.stream("select")
+    if round.poisson:
+        drawn = torch.rand(round.clients, generator=generator, dtype=torch.float64)
+        return tuple((drawn < round.participants / round.clients).nonzero()[:, 0].tolist())
     chosen: list[int] = []
     seen: set[int] = set()
     for last in range(round.clients - round.participants, round.clients):

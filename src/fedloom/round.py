@@ -14,8 +14,8 @@ class Round:
     """Round `number` (from 1) of `rounds`, with `participants` of `clients` taking part.
 
     `learning_rate` is this round's, `rate_change` that divided by the one of the round before; `initial_learning_rate` is that of
-    round 1. `selected` lists the clients that train and
-    upload, in the order of their slots; it is empty until the selection has been made.
+    round 1. `selected` lists the clients that train and upload, in the order of their slots; it is empty until the selection has
+    been made. In a `poisson` round each client takes part by itself, and `participants` are those expected.
     """
 
     number: int
@@ -27,6 +27,7 @@ class Round:
     initial_learning_rate: float
     rate_change: float = 1.0
     selected: tuple[int, ...] = ()
+    poisson: bool = False
 
     def stream(self, purpose: str, client: int = -1) -> torch.Generator:
         """A new generator of the random stream that belongs to (seed, this round, client, purpose)."""

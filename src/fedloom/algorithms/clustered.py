@@ -47,6 +47,7 @@ class Clustered(Wrapper):
     weight: Literal["uniform", "size"] = "uniform"
 
     averages: ClassVar[bool] = False
+    fixed_participants: ClassVar[bool] = True
 
     @property
     def foreseeable(self) -> bool:

@@ -41,6 +41,7 @@ class Indep(Algorithm):
 
     wraps: ClassVar[tuple[str, ...]] = ("local",)
     averages: ClassVar[bool] = False
+    fixed_participants: ClassVar[bool] = True
 
     @property
     def anonymous_replies(self) -> bool:

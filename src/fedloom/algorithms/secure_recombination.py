@@ -76,7 +76,7 @@ class Secure(Wrapper, LayerExchange):
         message = self.method.send(round)
         rows, count = message["model"], len(round.selected)
         self.state["train_bytes"] = torch.zeros(1, dtype=torch.int64)
-        if self.plan.exchange or not self.exchanges("before_train") or len(rows) < count or count < 2:
+        if self.plan.remote or not self.exchanges("before_train") or len(rows) < count or count < 2:
             return message
         # A row beyond the selected ones is for clients that train without uploading: they take no part.
         rehearsal = self.rehearse(round, round.selected, "before_train")
@@ -85,7 +85,7 @@ class Secure(Wrapper, LayerExchange):
         return {**message, "model": torch.cat([moved, rows[count:]])}
 
     def receive(self, round: Round, replies: Replies) -> None:
-        if self.exchanges("before_upload") and not self.plan.exchange:
+        if self.exchanges("before_upload") and not self.plan.remote:
             rehearsal = self.rehearse(round, replies.clients.tolist(), "before_upload")
             moved = exchanged(replies["model"], self.units(), rehearsal.sources)
             replies = replace(replies, tensors={**replies.tensors, "model": moved})

@@ -145,7 +145,7 @@ def family_table(title: str, entries: Iterable[Entry[Any]]) -> Table:
     table = Table(
         box=None, show_header=False, padding=(0, 0, 0, 2), title=Text(f"\n{title}", "bold"), title_justify="left"
     )
-    table.add_column(style="bold", no_wrap=True, width=10)
+    table.add_column(style="bold", no_wrap=True, width=13)
     table.add_column()
     for entry in entries:
         table.add_row(entry.name, Text(entry.summary))

@@ -10,7 +10,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -161,6 +161,7 @@ def run(
     *,
     rounds: int = 100,
     participation: float = 0.1,
+    participation_mode: Literal["fixed", "poisson"] = "fixed",
     seed: int = 0,
     directory: str | Path | None = None,
     evaluate_every: int | None = None,
@@ -188,7 +189,8 @@ def run(
     """
     method = copy.deepcopy(build(algorithm))
     schedule = Schedule(
-        rounds, participation, seed, evaluate_every, checkpoint_every, dropout, personal_every, personal_clients, new_clients
+        rounds, participation, seed, evaluate_every, checkpoint_every, dropout, personal_every, personal_clients, new_clients,
+        participation_mode,
     )  # fmt: skip
     recorders = build_recorders(record)
     for recorder in recorders:

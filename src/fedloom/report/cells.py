@@ -80,6 +80,7 @@ def comparison(rows: Sequence[Row], marks: Mapping[str, Mapping[str, str]] | Non
     metric = rows[0].metric if rows else ACCURACY
     targets = [f"{target_text(metric, reach.target)}{metric.unit}" for reach in rows[0].reaches] if rows else []
     clients = any(row.personal is not None for row in rows)
+    private = any(row.epsilon is not None for row in rows)
     in_percent = ", %" if metric.share else ""
     best = ("largest", "descending") if metric.higher_is_better else ("smallest", "ascending")
     columns = (
@@ -100,12 +101,13 @@ def comparison(rows: Sequence[Row], marks: Mapping[str, Mapping[str, str]] | Non
         ),
         *(Column(f"Rounds to {target}", "smallest", "ascending", target) for target in targets),
         *(Column(f"Bytes to {target}", "smallest", "ascending", f"B {target}") for target in targets),
+        *((Column("Epsilon", order="ascending"),) if private else ()),
         Column("Bytes down", brief="Down"),
         Column("Bytes up", brief="Up"),
         Column("Time"),
         Column("Faults"),
     )
-    return Table(columns, tuple(_line(row, rows[0], clients, marks or {}) for row in rows))
+    return Table(columns, tuple(_line(row, rows[0], clients, private, marks or {}) for row in rows))
 
 
 def halves(table: Table) -> tuple[Table, Table]:
@@ -139,7 +141,9 @@ def target_text(metric: Metric, target: float) -> str:
     return percent(target) if metric.share else f"{target:g}"
 
 
-def _line(row: Row, first: Row, clients: bool, marks: Mapping[str, Mapping[str, str]]) -> tuple[Cell, ...]:
+def _line(
+    row: Row, first: Row, clients: bool, private: bool, marks: Mapping[str, Mapping[str, str]]
+) -> tuple[Cell, ...]:
     shares = {"final": row.final, "best": row.best, "last": row.last, **({"personal": row.personal} if clients else {})}
     return (
         Cell(row.algorithm, row.algorithm),
@@ -152,6 +156,7 @@ def _line(row: Row, first: Row, clients: bool, marks: Mapping[str, Mapping[str, 
         *(score_cell(spread, row.metric) for spread in ((row.client_std, row.client_worst) if clients else ())),
         *(_rounds(reach, base) for reach, base in zip(row.reaches, first.reaches, strict=True)),
         *(_bytes(reach.bytes, NEVER, reach.reached < reach.seeds) for reach in row.reaches),
+        *((_epsilon(row.epsilon),) if private else ()),
         _bytes(row.bytes_down),
         _bytes(row.bytes_up),
         _time(row.seconds),
@@ -177,6 +182,10 @@ def _bytes(spread: Spread | None, missing: str = "–", partial: bool = False) -
         return Cell(missing, None)
     text = byte_text(spread.mean)
     return Cell(text, spread.mean, partial, text + SOME if partial else "")
+
+
+def _epsilon(spread: Spread | None) -> Cell:
+    return Cell("–", None) if spread is None else Cell(f"{spread.mean:.3g}", spread.mean)
 
 
 def _time(seconds: Spread | None) -> Cell:

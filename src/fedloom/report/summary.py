@@ -84,7 +84,8 @@ class Row:
     """One method's line of a comparison; every spread is over its seeds and None where nothing was measured.
 
     `personal` is the accuracy of the clients' models on their own test data after the last round, `client_std` the standard
-    deviation of the clients' accuracies and `client_worst` the mean of the lowest tenth of them (see `personal`).
+    deviation of the clients' accuracies and `client_worst` the mean of the lowest tenth of them (see `personal`). `epsilon` is
+    the differential privacy used up.
     """
 
     algorithm: str
@@ -102,6 +103,7 @@ class Row:
     client_std: Spread | None = None
     client_worst: Spread | None = None
     metric: Metric = ACCURACY
+    epsilon: Spread | None = None
 
 
 def summarise(runs: Sequence[RunSummary], targets: Sequence[float] = (), last: int = LAST) -> list[Row]:
@@ -199,6 +201,12 @@ def seconds_to(run: RunSummary, target: float) -> float | None:
     return None if reached is None or not run.timings else _total(run.timings, ("seconds",), reached)
 
 
+def epsilon(run: RunSummary) -> float | None:
+    """The differential privacy that the run has used up, where it accounts for it."""
+    found: float | None = run.records[-1].get("epsilon") if run.records else None
+    return found
+
+
 def bytes_down(run: RunSummary) -> int:
     """Bytes sent to clients in the whole run."""
     return int(_total(run.records, ("bytes_down",)))
@@ -265,4 +273,5 @@ def _row(name: str, runs: Sequence[RunSummary], targets: Sequence[float], last: 
         spread(lambda run: personal(run, "_std")),
         spread(lambda run: personal(run, "_worst")),
         runs[0].metric,
+        spread(epsilon),
     )

@@ -74,14 +74,15 @@ class Evaluation:
         """The figures due after `round`, and those of each client when personal models are due; `integers` are the global model's
         integer buffers."""
         figures: Record = {}
-        if self._due(round, self.every):
+        last = algorithm.spent
+        if last or self._due(round, self.every):
             if len(self.task.test):
                 figures |= self.evaluator.score(algorithm.model(), self.task.test, integers)
             figures |= algorithm.diagnose()
         tallies: dict[str, Tally] = {}
-        personal = self._due(round, self.personal_every)
+        personal = self.personal_every > 0 and (last or self._due(round, self.personal_every))
         upcoming = self.task.training.round_at(round, round.number + 1)
-        if self.personal_every and (personal or self._due(round, self.every)):
+        if self.personal_every and (personal or last or self._due(round, self.every)):
             tallies["client"] = self._global(algorithm, upcoming, self.clients, integers)
         if personal:
             judge = self._personal if algorithm.personal else self._global

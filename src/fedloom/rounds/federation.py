@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message, Plan, Replies, Selection, block_slots
+from fedloom.algorithm import Algorithm, Message, Plan, Replies, Selection, block_slots, describe
 from fedloom.errors import CheckpointError, Diverged, InvalidValue, RefusedReply, code_place, in_brackets
 from fedloom.flat.device import moved_back
 from fedloom.flat.population import capped
@@ -94,15 +94,19 @@ class Federation:
         self.client_history: list[Record] = []
         self._pool_watch = PoolWatch(task.test.labels)
         self._noted: set[str] = set()  # the notices that are in `timings` by now
+        self._spent = 0  # the round after which no other may be run
         self._midway = False  # a round has begun and not ended, so that the state is that of no round
         participants = schedule.participants(trainers)
         task.training.same_rates(schedule.rounds, schedule.rounds)  # raises where there is none
         rate = task.training.rate(1, schedule.rounds)
-        self._first = Round(1, schedule.rounds, schedule.seed, trainers, participants, rate, rate)
+        poisson = schedule.participation_mode == "poisson"
+        if poisson:
+            _require_varying(algorithm)
+        self._first = Round(1, schedule.rounds, schedule.seed, trainers, participants, rate, rate, poisson=poisson)
         algorithm.setup(
             Plan(
                 task.layout, task.initial, trainers, participants, schedule.rounds, schedule.seed,
-                task.dataset.classes, self.task.sizes, task.model, isinstance(engine, RemoteClients),
+                task.dataset.classes, self.task.sizes, task.model, isinstance(engine, RemoteClients), poisson,
             )
         )  # fmt: skip
         _require_state(algorithm, "setup", task.initial)
@@ -121,10 +125,11 @@ class Federation:
 
     @property
     def notices(self) -> list[str]:
-        """What was wrong with the checkpoints found at the start, how clients train where that is not as usual, and whether the
-        models of a pool have come apart, a line each."""
+        """What was wrong with the checkpoints found at the start, how clients train where that is not as usual, whether the
+        models of a pool have come apart, and whether a privacy budget is spent, a line each."""
         of_checkpoints = [] if self.checkpoints is None else self.checkpoints.notices
-        return [*of_checkpoints, *self.engine.notices, *self._pool_watch.notices]
+        spent = [f"the privacy budget is spent: the run ends after round {self._spent}"] if self._spent else []
+        return [*of_checkpoints, *self.engine.notices, *self._pool_watch.notices, *spent]
 
     def run(self, on_round: Callable[[Record, Record], None] | None = None) -> None:
         """Run the remaining rounds; `on_round` is called after each with its figures and its times.
@@ -143,8 +148,11 @@ class Federation:
     def _run(self, on_round: Callable[[Record, Record], None] | None) -> None:
         saved = self.finished
         try:
-            while self.finished < self.schedule.rounds:
+            while self.finished < self.schedule.rounds and not self.algorithm.spent:
                 record, timing = self.step()
+                if self.algorithm.releases_once:
+                    self.save()
+                    saved = self.finished
                 if on_round is not None:
                     on_round(record, timing)
                 if self.finished % self.schedule.checkpoint_every == 0 or self.finished == self.schedule.rounds:
@@ -217,11 +225,13 @@ class Federation:
             ],
         }
         measured = {name: float(values.mean()) for name, values in answers.metrics.items()}
+        record |= self.algorithm.account()
         record = {**record, **{name: value for name, value in measured.items() if name not in record}}
         figures, clients = self.evaluation.measure(self.algorithm, round, self.integers)
         self._require_converging(round, figures.get("loss"))
         record = {name: _finite(value) for name, value in (record | figures).items()}
         self._pool_watch.see(record)
+        self._spent = round.number if self.algorithm.spent else 0
         ended = time.perf_counter()
         timing: Record = {
             "round": round.number,
@@ -359,6 +369,16 @@ def _row_bytes(rows: Tensor) -> int:
 def _diverged(round: Round, what: str) -> Diverged:
     kept = f"the model of round {round.number - 1} is kept" if round.number > 1 else "there is no model before that"
     return Diverged(f"round {round.number}: training diverged (learning rate {round.learning_rate:g}): {what}; {kept}")
+
+
+def _require_varying(algorithm: Algorithm) -> None:
+    """Raise `InvalidValue` unless the number of clients in a round may vary."""
+    found = next((part for part in algorithm.nested() if part.fixed_participants), None)
+    if found is not None:
+        raise InvalidValue(
+            f"participation_mode = poisson draws another number of clients in each round, but {describe(found)} "
+            "needs as many in every one"
+        )
 
 
 def _raise_unless_absent(algorithm: Algorithm, round: Round, faults: list[Fault]) -> None:

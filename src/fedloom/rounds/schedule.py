@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from fedloom.config.fields import BelowOne, Count, NonNegativeInt, Share, require_fields
 
@@ -11,7 +12,9 @@ from fedloom.config.fields import BelowOne, Count, NonNegativeInt, Share, requir
 class Schedule:
     """How long a federation runs and how often it looks at itself.
 
-    `participation` is the share of clients in a round, K = max(1, floor(participation * clients)); `dropout` the chance that
+    `participation` is the share of clients in a round, K = max(1, floor(participation * clients)). With the `participation_mode`
+    `fixed` K are drawn without replacement; with `poisson` each takes part by itself with probability K / clients, so that the
+    number varies, as the accounting of `private` assumes. `dropout` is the chance that
     a selected client does not answer (for studying it; drawn from its own stream). `new_clients` is the share of clients,
     floor(new_clients * clients) of them drawn at random, that never train and only use what the others made.
 
@@ -31,6 +34,7 @@ class Schedule:
     personal_every: NonNegativeInt | None = None
     personal_clients: Count = 1000
     new_clients: BelowOne = 0.0
+    participation_mode: Literal["fixed", "poisson"] = "fixed"
 
     def __post_init__(self) -> None:
         require_fields(self)

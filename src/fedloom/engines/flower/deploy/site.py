@@ -208,7 +208,7 @@ class Site:
         method = build(self.settings.algorithm)
         plan = Plan(
             task.layout, task.initial, round.clients, round.participants, round.rounds, round.seed,
-            task.dataset.classes, _one_each, task.model,
+            task.dataset.classes, _one_each, task.model, remote=True, poisson=round.poisson,
         )  # fmt: skip
         method.setup(plan)
         for part in method.nested():
@@ -288,6 +288,8 @@ def _round(value: Any) -> Round:
     for name in ("number", "rounds", "clients", "participants"):
         whole(told, name, 0, _MOST)
     whole(told, "seed", 0, 1 << 62)
+    if type(told["poisson"]) is not bool:
+        raise RefusedReply(f"poisson must be true or false, not {told['poisson']!r:.40}")
     for name in ("learning_rate", "initial_learning_rate", "rate_change"):
         if not isinstance(told[name], (int, float)) or not 0 < told[name] < math.inf:
             raise RefusedReply(f"{name} must be a positive number, not {told[name]!r:.40}")

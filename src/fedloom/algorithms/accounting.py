@@ -1,0 +1,57 @@
+"""What differential privacy costs: epsilon after so many releases with Gaussian noise, by Google's dp-accounting."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+from fedloom.errors import FedloomError, InvalidValue, installing
+
+ORDERS = (*range(2, 65), 80, 96, 128, 192, 256, 512, 1024)
+"""Orders of Renyi divergence that are looked at. Whole ones have a closed form; the smallest epsilon of any of them holds."""
+
+
+@cache
+def epsilon(noise: float, share: float, releases: int, delta: float) -> float:
+    """The epsilon of `releases` sums with noise of standard deviation `noise` (in units of what one client may add), where each
+    client takes part in a release by itself with probability `share`; of (epsilon, `delta`)-privacy for adding or removing one.
+
+    By Renyi divergences (Mironov et al. 2019), turned into epsilon as Canonne et al. 2020 do. Infinite without noise. Raises
+    `FedloomError` where dp-accounting is not installed.
+    """
+    if releases == 0:
+        return 0.0
+    if noise == 0:
+        return math.inf
+    accountant = _library().rdp.RdpAccountant(ORDERS)
+    return float(accountant.compose(_release(noise, share), releases).get_epsilon(delta))
+
+
+@cache
+def noise_for(target: float, share: float, releases: int, delta: float) -> float:
+    """The smallest noise, to a ten-thousandth, with which `releases` releases cost at most epsilon = `target`. Raises as
+    `epsilon`, and `InvalidValue` where no noise is enough."""
+    low, high = 0.0, 1.0
+    while epsilon(high, share, releases, delta) > target:
+        low, high = high, 2 * high
+        if high > 1e6:
+            raise InvalidValue(f"target_epsilon={target:g} is out of reach in {releases} rounds at delta={delta:g}")
+    while high - low > 1e-4 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if epsilon(middle, share, releases, delta) > target else (low, middle)
+    return high
+
+
+def _release(noise: float, share: float) -> Any:
+    library = _library()
+    return library.PoissonSampledDpEvent(share, library.GaussianDpEvent(noise))
+
+
+def _library() -> Any:
+    try:
+        import dp_accounting
+        import dp_accounting.rdp
+    except ImportError:
+        raise FedloomError(f"privacy is accounted for by 'dp-accounting': {installing('privacy')}") from None
+    return dp_accounting

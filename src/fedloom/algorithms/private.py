@@ -1,0 +1,354 @@
+"""Differential privacy of whole clients: noise on what the server releases (`private`), or on every upload (`local_private`)."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithm import (
+    AggregatedReplies,
+    Algorithm,
+    Message,
+    Plan,
+    Replies,
+    Selection,
+    Wrapper,
+    algorithms,
+    describe,
+    entry_of,
+    uniform,
+)
+from fedloom.algorithms.accounting import epsilon, noise_for
+from fedloom.algorithms.compression import Compressed
+from fedloom.config.fields import NonNegative, Positive
+from fedloom.errors import InvalidValue
+from fedloom.local.cohort import Cohort
+from fedloom.round import Round
+from fedloom.secure.exchange import LayerExchange
+
+OpenShare = Annotated[float, Field(gt=0, lt=1)]
+
+
+@dataclass
+class Accounted(Wrapper):
+    """The base of wrappers whose releases cost privacy: `clip` C bounds the length of an update, and the noise has standard
+    deviation `noise` C in every number.
+
+    Each is (epsilon, `delta`)-private; epsilon grows with the releases and is in every round's figures. `target_epsilon` with
+    `noise` is a limit: the run ends before the round that would exceed it. Without, the noise is chosen before round 1, so that
+    all rounds together cost no more. What has been spent is in the checkpoints. With `clip=none, noise=0` nothing is protected,
+    and the inner method runs as it is.
+    """
+
+    clip: Positive | None = 1.0
+    noise: NonNegative | None = None
+    delta: OpenShare = 1e-5
+    target_epsilon: Positive | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._solved: float | None = None
+        if self.noise is None and self.target_epsilon is None:
+            raise InvalidValue(f"{self.name}: give noise, such as 0.8 (times clip), or target_epsilon, to choose it")
+        if self.clip is None and self.noise != 0:
+            raise InvalidValue(f"{self.name}: without a clip no noise hides a client: only noise=0 goes with clip=none")
+        for part in self.method.nested():
+            if isinstance(part, Compressed | Accounted):
+                kind = entry_of(part)
+                raise InvalidValue(f"{self.name}: put {kind.name if kind else describe(part)} around {self.name}")
+
+    @property
+    def name(self) -> str:
+        entry = entry_of(self)
+        return type(self).__name__ if entry is None else entry.name
+
+    @property
+    def protects(self) -> bool:
+        """Whether there is anything to hide and to count."""
+        return self.clip is not None
+
+    @property
+    def needs_total_rounds(self) -> bool:
+        return self.noise is None or super().needs_total_rounds
+
+    @property
+    def releases_once(self) -> bool:
+        return (self.protects and self.plan.remote) or super().releases_once
+
+    def bound(self) -> float:
+        """The length of the longest update."""
+        return math.inf if self.clip is None else self.clip
+
+    @abstractmethod
+    def cost(self, more: int = 0) -> float:
+        """Epsilon so far, or after so many `more` releases."""
+
+    @abstractmethod
+    def solve(self, target: float) -> float:
+        """The noise with which all rounds cost `target`."""
+
+    def noise_multiplier(self) -> float:
+        """The noise in units of the clip."""
+        if self.noise is not None:
+            return self.noise
+        assert self.target_epsilon is not None  # else `__post_init__` raises
+        if self._solved is None:
+            self._solved = self.solve(self.target_epsilon)
+        return self._solved
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        self.state["releases"] = torch.zeros(1, dtype=torch.int64)
+        if not self.protects:
+            return
+        expected, sent = dict(self.method.expects(plan.opening())), self.method.send(plan.opening())
+        more = sorted(expected.keys() - {"model"})
+        if more:
+            raise InvalidValue(
+                f"{self.name}: clients of {describe(self.method)} upload {more[0]!r} beside the model, which would leak"
+            )
+        if "model" not in sent or tuple(sent["model"].shape[1:]) != expected["model"]:
+            raise InvalidValue(
+                f"{self.name}: clients of {describe(self.method)} do not return an update of one model that they are sent"
+            )
+        if plan.layout.integers:
+            raise InvalidValue(
+                f"{self.name}: the model counts its batches (batch norm), which would leak: use group norm instead"
+            )
+
+    @property
+    def spent(self) -> bool:
+        return (
+            self.protects
+            and self.target_epsilon is not None
+            and self.noise is not None
+            and self.cost(more=1) > self.target_epsilon
+        )
+
+    def account(self) -> dict[str, float]:
+        return {"epsilon": self.cost()} if self.protects else {}
+
+
+@algorithms.register("private")
+@dataclass
+class Private(Accounted):
+    """Central differential privacy of clients, over any method that averages: clipped updates, a noisy sum, a fixed divisor.
+
+    With u_k = w_k - w the update of client k, C = `clip`, z = `noise` and q N the expected number of participants, the inner
+    method receives, in place of every reply,
+
+        w + (sum_k u_k min(1, C / |u_k|) + z C n) / (q N),    n standard normal
+
+    so that nobody who sees the models can tell whether a client took part. All clients count alike, whatever their samples.
+    Each must take part by itself with probability q, as `participation_mode = "poisson"` draws them, or all in every round;
+    a round to which nobody came adds noise too. `delta` should be well below 1 / N. With `target_epsilon` alone the noise is
+    chosen so that all rounds together cost that much; with `noise` too, the run ends when it is spent.
+
+    `quantile` g lets C follow the lengths of the updates: with b_k = 1 where |u_k| <= C, else 0, after each round
+    C <- C exp(-`clip_learning_rate` (b - g)), where b = 1/2 + (sum_k (b_k - 1/2) + s n) / (q N), s = q N / 20. The noise of the
+    sum is raised to (z^-2 - (2 s)^-2)^(-1/2), so that both together cost what z says.
+
+    Noise comes from the run's streams in a simulation, and from the system's cryptographic generator over real sites. The
+    server sees updates without noise, and is trusted. Losses and accuracies that it records are not private.
+    Source: McMahan et al. 2018, "Learning differentially private recurrent language models", algorithm 1; Andrew et al. 2021,
+    "Differentially private learning with adaptive clipping", algorithm 1.
+    Use it when the model is given to others, and hundreds of clients can take part in a round.
+    """
+
+    quantile: OpenShare | None = None
+    clip_learning_rate: Positive = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for part in self.method.nested():
+            if isinstance(part, LayerExchange) and self.protects:
+                raise InvalidValue(f"private: in {describe(part)} an upload holds layers of several clients, unclipped")
+            if not part.averages and self.protects:
+                raise InvalidValue(
+                    f"private: {describe(part)} passes on what single clients sent, so no noise on a sum hides them: "
+                    f"local_private({describe(self.method)}) has each client add its own"
+                )
+
+    def require_inside(self, outer: Algorithm) -> None:
+        if self.protects and not isinstance(outer, Compressed):
+            name = getattr(entry_of(outer), "name", type(outer).__name__)
+            raise InvalidValue(f"private: {name} would change what is summed or released: put private around {name}")
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        if self.quantile is not None:
+            self.state["clip"] = torch.tensor([super().bound()], dtype=torch.float64)
+
+    @property
+    def share(self) -> float:
+        """q, the chance that a client takes part in a round."""
+        return self.plan.participants / self.plan.clients
+
+    def cost(self, more: int = 0) -> float:
+        return epsilon(self.noise_multiplier(), self.share, int(self.state["releases"]) + more, self.delta)
+
+    def solve(self, target: float) -> float:
+        return noise_for(target, self.share, self.plan.rounds, self.delta)
+
+    def select(self, round: Round) -> Selection:
+        selection = self.method.select(round)
+        if not self.protects:
+            return selection
+        if not round.poisson and round.participants < round.clients:
+            raise InvalidValue(
+                "private: epsilon is that of clients who take part by chance, each for itself: set participation_mode "
+                f"to poisson, or participation to 1, not {round.participants} of {round.clients} in every round"
+            )
+        if selection.clients != uniform(round) or selection.weights is not None:
+            raise InvalidValue(f"private: {describe(self.method)} chooses its clients itself, which epsilon leaves out")
+        self.cost(more=1)  # where the noise is to be chosen or the library is missing, that shows before anybody trains
+        return selection
+
+    @property
+    def folds(self) -> bool:
+        return self.protects or self.method.folds
+
+    def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
+        if not self.protects:
+            return super().fold(round, replies)
+        clip = self.bound()
+        updates, lengths = clipped(replies["model"] - self.method.send(round)["model"][0], clip)
+        below = (lengths <= clip).double().sum(0, keepdim=True) - len(replies) / 2
+        return AggregatedReplies({}, {"update": updates.double().sum(0), "below": below}, len(replies), len(replies))
+
+    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+        if not self.protects:
+            super().update(round, aggregate)
+            return
+        sent, expected, clip = self.method.send(round)["model"][0], round.participants, self.bound()
+        multiplier, total = self.noise_multiplier(), aggregate.total["update"]
+        if self.quantile is not None:
+            spread = expected / 20
+            if multiplier >= 2 * spread:
+                raise InvalidValue(
+                    f"private: quantile needs more than {10 * multiplier:g} clients in a round, not {expected}"
+                )
+            below = aggregate.total["below"] + spread * self._normal(round, "clip", aggregate.total["below"])
+            multiplier = (multiplier**-2 - (2 * spread) ** -2) ** -0.5 if multiplier else 0.0
+            factor = math.exp(-self.clip_learning_rate * (0.5 + float(below) / expected - self.quantile))
+            self.state["clip"] = self.state["clip"] * factor
+        total = total + multiplier * clip * self._normal(round, "noise", total)
+        mean = sent + (total / expected).to(sent)
+        each = torch.arange(expected)
+        rows = mean.expand(expected, *mean.shape)
+        self.state["releases"] = torch.full((1,), round.number, dtype=torch.int64)
+        self.method.receive(round, Replies({"model": rows}, each, each, torch.ones(expected, dtype=torch.int64)))
+
+    def receive(self, round: Round, replies: Replies) -> None:
+        if self.protects:
+            Algorithm.receive(self, round, replies)
+        else:
+            super().receive(round, replies)
+
+    def finish(self, round: Round) -> None:
+        if self.protects and int(self.state["releases"]) < round.number:  # nobody came
+            nothing = torch.zeros_like(self.method.send(round)["model"][0], dtype=torch.float64)
+            self.update(round, AggregatedReplies({}, {"update": nothing, "below": nothing[:1]}, 0, 0))
+        super().finish(round)
+
+    def bound(self) -> float:
+        return super().bound() if self.quantile is None else float(self.state["clip"])
+
+    def _normal(self, round: Round, purpose: str, like: Tensor) -> Tensor:
+        return normal(like, None if self.plan.remote else round.stream(f"privacy {purpose}"))
+
+    def diagnose(self) -> dict[str, float]:
+        shown = {} if self.quantile is None or not self.protects else {"clip": self.bound()}
+        return self.method.diagnose() | shown
+
+
+@algorithms.register("local_private")
+@dataclass
+class LocalPrivate(Accounted):
+    """Local differential privacy: every client clips its update and adds noise before it uploads, so that nobody is trusted.
+
+    With u the update, C = `clip` and z = `noise`, a client uploads w + u min(1, C / |u|) + z C n, n standard normal, and no
+    figures of its training. One upload is private for any two data sets that the client might have: their updates differ by at
+    most 2 C, so that it costs what noise z / 2 does. `epsilon` is that of the client that was selected most often, all its
+    uploads together.
+
+    It goes around any method whose clients return an update of the one model that they are sent, FedMR too: what holds for each
+    upload holds for whatever becomes of it. The same z costs far more accuracy than in `private`: the mean of K models keeps
+    noise z C / K^(1/2) where `private` adds z C / K.
+    Source: Kasiviswanathan et al. 2011 (local privacy); Dwork and Roth 2014, appendix A (Gaussian mechanism).
+    Use it when the server is not trusted, or when single models are passed on; expect to need very many clients.
+    """
+
+    def require_inside(self, outer: Algorithm) -> None:
+        if self.protects and not isinstance(outer, Compressed) and type(outer).train is not Wrapper.train:
+            name = getattr(entry_of(outer), "name", type(outer).__name__)
+            raise InvalidValue(f"local_private: {name} works on the clients too: put local_private around {name}")
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        self.state["releases"] = torch.zeros(plan.clients, dtype=torch.int64)
+
+    @property
+    def anonymous_replies(self) -> bool:
+        return self.method.anonymous_replies
+
+    @property
+    def averages(self) -> bool:  # type: ignore[override]
+        return all(part.averages for part in self.method.nested())
+
+    def cost(self, more: int = 0) -> float:
+        return epsilon(self.noise_multiplier() / 2, 1.0, int(self.state["releases"].max()) + more, self.delta)
+
+    def solve(self, target: float) -> float:
+        return 2 * noise_for(target, 1.0, self.plan.rounds, self.delta)
+
+    def select(self, round: Round) -> Selection:
+        if self.protects:
+            self.cost(more=1)
+        return self.method.select(round)
+
+    def finish(self, round: Round) -> None:
+        super().finish(round)
+        counts = self.state["releases"].clone()
+        counts[list(round.selected)] += 1
+        self.state["releases"] = counts
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        reply = self.method.train(cohort, inbox)
+        if not self.protects:
+            return reply
+        updates, _ = clipped(reply["model"] - inbox["model"], self.bound())
+        streams = [None] * len(updates) if self.plan.remote else cohort.stream("privacy noise")
+        noise = torch.stack([normal(updates[0], stream) for stream in streams])
+        cohort.metrics.clear()  # losses are of the client's data too
+        return {
+            "model": inbox["model"] + (updates.double() + self.noise_multiplier() * self.bound() * noise).to(updates)
+        }
+
+
+def clipped(updates: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """Each row u of `updates [k, m]` as u min(1, `clip` / |u|), and the lengths |u| `[k]`. A length beyond the floats counts as
+    infinite, and its row as zero."""
+    lengths = torch.linalg.vector_norm(updates, dim=1, dtype=torch.float64)
+    shares = (clip / lengths.clamp_min(torch.finfo(torch.float64).tiny)).clamp_max(1)
+    return (updates.double() * shares.unsqueeze(1)).to(updates), lengths
+
+
+def normal(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Standard normal float64 numbers in the shape of `like` and on its device: from `generator`, or, where there is none, from
+    the system's cryptographic generator by the method of Box and Muller."""
+    if generator is not None:
+        return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.device)
+    count = like.numel()
+    bits = np.frombuffer(secrets.token_bytes(16 * count), np.uint64).reshape(2, count) >> np.uint64(11)
+    first, second = (bits + 1.0) / 2.0**53  # in (0, 1]
+    numbers = np.sqrt(-2 * np.log(first)) * np.cos(2 * np.pi * second)
+    return torch.from_numpy(numbers).reshape(like.shape).to(like.device)
