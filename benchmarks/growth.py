@@ -1,0 +1,193 @@
+"""How the server's work grows: with the participants K, the model's length P, and the rounds and runs of a report.
+
+Each line is timed at three sizes, the least of some turns; the exponent is that between the two largest (20, 200 and 2,000
+replies of 10,000 weights, or up to 500 where pairs are compared; 10,000 to 1,000,000 weights of 20 replies). A method's time is
+that of `send`, `receive`, `finish`, `model` and `diagnose` in a round in which all clients take part. What grows by more than
+`SLACK` over what it must is named, and the exit code is 1: leaving the caches costs up to half an exponent, the next whole one is
+a fault.
+
+    python benchmarks/growth.py [--only "fedavg;similarity"] [--turns 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import fedloom as fl
+from fedloom.algorithm import Plan, Replies, build
+from fedloom.data import Dataset, Partition, Samples
+from fedloom.flat.layout import Layout
+from fedloom.report import write_report
+from outcome import tell
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from every_method import EVERY_METHOD
+from report_support import made_up_run
+
+SLACK = 0.6
+FEWER = (20, 100, 500)
+CLIENTS, WEIGHTS, ROUNDS, RUNS = (20, 200, 2000), (10_000, 100_000, 1_000_000), (100, 1000, 10_000), (10, 100, 1000)
+
+PAIRS = "all pairs of models are compared"
+MUST = {
+    "apple": (2, "every client holds a weight for every other"),
+    "clusamp": (2, PAIRS),
+    "clustered(fedmr)": (2, PAIRS),
+    "fedamp": (2, PAIRS),
+    "fedfomo": (2, "every client asks for other clients' models, and the server knows who gains by whom"),
+    "robust(fedavg, rule=krum)": (2, PAIRS),
+}
+"""What must grow faster than linearly with the participants, and why."""
+
+METHODS = (
+    *EVERY_METHOD,
+    "robust(fedavg, rule=krum)",
+    "robust(fedavg, rule=median)",
+    "fedmr(blend=auto)",
+    "feddyn(evaluate=all)",
+)
+RECORDERS = ("similarity(every=1)", "aggregate(every=1)", "objective(every=1)")
+
+
+def least(work: Callable[[], object], turns: int) -> float:
+    """Seconds of the quickest of some turns; one is enough where it takes long."""
+    found = math.inf
+    for _ in range(turns):
+        began = time.perf_counter()
+        work()
+        found = min(found, time.perf_counter() - began)
+        if found > 3:
+            break
+    return found
+
+
+def server_round(name: str, clients: int, weights: int) -> Callable[[], object]:
+    """The server half of a second round."""
+    hidden = max(1, (weights - 10) // (60 + 11))
+    module = nn.Sequential(nn.Linear(59, hidden), nn.ReLU(), nn.Linear(hidden, 10))
+    layout = Layout(module)
+    generator = torch.Generator().manual_seed(0)
+    initial = torch.randn(layout.size, generator=generator)
+    plan = Plan(layout, initial, clients, clients, 20, 0, 10, lambda numbers: 1 + numbers % 7, module)
+    method = build(name)
+    method.setup(plan)
+    everybody = torch.arange(clients)
+    rounds = [replace(plan.opening().at(number), learning_rate=0.1, initial_learning_rate=0.1) for number in (1, 2)]
+    rounds = [replace(round, selected=tuple(range(clients))) for round in rounds]
+    types = {tensor: dtype for part in method.nested() for tensor, dtype in part.reply_dtypes.items()}
+
+    def replies(round: Any) -> Replies:
+        tensors = {}
+        for tensor, shape in method.expects(round).items():
+            rows = torch.rand(clients, *shape, generator=generator)
+            tensors[tensor] = (9 * rows).to(types[tensor]) if tensor in types else rows
+        return Replies(tensors, everybody, everybody, 1 + everybody % 7)
+
+    def run(round: Any, given: Replies) -> None:
+        method.send(round)
+        method.receive(round, given)
+        method.finish(round)
+        method.model()
+        method.diagnose()
+
+    run(rounds[0], replies(rounds[0]))
+    before, second = method.full_state(), replies(rounds[1])
+
+    def again() -> None:
+        method.restore(before)
+        run(rounds[1], replace(second, tensors=dict(second.tensors)))
+
+    return again
+
+
+def recorded_round(name: str, clients: int) -> float:
+    """Seconds that a recorder takes in a round."""
+    draw, total = torch.Generator().manual_seed(0), 10 * clients
+    train = Samples(torch.randn(total, 200, generator=draw), torch.randint(10, (total,), generator=draw))
+    task = fl.make_task(
+        Dataset("random", train, train[:100], 10),
+        partition=Partition.from_sizes(np.arange(total), np.full(clients, 10)),
+        model=nn.Linear(200, 10),
+        training=fl.Training(learning_rate=0.1, steps=1, batch_size=10),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        result = fl.run("fedavg", task, rounds=1, participation=1.0, record=[name], directory=Path(folder) / "run")
+    return float(result.timings[0]["record_seconds"])
+
+
+def report(runs: int, rounds: int) -> tuple[float, float]:
+    """Seconds to write a report, and its megabytes."""
+    made = [made_up_run(f"method{k % 10}", k // 10, rounds, 20, 10) for k in range(runs)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.html"
+        seconds = least(partial(write_report, path, "growth", made, (0.5, 0.8)), 1)
+        return seconds, path.stat().st_size / 1e6
+
+
+def line(
+    what: str, grows_with: str, sizes: Sequence[int], figures: Sequence[float], must: float = 1, why: str = ""
+) -> dict[str, Any]:
+    """A line of the table: what it takes at each size, and how that grows."""
+    exponent = math.log(figures[-1] / figures[-2]) / math.log(sizes[-1] / sizes[-2])
+    measured = dict(zip(("least", "middle", "most"), figures, strict=True))
+    verdict = "steeper than it must be" if exponent > must + SLACK else why
+    print(f"{what}: {grows_with}, {exponent:.2f}", file=sys.stderr)
+    return {
+        "what": what,
+        "grows_with": f"{grows_with}, to {sizes[-1]:,}",
+        **measured,
+        "exponent": exponent,
+        "must": must,
+        "note": verdict,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="lines whose names hold one of these")
+    parser.add_argument("--turns", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+
+    def wanted(name: str) -> bool:
+        return not arguments.only or any(part in name for part in arguments.only.split(";"))
+
+    rows = []
+    for name in filter(wanted, METHODS):
+        must, why = MUST.get(name, (1, ""))
+        counts = CLIENTS if must == 1 else FEWER
+        seconds = [least(server_round(name, clients, WEIGHTS[0]), arguments.turns) for clients in counts]
+        rows.append(line(name, "participants", counts, seconds, must, why))
+        seconds = [least(server_round(name, CLIENTS[0], weights), arguments.turns) for weights in WEIGHTS]
+        rows.append(line(name, "weights", WEIGHTS, seconds))
+    rows += [
+        line(f"record {name}", "participants", CLIENTS, [recorded_round(name, clients) for clients in CLIENTS])
+        for name in filter(wanted, RECORDERS)
+    ]
+    if wanted("report"):
+        for grown, sizes, found in (
+            ("runs", RUNS, [report(runs, 100) for runs in RUNS]),
+            ("rounds", ROUNDS, [report(10, rounds) for rounds in ROUNDS]),
+        ):
+            for place, unit in enumerate(("seconds", "megabytes")):
+                figures = [measured[place] for measured in found]
+                rows.append(line(f"report, {unit}", grown, sizes, figures))
+    tell("growth", rows)
+    sys.exit(any(row["exponent"] > row["must"] + SLACK for row in rows))
+
+
+if __name__ == "__main__":
+    main()
