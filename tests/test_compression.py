@@ -49,7 +49,7 @@ NUMBERS = st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=40)
 
 
 @given(NUMBERS, st.sampled_from([1, 2, 4, 8]), st.integers(1, 9), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_quantisation_is_that_of_each_number_in_its_bucket(
     numbers: list[float], bits: int, bucket: int, data: st.DataObject
 ) -> None:
@@ -82,7 +82,7 @@ def test_random_rounding_is_right_on_average() -> None:
 
 
 @given(NUMBERS, st.floats(0.01, 1.0))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_largest_numbers_travel_in_ascending_order_of_their_places(numbers: list[float], share: float) -> None:
     code, row = Sparse(FedAvg(), share=share), torch.tensor([numbers])
     parts = code.encode(row, list)

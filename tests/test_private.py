@@ -79,7 +79,7 @@ class Recorded(FedAvg):
     st.lists(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=3, max_size=3), min_size=1),
     st.floats(1e-3, 1e3),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_no_clients_update_is_longer_than_the_clip(rows: list[list[float]], clip: float) -> None:
     found, lengths = clipped(torch.tensor(rows, dtype=torch.float32), clip)
     for row, kept, length in zip(rows, found.double().tolist(), lengths.tolist(), strict=True):
@@ -92,7 +92,7 @@ def test_no_clients_update_is_longer_than_the_clip(rows: list[list[float]], clip
 
 
 @given(st.floats(0.01, 100), st.floats(0.01, 100))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_what_clients_move_the_model_by_is_bounded_whatever_they_send(length: float, clip: float) -> None:
     inner = Recorded()
     inner.length = length
@@ -155,10 +155,11 @@ def test_a_simulation_repeats_its_noise_and_real_sites_do_not() -> None:
 
 
 @pytest.mark.parametrize("wrapper", ["private", "local_private"])
-@pytest.mark.parametrize("inner", ["fedavg", "scaffold", "umf(fedprox)"])
+@pytest.mark.parametrize("inner", ["fedavg", "umf(scaffold)"])
 def test_without_noise_and_clip_it_is_the_inner_method_bit_for_bit(wrapper: str, inner: str) -> None:
     for mode in ("poisson", "fixed"):
-        found, expected = ran(f"{wrapper}({inner}, clip=none, noise=0)", mode=mode), ran(inner, mode=mode)
+        options = {"mode": mode, "rounds": 2}
+        found, expected = ran(f"{wrapper}({inner}, clip=none, noise=0)", **options), ran(inner, **options)
         assert torch.equal(found.algorithm.model(), expected.algorithm.model())
         assert found.history == expected.history
 
@@ -385,13 +386,16 @@ def test_over_flower_sites_clip_alike_and_nobody_repeats_the_noise(method: str, 
         assert not any(record["faults"] for record in found.history)
         return found.algorithm.model()
 
-    settings = deployment(config(0.0, "rows"))
-    held = settings.configuration.task(3)
-    expected = Federation(build(settings.algorithm), held, RowsEngine(held), schedule(settings))
-    expected.run()
-    torch.testing.assert_close(model(0.0, "plain"), expected.algorithm.model(), rtol=0, atol=1e-5)
-    one, two = model(1.0, "one"), model(1.0, "two")
-    assert float((one - two).norm()) > 0.1
+    def in_a_simulation(noise: float) -> Tensor:
+        settings = deployment(config(noise, "rows"))
+        held = settings.configuration.task(3)
+        found = Federation(build(settings.algorithm), held, RowsEngine(held), schedule(settings))
+        found.run()
+        return found.algorithm.model()
+
+    torch.testing.assert_close(model(0.0, "plain"), in_a_simulation(0.0), rtol=0, atol=1e-5)
+    # With the run's streams, whoever knows the seed could subtract the noise.
+    assert float((model(1.0, "noisy") - in_a_simulation(1.0)).norm()) > 0.1
 
 
 def test_without_the_library_a_run_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
