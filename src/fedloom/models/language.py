@@ -1,0 +1,118 @@
+"""Language models of `transformers`, whole or with adapters of `peft`: the next token at every place of a sequence."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from fedloom.config.fields import BelowOne, Count, NonNegativeInt, Positive
+from fedloom.data import DataSpec
+from fedloom.errors import InvalidValue, MissingExtra, first_line, quoted
+from fedloom.models import models
+from fedloom.models.shapes import vocabulary
+
+
+@models.register("transformer")
+def transformer(
+    spec: DataSpec, *, layers: Count = 2, width: Count = 64, heads: Count = 4, lora: NonNegativeInt = 0
+) -> nn.Module:
+    """GPT-2's architecture of any size, for sequences as long as the data's, with initial weights drawn from the seed.
+
+    With `lora`, all of that is frozen, and adapters of so low a rank are trained (`causal_lm`). Needs the extra `language`.
+    Source: Radford et al. 2019. Raises `InvalidValue` where the data are no tokens, or `width` no multiple of `heads`.
+    """
+    tokens = vocabulary("transformer", spec)
+    if width % heads:
+        raise InvalidValue(f"transformer: width must be a multiple of heads, and {width} is none of {heads}")
+    with _transformers("transformer") as library:
+        settings = library.GPT2Config(
+            vocab_size=tokens, n_positions=spec.shape[0], n_embd=width, n_layer=layers, n_head=heads, use_cache=False,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
+            attn_implementation="eager",
+        )  # fmt: skip
+        return _adapted(library.GPT2LMHeadModel(settings), lora, None, 0.0, ())
+
+
+@models.register("causal_lm")
+def causal_lm(
+    spec: DataSpec,
+    *,
+    folder: str,
+    lora: NonNegativeInt = 8,
+    alpha: Positive | None = None,
+    dropout: BelowOne = 0.0,
+    modules: Sequence[str] = (),
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    attention: Literal["sdpa", "eager"] = "sdpa",
+) -> nn.Module:
+    """The language model that `save_pretrained` wrote to `folder`, frozen, with adapters of rank `lora` that are trained.
+
+    Each chosen weight W becomes W + (alpha / lora) B A, with A at random and B zero at first; alpha is 2 lora unless given, and
+    `modules` names the layers to adapt, by default those that peft chooses for the architecture. Only A and B are in the row.
+    The frozen rest is in `dtype`. With `lora=0` the whole model trains. Stacked clients need `attention=eager`. Nothing is
+    downloaded, and no code from the folder runs. Needs the extra `language`. Source: Hu et al. 2022 (LoRA), section 4.1.
+    Raises `InvalidValue` for a folder without a model, or a vocabulary smaller than the data's.
+    """
+    tokens = vocabulary("causal_lm", spec)
+    if not (Path(folder) / "config.json").is_file():
+        raise InvalidValue(f"causal_lm: folder {quoted(folder)} holds no model: it has no config.json")
+    if lora == 0 and dtype != "float32":
+        raise InvalidValue(f"causal_lm: dtype={dtype} is for a frozen model under adapters: give lora, or float32")
+    with _transformers("causal_lm") as library:
+        try:
+            base = library.AutoModelForCausalLM.from_pretrained(
+                folder, local_files_only=True, use_safetensors=True, dtype=getattr(torch, dtype), use_cache=False,
+                attn_implementation=attention,
+            )  # fmt: skip
+        except (OSError, ValueError, KeyError) as error:
+            raise InvalidValue(f"causal_lm: folder {quoted(folder)} cannot be read: {first_line(error)}") from error
+        if base.config.vocab_size < tokens:
+            raise InvalidValue(
+                f"causal_lm: the model in {quoted(folder)} knows {base.config.vocab_size} tokens, the data have {tokens}"
+            )
+        return _adapted(base, lora, alpha, dropout, modules)
+
+
+def _adapted(base: Any, lora: int, alpha: float | None, dropout: float, modules: Sequence[str]) -> nn.Module:
+    """The model with adapters of that rank, the rest frozen; as it is where the rank is 0."""
+    if lora:
+        try:
+            from peft import LoraConfig, get_peft_model
+        except ImportError as error:
+            raise MissingExtra("peft", "language", "lora") from error
+        settings = LoraConfig(
+            r=lora, lora_alpha=alpha or 2 * lora, lora_dropout=dropout, target_modules=list(modules) or None,
+            task_type="CAUSAL_LM",
+        )  # fmt: skip
+        try:
+            base = get_peft_model(base, settings)
+        except ValueError as error:
+            raise InvalidValue(f"lora: {first_line(error)}") from error
+    model: nn.Module = base.train()
+    return model
+
+
+@contextmanager
+def _transformers(model: str) -> Iterator[Any]:
+    """The library, which warns and shows progress bars to nobody here."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtra("transformers", "language", f"model {model}") from error
+    log = transformers.utils.logging
+    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield transformers
+    finally:
+        log.set_verbosity(verbosity)
+        if bars:
+            log.enable_progress_bar()
