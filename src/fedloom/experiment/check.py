@@ -264,9 +264,7 @@ class _Listened:
         method = self.federation.algorithm
         made, kept = set(method.full_state()), _attributes(method)
         for _ in range(ROUNDS):
-            before = {
-                f"self.state[{name.rpartition('.')[2]!r}]": tensor for name, tensor in method.full_state().items()
-            }
+            before = {_in_state(name): tensor for name, tensor in method.full_state().items()}
             copies = {name: tensor.clone() for name, tensor in before.items()}
             self.listener.watch(before)
             self.federation.step()
@@ -277,13 +275,12 @@ class _Listened:
         self.findings += _unmade(method, made)
         self.findings += _unkept(method, kept, set(self.listener.written))
         participants = len(self.federation.history[0]["clients"])
-        memory = engine.memory()
-        remembering = {name.partition("/")[0] for name in memory}
+        memories = [_bytes(engine.store.read(client)) for client in engine.store]
         self.sizes = {
             "a model": _bytes({"model": self.trial.task.initial}),
             "sent to a client": self.federation.history[-1]["bytes_down"] / participants,
             "sent by a client": self.federation.history[-1]["bytes_up"] / participants,
-            "remembered by a client": _bytes(memory) / max(1, len(remembering)),
+            "remembered by a client": sum(memories) / max(1, len(memories)),
         }
 
     def _after(self, generators: Sequence[object]) -> None:
@@ -554,6 +551,12 @@ def _failure(error: Exception, place: str, when: str = "") -> Finding:
     if isinstance(error, Diverged):
         return Finding(f"{when}{what}", place)
     return Finding(f"{when}{what}", error_place(error) or told or place)
+
+
+def _in_state(full: str) -> str:
+    """How a method's code names what a checkpoint holds under its path: `inner0.model` is self.state['model'] (inner0)."""
+    path, _, name = full.rpartition(".")
+    return f"self.state[{name!r}]{path and f' ({path})'}"
 
 
 def _generators() -> tuple[object, ...]:
