@@ -502,10 +502,10 @@ def _registered(path: str) -> str:
     kind = found_at(path, "algorithm", "a registered name or 'package.module:Class'")
     if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
         raise InvalidValue(f"algorithm {quoted(path)} is no method: a method is a class that extends fedloom.Algorithm")
-    known = next((entry.name for entry in algorithms if entry.make is kind), None)
+    known = algorithms.of(kind)
     if known is None:
         algorithms.register(path)(kind)
-    return known or path
+    return path if known is None else known.name
 
 
 def _require_dataclass(kind: type) -> None:
@@ -530,7 +530,7 @@ def _stage(value: Any) -> tuple[Algorithm, Any]:
 
 def entry_of(algorithm: Algorithm) -> Entry[type[Algorithm]] | None:
     """The registry's entry of a method; None where it is not registered."""
-    return next((entry for entry in algorithms if entry.make is type(algorithm)), None)
+    return algorithms.of(type(algorithm))
 
 
 def describe(algorithm: Algorithm) -> str:

@@ -101,8 +101,14 @@ class Registry(Generic[T]):
         return name in self._entries
 
     def __iter__(self) -> Iterator[Entry[T]]:
+        """All entries by name, without those that are known by their path alone, `module:Class`."""
         self._import_all()
-        return iter(sorted(self._entries.values(), key=lambda entry: entry.name))
+        return iter(sorted((one for one in self._entries.values() if ":" not in one.name), key=lambda one: one.name))
+
+    def of(self, make: object) -> Entry[T] | None:
+        """The entry that makes this; None where it is not registered."""
+        self._import_all()
+        return next((entry for entry in self._entries.values() if entry.make is make), None)
 
     def build(self, expression: str | Call, *data: Any) -> Any:
         """What an expression such as `dirichlet(0.1)` names, made with `data` before its options. Raises as `read`."""
