@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from fedloom.config.plugins import found_at
+from fedloom.data.formats.limits import reading
+from fedloom.errors import DataError, quoted
 
 PAD, UNKNOWN = 0, 1  # ids that stand for no token and for a token outside the vocabulary
 # "basic english": quotes and line breaks vanish, these marks become tokens of their own.
@@ -25,6 +29,23 @@ def tokens(line: str) -> list[str]:
     ['it', "'", 's', 'fine', '(', 'very', ')', '!']
     """
     return _TOKENS.findall(_SPACED.sub(" ", _DROPPED.sub("", line.lower())))
+
+
+def tokenizer(path: str) -> Callable[[str], Sequence[str]]:
+    """The function at `module:function`, from a text to its tokens; `tokens` for an empty path. Raises `InvalidValue` where there
+    is none, and when called, `DataError` where it fails or gives no list of texts."""
+    if not path:
+        return tokens
+    function = found_at(path, "tokenizer", "'module:function'")
+
+    def split(text: str) -> Sequence[str]:
+        with reading(path, "tokenizer failed"):
+            found = list(function(text))
+        if not all(isinstance(one, str) for one in found):
+            raise DataError(f"{path}: a tokenizer must give a list of texts, not {quoted(found)}")
+        return found
+
+    return split
 
 
 def vocabulary(texts: Iterable[Sequence[str]], most: int | None = None) -> dict[str, int]:

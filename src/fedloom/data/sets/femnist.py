@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ from fedloom.config.fields import Share
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.formats.arrow import column, decode_column, hub_table
 from fedloom.data.formats.labels import class_labels, same_length
-from fedloom.data.formats.limits import read_text, reading
+from fedloom.data.formats.leaf import json_files, read_leaf
 from fedloom.data.sets.holdout import hold_out
 from fedloom.data.sets.normalisation import Normalise, Scale, image_dataset
 from fedloom.data.sets.origin import Origin, Parts, cached_files, cached_parts, load
@@ -84,10 +82,10 @@ def femnist(
         return hold_out(kept, test_fraction, split_seed, within=kept.groups)
 
     def read(place: Path) -> Parts | None:
-        ready = _json_files(place / "train")
-        raw = _json_files(place / "all_data") or _json_files(place, "all_data*.json")
+        ready = json_files(place / "train")
+        raw = json_files(place / "all_data") or json_files(place, "all_data*.json")
         if ready and preprocessed is not False:
-            tests = _json_files(place / "test")
+            tests = json_files(place / "test")
             if not tests:
                 raise DataError(f"{place / 'test'}: no json files, though {place / 'train'} has some")
             return cached_files("femnist", "ready", [*ready, *tests], lambda: _read_preprocessed(ready, tests))
@@ -185,15 +183,6 @@ def _hub_writers(table: Any, fraction: float, seed: int) -> list[Writer]:
     ]
 
 
-def _json_files(folder: Path, pattern: str = "*.json") -> list[Path]:
-    """The json files in `folder`, `all_data_10` after `all_data_9`."""
-
-    def order(path: Path) -> list[tuple[int, str]]:
-        return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
-
-    return sorted(folder.glob(pattern), key=order)
-
-
 def read_leaf_images(path: Path, classes: int) -> list[Writer]:
     """The writers of one LEAF json file, in the order of its `users`.
 
@@ -210,21 +199,11 @@ def read_leaf_images(path: Path, classes: int) -> list[Writer]:
             return {"x": _pixels(found["x"], path), "y": class_labels(found["y"] or np.empty(0, int), classes, path)}
         return found
 
-    with reading(path, "damaged json"):
-        content = json.loads(read_text(path, "json"), object_hook=convert)
-    if not isinstance(content, dict) or not {"users", "user_data"} <= content.keys():
-        raise DataError(f"{path}: no LEAF file (wanted the keys users, num_samples, user_data)")
-    users, data = content["users"], content["user_data"]
-    if not isinstance(users, list) or not all(isinstance(name, str) for name in users) or len(set(users)) < len(users):
-        raise DataError(f"{path}: users must be a list of names, each of them once, not {quoted(users)}")
-    if not isinstance(data, dict):
-        raise DataError(f"{path}: user_data must hold x and y of each user, not {quoted(data)}")
-    return [_writer(name, data, path) for name in users]
+    return [_writer(name, found, path) for name, found in read_leaf(path, convert).items()]
 
 
-def _writer(name: str, data: Mapping[str, Any], path: Path) -> Writer:
-    found = data.get(name)
-    if not isinstance(found, dict) or not isinstance(found.get("x"), Tensor):
+def _writer(name: str, found: Mapping[str, Any], path: Path) -> Writer:
+    if not isinstance(found["x"], Tensor):
         raise DataError(f"{path}: user {quoted(name)} has no x and y in user_data")
     same_length(len(found["x"]), len(found["y"]), f"{path}: user {quoted(name)}")
     return Writer(name, found["x"], found["y"])

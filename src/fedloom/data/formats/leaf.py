@@ -1,0 +1,47 @@
+"""LEAF's json files: users, and what each of them has.
+
+Source: Caldas et al., LEAF, 2018; github.com/TalwalkarLab/leaf.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fedloom.data.formats.limits import read_text, reading, require_room
+from fedloom.errors import DataError, quoted
+
+
+def json_files(folder: Path, pattern: str = "*.json") -> list[Path]:
+    """The json files in `folder`, `all_data_10` after `all_data_9`."""
+
+    def order(path: Path) -> list[tuple[int, str]]:
+        return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
+
+    return sorted(folder.glob(pattern), key=order)
+
+
+def read_leaf(path: Path, convert: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any]:
+    """The users of one file in the order of its `users`, each with its `x` and `y`.
+
+    Layout: `users` (names), `num_samples`, `user_data`: name -> `x` and `y`. `convert` is called as each object closes: numbers
+    become arrays before the next user is parsed, so a file of millions of Python floats never stands in memory at once.
+    Raises `DataError` for text that is not json, and for a missing key or user.
+    """
+    with reading(path, "damaged json"):
+        require_room(path.stat().st_size, path)
+        content = json.loads(read_text(path, "json"), object_hook=convert)
+    if not isinstance(content, dict) or not {"users", "user_data"} <= content.keys():
+        raise DataError(f"{path}: no LEAF file (wanted the keys users, num_samples, user_data)")
+    users, data = content["users"], content["user_data"]
+    if not isinstance(users, list) or not all(isinstance(name, str) for name in users) or len(set(users)) < len(users):
+        raise DataError(f"{path}: users must be a list of names, each of them once, not {quoted(users)}")
+    if not isinstance(data, dict):
+        raise DataError(f"{path}: user_data must hold x and y of each user, not {quoted(data)}")
+    for name in users:
+        if not isinstance(data.get(name), dict) or not {"x", "y"} <= data[name].keys():
+            raise DataError(f"{path}: user {quoted(name)} has no x and y in user_data")
+    return {name: data[name] for name in users}

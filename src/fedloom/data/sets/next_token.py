@@ -1,0 +1,211 @@
+"""Text in which a model learns the next character or word: Shakespeare's plays, and what users of Stack Overflow write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.config.fields import Count
+from fedloom.data.dataset import Dataset, Samples, datasets
+from fedloom.data.formats.leaf import json_files, read_leaf
+from fedloom.data.formats.limits import read_text, require_room
+from fedloom.data.formats.words import PAD, encode, vocabulary
+from fedloom.data.formats.words import tokenizer as _tokenizer
+from fedloom.data.sets.holdout import hold_out
+from fedloom.data.sets.origin import Origin, files_named, load
+from fedloom.errors import DataError, InvalidValue, quoted
+from fedloom.objectives.sequence import NextToken
+
+ALPHABET = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
+"""LEAF's 80 characters; their numbers begin at 2."""
+
+_OBJECTIVE = NextToken()
+_NUMBERS = {character: number for number, character in enumerate(ALPHABET, start=2)}
+_Users = dict[str, list[Sequence[str]]]
+"""The sequences of each user: their tokens, of which each but the first is to be told from those before it."""
+
+
+@datasets.register("shakespeare")
+def shakespeare(
+    *,
+    folder: str | None = None,
+    length: Count = 80,
+    places: Literal["every", "last"] = "every",
+    test_fraction: float = 0.2,
+    least: Count = 2,
+) -> Dataset:
+    """Shakespeare, the next character: `[length]` character numbers and the `[length]` that follow; the groups are the speakers.
+
+    From LEAF's `train/*.json` and `test/*.json`, or `all_data/*.json` (x: texts of 80 characters, y: the next one;
+    `places="last"` asks for that one alone, as LEAF does), or from raw text, `*.txt`: speeches parted by empty lines, each under
+    a line `NAME:` (text without such lines is one speaker's). The speeches of a speaker are put together and cut every `length`
+    characters. Of each speaker, in the order of the text, the last `test_fraction` test; speakers with fewer than `least`
+    sequences are left out. There are 82 numbers: 0 fills up, 1 stands for a character that LEAF's 80 do not have.
+    Source: McMahan et al., AISTATS 2017; Caldas et al., LEAF, 2018.
+    """
+    if not 0 < test_fraction < 1:
+        raise InvalidValue(f"test_fraction must lie between 0 and 1, not {test_fraction}")
+
+    def read(place: Path) -> tuple[_Users, _Users] | None:
+        parts = [json_files(place / name) for name in ("train", "test")]
+        if all(parts):
+            train, test = (_leaf_texts(files, length) for files in parts)
+            return train, test
+        found = json_files(place / "all_data") or json_files(place, "all_data*.json")
+        texts = sorted(place.glob("*.txt"))
+        if not found and not texts:
+            return None
+        return _split(_leaf_texts(found, length) if found else _speeches(texts, length), test_fraction, least)
+
+    wanted = "LEAF's train/*.json and test/*.json, all_data/*.json, or plays as *.txt"
+    train, test = load(Origin("shakespeare", ("shakespeare", "leaf/data/shakespeare"), wanted, read), folder, False)
+    return _dataset("shakespeare", train, test, _NUMBERS, length, places)
+
+
+@datasets.register("stackoverflow")
+def stackoverflow(
+    *,
+    folder: str | None = None,
+    length: Count = 20,
+    max_vocabulary: Annotated[int, Field(ge=5)] = 10_004,
+    tokenizer: str = "",
+    test_fraction: float = 0.2,
+    seed: int = 0,
+) -> Dataset:
+    """Texts of many users, the next word: `[length]` word numbers and the `[length]` that follow; the groups are the users.
+
+    From `train.jsonl` and, if there, `test.jsonl`: on each line `{"user": "42", "text": "how do i ..."}`, or all of a
+    user's texts as `{"user": "42", "texts": ["...", "..."]}`. Each text is one sample: its beginning, its words, its end, cut at
+    `length`. The vocabulary holds the commonest words of the training texts, `max_vocabulary` numbers with those that fill up (0)
+    and stand for other words (1), the beginning and the end. `tokenizer` is a function of yours, `module:function`, from a text
+    to its words; by default as in `ag_news`. Without a test part, `test_fraction` of each user's texts is held out by `seed`.
+    Source: Reddi et al., Adaptive Federated Optimization, ICLR 2021 (20 words, 10,000 in the vocabulary).
+    """
+
+    def read(place: Path) -> tuple[_Users, _Users | None] | None:
+        found = files_named(place, ("train.jsonl",))
+        if found is None:
+            return None
+        tests = files_named(place, ("test.jsonl",))
+        return _lines(found[0], split), None if tests is None else _lines(tests[0], split)
+
+    split = _tokenizer(tokenizer)
+    wanted = 'train.jsonl (a line: {"user": "42", "text": "..."}) and perhaps test.jsonl'
+    train, test = load(Origin("stackoverflow", ("stackoverflow",), wanted, read), folder, False)
+    if test is None:
+        train, test = _held_out(train, test_fraction, seed)
+    numbers = vocabulary((text for texts in train.values() for text in texts), max_vocabulary)
+    return _dataset("stackoverflow", train, test, numbers, length, "every")
+
+
+def _dataset(
+    name: str, train: _Users, test: _Users, numbers: Mapping[str, int], length: int, places: Literal["every", "last"]
+) -> Dataset:
+    """The data set of both parts, whose users are numbered in the order of the training part."""
+    position = {user: at for at, user in enumerate(dict.fromkeys([*train, *test]))}
+    one, two = (_samples(part, position, numbers, length, places) for part in (train, test))
+    if not len(one):
+        raise DataError(f"{name}: no text to learn from")
+    return Dataset(name, one, two, vocabulary=len(numbers) + 2, objective=_OBJECTIVE)
+
+
+def _samples(
+    users: _Users,
+    position: Mapping[str, int],
+    numbers: Mapping[str, int],
+    length: int,
+    places: Literal["every", "last"],
+) -> Samples:
+    texts = [text for some in users.values() for text in some]
+    require_room(16 * len(texts) * length, f"{len(texts):,} sequences of {length}")
+    inputs = encode([text[:-1] for text in texts], numbers, length)
+    targets: Tensor = encode([text[1:] for text in texts], numbers, length)
+    targets[targets == PAD] = _OBJECTIVE.padding
+    if places == "last" and len(texts):
+        ends = (targets != _OBJECTIVE.padding).sum(1, keepdim=True) - 1
+        targets[torch.arange(length) != ends] = _OBJECTIVE.padding
+    sizes = torch.tensor([len(some) for some in users.values()], dtype=torch.int64)
+    owners = torch.tensor([position[user] for user in users], dtype=torch.int64)
+    return Samples(inputs, targets, owners.repeat_interleave(sizes))
+
+
+def _split(users: _Users, test_fraction: float, least: int) -> tuple[_Users, _Users]:
+    """Each user's sequences as (training, test): the last ones test, and those before them train, at least one."""
+    kept = {user: texts for user, texts in users.items() if len(texts) >= least}
+    cuts = {user: max(1, int((1 - test_fraction) * len(texts) + 1e-9)) for user, texts in kept.items()}
+    return (
+        {user: texts[: cuts[user]] for user, texts in kept.items()},
+        {user: texts[cuts[user] :] for user, texts in kept.items()},
+    )
+
+
+def _held_out(users: _Users, test_fraction: float, seed: int) -> tuple[_Users, _Users]:
+    """Each user's sequences as (training, test), at random."""
+    owned = [(user, text) for user, texts in users.items() for text in texts]
+    position = {user: at for at, user in enumerate(users)}
+    owners = torch.tensor([position[user] for user, _ in owned], dtype=torch.int64)
+    parts: list[_Users] = []
+    for part in hold_out(Samples(torch.arange(len(owned)), owners), test_fraction, seed, within=owners):
+        parts.append({})
+        for row in part.inputs.tolist():
+            user, text = owned[row]
+            parts[-1].setdefault(user, []).append(text)
+    return parts[0], parts[1]
+
+
+def _leaf_texts(paths: Iterable[Path], length: int) -> _Users:
+    """Of each user the text before, at most `length` characters, and the character to be told."""
+    users: _Users = {}
+    for path in paths:
+        for user, found in read_leaf(path).items():
+            x, y = found["x"], found["y"]
+            lists = isinstance(x, list) and isinstance(y, list) and len(x) == len(y)
+            if not lists or not all(isinstance(one, str) and one for one in (*x, *y)):
+                raise DataError(f"{path}: user {quoted(user)}: x must be texts and y as many characters")
+            users.setdefault(user, []).extend(before[-length:] + after[0] for before, after in zip(x, y, strict=True))
+    return users
+
+
+def _speeches(paths: Iterable[Path], length: int) -> _Users:
+    """The text of each speaker in pieces of `length` characters and the one that follows. Text under no name
+    is left out where there are names."""
+    spoken: dict[str, list[str]] = {}
+    for path in paths:
+        require_room(path.stat().st_size, path)
+        for block in read_text(path).replace("\r\n", "\n").split("\n\n"):
+            name, _, speech = block.strip("\n").partition("\n")
+            if name.endswith(":") and len(name) <= 100:
+                spoken.setdefault(name[:-1].strip(), []).append(speech)
+            else:
+                spoken.setdefault("", []).append(block.strip("\n"))
+    joined = {name: "\n".join(speeches) for name, speeches in spoken.items() if name or len(spoken) == 1}
+    return {
+        name: [text[start : start + length + 1] for start in range(0, len(text) - 1, length)]
+        for name, text in joined.items()
+        if len(text) > 1
+    }
+
+
+def _lines(path: Path, split: Callable[[str], Sequence[str]]) -> _Users:
+    """The texts of each user as tokens, with marks for beginning and end."""
+    users: _Users = {}
+    require_room(path.stat().st_size, path)
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            raise DataError(f"{path}: line {number} is no json: {quoted(line)}") from None
+        user = found.get("user") if isinstance(found, dict) else None
+        texts = found.get("texts", [found.get("text")]) if isinstance(found, dict) else None
+        if not isinstance(user, str | int) or not isinstance(texts, list) or not all(isinstance(t, str) for t in texts):
+            raise DataError(f"{path}: line {number} must hold a user and a text or texts, not {quoted(line)}")
+        users.setdefault(str(user), []).extend(["<s>", *split(text), "</s>"] for text in texts)
+    return users

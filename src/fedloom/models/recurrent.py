@@ -1,0 +1,51 @@
+"""Recurrent networks that tell the next token of a text."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor, nn
+
+from fedloom.config.fields import Count
+from fedloom.data import DataSpec
+from fedloom.errors import InvalidValue
+from fedloom.models import models
+from fedloom.models.shapes import vocabulary
+
+
+class Recurrent(nn.Module):
+    """Tokens `[n, length]` int64 `-> [n, length, vocabulary]`: an embedding, recurrent layers, and a linear layer on what
+    these give at every place, in which no later token has a part. Token 0 is padding: its embedding is zero and stays so."""
+
+    def __init__(self, tokens: int, embedding: int, body: nn.LSTM | nn.GRU) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, embedding, padding_idx=0)
+        self.body = body
+        self.head = nn.Linear(body.hidden_size, tokens)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.body(self.embedding(x))[0])
+        return logits
+
+
+@models.register("recurrent")
+def recurrent(
+    spec: DataSpec,
+    *,
+    cell: Literal["lstm", "gru"] = "lstm",
+    embedding: Count = 8,
+    width: Count = 256,
+    layers: Count = 2,
+) -> nn.Module:
+    """Next token: an embedding, `layers` of LSTM or GRU and a linear layer; by default McMahan's and LEAF's for Shakespeare.
+
+    For next words, Reddi et al. (ICLR 2021) take `embedding=96, width=670, layers=1`. Source: McMahan et al., AISTATS 2017,
+    section 3; LEAF (Caldas et al., 2018). Raises `InvalidValue` where the data are no sequences of tokens, each with a next one.
+    """
+    tokens = vocabulary("recurrent", spec)
+    if spec.outputs != tokens:
+        raise InvalidValue(
+            f"recurrent tells the next of {tokens} tokens, but the data have {spec.outputs} outputs: set objective = 'sequence'"
+        )
+    kind = nn.LSTM if cell == "lstm" else nn.GRU
+    return Recurrent(tokens, embedding, kind(embedding, width, layers, batch_first=True))

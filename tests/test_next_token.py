@@ -1,0 +1,200 @@
+"""Text for the next character and the next word: LEAF's files, plays, lines of users; and the model that learns from them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fedloom as fl
+from fedloom.config.expression import Call
+from fedloom.data.dataset import Dataset, datasets
+from fedloom.data.sets.next_token import ALPHABET
+from fedloom.errors import DataError, FedloomError, InvalidValue
+from fedloom.models.build import build_model
+from fedloom.models.structure import head_name
+
+
+def make(name: str, folder: Path, **options: Any) -> Dataset:
+    made: Dataset = datasets.build(Call(name, named={"folder": str(folder), **options}))
+    return made
+
+
+def letters(numbers: torch.Tensor) -> str:
+    return "".join(ALPHABET[n - 2] if n > 1 else {0: "_", 1: "?", -100: "."}[n] for n in numbers.tolist())
+
+
+def leaf(path: Path, users: dict[str, tuple[list[str], list[str]]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = {user: {"x": x, "y": y} for user, (x, y) in users.items()}
+    sizes = [len(x) for x, _ in users.values()]
+    path.write_text(json.dumps({"users": list(users), "num_samples": sizes, "user_data": data}))
+
+
+def test_the_alphabet_is_leafs() -> None:
+    assert len(ALPHABET) == len(set(ALPHABET)) == 80
+
+
+def test_leafs_files_of_shakespeare(tmp_path: Path) -> None:
+    leaf(tmp_path / "train" / "a.json", {"ROMEO": (["abc", "bcd"], ["d", "e"]), "JULIET": (["xy~"], ["z"])})
+    leaf(tmp_path / "test" / "a.json", {"JULIET": (["zzz"], ["!"])})
+    made = make("shakespeare", tmp_path, length=3)
+    assert (made.vocabulary, made.spec.shape, made.spec.outputs, made.objective.metric.name) == (
+        82,
+        (3,),
+        82,
+        "perplexity",
+    )
+    assert [letters(row) for row in made.train.inputs] == ["abc", "bcd", "xy?"]
+    assert [letters(row) for row in made.train.labels] == ["bcd", "cde", "y?z"]
+    assert made.train.groups is not None
+    assert made.test.groups is not None
+    assert (made.train.groups.tolist(), made.test.groups.tolist()) == ([0, 0, 1], [1])
+    last = make("shakespeare", tmp_path, length=3, places="last")
+    assert [letters(row) for row in last.train.labels] == ["..d", "..e", "..z"]
+    assert [letters(row) for row in make("shakespeare", tmp_path, length=2).train.inputs] == ["bc", "cd", "y?"]
+
+
+PLAY = "ROMEO:\nabcdefgh\n\nJULIET:\nijklmnopq\nr\n\nExeunt\n\nROMEO:\nst\n"
+
+
+def test_plays_are_cut_by_speaker_and_their_ends_test(tmp_path: Path) -> None:
+    (tmp_path / "play.txt").write_text(PLAY)
+    made = make("shakespeare", tmp_path, length=4, test_fraction=0.33)
+    assert [letters(row).replace("\n", "/") for row in made.train.inputs] == ["abcd", "efgh", "ijkl", "mnop"]
+    assert [letters(row).replace("\n", "/") for row in made.train.labels] == ["bcde", "fgh/", "jklm", "nopq"]
+    assert [letters(row).replace("\n", "/") for row in made.test.inputs] == ["/s__", "q/__"]
+    assert [letters(row).replace("\n", "/") for row in made.test.labels] == ["st..", "/r.."]
+    (tmp_path / "play.txt").write_text("no names here, just text\n\nand more")
+    assert make("shakespeare", tmp_path, length=4).train.groups is not None
+
+
+def lines(path: Path, *found: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(json.dumps(one) for one in found) + "\n\n")
+
+
+def test_lines_of_users(tmp_path: Path) -> None:
+    users = [{"user": 7, "texts": ["How do I sort a list?", "a list"]}, {"user": "b", "text": "sort a set"}]
+    lines(tmp_path / "train.jsonl", *users)
+    lines(tmp_path / "test.jsonl", {"user": "b", "text": "a tuple"})
+    made = make("stackoverflow", tmp_path, length=5)
+    assert made.train.groups is not None
+    assert made.test.groups is not None
+    assert (made.train.groups.tolist(), made.test.groups.tolist()) == ([0, 0, 1], [1])
+    begin, a, end = int(made.test.inputs[0, 0]), int(made.test.inputs[0, 1]), int(made.test.labels[0, 2])
+    assert made.test.inputs.tolist() == [[begin, a, 1, 0, 0]]  # begin a ?
+    assert made.test.labels.tolist() == [[a, 1, end, -100, -100]]
+    assert made.train.inputs[0, 1:].tolist() == made.train.labels[0, :4].tolist()
+    assert made.vocabulary == 2 + 2 + 8  # how do i sort a list ? set
+    assert make("stackoverflow", tmp_path, max_vocabulary=5).vocabulary == 5
+
+
+def test_the_vocabulary_is_of_the_training_texts_and_each_user_keeps_some_for_testing(tmp_path: Path) -> None:
+    lines(tmp_path / "train.jsonl", *({"user": user, "text": f"word{user}{row}"} for user in "ab" for row in range(5)))
+    made = make("stackoverflow", tmp_path)
+    assert made.test.groups is not None
+    assert sorted(made.test.groups.tolist()) == [0, 1]
+    assert made.vocabulary == 2 + 2 + 8
+    assert made.test.inputs[:, 1].tolist() == [1, 1]  # unknown to the training texts
+
+
+def test_a_tokenizer_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "splits_text_for_the_test.py").write_text(
+        "def letters(text): return list(text)\ndef numbers(text): return [1]\ndef fails(text): return 1 / 0\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.delitem(sys.modules, "splits_text_for_the_test", raising=False)
+    lines(tmp_path / "train.jsonl", {"user": 1, "texts": ["abc", "abc"]})
+    assert make("stackoverflow", tmp_path, tokenizer="splits_text_for_the_test:letters").vocabulary == 7
+    for name, text in (("numbers", "must give a list of texts, not"), ("fails", "tokenizer failed .division by zero")):
+        with pytest.raises(DataError, match=text):
+            make("stackoverflow", tmp_path, tokenizer=f"splits_text_for_the_test:{name}")
+    with pytest.raises(InvalidValue, match="tokenizer 'letters' must be 'module:function'"):
+        make("stackoverflow", tmp_path, tokenizer="letters")
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "content", "text"),
+    [
+        (
+            "shakespeare",
+            "all_data/a.json",
+            '{"users": ["a"], "user_data": {"a": {"x": [3], "y": ["b"]}}}',
+            "x must be texts",
+        ),
+        (
+            "shakespeare",
+            "all_data/a.json",
+            '{"users": ["a"], "user_data": {"a": {"x": ["a"], "y": []}}}',
+            "x must be texts",
+        ),
+        ("shakespeare", "all_data/a.json", '{"users": ["a"], "user_data": {}}', "user 'a' has no x and y in user_data"),
+        ("shakespeare", "all_data/a.json", "{", "damaged json"),
+        ("shakespeare", "a.txt", "", "no text to learn from"),
+        ("shakespeare", "a.html", "", "put LEAF's train"),
+        (
+            "stackoverflow",
+            "train.jsonl",
+            '{"user": 1, "text": "a"}\n{"user": 1}\n',
+            "line 2 must hold a user and a text",
+        ),
+        ("stackoverflow", "train.jsonl", '{"user": 1, "text": "a"}\noops', "line 2 is no json: 'oops'"),
+        ("stackoverflow", "train.jsonl", "[]", "line 1 must hold a user and a text"),
+        ("stackoverflow", "train.jsonl", "[" * 100_000, "line 1 is no json"),
+        ("stackoverflow", "train.jsonl", "", "no text to learn from"),
+    ],
+)
+def test_damaged_text_is_told_in_one_line(name: str, file: str, content: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(content)
+    with pytest.raises(FedloomError) as caught:
+        make(name, tmp_path)
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_sequences_take_no_more_memory_than_they_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines(tmp_path / "train.jsonl", {"user": 1, "texts": ["a"] * 100})
+    monkeypatch.setenv("FEDLOOM_DATA_GIB", "0.01")
+    with pytest.raises(DataError, match=r"80 sequences of 100000: takes 0.12 GiB"):
+        make("stackoverflow", tmp_path, length=100_000)
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_the_model_tells_the_next_character_and_looks_at_none_to_come(cell: str, tmp_path: Path) -> None:
+    for name, text in (("A", "abcabcabcabcabc"), ("B", "bcabcabcabcabca")):
+        leaf(tmp_path / "all_data" / f"{name}.json", {name: ([text[k : k + 6] for k in range(9)], list(text[6:15]))})
+    task = fl.make_task(
+        f"shakespeare(folder='{tmp_path}', length=6)",
+        clients=0,
+        partition="natural",
+        model=f"recurrent(cell={cell}, embedding=4, width=8, layers=1)",
+        training={"learning_rate": 0.1, "batch_size": 4, "epochs": 3, "optimizer": "adam"},
+    )
+    result = fl.run("fedavg", task, rounds=3, participation=1.0)
+    assert result.history[-1]["perplexity"] < 3.5  # of 82
+    module = build_model(f"recurrent(cell={cell}, width=8)", task.dataset.spec, 0)
+    one = task.train.inputs[:1].clone()
+    other = one.clone()
+    other[0, 4] = 9
+    assert torch.equal(module(one)[0, :4], module(other)[0, :4])
+    assert not torch.equal(module(one)[0, 4:], module(other)[0, 4:])
+
+
+def test_leafs_model_has_the_size_of_its_layers() -> None:
+    module = build_model("recurrent", fl.DataSpec((80,), 82, 82), 0)
+    lstm = 4 * 256 * (8 + 256 + 2) + 4 * 256 * (256 + 256 + 2)
+    assert sum(one.numel() for one in module.parameters()) == 82 * 8 + lstm + 82 * 257
+    assert head_name(module) == "head"
+
+
+def test_a_model_of_next_tokens_refuses_classes() -> None:
+    spec = fl.DataSpec((5,), 4, 10)
+    with pytest.raises(InvalidValue, match="recurrent tells the next of 10 tokens, but the data have 4 outputs: set"):
+        build_model("recurrent", spec, 0)
