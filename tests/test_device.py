@@ -490,20 +490,17 @@ def test_steps_on_a_gpu_do_not_wait(make: Callable[[Task], RowsEngine]) -> None:
     task = make_task("digits", clients=6, partition="iid", model="digits_cnn").to("cuda")
     federation = Federation(build("fedavg"), task, make(task), Schedule(rounds=2, participation=1.0))
     federation.step()
-    over = LocalOptimizer.over
+    step = LocalOptimizer.step
 
-    def strict(step: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def run_step(*context: Any) -> Tensor:
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                return step(*context)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-        return run_step
+    def strict(self: LocalOptimizer, *arguments: Any) -> Tensor:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return step(self, *arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalOptimizer, "over", lambda self, *args: strict(over(self, *args)))
+        patch.setattr(LocalOptimizer, "step", strict)
         federation.step()
     assert federation.history[-1]["faults"] == []
 
