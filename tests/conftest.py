@@ -57,6 +57,13 @@ TOGETHER = {
 }
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A test that plays another number of cores leaves none of them to the next."""
+    yield
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def worker_processes() -> Iterator[ProcessesEngine]:
     """Two worker processes for whatever test needs some: it tells them of its own task."""

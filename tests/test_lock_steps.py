@@ -22,7 +22,7 @@ def loaders(sizes: list[int]) -> list[ClientLoader]:
     """Clients whose samples are numbered through, as inputs and as labels."""
     total = torch.arange(sum(sizes))
     samples = Samples(total.float().unsqueeze(1), total)
-    dataset = Dataset("numbers", samples, samples, 2)
+    dataset = Dataset("numbers", samples, samples, sum(sizes))
     parts = total.split(sizes)
     return [ClientLoader(Samples(samples.inputs[part], samples.labels[part]), dataset) for part in parts]
 

@@ -276,5 +276,5 @@ def test_only_stages_that_wait_cost_a_message_more() -> None:
 
 def test_a_part_of_a_model_cannot_wait() -> None:
     world = World()
-    with pytest.raises(InvalidValue, match="keeps part of the model"):
+    with pytest.raises(InvalidValue, match="clients of fedrep do not return whole models"):
         world.run(Stages([(build("fedrep"), "auto"), (build("fedavg"), None)]))
