@@ -29,6 +29,7 @@ from fedloom.engines.flower.deploy.site_peer import SitePeer
 from fedloom.engines.flower.messages import Refusal, Words, pack, whole
 from fedloom.engines.flower.secure_round import layer_exchange
 from fedloom.engines.rows import RowsEngine
+from fedloom.engines.work import step_threads, using_threads
 from fedloom.errors import DamagedCheckpoint, InvalidValue, RefusedReply
 from fedloom.objectives.custom import build_objective
 from fedloom.randomness import stream_seed
@@ -110,7 +111,8 @@ class Site:
             inbox = {**inbox, "model": torch.where(held.isfinite(), held, own).unsqueeze(0)}
             _require_sound(engine.task, inbox)
         client_task = ClientTask(client, None if expected is None else 0, dict(inbox))
-        result = engine.train_one(method, round, client_task, expected or {})
+        with using_threads(step_threads(engine.task)):
+            result = engine.train_one(method, round, client_task, expected or {})
         if isinstance(result, Fault):
             _logger.error("site %d: round %d: %s", self.number, round.number, result.reason, exc_info=result.error)
             raise Refusal({"refused": result.reason})
@@ -157,7 +159,8 @@ class Site:
         round, client = self._addressed(words)
         engine, _, _ = self._remembering(words, round, client, inbox)
         method = Algorithm() if words.get("given") is True else self._method(engine.task, round)
-        (tally,) = engine.evaluate(method, round, [ClientTask(client, None, dict(inbox))])
+        with using_threads(step_threads(engine.task)):
+            (tally,) = engine.evaluate(method, round, [ClientTask(client, None, dict(inbox))])
         totals = {name: total[0].tolist() for name, total in tally.totals.items()}
         return pack({"samples": int(tally.samples), "totals": totals})
 
