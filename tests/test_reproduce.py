@@ -156,7 +156,7 @@ def test_of_each_paper_there_is_a_part_that_takes_an_hour(
     paper: str, runs: int, reproduce: Say, tmp_path: Path
 ) -> None:
     part = hour_of(paper)
-    names = ("rows", "columns", "rounds", "seeds", "samples", "changes")
+    names = ("rows", "columns", "rounds", "seeds", "samples")
     options = ReproduceOptions(directory=tmp_path, **{name: part[name] for name in names if name in part})
     wanted = plan(exhibits()[part["exhibit"]], options)
     assert len(wanted.jobs) == runs

@@ -105,7 +105,7 @@ def test_the_numbers_in_the_package_are_those_of_the_specification() -> None:
 def test_protocols_are_the_papers() -> None:
     words = {"model": "cnn", "dataset": "cifar10", "heterogeneity": "iid"}
     one = FEDMR.setting(model="cnn", dataset="cifar10", heterogeneity="dir:0.1").table(1000)
-    assert one["training"] == {"learning_rate": 0.01, "momentum": 0.9, "batch_size": 50, "epochs": 5}
+    assert one["training"] == {"learning_rate": 0.01, "momentum": 0.5, "batch_size": 50, "epochs": 5}
     assert (one["participation"], one["evaluate_every"], one["model"]) == (0.1, 10, "fedmr_cnn")
     assert one["data"] == {"name": "cifar10(normalise=half)", "clients": 100, "partition": "dirichlet(0.1)"}
     assert (

@@ -78,7 +78,7 @@ def reproduce(
         seeds=part.get("seeds") if seeds is None else _numbers(seeds),
         samples=part.get("samples") if samples is None else samples,
         folders=_folders(data),
-        changes=(*part.get("changes", ()), *(changes or ())),
+        changes=tuple(changes or ()),
         directory=directory,
     )
     wanted = plan(exhibit(part["exhibit"]), options)
