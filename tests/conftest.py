@@ -33,9 +33,8 @@ collect_ignore = (
 
 # What takes longest begins first, or one worker would end with it while the others have nothing left to do.
 LONGEST = (
-    "test_flower_secure_sites.py",
-    "test_places.py",
     "test_flower_sites.py",
+    "test_places.py",
     "test_compiled.py",
     "test_ray.py",
     "test_ray_pool.py",
@@ -51,7 +50,6 @@ TOGETHER = {
     "test_ray.py": "ray",
     "test_ray_pool.py": "ray",
     "test_flower_sites.py": "sites",
-    "test_flower_secure_sites.py": "secure sites",
     "test_processes.py": "processes",
     "test_stacked_processes.py": "processes",
 }

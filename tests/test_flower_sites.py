@@ -1,7 +1,7 @@
 """A real federation: SuperLink and SuperNodes as processes on loopback, with TLS and keys, started as a user starts them.
 
-A round takes seconds there, whatever it does, so one federation of three sites and two rounds always runs; those whose machines
-are killed run with FEDLOOM_ALL_PLACES=1.
+A message takes seconds there, whatever it says, so three sites always train two rounds, and one that exchanges layers (a dozen
+messages to each, one after another); longer federations, and those whose machines are killed, run with FEDLOOM_ALL_PLACES=1.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from superlink_support import Deployment, deployed, needs_flower, needs_processe
 
 SITES = 3
 
-slow = pytest.mark.skipif(
-    os.environ.get("FEDLOOM_ALL_PLACES") != "1", reason="takes minutes: set FEDLOOM_ALL_PLACES=1 to run it"
-)
+ALL_PLACES = os.environ.get("FEDLOOM_ALL_PLACES") == "1"
+
+slow = pytest.mark.skipif(not ALL_PLACES, reason="takes minutes: set FEDLOOM_ALL_PLACES=1 to run it")
 
 pytestmark = [needs_flower, needs_processes]
 
@@ -29,8 +29,32 @@ pytestmark = [needs_flower, needs_processes]
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     folder = tmp_path_factory.mktemp("sites")
-    with deployed(folder, SITES, lambda site: {"memory": str(folder / f"memory-{site}")}) as found:
+    with deployed(folder, SITES, lambda site: settings(folder, site)) as found:
         yield found
+
+
+def settings(folder: Path, site: int) -> dict[str, str | int]:
+    """What the owner of a site sets: where it keeps its memory, and for exchanges its key and those of the others."""
+    keys = folder / "keys" / f"site-{site}"
+    return {
+        "memory": str(folder / f"memory-{site}"),
+        "identity": str(keys / "site.key"),
+        "peers": str(keys / "peers.pub"),
+        "choices": "rehearsed",
+    }
+
+
+def test_three_sites_exchange_layers_and_train_the_model_that_one_machine_does(deployment: Deployment) -> None:
+    rounds = 3 if ALL_PLACES else 1
+    trial = Trial(deployment, "secure", "secure(fedmr, repeats=1, low=1, high=1)", rounds)
+    run = trial.start()
+    status = deployment.wait_for_run(run, rounds * PATIENCE, sign=trial.output / "result.json")
+    assert status == "finished:completed", deployment.logs()
+    expected = trial.simulated()
+    trial.require_same(expected)
+    assert trial.absent() == {}
+    kept = [path for site in range(SITES) for path in Path(deployment.folder / f"memory-{site}").rglob("*.peer")]
+    assert kept == [], "keys of an exchange that is over"
 
 
 def test_three_sites_train_the_model_that_one_machine_does_though_a_worker_is_killed(deployment: Deployment) -> None:
@@ -58,7 +82,7 @@ def test_a_site_that_dies_is_absent_until_it_is_back_with_its_memory(deployment:
     trial.wait_for_work(1, number=2)
     deployment.kill("site-1")
     trial.wait_for_round(2)
-    deployment.start_site(1, memory=str(deployment.folder / "memory-1"))
+    deployment.start_site(1, **settings(deployment.folder, 1))
     trial.wait(run)
     absent = trial.absent()
     assert 2 in absent
