@@ -19,7 +19,7 @@ from fedloom.experiment.configuration import configuration
 from fedloom.papers.ledger import ExhibitRecord, today
 from fedloom.papers.measure import measured
 from fedloom.papers.paper_file import exhibit
-from fedloom.papers.plan import NEUTRAL
+from fedloom.papers.plan import PLACES
 from fedloom.papers.protocols import Exhibit, PaperCell
 from fedloom.papers.result_table import CellResult
 from fedloom.report.summary import RunSummary, dotted
@@ -27,7 +27,7 @@ from fedloom.state.files import slug, write_text
 
 RECORDS = Path(__file__).parent / "records" / "papers"
 
-APART = {*NEUTRAL, "name", "directory", "targets", "command", "seed", "record", "rounds", "device"}
+APART = {*PLACES, "name", "directory", "targets", "command", "seed", "record", "rounds", "device"}
 """Settings that make no other experiment, and the number of rounds, which is looked at by itself."""
 
 DECIDING = ("algorithm", "model", "data.name", "data.partition", "participation", "data.clients")

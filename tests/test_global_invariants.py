@@ -138,7 +138,7 @@ def test_mutations_pair_off(count: int, skew: float, radius: float, seed: int) -
     generator = torch.Generator().manual_seed(seed)
     center, direction = torch.randn(2, 10, dtype=torch.float64, generator=generator)
     tensors = [slice(0, 4), slice(4, 5), slice(5, 8)]
-    rows = mutate(center, radius * direction, count, tensors, skew, generator)
+    rows = mutate(center, radius * direction, center.new_empty(count, 10), tensors, skew, generator)
     pairs = count // 2
     for part in tensors:
         expected = center[part] + skew * pairs / count * radius * direction[part]
@@ -151,7 +151,8 @@ def test_mutations_pair_off(count: int, skew: float, radius: float, seed: int) -
 
 
 def test_fedmut_draws_signs_for_each_tensor_by_itself() -> None:
-    rows = mutate(torch.zeros(40), torch.ones(40), 4, [slice(k, k + 1) for k in range(40)], 0.0, torch.Generator())
+    tensors = [slice(k, k + 1) for k in range(40)]
+    rows = mutate(torch.zeros(40), torch.ones(40), torch.empty(4, 40), tensors, 0.0, torch.Generator())
     assert len({tuple(column.tolist()) for column in rows.T}) > 1
     assert bool((rows.sum(0) == 0).all())
     assert bool((rows.abs() == 1).all())

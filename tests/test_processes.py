@@ -296,6 +296,14 @@ def test_replies_and_samples_lie_in_shared_memory_and_regions_are_used_again(eng
     for _ in range(6):
         federation.step()
     assert set(engine.shared_memory.regions) == regions
+    for _ in range(2):
+        federation.step()
+    filed = Federation(FedMR(), TASK, engine, replace(schedule, pool_budget=1000))
+    filed.run()
+    pool = filed.algorithm.state["pool"]
+    assert engine.shared_memory.find(pool) is None
+    assert filed._pools.holds([pool])
+    assert torch.equal(pool, method.state["pool"])
 
 
 def test_replies_stay_as_they_are_when_later_rounds_run(engine: ProcessesEngine) -> None:

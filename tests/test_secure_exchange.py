@@ -16,7 +16,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from fedloom.algorithm import Message, Replies, build, describe
-from fedloom.algorithms.secure_recombination import Secure, exchanged
+from fedloom.algorithms.secure_recombination import Secure, exchange_
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
 from fedloom.flat.population import squared_distances
@@ -61,7 +61,8 @@ def test_every_layer_of_every_model_stays_exactly_once(case: tuple[int, int, Rul
     rows = torch.randint(-1000, 1000, (count, 3 * units), generator=stream(seed, "rows")).double()
     slices = [(slice(2 * u, 2 * u + 2), slice(2 * units + u, 2 * units + u + 1)) for u in range(units)]
     before = rows.clone()
-    moved = exchanged(rows, slices, sources)
+    moved = rows.clone()
+    exchange_(moved, rows, slices, sources)
     assert torch.equal(rows, before)
     for place in range(count):
         for unit, parts in enumerate(slices):

@@ -20,6 +20,7 @@ from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort
 from fedloom.round import Round
+from fedloom.state.pool_files import PoolFiles
 
 BLOCK_BYTES, LEAST_SLOTS, MOST_SLOTS = 256 << 20, 16, 128
 """Models of a block of slots: about so many bytes of them, and how many at least and at most."""
@@ -46,7 +47,7 @@ class Plan:
     `initial [P]` is the model to start from; `sizes` gives the training samples of clients (`[k]` numbers to `[k]`);
     `module` is the architecture, whose own weights mean nothing. Where clients are `remote`, sites of their own, they exchange
     layers themselves, so that a method must not rehearse it on the server, and noise that hides anything must not be repeatable.
-    `poisson` is as in `Round`.
+    `poisson` is as in `Round`. `pools` makes what holds many models.
     """
 
     layout: Layout
@@ -60,6 +61,11 @@ class Plan:
     module: nn.Module
     remote: bool = False
     poisson: bool = False
+    pools: PoolFiles = field(default_factory=PoolFiles)
+
+    def empty_rows(self, count: int) -> Tensor:
+        """Uninitialised models `[count, P]`, in a file where so many are larger than the run's `pool_budget`."""
+        return self.pools.empty((count, *self.initial.shape), self.initial.dtype, self.initial.device)
 
     def starting_from(self, model: Tensor) -> Plan:
         """The same plan with another initial model."""
@@ -101,7 +107,8 @@ class Replies:
     """What came back: `tensors` by name, one row a client that replied, `[r, ...]`.
 
     `clients [r]` are their numbers, `slots [r]` their places in the selection, `weights [r]` their sample counts (or what the
-    selection gives instead). Rows are in the order of the slots, whoever answered first.
+    selection gives instead). Rows are in the order of the slots, whoever answered first. `matrices` have a row for every slot,
+    the first r of which are these tensors.
     """
 
     tensors: dict[str, Tensor]
@@ -109,9 +116,23 @@ class Replies:
     slots: Tensor
     weights: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    matrices: dict[str, Tensor] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
+
+    def by_slot(self, name: str, before: Tensor) -> Tensor:
+        """The tensors of that name in the rows of their slots, `[K, ...]`, and those `before` in all other rows. Where `matrices`
+        has room for them, rows are moved there, and `tensors` mean nothing afterwards."""
+        rows, matrix = self.tensors[name], self.matrices.get(name)
+        if len(rows) == len(before):
+            return rows
+        if matrix is None or matrix.data_ptr() != rows.data_ptr() or matrix.shape != before.shape:
+            return before.index_copy(0, self.slots.to(rows.device), rows)
+        places = {slot: place for place, slot in enumerate(self.slots.tolist())}
+        for slot in reversed(range(len(matrix))):
+            matrix[slot] = matrix[places[slot]] if slot in places else before[slot]
+        return matrix
 
     def __len__(self) -> int:
         return len(self.clients)

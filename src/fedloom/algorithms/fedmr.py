@@ -49,7 +49,7 @@ class Indep(Algorithm):
 
     def setup(self, plan: Plan) -> None:
         self.plan = plan
-        self.state = {"pool": plan.initial.repeat(plan.participants, 1)}
+        self.state = {"pool": plan.initial.expand(plan.participants, -1)}
         if self.local is not None:
             self.local.setup(plan)
             _require_local(self.local, plan)
@@ -58,12 +58,7 @@ class Indep(Algorithm):
         return {"model": self.state["pool"][: len(round.selected)]}
 
     def receive(self, round: Round, replies: Replies) -> None:
-        if len(replies) == len(self.state["pool"]):
-            self.state["pool"] = replies["model"]
-        else:
-            self.state["pool"] = self.state["pool"].index_copy(
-                0, replies.slots.to(replies["model"].device), replies["model"]
-            )
+        self.state["pool"] = replies.by_slot("model", self.state["pool"])
 
     def model(self) -> Tensor:
         return self.state["pool"].mean(0)
@@ -136,14 +131,15 @@ class FedMR(Indep):
         average = weighted_mean(replies["model"], replies.weights) if self.blend == "auto" else None
         super().receive(round, replies)
         units = self.layout.units(self.unit, self.fraction)
-        # The matrix is this round's own, made by the federation for the replies or by Indep: nobody else holds it.
+        # The matrix is this round's own, made by the federation for the replies: nobody else holds it.
         pool = recombine_(self.state["pool"], units, round.stream("recombine"))
         if average is None:
-            average, share = pool.mean(0), blend_at(self.blend, round.number)
+            share = blend_at(self.blend, round.number)
         else:
             share = auto_blend(pool, average, self.state["initial"], self.layout.trainable, self.tolerance)
             self.state["blend"] = torch.tensor([share], dtype=torch.float64)
-        self.state["pool"] = pool.lerp(average, share) if share > 0 else pool
+        if share > 0:
+            pool.lerp_(pool.mean(0) if average is None else average, share)
 
     def diagnose(self) -> dict[str, float]:
         chosen = {"blend": float(self.state["blend"])} if self.blend == "auto" else {}

@@ -40,8 +40,8 @@ class FedMut(Algorithm):
         tensors = [part.slice for part in layout.slices if part.stop <= layout.trainable]
         skew = self.beta * (1 - min(max(round.number - 2, 0) / self.mutation_rounds, 1))
         direction = self.radius * (self.state["model"] - self.state["previous"])
-        count = len(round.selected)
-        return {"model": mutate(self.state["model"], direction, count, tensors, skew, round.stream("mutate"))}
+        rows = self.plan.empty_rows(len(round.selected))
+        return {"model": mutate(self.state["model"], direction, rows, tensors, skew, round.stream("mutate"))}
 
     def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
         return replies.aggregate(weighted=False)

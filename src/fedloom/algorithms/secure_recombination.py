@@ -81,14 +81,17 @@ class Secure(Wrapper, LayerExchange):
         # A row beyond the selected ones is for clients that train without uploading: they take no part.
         rehearsal = self.rehearse(round, round.selected, "before_train")
         self.state["train_bytes"] = torch.tensor([rehearsal.bytes(self._sizes())])
-        moved = exchanged(rows[:count], self.units(), rehearsal.sources)
-        return {**message, "model": torch.cat([moved, rows[count:]])}
+        moved = self.plan.empty_rows(len(rows)).copy_(rows)
+        exchange_(moved[:count], rows, self.units(), rehearsal.sources)
+        return {**message, "model": moved}
 
     def receive(self, round: Round, replies: Replies) -> None:
         if self.exchanges("before_upload") and not self.plan.remote:
             rehearsal = self.rehearse(round, replies.clients.tolist(), "before_upload")
-            moved = exchanged(replies["model"], self.units(), rehearsal.sources)
-            replies = replace(replies, tensors={**replies.tensors, "model": moved})
+            whole = self.plan.empty_rows(len(round.selected))
+            moved = whole[: len(replies)].copy_(replies["model"])
+            exchange_(moved, replies["model"], self.units(), rehearsal.sources)
+            replies = replace(replies, tensors={**replies.tensors, "model": moved}, matrices={"model": whole})
             self.state["upload_bytes"] = torch.tensor([rehearsal.bytes(self._sizes())])
         self.method.receive(round, replies)
 
@@ -117,14 +120,12 @@ class Secure(Wrapper, LayerExchange):
         return layer_sizes(self.units(), self.plan.initial)
 
 
-def exchanged(rows: Tensor, units: Sequence[Unit], sources: Sequence[Sequence[int]]) -> Tensor:
-    """New rows with `result[k, unit u] = rows[sources[u][k], unit u]`; slices outside all units stay in place."""
-    result = rows.clone()
+def exchange_(moved: Tensor, rows: Tensor, units: Sequence[Unit], sources: Sequence[Sequence[int]]) -> None:
+    """Set `moved[k, unit u]` to `rows[sources[u][k], unit u]`; slices outside all units stay."""
     for unit, source in zip(units, sources, strict=True):
         index = torch.tensor(source, device=rows.device)
         for part in unit:
-            result[:, part] = rows[:, part].index_select(0, index)
-    return result
+            torch.index_select(rows[:, part], 0, index, out=moved[:, part])
 
 
 def _require_anonymous(method: Algorithm) -> None:

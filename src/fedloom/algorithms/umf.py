@@ -80,7 +80,8 @@ class Umf(Wrapper):
     def send(self, round: Round) -> Message:
         message = self.method.send(round)
         if len(message["model"]) > 1:
-            message["model"] = torch.cat([message["model"], self.method.model().unsqueeze(0)])
+            rows = self.plan.empty_rows(len(message["model"]) + 1)
+            message["model"] = torch.cat([message["model"], self.method.model().unsqueeze(0)], out=rows)
         return message
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:

@@ -19,7 +19,8 @@ from functools import cache
 from typing import Annotated, Any, get_args, get_type_hints, is_typeddict
 
 import numpy as np
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from fedloom.config.expression import DEEPEST, show
@@ -40,6 +41,19 @@ BelowOne = Annotated[float, Field(ge=0, lt=1)]
 ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
 Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
+
+
+def _in_bytes(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(i?)B?", value)
+    if match is None:
+        raise PydanticCustomError("bytes", "bytes")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " kMGT".index(match[2].replace("K", "k") or " "))
+
+
+Bytes = Annotated[int, Field(ge=0), BeforeValidator(_in_bytes)]
+"""A number of bytes, also with a unit: 500MB or "4GiB"."""
 
 
 _PATHS = ("path", "folder", "file", "directory")
@@ -118,6 +132,7 @@ _KINDS = {
     "tuple_type": "a list",
     "dict_type": "a table",
     "none_required": "none",
+    "bytes": "a number of bytes, such as 4GiB",
 }
 """What pydantic's errors about types say in our words."""
 

@@ -7,6 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -85,7 +86,7 @@ class WorkerHandle(ABC):
 
 class ReplyMatrices:
     """Where replies are written: matrices `[size, ...]` for each block of `size` slots, made when the first of its clients is
-    handed out. `expected`: names and shapes of the tensors in a reply."""
+    handed out. `expected`: names and shapes of the tensors of a reply that are gathered so."""
 
     def __init__(
         self, expected: Mapping[str, tuple[int, ...]], slots: int, size: int, empty: Callable[[Sequence[int]], Tensor]
@@ -184,7 +185,17 @@ class WorkerEngine(LocalEngine, ABC):
         expected = expectations(algorithm, round, self.task.layout)
         slots = [client_task.slot + 1 for client_task in client_tasks if client_task.slot is not None]
         together = slots_together(algorithm, self.task.layout)
-        matrices = ReplyMatrices(expected, max([len(round.selected), *slots]), together, self._empty)
+        gathered, pools, itemsize = (
+            max([len(round.selected), *slots]),
+            algorithm.plan.pools,
+            self.task.layout.dtype.itemsize,
+        )
+        fitting = {
+            name: shape
+            for name, shape in expected.items()
+            if not pools.takes(min(together, gathered) * prod(shape) * itemsize)
+        }
+        matrices = ReplyMatrices(fitting, gathered, together, self._empty)
         assignment = Assignment(algorithm, round, expected, _common(client_tasks))
         blocks = slot_blocks(client_tasks, round, together)
         for group, answers in self._answers("train", assignment, blocks, matrices):

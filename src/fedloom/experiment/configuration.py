@@ -32,7 +32,7 @@ from fedloom.models import models
 from fedloom.objectives import ACCURACY
 from fedloom.objectives.custom import build_objective
 from fedloom.recording.recorder import build_recorders, expression
-from fedloom.rounds.schedule import Schedule
+from fedloom.rounds.schedule import NEUTRAL, Schedule
 from fedloom.task import Task, make_task
 from fedloom.training import Training
 
@@ -195,8 +195,8 @@ class Configuration(Schedule):
 
 
 def schedule_values(schedule: Schedule) -> dict[str, Any]:
-    """The part of a schedule that figures depend on; how often a checkpoint is written is not."""
-    return {name: value for name, value in dataclasses.asdict(schedule).items() if name != "checkpoint_every"}
+    """The part of a schedule that figures depend on."""
+    return {name: value for name, value in dataclasses.asdict(schedule).items() if name not in NEUTRAL}
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Configuration:
@@ -270,7 +270,7 @@ _KEYS = [
 """Every key that a file may hold, with its table."""
 
 VARYING = [
-    *(one.name for one in fields(Schedule) if one.name not in ("seed", "checkpoint_every")),
+    *(one.name for one in fields(Schedule) if one.name not in ("seed", *NEUTRAL)),
     "model",
     "engine",
     *_IN_SECTIONS,

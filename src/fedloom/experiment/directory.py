@@ -9,7 +9,7 @@ engine.json            where nobody named the engine, which one was taken, and t
 metrics.jsonl          one line a round, the same in every repetition
 timings.jsonl          seconds of each round
 recorded.jsonl         on request, what was noted of each round (with recorded/, models that were kept); recording.json, all of it
-checkpoint-*           the state to go on from
+checkpoint-*           the state to go on from, with pool/ where a pool of models is larger than `pool_budget`
 model.safetensors      the final model, by the names of the module's `state_dict`
 result.json            the figures at the end; written last, so that its presence says that the run is finished
 landscape.json         on request, the loss around the final model (`fedloom report --landscape`)
@@ -52,7 +52,7 @@ _LONGEST = 80  # of a folder's name that is made from an expression
 # What a run writes, and so all that starting afresh may remove.
 _FILES = (
     "configuration.json", "split.npz", "test-split.npz", "labels.safetensors", "task.json", "environment.json",
-    "engine.json", "metrics.jsonl", "timings.jsonl", "clients.jsonl", "clients", "checkpoint-*", "model.safetensors",
+    "engine.json", "metrics.jsonl", "timings.jsonl", "clients.jsonl", "clients", "checkpoint-*", "pool", "model.safetensors",
     "result.json", "report.html", "landscape.json", "recorded", "recorded.jsonl", RECORDED, "trackers.jsonl",
     "events.out.tfevents.*",
 )  # fmt: skip

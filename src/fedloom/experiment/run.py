@@ -10,7 +10,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -170,6 +170,7 @@ def run(
     personal_every: int | None = None,
     personal_clients: int = 1000,
     new_clients: float = 0.0,
+    pool_budget: int | str | None = None,
     record: Sequence[str] = (),
     engine: str = DEFAULT,
     trackers: Sequence[str | Tracker] = (),
@@ -190,7 +191,7 @@ def run(
     method = copy.deepcopy(build(algorithm))
     schedule = Schedule(
         rounds, participation, seed, evaluate_every, checkpoint_every, dropout, personal_every, personal_clients, new_clients,
-        participation_mode,
+        participation_mode, cast("int | None", pool_budget),
     )  # fmt: skip
     recorders = build_recorders(record)
     for recorder in recorders:

@@ -125,18 +125,18 @@ def squared_distances(rows: Tensor) -> Tensor:
 def mutate(
     center: Tensor,
     direction: Tensor,
-    count: int,
+    rows: Tensor,
     tensors: Sequence[slice],
     skew: float,
     generator: torch.Generator,
 ) -> Tensor:
-    """FedMut's mutation: `[count, P]` copies of `center [P]`, tensor by tensor moved by `direction [P]` times a sign.
+    """FedMut's mutation: fills `rows [K, P]` with copies of `center [P]`, tensor by tensor moved by `direction [P]` times a sign.
 
-    For each tensor, each two copies draw one +1 and one -1 + skew, and which copy gets which is drawn anew; with an odd count
-    the last copy stays `center`. With skew 0 the copies' mean is `center` up to rounding. Slices outside `tensors` stay.
+    For each tensor, each two copies draw one +1 and one -1 + skew, and which copy gets which is drawn anew; with K odd the last
+    copy stays `center`. With skew 0 the copies' mean is `center` up to rounding. Slices outside `tensors` stay.
     """
-    rows = center.repeat(count, 1)
-    paired = count - count % 2
+    rows.copy_(center)
+    paired = len(rows) - len(rows) % 2
     signs = torch.tensor([1.0, skew - 1.0], dtype=center.dtype).repeat(paired // 2)
     for part in tensors:
         sign = signs[torch.randperm(paired, generator=generator)].to(center.device)

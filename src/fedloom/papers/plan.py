@@ -17,8 +17,9 @@ from fedloom.experiment.jobs import Job
 from fedloom.experiment.run import run_directory
 from fedloom.papers.paper_data import data_of, facts, families, family, in_folder
 from fedloom.papers.protocols import Baseline, Exhibit, PaperCell, Setting, folder_of
+from fedloom.rounds.schedule import NEUTRAL
 
-NEUTRAL = ("workers", "threads", "engine", "checkpoint_every")
+PLACES = ("workers", "threads", "engine", *NEUTRAL)
 """Keys that change nothing of what is measured, but for the last digits of sums."""
 
 _REFUSED = {
@@ -187,7 +188,7 @@ def _configured(setting: Setting, key: str, options: ReproduceOptions, seeds: Se
     for change in options.changes:
         put(table, change)
     # Where something lies or how many work at it makes no other experiment.
-    place = options.directory / setting.paper / folder_of(key, {k: v for k, v in table.items() if k not in NEUTRAL})
+    place = options.directory / setting.paper / folder_of(key, {k: v for k, v in table.items() if k not in PLACES})
     return configuration({**table, "name": setting.paper, "directory": str(place), "seeds": list(seeds)})
 
 
@@ -200,5 +201,5 @@ def _left_out(setting: Setting, options: ReproduceOptions, seeds: Sequence[int])
         found.append(f"{len(seeds)} of {len(setting.seeds)} seeds")
     if options.samples is not None and not facts()[data_of(setting.data)].generated:
         found.append(f"{options.samples:,} samples of the data")
-    found += [change for change in options.changes if change.partition("=")[0].strip() not in NEUTRAL]
+    found += [change for change in options.changes if change.partition("=")[0].strip() not in PLACES]
     return tuple(found)

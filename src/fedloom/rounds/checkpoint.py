@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,12 +27,14 @@ KEPT = 2  # the newest, and the one before in case the newest turns out to be da
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state after `round`: the method's tensors, the clients' memory, and digests of the logs up to there, by file name."""
+    """The state after `round`: the method's tensors, the clients' memory, digests of the logs up to there, by file name, and what
+    says where those tensors lie that have files of their own (`PoolFiles`), by name."""
 
     round: int
     server: dict[str, Tensor]
     clients: dict[str, Tensor]
     logs: Mapping[str, str]
+    pools: Mapping[str, str] = field(default_factory=dict)
 
 
 class Checkpoints:
@@ -52,7 +54,8 @@ class Checkpoints:
         tensors = {f"server/{name}": t for name, t in checkpoint.server.items()}
         tensors |= {f"clients/{name}": t for name, t in checkpoint.clients.items()}
         logs = {f"log {name}": digest for name, digest in checkpoint.logs.items()}
-        metadata = {"format": FORMAT, "round": str(checkpoint.round), "run": self.run, **logs}
+        pools = {f"pool {name}": written for name, written in checkpoint.pools.items()}
+        metadata = {"format": FORMAT, "round": str(checkpoint.round), "run": self.run, **logs, **pools}
         path = self.directory / _file_name(checkpoint.round)
         write_tensors(path, tensors, metadata)
         paths = self.paths()
@@ -96,9 +99,8 @@ class Checkpoints:
             )
         if path.name != _file_name(int(metadata["round"])):
             raise DamagedCheckpoint(f"{path} is of round {metadata['round']}, which is not its name")
-        return Checkpoint(
-            int(metadata["round"]), _below("server/", tensors), _below("clients/", tensors), _below("log ", metadata)
-        )
+        state = _below("server/", tensors), _below("clients/", tensors)
+        return Checkpoint(int(metadata["round"]), *state, _below("log ", metadata), _below("pool ", metadata))
 
 
 def _file_name(round: int) -> str:

@@ -70,26 +70,32 @@ class Evaluation:
         self.newcomers = _chosen(able[able >= trainers], schedule)
         self.every, self.personal_every = cadence(task, schedule, trainers, len(self.clients) + len(self.newcomers))
 
-    def measure(self, algorithm: Algorithm, round: Round, integers: Tensor) -> tuple[Record, Record | None]:
-        """The figures due after `round`, and those of each client when personal models are due; `integers` are the global model's
-        integer buffers."""
+    def measure(
+        self, algorithm: Algorithm, round: Round, model: Tensor, integers: Tensor
+    ) -> tuple[Record, Record | None]:
+        """The figures due after `round`, and those of each client when personal models are due. The global `model` is the
+        algorithm's, `integers` are its integer buffers."""
         figures: Record = {}
         last = algorithm.spent
         if last or self._due(round, self.every):
             if len(self.task.test):
-                figures |= self.evaluator.score(algorithm.model(), self.task.test, integers)
+                figures |= self.evaluator.score(model, self.task.test, integers)
             figures |= algorithm.diagnose()
         tallies: dict[str, Tally] = {}
         personal = self.personal_every > 0 and (last or self._due(round, self.personal_every))
         upcoming = self.task.training.round_at(round, round.number + 1)
         if self.personal_every and (personal or last or self._due(round, self.every)):
-            tallies["client"] = self._global(algorithm, upcoming, self.clients, integers)
+            tallies["client"] = self._global(algorithm, upcoming, self.clients, model, integers)
         if personal:
-            judge = self._personal if algorithm.personal else self._global
-            own = judge(algorithm, upcoming, self.clients, integers) if algorithm.personal else tallies["client"]
-            tallies["personal"] = own
+
+            def judged(clients: Sequence[int]) -> Tally:
+                if algorithm.personal:
+                    return self._personal(algorithm, upcoming, clients, integers)
+                return self._global(algorithm, upcoming, clients, model, integers)
+
+            tallies["personal"] = judged(self.clients) if algorithm.personal else tallies["client"]
             if self.newcomers:
-                tallies["new_client"] = judge(algorithm, upcoming, self.newcomers, integers)
+                tallies["new_client"] = judged(self.newcomers)
         tallies = {name: tally for name, tally in tallies.items() if len(tally.clients)}  # absent sites answer nothing
         for name, tally in tallies.items():
             figures |= tally.figures(name, self.task.objective)
@@ -99,14 +105,16 @@ class Evaluation:
     def _due(self, round: Round, every: int) -> bool:
         return every > 0 and (round.number % every == 0 or round.number == self.rounds)
 
-    def _global(self, algorithm: Algorithm, upcoming: Round, clients: Sequence[int], integers: Tensor) -> Tally:
+    def _global(
+        self, algorithm: Algorithm, upcoming: Round, clients: Sequence[int], model: Tensor, integers: Tensor
+    ) -> Tally:
         own = self.task.local_test
         assert own is not None  # else there are no clients to evaluate
         if self.task.elsewhere:
             given = Algorithm()  # with it, clients use what they are sent
-            given.plan, given.state = algorithm.plan, {"model": algorithm.model()}
+            given.plan, given.state = algorithm.plan, {"model": model}
             return self._personal(given, upcoming, clients, integers)
-        return self.evaluator.tally(algorithm.model(), self.task.train, own, clients, integers)
+        return self.evaluator.tally(model, self.task.train, own, clients, integers)
 
     def _personal(self, algorithm: Algorithm, upcoming: Round, clients: Sequence[int], integers: Tensor) -> Tally:
         client_tasks = self._client_tasks(algorithm, upcoming, clients, integers)

@@ -26,6 +26,7 @@ from fedloom.rounds.replies import RoundReplies
 from fedloom.rounds.schedule import Schedule as Schedule
 from fedloom.rounds.termination import sigterm_interrupts, uninterrupted
 from fedloom.state.files import remove_unfinished
+from fedloom.state.pool_files import PoolFiles
 from fedloom.task import Task
 
 DIVERGED = 1000
@@ -66,7 +67,8 @@ class Federation:
 
     With a `directory`, each round appends its figures to `metrics.jsonl`, those of single clients to `clients.jsonl`, and its
     times and new notices to `timings.jsonl`; checkpoints are kept there, and client memory that does not fit into them under
-    `clients`. A federation made again with the same arguments continues from the newest checkpoint of the same `identity`.
+    `clients`, and pools larger than the schedule's `pool_budget` under `pool`; a run with such a pool has a checkpoint of every
+    round. A federation made again with the same arguments continues from the newest checkpoint of the same `identity`.
 
     Figures name clients by the task's numbers. Where some never train (`Schedule.new_clients`), `self.task` has these last,
     and methods and engine use the numbers of that order.
@@ -103,13 +105,14 @@ class Federation:
         if poisson:
             _require_varying(algorithm)
         self._first = Round(1, schedule.rounds, schedule.seed, trainers, participants, rate, rate, poisson=poisson)
+        self._pools = PoolFiles(None if directory is None else directory / "pool", schedule.pool_budget)
         algorithm.setup(
             Plan(
-                task.layout, task.initial, trainers, participants, schedule.rounds, schedule.seed,
-                task.dataset.classes, self.task.sizes, task.model, isinstance(engine, RemoteClients), poisson,
+                task.layout, task.initial, trainers, participants, schedule.rounds, schedule.seed, task.dataset.classes,
+                self.task.sizes, task.model, isinstance(engine, RemoteClients), poisson, self._pools,
             )
         )  # fmt: skip
-        _require_state(algorithm, "setup", task.initial)
+        _checked_model(algorithm, "setup", task.initial)
         engine.begin(self.task, None if directory is None else directory / "clients")
         self.checkpoints = None if directory is None else Checkpoints(directory, identity)
         names = ("metrics.jsonl", "timings.jsonl", "clients.jsonl")
@@ -150,7 +153,7 @@ class Federation:
         try:
             while self.finished < self.schedule.rounds and not self.algorithm.spent:
                 record, timing = self.step()
-                if self.algorithm.releases_once:
+                if self.algorithm.releases_once or self._pools.holds(self.algorithm.full_state().values()):
                     self.save()
                     saved = self.finished
                 if on_round is not None:
@@ -211,7 +214,7 @@ class Federation:
             self.integers = self.integers if answers.integers is None else answers.integers
             self.algorithm.update(round, answers.aggregate)
         self.algorithm.finish(round)
-        _require_state(self.algorithm, "update" if self.algorithm.folds else "receive", self.task.initial)
+        model = _checked_model(self.algorithm, "update" if self.algorithm.folds else "receive", self.task.initial)
         received = time.perf_counter()
         receivers = selection.receivers or len(selection.clients) + len(selection.idle)
         receivers -= len(absent) + sum(not fault.sent for fault in answers.faults)
@@ -227,8 +230,8 @@ class Federation:
         measured = {name: float(values.mean()) for name, values in answers.metrics.items()}
         record |= self.algorithm.account()
         record = {**record, **{name: value for name, value in measured.items() if name not in record}}
-        figures, clients = self.evaluation.measure(self.algorithm, round, self.integers)
-        self._require_converging(round, figures.get("loss"))
+        figures, clients = self.evaluation.measure(self.algorithm, round, model, self.integers)
+        self._require_converging(round, model, figures.get("loss"))
         record = {name: _finite(value) for name, value in (record | figures).items()}
         self._pool_watch.see(record)
         self._spent = round.number if self.algorithm.spent else 0
@@ -247,9 +250,9 @@ class Federation:
             self._noted.update(new)
         return record, timing, clients
 
-    def _require_converging(self, round: Round, loss: float | None) -> None:
+    def _require_converging(self, round: Round, model: Tensor, loss: float | None) -> None:
         """Raise `Diverged` when the global model is not finite, or its loss, where that was measured, is far beyond guessing."""
-        if not bool(torch.isfinite(self.algorithm.model()).all()):
+        if not bool(torch.isfinite(model).all()):
             raise _diverged(round, "the global model is not finite any more")
         guess = self.task.objective.guess(self.task.dataset.spec.outputs)
         if loss is not None and not loss < DIVERGED * guess:
@@ -286,6 +289,7 @@ class Federation:
             block_slots(self.task.layout.row_bytes),
             partial(self._weights, selection),
             partial(self.algorithm.fold, round) if fold else None,
+            self._pools,
         )
         answers.collect(self.engine.train(self.algorithm, round, client_tasks))
         if not answers.arrived:
@@ -322,8 +326,12 @@ class Federation:
             for observer in self.observers:
                 observer.sync()
             server = {**self.algorithm.full_state(), "integers": self.integers}
+            found = {name: self._pools.write(tensor) for name, tensor in server.items()}
+            pools = {name: written for name, written in found.items() if written is not None}
+            server = {name: tensor for name, tensor in server.items() if name not in pools}
             digests = {log.path.name: log.digest for log in logs}
-            self.checkpoints.save(Checkpoint(self.finished, server, self.engine.memory(), digests))
+            self.checkpoints.save(Checkpoint(self.finished, server, self.engine.memory(), digests, pools))
+            self._pools.keep(pools.values())
             self.engine.release_memory()
 
     def _checked_logs(self) -> list[RoundLog]:
@@ -334,6 +342,7 @@ class Federation:
     def _adopt(self, checkpoint: Checkpoint) -> None:
         for log in self._checked_logs():
             log.require(checkpoint.round, checkpoint.logs.get(log.path.name))
+        checkpoint.server.update({name: self._pools.read(written) for name, written in checkpoint.pools.items()})
         self.engine.restore_memory(checkpoint.clients)
 
     def _resume(self) -> None:
@@ -350,6 +359,7 @@ class Federation:
         for observer in self.observers:
             observer.resume(finished)
         if found is not None:
+            self._pools.keep(found.pools.values())
             like = {**self.algorithm.full_state(), "integers": self.integers}
             server = moved_back(found.server, like, self.task.initial.device)
             self.integers = server.pop("integers")
@@ -409,18 +419,22 @@ def _require_rows(algorithm: Algorithm, message: Message, selection: Selection) 
             )
 
 
-def _require_state(algorithm: Algorithm, hook: Literal["setup", "receive", "update"], initial: Tensor) -> None:
-    """Raise `InvalidValue` unless `hook` left a state that a checkpoint can hold, and a global model like the `initial` one."""
-    if not hasattr(algorithm, "state") or not hasattr(algorithm, "plan"):
-        wrong = "has not kept the plan and made the state: begin it with super().setup(plan)"
-    else:
-        wrong = _wrong_state(algorithm, initial)
+def _checked_model(algorithm: Algorithm, hook: Literal["setup", "receive", "update"], initial: Tensor) -> Tensor:
+    """The global model. Raises `InvalidValue` unless `hook` left one like the `initial` one, and a state that a checkpoint can
+    hold."""
+    wrong = _wrong_state(algorithm)
+    if not wrong:
+        model = algorithm.model()
+        wrong = _wrong_model(model, initial)
     if wrong:
         place = in_brackets(code_place(getattr(type(algorithm), hook)))
         raise InvalidValue(f"{type(algorithm).__name__}.{hook} {wrong}{place}")
+    return model
 
 
-def _wrong_state(algorithm: Algorithm, initial: Tensor) -> str:
+def _wrong_state(algorithm: Algorithm) -> str:
+    if not hasattr(algorithm, "state") or not hasattr(algorithm, "plan"):
+        return "has not kept the plan and made the state: begin it with super().setup(plan)"
     for method in algorithm.nested():
         for name, held in method.state.items():
             if not isinstance(held, Tensor):
@@ -429,7 +443,10 @@ def _wrong_state(algorithm: Algorithm, initial: Tensor) -> str:
                 )
             if "." in name:
                 return f"left self.state[{name!r}]: a name there has no dot, which is for methods inside others"
-    model = algorithm.model()
+    return ""
+
+
+def _wrong_model(model: Tensor, initial: Tensor) -> str:
     if model.shape != initial.shape:
         return (
             f"left a global model of shape {list(model.shape)}, not {list(initial.shape)}: of one row for each client take one, "

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedloom.algorithm import AggregatedReplies, Replies
 from fedloom.rounds.engine import INTEGERS, ClientTask, Fault, Reply
+from fedloom.state.pool_files import PoolFiles
 
 
 @dataclass
@@ -26,7 +27,7 @@ class RoundReplies:
     it there already; `weigh` gives the replies' weights.
 
     With `fold`, a block is folded when the last of its clients has answered, and its memory is free for the next one: only
-    the `aggregate` remains, in which blocks are joined in their order. Without, one block holds all replies.
+    the `aggregate` remains, in which blocks are joined in their order. Without, one block holds all replies, made by `pools`.
     """
 
     def __init__(
@@ -36,7 +37,9 @@ class RoundReplies:
         size: int,
         weigh: Callable[[Sequence[Reply]], Tensor],
         fold: Callable[[Replies], AggregatedReplies] | None,
+        pools: PoolFiles | None = None,
     ) -> None:
+        self.pools = pools or PoolFiles()
         self.slots, self.size, self.weigh, self.fold = slots, size if fold else max(1, slots), weigh, fold
         self.faults: list[Fault] = []
         self.bytes = 0
@@ -70,7 +73,7 @@ class RoundReplies:
         block = self._blocks[number]
         for name, tensor in reply.tensors.items():
             if name not in block.matrices:
-                block.matrices[name] = _matrix_for(reply, name, min(self.size, self.slots - number * self.size))
+                block.matrices[name] = self._matrix_for(reply, name, min(self.size, self.slots - number * self.size))
             row = block.matrices[name][place]
             if row.data_ptr() != tensor.data_ptr():
                 row.copy_(tensor)
@@ -98,9 +101,16 @@ class RoundReplies:
         block.arrived.sort(key=lambda reply: _order(reply.client_task))
         slots = torch.tensor([reply.client_task.slot for reply in block.arrived], dtype=torch.int64)
         clients = torch.tensor([reply.client_task.client for reply in block.arrived], dtype=torch.int64)
-        places = slots - number * self.size
-        tensors = {n: rows if len(rows) == len(places) else rows[places] for n, rows in block.matrices.items()}
-        return Replies(tensors, clients, slots, self.weigh(block.arrived))
+        places = (slots - number * self.size).tolist()
+        tensors = {name: _moved_up(matrix, places) for name, matrix in block.matrices.items()}
+        return Replies(tensors, clients, slots, self.weigh(block.arrived), matrices=block.matrices)
+
+    def _matrix_for(self, reply: Reply, name: str, slots: int) -> Tensor:
+        """The matrix for the replies' tensors of that name: the engine's own where this tensor lies in it, else a new one."""
+        tensor, matrix = reply.tensors[name], reply.gathered.get(name)
+        if matrix is not None and len(matrix) == slots and matrix.dtype == tensor.dtype:
+            return matrix
+        return self.pools.empty((slots, *tensor.shape), tensor.dtype, tensor.device)
 
     def together(self) -> Replies:
         """All replies, where they are not folded; given up."""
@@ -120,9 +130,9 @@ def _order(client_task: ClientTask) -> tuple[bool, int, int]:
     return client_task.slot is None, client_task.slot or 0, client_task.client
 
 
-def _matrix_for(reply: Reply, name: str, slots: int) -> Tensor:
-    """The matrix for the replies' tensors of that name: the engine's own where this tensor lies in it, else a new one."""
-    tensor, matrix = reply.tensors[name], reply.gathered.get(name)
-    if matrix is not None and len(matrix) == slots and matrix.dtype == tensor.dtype:
-        return matrix
-    return tensor.new_empty(slots, *tensor.shape)
+def _moved_up(matrix: Tensor, places: list[int]) -> Tensor:
+    """The rows at these growing places, as the first rows of the matrix itself."""
+    for target, place in enumerate(places):
+        if target < place:
+            matrix[target] = matrix[place]
+    return matrix[: len(places)] if len(places) < len(matrix) else matrix

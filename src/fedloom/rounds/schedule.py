@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fedloom.config.fields import BelowOne, Count, NonNegativeInt, Share, require_fields
+from fedloom.config.fields import BelowOne, Bytes, Count, NonNegativeInt, Share, require_fields
+
+NEUTRAL = ("checkpoint_every", "pool_budget")
+"""Fields of a schedule on which no figure depends."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,9 @@ class Schedule:
     would use, on their own test data; 0 leaves that data alone. None chooses the smallest numbers that keep all evaluation
     below a tenth of the work of training, by counting samples (see `evaluation.cadence`). `personal_clients`: at most so many
     clients, the same ones each time, are evaluated on their own data.
+
+    `pool_budget`: bytes, such as 4000000000 or "4GiB", beyond which the models of a pool (FedMR), or all replies where a method
+    needs them together, lie in files of the run, of which the system keeps in memory what it has room for. None: in memory.
     """
 
     rounds: Count = 100
@@ -35,6 +41,7 @@ class Schedule:
     personal_clients: Count = 1000
     new_clients: BelowOne = 0.0
     participation_mode: Literal["fixed", "poisson"] = "fixed"
+    pool_budget: Bytes | None = None
 
     def __post_init__(self) -> None:
         require_fields(self)

@@ -1,0 +1,229 @@
+"""Pools that lie in files: the bits of those in memory, two copies at most, and whole whatever happens in a round."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fedloom.algorithms.fedmr
+import fedloom.state.pool_files
+from fedloom.algorithm import Message, Replies, build
+from fedloom.algorithms.fedmr import FedMR
+from fedloom.engines.rows import RowsEngine
+from fedloom.errors import DiskFull
+from fedloom.rounds.engine import Fault, Reply
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
+from small_task import small_task
+from test_checkpoint import Killed, disk
+
+ROW = 4 * small_task().layout.size
+BUDGET = 2 * ROW
+"""Two models: a pool of six lies in a file, and so does a pool of six and a mean."""
+
+
+def federation(method: Any, directory: Path | None = None, budget: int | None = BUDGET, **settings: Any) -> Federation:
+    task = small_task()
+    given = {"rounds": 4, "seed": 3, "evaluate_every": 2, "personal_every": 2} | settings
+    schedule = Schedule(participation=1.0, pool_budget=budget, **given)
+    return Federation(build(method), task, RowsEngine(task), schedule, directory, "this run")
+
+
+def outcome(run: Federation) -> tuple[dict[str, Any], Any, Any]:
+    state = {name: tensor.clone() for name, tensor in run.algorithm.full_state().items()}
+    return {name: tensor.numpy().tobytes() for name, tensor in state.items()}, run.history, run.client_history
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted((directory / "pool").glob("rows-*"))
+
+
+def in_files(run: Federation) -> set[str]:
+    return {name for name, tensor in run.algorithm.full_state().items() if run._pools.holds([tensor])}
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "held"),
+    [
+        ("fedmr", {}, {"pool"}),
+        ("fedmr(unit=tensor, blend=0.3)", {"dropout": 0.4}, {"pool"}),
+        ("fedmr(blend=auto)", {"dropout": 0.4}, {"pool"}),
+        ("indep(local=fedprox)", {"dropout": 0.8}, {"pool"}),
+        ("stages(fedavg:2, fedmr)", {}, {"inner1.pool"}),
+        ("umf(fedmr)", {"dropout": 0.3}, {"inner0.pool"}),
+        ("secure(fedmr)", {"dropout": 0.4}, {"inner0.pool"}),
+        ("fedmut", {}, set()),
+        ("robust(fedavg)", {}, set()),
+    ],
+)
+def test_numbers_are_those_of_a_pool_in_memory(
+    method: str, settings: dict[str, Any], held: set[str], tmp_path: Path
+) -> None:
+    here, there = federation(method, budget=None, **settings), federation(method, tmp_path, **settings)
+    here.run()
+    there.run()
+    assert outcome(here) == outcome(there)
+    assert in_files(there) == held
+    assert in_files(here) == set()
+    assert there._pools._next >= 3  # files that were made
+    again = federation(method, tmp_path, **settings)
+    assert again.finished == 4
+    assert outcome(again)[0] == outcome(here)[0]
+    assert in_files(again) == held
+
+
+def test_files_beside_each_other_are_two_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def counted(self: FedMR, round: Any, replies: Replies) -> None:
+        received(self, round, replies)
+        seen.append(sum(path.stat().st_size for path in files(tmp_path)))
+
+    received = FedMR.receive
+    monkeypatch.setattr(FedMR, "receive", counted)
+    federation("fedmr", tmp_path, dropout=0.4).run()
+    assert seen == [6 * ROW, 12 * ROW, 12 * ROW, 12 * ROW]
+    assert max(path.stat().st_size for path in tmp_path.glob("checkpoint-*")) < 6 * ROW + 1500
+
+
+def test_what_has_not_changed_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = federation("fedmr", tmp_path)
+    run.run()
+    digested = []
+    digest = fedloom.state.pool_files._digest
+    monkeypatch.setattr(
+        fedloom.state.pool_files, "_digest", lambda tensor: digested.append(1) or digest(tensor)  # type: ignore[func-returns-value]
+    )  # fmt: skip
+    before = files(tmp_path)
+    run.save()
+    assert (digested, files(tmp_path)) == ([], before)
+    run.algorithm.state["pool"][0] += 1
+    run.save()
+    assert digested == [1]
+
+
+@pytest.mark.parametrize("when", ["training", "recombination", "blend"])
+def test_a_killed_round_leaves_the_pool_before_it(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = "fedmr(blend=0.3)"
+    whole = federation(method, tmp_path / "whole")
+    whole.run()
+    run = federation(method, tmp_path / "killed")
+    run.step()
+    run.step()
+    run.save()
+    (name,) = run._pools._kept
+    before = (tmp_path / "killed" / "pool" / name).read_bytes()
+    with monkeypatch.context() as patch:
+        _kill(patch, when)
+        with pytest.raises(Killed):
+            run.step()
+    assert (tmp_path / "killed" / "pool" / name).read_bytes() == before
+    assert len(files(tmp_path / "killed")) == 2  # the other one was in the making
+    del run
+    again = federation(method, tmp_path / "killed")
+    assert again.finished == 2
+    again.run()
+    assert outcome(again) == outcome(whole)
+
+
+def _kill(patch: pytest.MonkeyPatch, when: str) -> None:
+    """Let this step of a round write half of what it writes, and then end the process."""
+
+    def half(pool: Tensor, *_: Any) -> None:
+        pool[:3, ::2] = 7.0
+        raise Killed
+
+    if when == "training":
+        training = RowsEngine.train_one
+
+        def train_one(self: RowsEngine, *about: Any) -> Reply | Fault:
+            if about[2].slot == 3:
+                raise Killed
+            return training(self, *about)
+
+        patch.setattr(RowsEngine, "train_one", train_one)
+    elif when == "recombination":
+        patch.setattr(fedloom.algorithms.fedmr, "recombine_", half)
+    else:
+        patch.setattr(Tensor, "lerp_", half)
+
+
+def test_a_kill_at_any_file_operation_changes_nothing(tmp_path: Path) -> None:
+    settings = {"personal_every": 0, "rounds": 3}
+    with disk() as counted:
+        whole = federation("fedmr", tmp_path / "whole", **settings)
+        whole.run()
+    assert counted.done > 20
+    for last in range(1, counted.done + 1, 3):
+        folder = tmp_path / str(last)
+        with disk(last), pytest.raises(Killed):
+            federation("fedmr", folder, **settings).run()
+        again = federation("fedmr", folder, **settings)
+        again.run()
+        assert outcome(again) == outcome(whole), last
+
+
+def test_a_damaged_file_sends_the_run_back_to_the_checkpoint_before(tmp_path: Path) -> None:
+    run = federation("fedmr", tmp_path)
+    run.run()
+    expected = outcome(run)
+    del run
+    older, newest = files(tmp_path)
+    content = bytearray(newest.read_bytes())
+    content[100] ^= 1
+    newest.write_bytes(content)
+    again = federation("fedmr", tmp_path)
+    assert again.finished == 3
+    assert again.notices == [f"{newest} is damaged: it does not match its digest: going on after round 3"]
+    again.run()
+    assert outcome(again) == expected
+    del again
+    for path in files(tmp_path):
+        path.unlink()
+    last = federation("fedmr", tmp_path)
+    assert (last.finished, len(last.notices)) == (0, 2)
+    assert "cannot be read (No such file or directory): starting again from round 1" in last.notices[0]
+    assert not older.exists()
+
+
+def test_a_full_disk_is_said_in_one_line_and_leaves_the_round_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = federation("fedmr", tmp_path)
+    run.step()
+    before = outcome(run)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(
+            DiskFull, match=rf"rows-\d+ cannot be written: the disk is full, and the file needs {6 * ROW:,}"
+        ):
+            run.step()
+    assert outcome(run) == before
+    run.run()
+    whole = federation("fedmr", tmp_path / "whole")
+    whole.run()
+    assert outcome(run) == outcome(whole)
+
+
+def test_replies_by_slot_leave_others_as_they_were() -> None:
+    before = torch.arange(8.0).view(4, 2)
+    matrix = torch.full((4, 2), 9.0)
+    matrix[0], matrix[1] = torch.tensor([10.0, 10.0]), torch.tensor([30.0, 30.0])
+    slots = torch.tensor([1, 3])
+    expected = torch.tensor([[0.0, 1], [10, 10], [4, 5], [30, 30]])
+    message: Message = {"model": matrix[:2].clone()}
+    assert torch.equal(Replies(message, slots, slots, slots).by_slot("model", before), expected)
+    found = Replies({"model": matrix[:2]}, slots, slots, slots, matrices={"model": matrix}).by_slot("model", before)
+    assert torch.equal(found, expected)
+    assert found.data_ptr() == matrix.data_ptr()
+    assert torch.equal(before, torch.arange(8.0).view(4, 2))
