@@ -45,8 +45,9 @@ LONGEST = (
     "test_examples.py",
 )
 
-# Files whose tests share something that takes seconds to start: one worker runs them all (`--dist loadgroup`).
+# Files whose tests share something that takes seconds to start or to import: one worker runs them all (`--dist loadgroup`).
 TOGETHER = {
+    "test_compiled.py": "compiled",
     "test_ray.py": "ray",
     "test_ray_pool.py": "ray",
     "test_flower_sites.py": "sites",
