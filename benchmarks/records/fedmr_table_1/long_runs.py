@@ -20,7 +20,7 @@ def main() -> None:
     method = sys.argv[1]
     jobs = [(rounds, seed, key, 0.5) for rounds, seed, key in product((500, 1000), (0, 1), PARTITIONS)]
     if method == "fedavg":
-        jobs[2:2] = [(500, 0, "d01", 0.9), (500, 0, "iid", 0.9)]
+        jobs[4:4] = [(500, 0, "d01", 0.9), (500, 0, "iid", 0.9)]
     here = Path(__file__).parent
     for rounds, seed, key, momentum in jobs:
         options = [
