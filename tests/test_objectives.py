@@ -362,13 +362,19 @@ def test_a_comparison_follows_a_metric_of_which_less_is_better(tmp_path: Path) -
     events: list[Event] = []
     methods = ["fedprox(mu=50.0)", "fedavg"]
     table = job(
-        tmp_path, algorithms=methods, seeds=[0, 1], targets=[0.85], personal_every=4, workers=1, engine="stacked"
+        tmp_path,
+        algorithms=methods,
+        seeds=[0, 1],
+        targets=[0.85, "loss <= 0.3", "nobodys >= 1"],
+        personal_every=4,
+        workers=1,
+        engine="stacked",
     )
     assert Comparison.of(configuration(table)).run(events.append) == {}
     assert {event.score for event in events if event.kind == "ended"} != {"not measured"}
     assert [event.text for event in events if event.kind == "notice"] == []
     runs = [run.summary for run in read_runs(tmp_path)]
-    one = sheet(runs, [0.85], measure="final")
+    one = sheet(runs, [0.85, "loss <= 0.6", "nobodys >= 1"], measure="final")
     near, free = (row.final for row in one.rows)
     assert near is not None
     assert free is not None
@@ -378,13 +384,22 @@ def test_a_comparison_follows_a_metric_of_which_less_is_better(tmp_path: Path) -
         errors = [record["rmse"] for record in run.records]
         assert best(run) == min(errors)
         assert rounds_to(run, 0.85) == next((k for k, error in enumerate(errors, 1) if error <= 0.85), None)
+        small = [number for number, record in enumerate(run.records, 1) if record["loss"] <= 0.6]
+        assert rounds_to(run, "loss <= 0.6") == (small[0] if small else None)
+    assert [reach.reached for reach in one.rows[1].reaches] == [2, 2, 0]
     titles = [column.title for column in one.table.columns]
+    assert [line[titles.index("Rounds to nobodys ≥ 1")].text for line in one.table.lines] == [
+        "–",
+        "–",
+    ]  # never recorded
     assert one.table.best(titles.index("Final RMSE")) == {1}
-    assert {"Rounds to 0.85", "Clients' own"} <= set(titles)
+    assert {"Rounds to 0.85", "Rounds to loss ≤ 0.6", "Bytes to loss ≤ 0.6", "Clients' own"} <= set(titles)
     text = (tmp_path / "report.html").read_text()
     assert "Lowest final RMSE" in text
     assert "Accuracy" not in text.partition("plotly.js v")[0]
-    assert "Final RMSE" in (tmp_path / "comparison.tex").read_text()
+    tex = (tmp_path / "comparison.tex").read_text()
+    assert "Final RMSE" in tex
+    assert "Rounds to loss $\\leq$ 0.3" in tex
     result = json.loads((tmp_path / "fedavg/seed-0/result.json").read_text())
     assert result["best_rmse"] <= result["rmse"]
 
@@ -404,6 +419,9 @@ def test_a_search_takes_what_has_the_least_error(tmp_path: Path) -> None:
         ({"targets": [60.0]}, "targets"),
         ({"objective": "regresion"}, "objective = 'regresion': unknown objective"),
         ({"objective": "regression", "targets": [-1.0]}, "targets"),
+        ({"targets": ["los <= 0.2"]}, "targets: 'los <= 0.2': no 'los' is recorded: did you mean 'loss'?"),
+        ({"targets": ["loss < 0.2"]}, "'loss < 0.2' is neither a number nor a figure with its limit"),
+        ({"targets": ["client_accuracy >= 80"]}, "targets: client_accuracy must be in"),
     ],
 )
 def test_a_configuration_that_does_not_fit_is_refused(keys: dict[str, Any], words: str, tmp_path: Path) -> None:

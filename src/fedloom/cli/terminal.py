@@ -47,10 +47,12 @@ def comparison_tables(sheet: Sheet, width: int, *, explained: bool = True) -> li
     if len(rows[0].reaches) > 2:
         cost = cost.part([k for k, column in enumerate(cost.columns) if not column.title.startswith("Bytes to")])
     if explained and rows[0].reaches:
-        metric = sheet.metric
-        targets = ", ".join(f"{target_text(metric, reach.target)}{metric.unit}" for reach in rows[0].reaches)
+        targets = ", ".join(target_text(sheet.metric, reach.target) for reach in rows[0].reaches)
+        what = (
+            f"that {sheet.metric.noun}" if all(isinstance(reach.target, float) for reach in rows[0].reaches) else "that"
+        )
         told.append(
-            f"{targets}: rounds to that {metric.noun} ({NEVER} never, {SOME} not with every seed; 2×: in half as many as the "
+            f"{targets}: rounds to {what} ({NEVER} never, {SOME} not with every seed; 2×: in half as many as the "
             "first method), B: bytes until then"
         )
     return [_shown(accuracy, "", brief=True), _shown(cost, "; ".join(told), brief=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 import tomllib
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -14,7 +15,6 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import Field
 
 from fedloom.algorithm import build, describe
-from fedloom.config.checks import require_share
 from fedloom.config.expression import DEEPEST, Call, parse, parse_value, show
 from fedloom.config.fields import Count, NonNegativeInt, Positive, require_fields, require_plain, type_hints
 from fedloom.config.plugins import import_plugins
@@ -29,9 +29,10 @@ from fedloom.experiment.settings import combinations, label, require_key, with_c
 from fedloom.experiment.trackers.tracker import build_tracker
 from fedloom.experiment.validation import withhold
 from fedloom.models import models
-from fedloom.objectives import ACCURACY
+from fedloom.objectives import ACCURACY, Objective, objectives
 from fedloom.objectives.custom import build_objective
 from fedloom.recording.recorder import build_recorders, expression
+from fedloom.report.summary import Target
 from fedloom.rounds.schedule import NEUTRAL, Schedule
 from fedloom.task import Task, make_task
 from fedloom.training import Training
@@ -82,7 +83,8 @@ class Configuration(Schedule):
     `plugins` are modules of the user's own that register methods, models or data, imported before anything is looked up.
     `trackers` hear of every round, such as `["tensorboard", "mlflow(uri='sqlite:///mlflow.db')", "module:Class"]`.
 
-    `targets`, `last` (evaluations in the mean of the last ones), `against` (what methods are tested against: the `best` or
+    `targets` (values of the metric, or limits of any figure such as `loss <= 0.2`), `last` (evaluations in the mean of the
+    last ones), `against` (what methods are tested against: the `best` or
     the `first`) and `measure` (what they are judged by: `final`, `best`, `last` or `personal`) only decide what tables show
     and what `fedloom tune` looks for. `variants` are the settings of the table `[settings]` by their labels, each
     a whole configuration whose `changes` say what it changed.
@@ -94,7 +96,7 @@ class Configuration(Schedule):
     seeds: list[NonNegativeInt] = field(default_factory=list)
     plugins: list[str] = field(default_factory=list)
     trackers: list[str] = field(default_factory=list)
-    targets: list[Positive] = field(default_factory=list)
+    targets: list[Positive | str] = field(default_factory=list)
     last: Count = 10
     against: Literal["best", "first"] = "best"
     measure: Literal["final", "best", "last", "personal"] = "last"
@@ -351,11 +353,25 @@ def _check(found: Configuration) -> None:
     _named("data.partition", found.data.partition, partitions.read)
     _named("data.label_noise", found.data.label_noise, build_label_noise)
     _named("data.shift", found.data.shift, build_shift)
-    metric = ACCURACY if found.objective is None else _named("objective", found.objective, build_objective).metric
-    for target in found.targets if metric.share else ():
-        require_share("targets", target)
+    learned = None if found.objective is None else _named("objective", found.objective, build_objective)
+    for given in found.targets:
+        target = Target.of(given, ACCURACY if learned is None else learned.metric)
+        if isinstance(given, str):
+            _require_recorded(
+                target.figure, given, [entry.make() for entry in objectives] if learned is None else [learned]
+            )
     if ":" not in found.model:
         _named("model", found.model, models.read)
+
+
+def _require_recorded(figure: str, target: str, learned: Sequence[Objective]) -> None:
+    """Raise `InvalidValue` where the figure is almost one that every run records; methods may record figures of their own."""
+    names = {"training_loss", "epsilon"}
+    for part in ("", "client_", "personal_", "new_client_"):
+        names |= {f"{part}{name}" for objective in learned for name in objective.figure_names}
+    near = difflib.get_close_matches(figure, names, n=1, cutoff=0.8)
+    if near and figure not in names and not figure.endswith(("_std", "_worst")):
+        raise InvalidValue(f"targets: {quoted(target)}: no {quoted(figure)} is recorded: did you mean {near[0]!r}?")
 
 
 def _named(key: str, value: _Given, make: Callable[[_Given], _Made]) -> _Made:

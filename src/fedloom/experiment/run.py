@@ -109,8 +109,9 @@ class Result:
             raise InvalidValue(f"the test set of {self.task.dataset.name!r} is empty, so there is no test {name}")
         return found
 
-    def rounds_to(self, target: float) -> int | None:
-        """First round whose test accuracy (a share in (0, 1]), or whatever the metric is, is as good; None if never."""
+    def rounds_to(self, target: figures.TargetValue) -> int | None:
+        """First round whose test accuracy (a share in (0, 1]), or whatever the metric is, is as good, or that keeps a limit such
+        as `loss <= 0.2`; None if never."""
         return figures.rounds_to(self.summary, target)
 
     @cached_property

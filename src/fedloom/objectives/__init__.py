@@ -49,10 +49,6 @@ class Metric:
         """The best of the values; None without any."""
         return (max if self.higher_is_better else min)(values, default=None)
 
-    def reaches(self, value: float, target: float) -> bool:
-        """Whether a value is as good as the target."""
-        return value >= target if self.higher_is_better else value <= target
-
 
 ACCURACY = Metric("accuracy", "Accuracy", higher_is_better=True, share=True)
 """The share of samples whose class is found."""
@@ -90,6 +86,12 @@ class Objective(ABC):
     def figures(self, totals: Totals) -> dict[str, Tensor]:
         """The figures of n clients, `[n]` float64 by name; among them `metric` and `loss`. `totals["samples"] [n]` is there
         without being counted."""
+
+    @property
+    def figure_names(self) -> list[str]:
+        """The names of the figures."""
+        totals = {name: torch.ones(1, *shape, dtype=torch.float64) for name, shape in self.shapes(2).items()}
+        return list(self.figures({**totals, "samples": torch.ones(1, dtype=torch.float64)}))
 
     def require_targets(self, targets: Tensor) -> None:  # noqa: B027
         """Raise `InvalidValue` where the data's targets are none that can be learned so."""

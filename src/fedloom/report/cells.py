@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fedloom.objectives import ACCURACY, Metric
-from fedloom.report.summary import LAST, Reach, Row, Spread
+from fedloom.report.summary import LAST, Reach, Row, Spread, Target, TargetValue
 from fedloom.report.units import byte_text, percent, time_text
 
 NEVER = "*"
@@ -78,7 +78,7 @@ def comparison(rows: Sequence[Row], marks: Mapping[str, Mapping[str, str]] | Non
     `marks` are put behind the accuracies, by measure (`MEASURES`) and method; `last` evaluations are in the mean of the last.
     """
     metric = rows[0].metric if rows else ACCURACY
-    targets = [f"{target_text(metric, reach.target)}{metric.unit}" for reach in rows[0].reaches] if rows else []
+    targets = [target_text(metric, reach.target) for reach in rows[0].reaches] if rows else []
     clients = any(row.personal is not None for row in rows)
     private = any(row.epsilon is not None for row in rows)
     in_percent = ", %" if metric.share else ""
@@ -136,9 +136,12 @@ def score_cell(spread: Spread | None, metric: Metric, mark: str = "") -> Cell:
     return Cell(f"{text}{mark}", spread.mean, brief=f"{brief.replace(' ± ', '±')}{mark}")
 
 
-def target_text(metric: Metric, target: float) -> str:
-    """A target without its unit: `87.5`."""
-    return percent(target) if metric.share else f"{target:g}"
+def target_text(metric: Metric, target: TargetValue) -> str:
+    """A target as people read it: `87.5 %`, `loss ≤ 0.2`."""
+    wanted = Target.of(target, metric)
+    share = metric.share and wanted.figure == metric.name
+    value = f"{percent(wanted.value)} %" if share else f"{wanted.value:g}"
+    return f"{wanted.figure} {'≥' if wanted.upwards else '≤'} {value}" if isinstance(target, str) else value
 
 
 def _line(
@@ -155,7 +158,7 @@ def _line(
         ),
         *(score_cell(spread, row.metric) for spread in ((row.client_std, row.client_worst) if clients else ())),
         *(_rounds(reach, base) for reach, base in zip(row.reaches, first.reaches, strict=True)),
-        *(_bytes(reach.bytes, NEVER, reach.reached < reach.seeds) for reach in row.reaches),
+        *(_bytes(reach.bytes, NEVER if reach.measured else "–", reach.reached < reach.seeds) for reach in row.reaches),
         *((_epsilon(row.epsilon),) if private else ()),
         _bytes(row.bytes_down),
         _bytes(row.bytes_up),
@@ -166,7 +169,7 @@ def _line(
 
 def _rounds(reach: Reach, first: Reach) -> Cell:
     if reach.rounds is None:
-        return Cell(NEVER, None)
+        return Cell(NEVER if reach.measured else "–", None)
     mean, brief = reach.rounds.mean, f"{reach.rounds.mean:.0f}"
     text = brief if reach.rounds.count == 1 else f"{mean:.1f} ± {reach.rounds.std:.1f}"
     if reach.reached < reach.seeds:

@@ -22,7 +22,7 @@ from fedloom.report.sheet import (
     overall,
     reading,
 )
-from fedloom.report.summary import Row
+from fedloom.report.summary import Row, target_key
 
 _ESCAPED = {
     "\\": r"\textbackslash{}",
@@ -31,6 +31,9 @@ _ESCAPED = {
     "±": r"$\pm$",
     "×": r"$\times$",
     "≥": r"$\geq$",
+    "≤": r"$\leq$",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
     "–": "--",
     "†": r"\dag{}",
     NOT_SIGNIFICANT: r"\textsuperscript{n}",
@@ -126,7 +129,7 @@ def _plain(row: Row) -> dict[str, Any]:
     spreads = {"final": row.final, "best": row.best, "mean_of_last": row.last}
     spreads |= {"personal": row.personal, "client_spread": row.client_std, "client_worst": row.client_worst}
     for reach in row.reaches:
-        name = f"{reach.target:g}"
+        name = target_key(reach.target)
         line[f"reached_{name}"] = reach.reached
         spreads |= {f"rounds_to_{name}": reach.rounds, f"bytes_to_{name}": reach.bytes}
         spreads |= {f"seconds_to_{name}": reach.seconds}

@@ -42,7 +42,7 @@ from fedloom.report.sheet import (
     words,
 )
 from fedloom.report.sheet import sheet as sheet_of
-from fedloom.report.summary import LAST, Row, RunSummary, Spread, dotted, faults
+from fedloom.report.summary import LAST, Row, RunSummary, Spread, TargetValue, dotted, faults
 from fedloom.report.units import byte_text, percent, time_text
 from fedloom.state.files import write_text
 
@@ -60,7 +60,7 @@ class ReportOptions:
     """What a page was written with, so that it can be written again."""
 
     title: str
-    targets: tuple[float, ...] = ()
+    targets: tuple[TargetValue, ...] = ()
     command: str = ""
     last: int = LAST
     against: str = "best"
@@ -92,7 +92,7 @@ def write_report(
     path: Path,
     title: str,
     runs: Sequence[RunSummary],
-    targets: Sequence[float] | None = None,
+    targets: Sequence[TargetValue] | None = None,
     command: str = "",
     sheet: Sheet | None = None,
     first: str = "",
@@ -100,11 +100,12 @@ def write_report(
 ) -> None:
     """Write the report of `runs` (one run, or methods x seeds on the same task) to `path`, atomically.
 
-    `targets` are the accuracies in (0, 1] whose rounds and bytes the table shows, `command` the line that repeats the runs;
-    by default those of the first run's configuration (`targets`, `command`). `sheet` is the comparison of these runs where it
-    is known already (with its own targets). `first` is the section that the page begins with: `recorded`, `clients`, `curves`,
-    `effects`, or the usual order. Effects of parameters and settings are shown in the sheet's measure, or `by` another
-    criterion. Raises `InvalidValue` without runs, or for a target that is not a share.
+    `targets` are the accuracies in (0, 1], or limits such as `loss <= 0.2`, whose rounds and bytes the table shows,
+    `command` the line that repeats the runs; by default those of the first run's configuration (`targets`, `command`). `sheet`
+    is the comparison of these runs where it is known already (with its own targets). `first` is the section that the page
+    begins with: `recorded`, `clients`, `curves`, `effects`, or the usual order. Effects of parameters and settings are shown
+    in the sheet's measure, or `by` another criterion. Raises `InvalidValue` without runs, or for a target that is none
+    (`Target.of`).
     """
     text = render(title, runs, targets, command, sheet, first, by)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +115,7 @@ def write_report(
 def render(
     title: str,
     runs: Sequence[RunSummary],
-    targets: Sequence[float] | None = None,
+    targets: Sequence[TargetValue] | None = None,
     command: str = "",
     sheet: Sheet | None = None,
     first: str = "",
@@ -271,7 +272,7 @@ def _result_tiles(runs: Sequence[RunSummary], one: Sheet) -> list[Tile]:
             fewest = min((spread for spread, _ in reached), key=lambda spread: spread.mean)
             methods = [row.algorithm for spread, row in reached if spread.mean == fewest.mean]
             rounds = f"{fewest.mean:.1f}" if fewest.count > 1 else f"{fewest.mean:.0f}"
-            title = f"Fewest rounds to {target_text(metric, reach.target)}{metric.unit}".replace(" %", f"{NO_BREAK}%")
+            title = f"Fewest rounds to {target_text(metric, reach.target)}".replace(" %", f"{NO_BREAK}%")
             tiles.append((title, rounds, _listed(methods, 2, ", ") if several else ""))
     return tiles + _cost_tiles(len(runs), rows)
 

@@ -9,7 +9,17 @@ from typing import Any
 from fedloom.objectives import ACCURACY, Metric
 from fedloom.report.cells import Cell, Column, Table, comparison, score_cell
 from fedloom.report.significance import Difference, comparisons, differences, seeds_needed, smallest_exact
-from fedloom.report.summary import LAST, MEASURES, Row, RunSummary, Spread, by_algorithm, measured, summarise
+from fedloom.report.summary import (
+    LAST,
+    MEASURES,
+    Row,
+    RunSummary,
+    Spread,
+    TargetValue,
+    by_algorithm,
+    measured,
+    summarise,
+)
 
 NOT_SIGNIFICANT, T_TEST_ONLY = "ⁿ", "ᵗ"
 """Follow an accuracy whose difference from the reference is not significant, or is so by the t-test only."""
@@ -68,7 +78,7 @@ class Sheet:
 
 def sheet(
     runs: Sequence[RunSummary],
-    targets: Sequence[float] = (),
+    targets: Sequence[TargetValue] = (),
     *,
     last: int = LAST,
     against: str = "best",

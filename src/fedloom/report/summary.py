@@ -7,12 +7,14 @@ they cannot disagree. Accuracies are shares in [0, 1] everywhere; only displayed
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fedloom.config.checks import require_at_least, require_share
+from fedloom.errors import InvalidValue, quoted
 from fedloom.objectives import ACCURACY, Metric
 
 LAST = 10
@@ -67,16 +69,54 @@ class Spread:
         return cls(statistics.fmean(values), _deviation(values), len(values))
 
 
+TargetValue = float | str
+"""A value of the metric to reach, such as an accuracy of 0.8, or the limit of any figure: `loss <= 0.2`."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The figure of the records that is to be as large, or as small, as `value`."""
+
+    figure: str
+    value: float
+    upwards: bool
+
+    @classmethod
+    def of(cls, given: TargetValue, metric: Metric) -> Target:
+        """Raises `InvalidValue` for text that is no limit, and for accuracies (or other shares) that are none, such as 80."""
+        if isinstance(given, str):
+            found = re.fullmatch(r"\s*(\w+)\s*(<=|>=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*", given)
+            try:
+                figure, sign, value = found.groups() if found else ("", "", "")
+                target = cls(figure, float(value), sign == ">=")
+            except ValueError:
+                raise InvalidValue(
+                    f"targets: {quoted(given)} is neither a number nor a figure with its limit, such as 'loss <= 0.2'"
+                ) from None
+        else:
+            target = cls(metric.name, float(given), metric.higher_is_better)
+        if metric.share and metric.name in target.figure:
+            require_share(f"targets: {target.figure}", target.value)
+        return target
+
+    def reached(self, record: Mapping[str, Any]) -> bool:
+        """Whether a round's record is as good as that."""
+        value = record.get(self.figure)
+        return value is not None and (value >= self.value if self.upwards else value <= self.value)
+
+
 @dataclass(frozen=True)
 class Reach:
-    """How fast a target accuracy was reached: spreads over the `reached` of `seeds` runs that reached it, None when none did."""
+    """How fast a target was reached: spreads over the `reached` of `seeds` runs that reached it, None when none did; `measured`,
+    whether its figure was recorded at all."""
 
-    target: float
+    target: TargetValue
     rounds: Spread | None
     bytes: Spread | None
     seconds: Spread | None
     reached: int
     seeds: int
+    measured: bool = True
 
 
 @dataclass(frozen=True)
@@ -106,14 +146,12 @@ class Row:
     epsilon: Spread | None = None
 
 
-def summarise(runs: Sequence[RunSummary], targets: Sequence[float] = (), last: int = LAST) -> list[Row]:
+def summarise(runs: Sequence[RunSummary], targets: Sequence[TargetValue] = (), last: int = LAST) -> list[Row]:
     """One `Row` a method, in the order in which the methods first appear in `runs`.
 
-    `targets` are values of the metric, test accuracies in (0, 1]; `last` is the number of evaluations in the mean of the last
-    ones. Raises `InvalidValue` for a target that is not such a share (a per cent, for instance) or `last` below 1.
+    `targets` are values of the metric, test accuracies in (0, 1], or limits such as `loss <= 0.2`; `last` is the number of
+    evaluations in the mean of the last ones. Raises `InvalidValue` as `Target.of` does or for `last` below 1.
     """
-    for target in targets if all(run.metric.share for run in runs) else ():
-        require_share(f"target {ACCURACY.noun}", target)
     require_at_least("last", last, 1)
     return [_row(name, group, targets, last) for name, group in by_algorithm(runs).items()]
 
@@ -182,20 +220,24 @@ def measured(run: RunSummary, measure: str, last: int = LAST) -> float | None:
     return {"final": final, "best": best, "personal": personal}[measure](run)
 
 
-def rounds_to(run: RunSummary, target: float) -> int | None:
+def target_key(target: TargetValue) -> str:
+    """A target as the key of a file: `0.8`, `loss <= 0.2`."""
+    return target if isinstance(target, str) else f"{target:g}"
+
+
+def rounds_to(run: RunSummary, target: TargetValue) -> int | None:
     """First round, counted from 1, whose test accuracy is as good as `target`, without smoothing; None if never."""
-    found = ((int(record["round"]), record.get(run.metric.name)) for record in run.records)
-    reached = (number for number, value in found if value is not None and run.metric.reaches(value, target))
-    return next(reached, None)
+    wanted = Target.of(target, run.metric)
+    return next((int(record["round"]) for record in run.records if wanted.reached(record)), None)
 
 
-def bytes_to(run: RunSummary, target: float) -> int | None:
+def bytes_to(run: RunSummary, target: TargetValue) -> int | None:
     """Bytes down and up until the round that first reaches `target` is over; None if never."""
     reached = rounds_to(run, target)
     return None if reached is None else int(_total(run.records, ("bytes_down", "bytes_up"), reached))
 
 
-def seconds_to(run: RunSummary, target: float) -> float | None:
+def seconds_to(run: RunSummary, target: TargetValue) -> float | None:
     """Seconds until the round that first reaches `target` is over; None if never or when no times were kept."""
     reached = rounds_to(run, target)
     return None if reached is None or not run.timings else _total(run.timings, ("seconds",), reached)
@@ -242,12 +284,13 @@ def _deviation(values: Sequence[float]) -> float:
     return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
 
 
-def _row(name: str, runs: Sequence[RunSummary], targets: Sequence[float], last: int) -> Row:
+def _row(name: str, runs: Sequence[RunSummary], targets: Sequence[TargetValue], last: int) -> Row:
     def spread(measure: Callable[[RunSummary], float | None]) -> Spread | None:
         found = (measure(run) for run in runs)
         return Spread.of([float(value) for value in found if value is not None])
 
-    def reach(target: float) -> Reach:
+    def reach(target: TargetValue) -> Reach:
+        figure = Target.of(target, runs[0].metric).figure
         return Reach(
             target,
             spread(lambda run: rounds_to(run, target)),
@@ -255,6 +298,7 @@ def _row(name: str, runs: Sequence[RunSummary], targets: Sequence[float], last: 
             spread(lambda run: seconds_to(run, target)),
             sum(rounds_to(run, target) is not None for run in runs),
             len(runs),
+            any(figure in record for run in runs for record in run.records),
         )
 
     return Row(
