@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import fedloom as fl
 from fedloom.algorithm import Algorithm, Message, Replies, Selection, build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
@@ -246,3 +249,19 @@ def test_learning_reaches_a_useful_model() -> None:
     run = Federation(build("fedavg"), task, RowsEngine(task), Schedule(rounds=15, participation=0.5))
     run.run()
     assert run.history[-1]["accuracy"] > 0.9
+
+
+def test_the_figures_of_rounds_do_not_stay_in_memory(tmp_path: Path) -> None:
+    task, held = small_task(), []
+
+    def count(record: dict[str, Any], timing: dict[str, Any]) -> None:
+        names = ("bytes_down", "train_seconds", "values")
+        held.append(sum(any(name in one for name in names) for one in gc.get_objects() if type(one) is dict))
+
+    result = fl.run(
+        "fedavg", task, rounds=9, participation=1.0, directory=tmp_path, record=["similarity"], on_round=count
+    )
+    assert max(held[1:]) <= held[1] + 2  # those of the round in progress
+    federation = result.federation
+    assert len(federation.history) == len(federation.timings) == federation.finished == 9
+    assert len(result.recorded) == 1

@@ -66,12 +66,12 @@ class Result:
         task.layout.load_integers(module, self.federation.integers)
         return module.eval()
 
-    @property
+    @cached_property
     def history(self) -> list[Record]:
         """The figures of each round."""
         return self.federation.history
 
-    @property
+    @cached_property
     def timings(self) -> list[Record]:
         """The seconds of each round."""
         return self.federation.timings
@@ -398,8 +398,9 @@ class _RunPlan:
 
         label = f"{folder_name(str(self.described['algorithm']))}/seed-{self.schedule.seed}"
         label = f"{folder_name(self.name.setting)}/{label}" if self.name.setting else label
-        tracking.begin(self.experiment, label, self.described, result.history, result.timings)
-        result.federation.run(told)
+        run = result.federation
+        tracking.begin(self.experiment, label, self.described, run.history, run.timings)
+        run.run(told)
 
     def _say(self, notice: str) -> None:
         self.watch(Event("notice", self.name, text=notice))

@@ -18,7 +18,7 @@ from fedloom.algorithm import Replies, describe
 from fedloom.errors import InvalidValue
 from fedloom.recording.recorder import Exchange, Kept, Measurement, Recorder, RunContext, partial_models
 from fedloom.round import Round
-from fedloom.rounds.checkpoint import RoundLog, without_gap
+from fedloom.rounds.checkpoint import RecordsInMemory, RoundLog, without_gap
 from fedloom.rounds.engine import INTEGERS, ClientTask
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.scoring import Evaluator
@@ -40,7 +40,7 @@ class Recording:
         self.directory = directory
         self.notices: list[str] = []
         self._log = None if directory is None else RoundLog(directory / "recorded.jsonl")
-        self._lines: list[dict[str, Any]] = []
+        self._records = self._log or RecordsInMemory()
         self._tensors: dict[int, dict[str, Tensor]] = {}  # of all rounds, where there is no directory
         self._pending: dict[str, Measurement] = {}
         self._unsynced: list[Path] = []
@@ -103,7 +103,7 @@ class Recording:
     def resume(self, finished: int) -> None:
         """Go on after round `finished`; what was recorded of later ones is dropped."""
         if self._log is not None:
-            self._lines = self._log.resume(finished)
+            self._log.resume(finished)
 
     def observe(self, round: Round, client_tasks: Sequence[ClientTask], replies: Replies) -> None:
         """Measure what recorders want of this round, which may still fail. Nothing given is changed or kept without a copy."""
@@ -136,9 +136,7 @@ class Recording:
             self._folder.mkdir(exist_ok=True)
             write_tensors(self._path(number), tensors, {"round": str(number)}, durable=False)
             self._unsynced.append(self._path(number))
-        self._lines.append(line)
-        if self._log is not None:
-            self._log.append(line)
+        self._records.append(line)
 
     def sync(self) -> None:
         """Wait until all measurements are on the disk."""
@@ -153,9 +151,9 @@ class Recording:
 
         Raises `DamagedCheckpoint` when a model that was kept cannot be read.
         """
-        found = []
+        found, recorded = [], self._records.read()
         for recorder in self.recorders:
-            lines = [line for line in self._lines if recorder.name in line["values"]]
+            lines = [line for line in recorded if recorder.name in line["values"]]
             if series := [(line["round"], line["values"][recorder.name]) for line in lines]:
                 kept = self._kept(recorder, [line["round"] for line in lines if line["kept"]])
                 found.append(_plain({"kind": recorder.kind, **recorder.result(series, kept, self._context)}))

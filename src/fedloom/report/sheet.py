@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from fedloom.objectives import ACCURACY, Metric
 from fedloom.report.cells import Cell, Column, Table, comparison, score_cell
 from fedloom.report.significance import Difference, comparisons, differences, seeds_needed, smallest_exact
@@ -152,14 +155,12 @@ def overall(sheets: Sequence[Sheet]) -> Table:
     Rank 1 is the best mean; equal means share the mean of their ranks. Settings in which some method has no value are
     left out of the ranks.
     """
-    from scipy.stats import rankdata  # takes a second to import, which a single run does not need
-
     methods = list(dict.fromkeys(row.algorithm for one in sheets for row in one.rows))
     found = [{row.algorithm: spread_of(row, one.measure) for row in one.rows} for one in sheets]
     signs = [-1 if one.metric.higher_is_better else 1 for one in sheets]
     known = [[sign * s.mean for m in methods if (s := one.get(m))] for sign, one in zip(signs, found, strict=True)]
     whole = [means for means in known if len(means) == len(methods)]
-    ranks = [rankdata(means) for means in whole]
+    ranks = [_ranks(means) for means in whole]
     columns = (
         Column("Method", order="ascending"),
         *(Column(_heading(one.changes), "largest" if one.metric.higher_is_better else "smallest") for one in sheets),
@@ -174,6 +175,13 @@ def overall(sheets: Sequence[Sheet]) -> Table:
         rank = sum(float(one[k]) for one in ranks) / len(ranks) if ranks else None
         lines.append((Cell(method, method), *cells, Cell("–" if rank is None else f"{rank:.1f}", rank)))
     return Table(columns, tuple(lines))
+
+
+def _ranks(values: Sequence[float]) -> npt.NDArray[np.float64]:
+    """The rank of each value, from 1 on; equal values share the mean of theirs."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    shared: npt.NDArray[np.float64] = np.cumsum(counts) - (counts - 1) / 2
+    return shared[inverse]
 
 
 def caption(sheets: Sequence[Sheet]) -> str:

@@ -167,6 +167,19 @@ class RoundLog:
             flush(self.path)
 
 
+class RecordsInMemory:
+    """What a `RoundLog` is to a run without a directory."""
+
+    def __init__(self) -> None:
+        self._records: list[dict[str, Any]] = []
+
+    def read(self) -> list[dict[str, Any]]:
+        return self._records
+
+    def append(self, record: dict[str, Any]) -> None:
+        self._records.append(record)
+
+
 def _digest(records: Iterable[Mapping[str, Any]]) -> xxhash.xxh3_128:
     digest = xxhash.xxh3_128()
     for record in records:

@@ -18,7 +18,7 @@ from fedloom.errors import CheckpointError, Diverged, InvalidValue, RefusedReply
 from fedloom.flat.device import moved_back
 from fedloom.flat.population import capped
 from fedloom.round import Round
-from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, RoundLog, without_gap
+from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, RecordsInMemory, RoundLog, without_gap
 from fedloom.rounds.engine import INTEGERS, ClientTask, Engine, Fault, RemoteClients, Reply, expectations, row_for
 from fedloom.rounds.evaluation import Evaluation, Record, newcomers_last
 from fedloom.rounds.pool_watch import PoolWatch
@@ -91,9 +91,7 @@ class Federation:
         trainers = task.clients - newcomers
         self.evaluation = Evaluation(self.task, engine, schedule, trainers, self.numbers)
         self.integers = task.initial_integers.clone()
-        self.history: list[Record] = []
-        self.timings: list[Record] = []
-        self.client_history: list[Record] = []
+        self.finished = 0  # rounds so far
         self._pool_watch = PoolWatch(task.test.labels)
         self._noted: set[str] = set()  # the notices that are in `timings` by now
         self._spent = 0  # the round after which no other may be run
@@ -117,14 +115,27 @@ class Federation:
         self.checkpoints = None if directory is None else Checkpoints(directory, identity)
         names = ("metrics.jsonl", "timings.jsonl", "clients.jsonl")
         self._logs = [] if directory is None else [RoundLog(directory / name) for name in names]
+        in_memory = [RecordsInMemory() for _ in names]
+        self._records: Sequence[RoundLog | RecordsInMemory] = self._logs or in_memory
         for observer in observers:
             observer.begin(self)
         self._resume()
 
     @property
-    def finished(self) -> int:
-        """Rounds finished so far."""
-        return len(self.history)
+    def history(self) -> list[Record]:
+        """The figures of each round. Like the next two they are read anew where there is a directory, so that the memory of a run
+        does not grow with its rounds."""
+        return self._records[0].read()
+
+    @property
+    def timings(self) -> list[Record]:
+        """The times of each round."""
+        return self._records[1].read()
+
+    @property
+    def client_history(self) -> list[Record]:
+        """The figures client by client, of the rounds in which they were taken."""
+        return self._records[2].read()
 
     @property
     def notices(self) -> list[str]:
@@ -309,12 +320,10 @@ class Federation:
     def _record(self, record: Record, timing: Record, clients: Record | None) -> None:
         for observer in self.observers:
             observer.commit(record["round"])
-        lines = ((self.history, record), (self.timings, timing), (self.client_history, clients))
-        for place, (history, line) in enumerate(lines):
+        for records, line in zip(self._records, (record, timing, clients), strict=True):
             if line is not None:
-                history.append(line)
-                if self._logs:
-                    self._logs[place].append(line)
+                records.append(line)
+        self.finished = record["round"]
 
     def save(self) -> None:
         """Write a checkpoint now. Figures and client memory that it refers to reach the disk before it, and what only older
@@ -352,9 +361,10 @@ class Federation:
         recorded = min([without_gap(self._logs[0].read()), *(observer.finished() for observer in self.observers)])
         found = self.checkpoints.latest(recorded, self._adopt)
         finished = 0 if found is None else found.round
-        self.history, self.timings, self.client_history = (log.resume(finished) for log in self._logs)
-        self._noted.update(text for timing in self.timings for text in timing.get("notices", ()))
-        for record in self.history:
+        history, timings, _ = (log.resume(finished) for log in self._logs)
+        self.finished = finished
+        self._noted.update(text for timing in timings for text in timing.get("notices", ()))
+        for record in history:
             self._pool_watch.see(record)
         for observer in self.observers:
             observer.resume(finished)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -48,7 +49,7 @@ class PoolWatch:
         self.notices: list[str] = []
         self._labels = labels
         self._best = 0.0
-        self._pool: list[tuple[float, float, float]] = []  # accuracy, loss, training loss
+        self._pool = array("d")  # accuracy, loss and training loss of each evaluation
 
     @cached_property
     def _guessing(self) -> float:
@@ -63,14 +64,15 @@ class PoolWatch:
         if None in figures:
             return
         accuracy, loss, training_loss, similarity = (float(figure) for figure in figures if figure is not None)
-        self._pool.append((accuracy, loss, training_loss))
-        if similarity < SIMILARITY and len(self._pool) >= EVALUATIONS and self._has_come_apart():
+        self._pool.extend((accuracy, loss, training_loss))
+        if similarity < SIMILARITY and len(self._pool) >= 3 * EVALUATIONS and self._has_come_apart():
             self.notices.append(CAME_APART)
 
     def _has_come_apart(self) -> bool:
-        quarter = len(self._pool) // 4
-        older = np.mean(self._pool[-2 * quarter : -quarter], axis=0)
-        accuracy, loss, training_loss = np.mean(self._pool[-quarter:], axis=0)
+        figures = np.array(self._pool).reshape(-1, 3)
+        quarter = len(figures) // 4
+        older = figures[-2 * quarter : -quarter].mean(0)
+        accuracy, loss, training_loss = figures[-quarter:].mean(0)
         guessing = self._guessing
         low = max(guessing + AT_CHANCE * (1 - guessing), (guessing + self._best) / 2)
         return bool(accuracy <= low and loss >= older[1] and training_loss <= LEARNING * loss)
