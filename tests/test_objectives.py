@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -225,14 +226,15 @@ def test_weighted_and_smoothed_classes_are_those_of_pytorch() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_engines_agree(kind: str) -> None:
-    task = make(kind)
+    task = make(kind, metrics=[median_error] if kind == "huber" else [])
     rows = fl.run("fedprox(mu=0.1)", task, rounds=2, participation=1.0, engine="rows")
     metric = task.objective.metric.name
     for engine in ENGINES[: 1 if kind == "custom" else 3]:
         other = fl.run("fedprox(mu=0.1)", task, rounds=2, participation=1.0, engine=engine)
         assert torch.allclose(row(other), row(rows), atol=1e-5), engine
         assert other.federation.notices == []
-        assert other.history[-1][metric] == pytest.approx(rows.history[-1][metric], rel=1e-4)
+        for name in (metric, *(one.name for one in task.dataset.metrics)):
+            assert other.history[-1][name] == pytest.approx(rows.history[-1][name], rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -433,3 +435,90 @@ def test_a_configuration_names_the_objective(tmp_path: Path) -> None:
     told = configuration(job(tmp_path, algorithm="fedavg", objective="regression(kind=huber)", targets=[60.0]))
     assert told.task(0).objective == Regression("huber")
     assert told.resolved("fedavg", 0)["objective"] == "regression(kind=huber)"
+
+
+# --- metrics beside the objective's figures ---
+
+
+def median_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A metric as a user writes it, which does not add up over samples."""
+    return (outputs[:, 0] - targets[:, 0]).abs().median()
+
+
+def test_metrics_by_name_are_those_of_scikit_learn_on_the_test_set_and_client_by_client() -> None:
+    from sklearn.metrics import f1_score, roc_auc_score
+
+    samples, model, _, _ = draw("classification")
+    data = Dataset("classes", samples[:32], samples[32:], 3)
+    task = fl.make_task(
+        data, clients=4, partition="iid", model=model, local_test=0.5,
+        metrics=["f1(average='macro')", "auroc(average='weighted')"],
+    )  # fmt: skip
+    found = fl.run("fedavg", task, rounds=1, participation=1.0, personal_every=1)
+    task.model.eval()
+
+    def judged(inputs: Tensor, labels: Tensor) -> tuple[float, float]:
+        with torch.no_grad():
+            logits = found.model(inputs)
+        one = f1_score(labels, logits.argmax(1), average="macro", labels=labels.unique())
+        return one, roc_auc_score(labels, logits.softmax(1), average="weighted", multi_class="ovr")
+
+    last = found.history[-1]
+    assert (last["f1_macro"], last["auroc_weighted"]) == pytest.approx(judged(task.test.inputs, task.test.labels))
+    assert task.local_test is not None
+    each = []
+    for own in task.local_test:
+        part = task.train[torch.from_numpy(own)]
+        present = part.labels.unique()
+        with torch.no_grad():
+            logits = found.model(part.inputs)
+        both = torch.cat([present, logits.argmax(1)]).unique()
+        each.append((len(own), f1_score(part.labels, logits.argmax(1), average="macro", labels=both)))
+    mean = sum(size * value for size, value in each) / sum(size for size, _ in each)
+    assert last["personal_f1_macro"] == last["client_f1_macro"] == pytest.approx(mean)
+
+
+def test_a_metric_may_be_ones_own() -> None:
+    task = make("squared", metrics=[f"{__name__}:median_error"], local_test=0.25)
+    runs = [
+        fl.run("fedavg", task, rounds=1, participation=1.0, engine=one, personal_every=1) for one in ("rows", "stacked")
+    ]
+    outputs = runs[0].model(task.test.inputs).detach()
+    assert runs[0].history[-1]["median_error"] == pytest.approx(float(median_error(outputs, task.test.labels)))
+    for name in ("median_error", "personal_median_error", "client_median_error"):
+        assert runs[1].history[-1][name] == pytest.approx(runs[0].history[-1][name], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "metric", "words"),
+    [
+        ("classification", "f1_scor", "unknown metric 'f1_scor': did you mean 'f1_score'?"),
+        ("classification", "r2", "unknown metric 'r2'"),
+        ("classification", "f1(averag='macro')", "f1 has no option 'averag': did you mean 'average'?"),
+        ("classification", "f1(average='macr')", "metrics: \"f1(average='macr')\": "),
+        ("classification", "confusion_matrix", "confusion_matrix gives [3, 3], not one number"),
+        ("squared", "mean_squared_eror", "did you mean 'mean_squared_error'?"),
+        ("multilabel", "f1", "metrics: 'f1' is recorded already"),
+        ("sequence", "f1", "metrics by name are for classification, multilabel and regression"),
+    ],
+)
+def test_metrics_that_do_not_fit_are_refused_in_one_line(kind: str, metric: str, words: str) -> None:
+    with pytest.raises(FedloomError) as caught:
+        make(kind, metrics=[metric])
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_metrics_by_name_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchmetrics.functional.classification", None)
+    with pytest.raises(FedloomError, match="metrics by name needs 'torchmetrics': pip install"):
+        make("classification", metrics=["f1"])
+
+
+def test_a_configuration_names_metrics_and_targets_of_them(tmp_path: Path) -> None:
+    told = configuration(
+        job(tmp_path, algorithm="fedavg", metrics=["pearson_corrcoef"], targets=["pearson_corrcoef >= 0.2"])
+    )
+    assert [one.name for one in told.task(0).dataset.metrics] == ["pearson_corrcoef"]
+    with pytest.raises(FedloomError, match="unknown metric 'pearson_corcoef': did you mean"):
+        configuration(job(tmp_path, algorithm="fedavg", objective="regression", metrics=["pearson_corcoef"]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
@@ -25,6 +25,7 @@ from fedloom.models.build import build_model
 from fedloom.objectives import Objective
 from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.objectives.custom import build_objective
+from fedloom.objectives.metrics import build_metrics
 from fedloom.training import Training
 
 
@@ -155,6 +156,7 @@ def make_task(
     label_noise: str = "none",
     shift: str = "none",
     objective: str | Objective | Callable[..., Any] | None = None,
+    metrics: Sequence[str | Callable[..., Any]] = (),
     seed: int = 0,
     device: str = "cpu",
 ) -> Task:
@@ -169,8 +171,10 @@ def make_task(
     labels wrong and leaves all test data as they are. `shift`, such as `rotation(45)` or `colour(0.3)`, changes each
     client's inputs, those it tests on too, in a way of its own. `objective` is what is learned, such as
     `regression(kind='huber')`, `module:function` or a function (outputs, targets) -> the loss of each sample; by default
-    what the data set says. `seed` draws the partition, the label noise, the shift and the initial weights, and nothing
-    else. `device` is where data and models lie: `cpu`, `cuda`, `cuda:1`, or `auto`, a GPU where there is one.
+    what the data set says. `metrics` are recorded beside its figures: names of torchmetrics with options, such as
+    `f1(average='macro')`, `module:function` or functions (outputs, targets) -> a number. `seed` draws the partition, the label
+    noise, the shift and the initial weights, and nothing else. `device` is where data and models lie: `cpu`, `cuda`, `cuda:1`,
+    or `auto`, a GPU where there is one.
 
     Raises `InvalidValue` or `UnknownName` in one line for anything that does not fit.
     """
@@ -187,6 +191,8 @@ def make_task(
         dataset = foreign_dataset(data, target, group, learned)
     if learned is not None:
         dataset = replace(dataset, objective=learned)
+    if metrics:
+        dataset = replace(dataset, metrics=build_metrics(metrics, dataset.objective, dataset.spec.outputs))
     if noise is not None and not dataset.objective.classes:
         raise InvalidValue(f"label_noise={label_noise!r}: the targets of {dataset.name} are no classes")
     if merge and local_test is None:

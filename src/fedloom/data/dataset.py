@@ -14,6 +14,7 @@ from fedloom.data.convert import Names, as_groups, as_inputs, as_labels, in_name
 from fedloom.errors import InvalidValue
 from fedloom.objectives import Objective, on_device
 from fedloom.objectives.classification import CLASSIFICATION
+from fedloom.objectives.metrics import NamedMetric
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class Dataset:
     `classes` is not given, it is one more than the highest label; labels that do not begin at 0 are numbered from there in
     their order, and `class_names` keeps what they were. `classes` is 0 where targets are no classes. `standardised` are the
     columns of float inputs `[n, features]` that `make_task` brings to mean 0 and deviation 1 over what the clients train on.
+    `metrics` are recorded beside the objective's figures.
     Raises `InvalidValue`, with what to do, where the parts do not fit each other or the objective cannot learn the targets.
     """
 
@@ -132,6 +134,7 @@ class Dataset:
     class_names: tuple[str, ...] | None = None
     objective: Objective = CLASSIFICATION
     standardised: tuple[int, ...] = ()
+    metrics: tuple[NamedMetric, ...] = ()
 
     def __post_init__(self) -> None:
         one, two = (f"{list(part.inputs.shape[1:])} {part.inputs.dtype}" for part in (self.train, self.test))

@@ -24,13 +24,16 @@ from fedloom.data.partition import partitions
 from fedloom.data.shift import build_shift
 from fedloom.engines.choose import DEFAULT, require_engine_on, settled_by
 from fedloom.engines.dispatch import MOST_WORKERS
-from fedloom.errors import LONGEST_QUOTED, FedloomError, InvalidValue, one_line, quoted, shortened
+from fedloom.errors import LONGEST_QUOTED, FedloomError, InvalidValue, UnknownName, one_line, quoted, shortened
 from fedloom.experiment.settings import combinations, label, require_key, with_changes
 from fedloom.experiment.trackers.tracker import build_tracker
 from fedloom.experiment.validation import withhold
 from fedloom.models import models
 from fedloom.objectives import ACCURACY, Objective, objectives
+from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.objectives.custom import build_objective
+from fedloom.objectives.metrics import build_metrics
+from fedloom.objectives.regression import Regression
 from fedloom.recording.recorder import build_recorders, expression
 from fedloom.report.summary import Target
 from fedloom.rounds.schedule import NEUTRAL, Schedule
@@ -80,6 +83,7 @@ class Configuration(Schedule):
     engine may have options: `ray(workers=4, gpus=1)`, `ray://host:10001`. `device` is where data and models lie: `cpu`, `cuda`,
     `cuda:1`, or `auto`, a GPU where there is one.
     `objective` is what is learned, such as `regression(kind=huber)` or `module:function`, by default what the data set says.
+    `metrics` are recorded beside its figures, such as `["f1(average='macro')", "module:function"]`.
     `plugins` are modules of the user's own that register methods, models or data, imported before anything is looked up.
     `trackers` hear of every round, such as `["tensorboard", "mlflow(uri='sqlite:///mlflow.db')", "module:Class"]`.
 
@@ -109,6 +113,7 @@ class Configuration(Schedule):
     pool: str = "processes"
     model: str = "mlp"
     objective: str | None = None
+    metrics: list[str] = field(default_factory=list)
     data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)
     variants: dict[str, Configuration] = field(default_factory=dict)
@@ -174,6 +179,7 @@ class Configuration(Schedule):
             label_noise=self.data.label_noise,
             shift=self.data.shift,
             objective=self.objective,
+            metrics=self.metrics,
             seed=seed,
             device=self.device,
         )
@@ -188,6 +194,7 @@ class Configuration(Schedule):
             **schedule_values(replace(self.schedule, seed=seed)),
             "model": self.model,
             "objective": self.objective,
+            "metrics": self.metrics,
             "data": dataclasses.asdict(self.data),
             "training": dataclasses.asdict(self.training),
             "record": [expression(recorder) for recorder in build_recorders(self.record)],
@@ -354,14 +361,26 @@ def _check(found: Configuration) -> None:
     _named("data.label_noise", found.data.label_noise, build_label_noise)
     _named("data.shift", found.data.shift, build_shift)
     learned = None if found.objective is None else _named("objective", found.objective, build_objective)
+    metrics = _metrics(found.metrics, learned)
     for given in found.targets:
         target = Target.of(given, ACCURACY if learned is None else learned.metric)
-        if isinstance(given, str):
+        if isinstance(given, str) and target.figure not in metrics:
             _require_recorded(
                 target.figure, given, [entry.make() for entry in objectives] if learned is None else [learned]
             )
     if ":" not in found.model:
         _named("model", found.model, models.read)
+
+
+def _metrics(given: Sequence[str], learned: Objective | None) -> list[str]:
+    """The metrics' names in the records; what the data set alone says to be learned may be classes or numbers."""
+    try:
+        return [one.name for one in build_metrics(given, learned or CLASSIFICATION)]
+    except UnknownName:
+        if learned is None:
+            with suppress(FedloomError):
+                return [one.name for one in build_metrics(given, Regression())]
+        raise
 
 
 def _require_recorded(figure: str, target: str, learned: Sequence[Objective]) -> None:

@@ -23,6 +23,8 @@ from fedloom.local.optimizer import Context as Context
 from fedloom.local.optimizer import Correction as Correction
 from fedloom.local.optimizer import GradientFn as GradientFn
 from fedloom.local.optimizer import LocalOptimizer, StepRates
+from fedloom.objectives import prediction
+from fedloom.objectives.metrics import NamedMetric, counted, figures
 from fedloom.round import Round
 from fedloom.state.store import Memory
 from fedloom.training import Training, epoch_orders
@@ -286,18 +288,23 @@ class Cohort:
     def loss(self, rows: Tensor) -> Tensor:
         """Mean loss `[k]`, as the objective has it, of each row on its client's samples, in evaluation mode."""
         pairs = zip(rows, self._samples, strict=True)
-        found = [score(partial(self.flat_module.outputs, row), self._dataset, held) for row, held in pairs]
+        found = [score(partial(self.flat_module.outputs, row), self._dataset, held, metrics=()) for row, held in pairs]
         return torch.stack([figures["loss"] for figures in found]).to(rows)
 
 
 def score(
-    predict: Callable[[Tensor], Any], dataset: Dataset, samples: Samples, batch_size: int = 500
+    predict: Callable[[Tensor], Any],
+    dataset: Dataset,
+    samples: Samples,
+    batch_size: int = 500,
+    metrics: Sequence[NamedMetric] | None = None,
 ) -> dict[str, Tensor]:
-    """The objective's figures over all samples where `predict` gives the model's outputs: a float64 scalar by name."""
-    counted = count(predict, dataset, samples, batch_size=batch_size)
-    totals = {name: values.sum(0, keepdim=True) for name, values in counted.items()}
+    """The objective's figures and the metrics over all samples where `predict` gives the model's outputs: a float64 scalar by
+    name."""
+    found = count(predict, dataset, samples, batch_size=batch_size, metrics=metrics)
+    totals = {name: values.sum(0, keepdim=True) for name, values in found.items()}
     totals["samples"] = next(iter(totals.values())).new_tensor([len(samples)])
-    return {name: values[0] for name, values in dataset.objective.figures(totals).items()}
+    return {name: values[0] for name, values in figures(dataset.objective, totals).items()}
 
 
 @torch.no_grad()
@@ -307,14 +314,25 @@ def count(
     samples: Samples,
     index: Tensor | None = None,
     batch_size: int = 500,
+    owner: Tensor | None = None,
+    metrics: Sequence[NamedMetric] | None = None,
 ) -> dict[str, Tensor]:
-    """What the objective counts of each sample (of `index`, or of all), `[n, ...]` float64 by name; `predict` gives outputs."""
-    parts = []
+    """What the objective counts of each sample (of `index`, or of all), `[n, ...]` float64 by name; `predict` gives outputs.
+    The metrics, by default the data set's, are of the samples of each `owner [n]`, or of all together."""
+    metrics = dataset.metrics if metrics is None else metrics
+    parts, seen = [], []
     for start in range(0, len(samples) if index is None else len(index), batch_size):
         part = slice(start, start + batch_size)
         batch = samples[part] if index is None else samples[index[part].to(samples.labels.device)]
-        parts.append(dataset.objective.statistics(predict(dataset.prepare(batch.inputs)), batch.labels))
-    return {name: torch.cat([found[name].double() for found in parts]) for name in parts[0]} if parts else {}
+        outputs = predict(dataset.prepare(batch.inputs))
+        parts.append(dataset.objective.statistics(outputs, batch.labels))
+        if metrics:
+            seen.append((prediction(outputs), batch.labels))
+    found = {name: torch.cat([part[name].double() for part in parts]) for name in parts[0]} if parts else {}
+    if seen:
+        outputs, targets = (torch.cat(tensors) for tensors in zip(*seen, strict=True))
+        found |= {name: values.to(targets.device) for name, values in counted(metrics, outputs, targets, owner).items()}
+    return found
 
 
 class _Losses:

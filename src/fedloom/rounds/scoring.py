@@ -17,6 +17,7 @@ from fedloom.data.partition import Partition
 from fedloom.flat.layout import Layout
 from fedloom.local.cohort import count, score
 from fedloom.objectives import Objective
+from fedloom.objectives.metrics import figures
 
 WORST = 0.1
 """Share of the clients, those that the metric finds worst, whose mean is recorded too."""
@@ -44,7 +45,7 @@ class Tally:
 
     def each(self, objective: Objective) -> dict[str, Tensor]:
         """The objective's figures of every client, `[n]` float64 by name."""
-        return objective.figures({**self.totals, "samples": self.samples.double()})
+        return figures(objective, {**self.totals, "samples": self.samples.double()})
 
     def overall(self, objective: Objective) -> dict[str, float]:
         """The objective's figures over all samples of all clients."""
@@ -100,7 +101,8 @@ class Evaluator:
         sizes = np.array([len(own[client]) for client in clients])
         owner = np.repeat(np.arange(len(clients)), sizes)
         predict = self._loaded(row, integers)
-        counted = count(predict, self.dataset, samples, torch.from_numpy(index), self.batch_size)
+        owners = torch.from_numpy(owner)
+        counted = count(predict, self.dataset, samples, torch.from_numpy(index), self.batch_size, owners)
         totals = {name: _by_owner(values.cpu().numpy(), owner, len(clients)) for name, values in counted.items()}
         return Tally(torch.tensor(clients), torch.from_numpy(sizes), totals)
 

@@ -36,6 +36,7 @@ from fedloom.engines.flower.messages import (
 from fedloom.engines.flower.secure_round import SecureRound, layer_exchange
 from fedloom.engines.flower.site_messenger import NoAnswer, SiteMessenger
 from fedloom.errors import DamagedCheckpoint, FedloomError, InvalidValue, RefusedReply
+from fedloom.objectives.metrics import counted_shapes
 from fedloom.round import Round
 from fedloom.rounds.engine import INTEGERS, ClientTask, Fault, RemoteClients, Reply, expectations
 from fedloom.rounds.scoring import Tally
@@ -195,7 +196,8 @@ class FlowerEngine(RemoteClients):
         objective, outputs = self.task.objective, self.task.dataset.spec.outputs
         try:
             given = words["totals"]
-            totals = {name: _total(given[name], shape) for name, shape in objective.shapes(outputs).items()}
+            shapes = objective.shapes(outputs) | counted_shapes(self.task.dataset.metrics)
+            totals = {name: _total(given[name], shape) for name, shape in shapes.items()}
             objective.require_totals({**totals, "samples": torch.tensor([float(samples)])})
         except (KeyError, TypeError, ValueError, InvalidValue) as error:
             raise RefusedReply(f"the reply does not say what was counted: {error}") from None

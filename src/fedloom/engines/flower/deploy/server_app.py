@@ -186,6 +186,7 @@ class Gathering:
             model=self.settings.configuration.model,
             training=self.settings.configuration.training,
             objective=self.settings.configuration.objective,
+            metrics=self.settings.configuration.metrics,
             seed=seed,
         )
         return task if tests is None or not any(tests) else replace(task, local_test=Partition.counted(tests))

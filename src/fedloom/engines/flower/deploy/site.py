@@ -237,6 +237,7 @@ class Site:
             model=settings.model,
             training=settings.training,
             local_test=settings.data.local_test if test is None else None,
+            metrics=settings.metrics,
             seed=settings.seed,
         )
         if test is not None:
