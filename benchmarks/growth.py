@@ -30,7 +30,7 @@ import fedloom as fl
 from fedloom.algorithm import Plan, Replies, build
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.flat.layout import Layout
-from fedloom.report import write_report
+from fedloom.report.page import write_report
 from outcome import tell
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))

@@ -1,10 +1,10 @@
 """Rounds of FedMR with its pool in memory and in files of the run: memory, seconds, and what is written.
 
 Both run the same few rounds, each in a process of its own, with one local step on one batch and 20 test samples, so that what the
-server does shows. `held_mb` is the most memory of the process's own beyond its imports, without pages of files, which the system
-takes back when it needs them; `round_s` and `server_s` are medians over the rounds after the first (`server_s`: recombination;
-what a checkpoint costs is in `whole_s`, the mean over the rounds of all that passed). `written_gb` is what the process wrote to
-the disk, `files_gb` what the run's directory holds at most, `model` a digest of the last global model.
+server does shows. `held_mb` is the most memory of the process's own beyond what it held when the engine was made, without pages
+of files, which the system takes back when it needs them. `round_s` and `server_s` are medians over the rounds after the first
+(`server_s`: recombination; what a checkpoint costs is in `whole_s`, the mean over the rounds of all that passed). `written_gb` is
+what the process wrote to the disk, `files_gb` what the run's directory holds at most, `model` a digest of the last global model.
 
     python benchmarks/pool.py [--model vgg16] [--clients 100] [--rounds 3] [--budget 4GiB] [--directory .] [--only files]
 """
@@ -63,14 +63,14 @@ class Watch(threading.Thread):
 def measure(model: str, clients: int, rounds: int, budget: str | None, directory: str) -> dict[str, Any]:
     """One line, in this process."""
     torch.set_num_threads(1)
-    before = imports()
     name, shape = MODELS[model]
     task = random_task(name, shape, clients, SAMPLES, batch_size=SAMPLES)
     task = replace(task, test=task.test[:20])
     schedule = Schedule(rounds, 1.0, evaluate_every=rounds, checkpoint_every=rounds, pool_budget=budget)  # type: ignore[arg-type]
+    engine, before = RowsEngine(task), imports()
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         watch = Watch(Path(folder))
-        federation = Federation(build("fedmr"), task, RowsEngine(task), schedule, Path(folder))
+        federation = Federation(build("fedmr"), task, engine, schedule, Path(folder))
         began = time.perf_counter()
         federation.run()
         whole = time.perf_counter() - began

@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from fedloom.report import write_report
+from fedloom.report.page import write_report
 from outcome import tell
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.report import RunSummary, write_report
 from fedloom.report.ablation import LINES
+from fedloom.report.page import write_report
+from fedloom.report.summary import RunSummary
 from report_support import CHROMIUM, Browser, made_up_run
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path (Debian's package: chromium)")

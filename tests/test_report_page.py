@@ -14,9 +14,9 @@ from plotly.offline import get_plotlyjs
 
 from fedloom.errors import InvalidValue
 from fedloom.objectives import ACCURACY
-from fedloom.report import RunSummary, write_report
-from fedloom.report.page import render
+from fedloom.report.page import render, write_report
 from fedloom.report.sheet import difference_cells, reading, sheet
+from fedloom.report.summary import RunSummary
 from report_support import made_up_run
 
 EVIL = '"><script>alert(1)</script><img src=x onerror=alert(2)>'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,6 +21,7 @@ from fedloom.errors import InvalidValue
 from fedloom.flat.device import find_device
 from fedloom.flat.layout import Layout, require_no_tensor_hooks
 from fedloom.models.build import build_model
+from fedloom.models.structure import copied
 from fedloom.objectives import Objective
 from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.objectives.custom import build_objective
@@ -109,7 +109,7 @@ class Task:
 
     def module(self, row: Tensor) -> nn.Module:
         """A new module with the weights of `row`."""
-        module = copy.deepcopy(self.model)
+        module = copied(self.model)
         self.layout.load(module, row)
         return module
 
@@ -121,7 +121,7 @@ class Task:
             self,
             train=self.train.to(target),
             test=self.test.to(target),
-            model=copy.deepcopy(self.model).to(target),
+            model=copied(self.model).to(target),
             true_labels=None if self.true_labels is None else self.true_labels.to(target),
         )
 
@@ -208,7 +208,7 @@ def make_task(
         shared, kept = split_train_test(shared, seed, local_test)
     if isinstance(model, nn.Module):
         require_no_tensor_hooks(model)
-    module = build_model(model, dataset.spec, seed) if isinstance(model, str) else copy.deepcopy(model)
+    module = build_model(model, dataset.spec, seed) if isinstance(model, str) else copied(model)
     if dataset.standardised:
         pool, test = standardise(dataset.standardised, pool, test, pool.inputs[torch.from_numpy(shared.indices)])
     if shifted is not None:

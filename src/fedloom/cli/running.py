@@ -24,7 +24,7 @@ def run(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Qu
     from fedloom.experiment.events import RunName
     from fedloom.experiment.run import run_configured, run_directory
     from fedloom.report import summary as figures
-    from fedloom.report import write_report
+    from fedloom.report.page import write_report
     from fedloom.report.units import byte_text, time_text
 
     configuration = load(file, overrides or [])

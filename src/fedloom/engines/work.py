@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from fedloom.engines.processes.worker import VARIABLE
 from fedloom.engines.rows import full_batch
+from fedloom.models.structure import copied
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
 
@@ -65,7 +67,25 @@ def step_multiply_adds(task: Task) -> int:
 def multiply_adds(module: nn.Module, sample: Tensor) -> int:
     """Multiply-adds of the matrix products and convolutions in a forward pass of `sample [1, ...]`."""
     # With gradients and without oneDNN, since fused attention and recurrent layers would not be counted.
-    plain, counter = torch.backends.mkldnn.flags(enabled=False, allow_tf32=None), FlopCounterMode(display=False)
+    plain, counter = torch.backends.mkldnn.flags(enabled=False, allow_tf32=None), _OperationCounter()
     with torch.random.fork_rng(devices=[]), plain, counter:
-        copy.deepcopy(module).eval()(sample)
-    return int(counter.get_total_flops()) // 2
+        copied(module).eval()(sample)
+    return counter.total // 2
+
+
+class _OperationCounter(TorchDispatchMode):
+    """`total` operations by PyTorch's formulas. Its own counter imports the compiler, which takes longer than all of PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        formula = flop_registry.get(function._overloadpacket)
+        self.total += 0 if formula is None else int(formula(*args, **(kwargs or {}), out_val=result))
+        return result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from fedloom.data.dataset import DataSpec
 from fedloom.errors import CheckpointError, FedloomError
 from fedloom.models.build import build_model
+from fedloom.models.structure import copied
 from fedloom.state.tensors import read_tensors, write_tensors
 
 
@@ -38,7 +38,7 @@ def load_model(path: str | Path, module: nn.Module | None = None) -> nn.Module:
     place = place / "model.safetensors" if place.is_dir() else place
     tensors, metadata = read_tensors(place)
     try:
-        built = _built(metadata) if module is None else copy.deepcopy(module)
+        built = _built(metadata) if module is None else copied(module)
         expected = {name for name, t in built.state_dict().items() if isinstance(t, Tensor)}
         if expected != tensors.keys():
             odd = sorted(expected ^ tensors.keys())[0]

@@ -23,8 +23,7 @@ from fedloom.experiment.directory import RunDirectory, folder_name, locked, read
 from fedloom.experiment.settings import label
 from fedloom.experiment.trajectories import together
 from fedloom.recording.landscape import Landscape
-from fedloom.report import write_report
-from fedloom.report.page import ReportOptions, options_of, write_overview
+from fedloom.report.page import ReportOptions, options_of, write_overview, write_report
 from fedloom.report.sheet import Sheet, sheet
 from fedloom.report.summary import RunSummary
 from fedloom.state.tensors import read_tensors

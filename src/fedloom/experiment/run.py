@@ -32,7 +32,7 @@ from fedloom.experiment.trackers.tracking import Tracking
 from fedloom.recording.recorder import Recorder, build_recorders, expression
 from fedloom.recording.run_recording import Recording
 from fedloom.report import summary as figures
-from fedloom.report import write_report
+from fedloom.report.page import write_report
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.engine import Engine
 from fedloom.rounds.evaluation import Record

@@ -9,7 +9,6 @@ and the buffers of modules that `model.train()` leaves in evaluation mode. Copie
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import math
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.errors import InvalidValue, quoted
-from fedloom.models.structure import layer_finder
+from fedloom.models.structure import copied, layer_finder
 
 Unit = tuple[slice, ...]
 """The slices of a row that move together."""
@@ -169,7 +168,7 @@ class Layout:
         """A copy of the module with the same frozen parameters, not copies of them. `shared`: what else takes the place of the
         module's own tensors, by their ids."""
         frozen = {id(t): t for t in self.frozen_tensors(module).values() if isinstance(t, nn.Parameter)}
-        return copy.deepcopy(module, {**frozen, **(shared or {})})
+        return copied(module, {**frozen, **(shared or {})})
 
     def units(self, kind: UnitKind = "layer", fraction: float = 1.0) -> list[Unit]:
         """The slices that move together: each layer's tensors, each single tensor, or segments of layers.

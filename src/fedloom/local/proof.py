@@ -3,7 +3,6 @@ on the run's model, data and settings, before it is taken."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from fedloom.flat.module import PLAIN, FlatModule, Shortcuts, convolutions_weigh
 from fedloom.flat.precision import autocast
 from fedloom.flat.stacked_module import StackedModule
 from fedloom.local.cohort import Cohort
+from fedloom.models.structure import copied
 from fedloom.randomness import global_stream, stream
 from fedloom.round import Round
 from fedloom.state.store import ClientStore, Memory
@@ -103,14 +103,14 @@ def _compared(module: nn.Module, dataset: Dataset, samples: Samples, training: T
     try:
         if sum(tensor.numel() for tensor in frozen) > WIDENED:
             raise MemoryError
-        wide = copy.deepcopy(module).double()
+        wide = copied(module).double()
         found = _Comparison(wide, dataset, samples, training)
     except Exception:
         found = _Comparison(module, dataset, samples, training)
     if not found.draws or found.start.device.type == "cpu":
         return found
     # An accelerator draws other masks for a stack than for one model, so what is alike there shows on the CPU alone.
-    return _compared(copy.deepcopy(module).cpu(), dataset, samples.to(torch.device("cpu")), training)
+    return _compared(copied(module).cpu(), dataset, samples.to(torch.device("cpu")), training)
 
 
 class _Comparison:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TypeVar
 
 from torch import nn
 
@@ -11,6 +14,20 @@ from fedloom.errors import InvalidValue
 
 # Dotted names of submodules, grouped. A parameter belongs to the longest listed name that its own name continues.
 Blocks = tuple[tuple[str, ...], ...]
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def copied(module: Module, shared: Mapping[int, object] = MappingProxyType({})) -> Module:
+    """A deep copy of a module; `shared`: what takes the place of some of its tensors, by their ids.
+
+    Parameters are cloned here: when the first one is copied by PyTorch's own code, that imports its compiler, which takes longer
+    than the import of PyTorch itself.
+    """
+    memo = dict(shared)
+    for one in module.parameters():
+        if type(one) is nn.Parameter and id(one) not in memo:
+            memo[id(one)] = nn.Parameter(one.detach().clone(), one.requires_grad)
+    return copy.deepcopy(module, memo)
 
 
 def layer_finder(module: nn.Module) -> Callable[[str], str]:

@@ -19,7 +19,7 @@ from fedloom.papers.paper_data import at_hand, data_of, facts, family
 from fedloom.papers.plan import ReproducePlan, setting_key
 from fedloom.papers.protocols import Baseline, PaperCell
 from fedloom.papers.result_table import CellResult, to_csv, to_markdown
-from fedloom.report import write_report
+from fedloom.report.page import write_report
 from fedloom.report.summary import RunSummary
 from fedloom.state.files import write_text
 from fedloom.task import make_dataset

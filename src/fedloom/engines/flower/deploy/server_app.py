@@ -29,7 +29,7 @@ from fedloom.errors import CheckpointError, FedloomError, InvalidValue
 from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.run import run_configured
 from fedloom.flat.population import capped
-from fedloom.report import write_report
+from fedloom.report.page import write_report
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.evaluation import newcomers_last
 from fedloom.state.files import write_text
