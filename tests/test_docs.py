@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import typer.main
+import yaml
 
 from fedloom.algorithm import algorithms
 from fedloom.cli import app
+from fedloom.engines.choose import require_engine_on
 from fedloom.experiment.configuration import _KEYS
 from fedloom.models import models
 
@@ -185,3 +188,21 @@ def test_the_site_builds_without_a_warning_and_asks_no_other_server(tmp_path: Pa
     personal = (tmp_path / "site/methods/personal.html").read_text()
     assert 'id="ditto"' in personal
     assert "When to use it" in personal
+
+
+def test_the_files_for_clusters_can_be_read_as_what_they_are() -> None:
+    (script,) = (one for one in blocks("ray.md", "bash") if "#SBATCH" in one)
+    checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    (manifest,) = map(yaml.safe_load, blocks("ray.md", "yaml"))
+    cluster = manifest["spec"]["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    pods = [group["template"]["spec"] for group in (cluster["headGroupSpec"], workers)]
+    for pod in pods:
+        mounted = {mount["name"] for box in pod["containers"] for mount in box.get("volumeMounts", [])}
+        assert mounted == {volume["name"] for volume in pod.get("volumes", [])}
+    cores = workers["replicas"] * int(pods[1]["containers"][0]["resources"]["requests"]["cpu"])
+    command = shlex.split(manifest["spec"]["entrypoint"])
+    assert f"workers={cores})" in command[-1]
+    for text in (command[-1].partition("=")[2], "ray(address=auto, workers=64)"):
+        require_engine_on(text, "cpu")

@@ -440,6 +440,34 @@ sys.stdin.read()
 """
 
 
+ENDED = """
+import os
+import subprocess
+import sys
+from fedloom.engines.ray.session import start_guard
+
+raylet = subprocess.Popen(["sleep", "100"])
+guard = start_guard(raylet.pid)
+if sys.argv[1] == "left":
+    guard.communicate(b"left\\n")
+if sys.argv[1] != "killed":
+    raylet.kill()
+    raylet.wait()
+print(raylet.pid, flush=True)
+os._exit(1)
+"""
+
+
+@pytest.mark.parametrize(("how", "told"), [("died", True), ("killed", False), ("left", False)])
+def test_a_program_that_ends_with_its_raylet_leaves_a_line(how: str, told: bool) -> None:
+    """Ray ends the process at once when the raylet that it has started dies."""
+    done = subprocess.run([sys.executable, "-c", ENDED, how], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    if how == "killed":
+        os.kill(int(done.stdout), signal.SIGKILL)
+    assert done.stderr.count("goes on from the last checkpoint") == told == len(done.stderr.splitlines())
+
+
 def test_actors_of_a_cluster_that_was_started_for_a_program_end_when_it_is_killed() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-c", KILLED]

@@ -29,7 +29,7 @@ from fedloom.engines.dispatch import (
 )
 from fedloom.engines.pickling import load
 from fedloom.engines.ray.arrays import PackedArrays, pack_arrays, unpack_arrays
-from fedloom.engines.ray.session import LOCAL, Session, has_room, join, leave, load_ray
+from fedloom.engines.ray.session import DIED, LOCAL, Session, has_room, join, leave, load_ray
 from fedloom.engines.stacked import apart
 from fedloom.errors import FedloomError, InvalidValue, first_line
 from fedloom.rounds.engine import ClientTask
@@ -174,6 +174,8 @@ class RayEngine(WorkerEngine):
             done, _ = self._ray.wait(list(calls), num_returns=1, timeout=LOOK_SECONDS)
             if done:
                 return [calls[done[0]]]
+            if self.session.died:
+                raise FedloomError(DIED)
             now = time.monotonic()
             if any(handle.ready for handle in self._handles):
                 continue

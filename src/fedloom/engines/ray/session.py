@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -62,6 +63,13 @@ class Session:
     security: str | None = None
     """What `RAY_AUTH_MODE` was before: Ray sets it for the whole program."""
     users: int = 1
+    raylet: Any = None
+    guard: subprocess.Popen[bytes] | None = None
+
+    @property
+    def died(self) -> bool:
+        """Whether the local cluster has lost its only node."""
+        return self.raylet is not None and self.raylet.poll() is not None
 
     @property
     def local(self) -> bool:
@@ -70,6 +78,18 @@ class Session:
 
 
 _current: Session | None = None
+
+DIED = (
+    "engine 'ray': the node that it started here has died (its raylet crashed or was killed): the same command goes on from "
+    "the last checkpoint; if it happens again, look for a lack of memory, and take fewer workers"
+)
+_GUARD = """
+read -r word
+[ -n "$word" ] && exit
+sleep 1
+kill -0 "$1" 2>/dev/null && ! grep -q "^State:.*Z" "/proc/$1/status" 2>/dev/null || echo "$2" >&2
+"""
+"""A script that ends with a word, or with what it was told to say if its writer ended and the raylet is dead too, or a zombie."""
 
 
 def load_ray() -> Any:
@@ -116,6 +136,9 @@ def leave(session: Session) -> None:
         return
     _current = None
     ray = sys.modules.get("ray")
+    if session.guard is not None:
+        with suppress(OSError):
+            session.guard.communicate(b"left\n")
     if session.started and ray is not None and ray.is_initialized():
         ray.shutdown()
         _set(_SECURITY, session.security)
@@ -153,7 +176,14 @@ def _started(ray: Any, cpus: int, gpus: int, object_store: int) -> Session:
             shutil.rmtree(folder, ignore_errors=True)
         raise FedloomError(f"engine 'ray' cannot start a cluster here: {first_line(error)}") from error
     _hush()
-    return Session(LOCAL, started=True, folder=folder, security=security)
+    raylet = ray._private.worker._global_node.all_processes["raylet"][0].process
+    return Session(LOCAL, True, folder, security, raylet=raylet, guard=start_guard(raylet.pid))
+
+
+def start_guard(raylet: int) -> subprocess.Popen[bytes]:
+    """A process that says why this one ended, should it end together with its raylet: Ray then leaves no time to say it here."""
+    command = ["/bin/sh", "-c", _GUARD, "fedloom", str(raylet), f"fedloom: {DIED}"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0)
 
 
 @contextmanager
