@@ -25,9 +25,9 @@ PATIENCE = 600
 
 class Trial:
     """An app that trains the example's task by `algorithm` in a deployment: what its run writes, and what the same
-    configuration gives on one machine. `name` is that of the app and of its output."""
+    configuration gives on one machine. `name` is that of the app and of its output; `others` change the task."""
 
-    def __init__(self, deployment: Deployment, name: str, algorithm: str, rounds: int) -> None:
+    def __init__(self, deployment: Deployment, name: str, algorithm: str, rounds: int, *others: str) -> None:
         self.deployment = deployment
         self.app, self.output = deployment.folder / name, deployment.folder / "runs" / name
         changes = [
@@ -35,6 +35,7 @@ class Trial:
             f"rounds={rounds}",
             f"data.clients={deployment.count}",
             "checkpoint_every=1",
+            *others,
         ]
         self.configuration = write_app(self.app, overrides=changes).configuration
 
@@ -81,11 +82,11 @@ class Trial:
         return federation
 
     def require_same(self, expected: Federation) -> None:
-        """The run's global model and the bytes it counted are those of `expected`."""
+        """The run's global model, to the last bit, and the bytes it counted are those of `expected`."""
         module = expected.task.module(expected.algorithm.model())
         found = self.model()
         for name, tensor in module.state_dict().items():
-            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5)
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
         counted = [(one["bytes_down"], one["bytes_up"], one["clients"]) for one in self.rounds()]
         assert counted == [(one["bytes_down"], one["bytes_up"], one["clients"]) for one in expected.history]
 
