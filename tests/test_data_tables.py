@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 import fedloom as fl
 from fedloom.config.expression import Call
 from fedloom.data.dataset import datasets
+from fedloom.data.lazy import LazyInputs
 from fedloom.errors import DataError, FedloomError, InvalidValue
 
 ROWS = 40
@@ -190,6 +191,46 @@ def test_a_task_of_a_torch_data_set() -> None:
     assert task.train.inputs[7].unique().tolist() == [7]
 
 
+@pytest.mark.parametrize("engine", ["rows", "stacked", "processes(workers=1)"])
+def test_data_that_do_not_fit_into_memory_are_read_where_clients_train(
+    engine: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found = []
+    training = fl.Training(batch_size=2, epochs=2, augmentation="none" if engine == "rows" else "flip_crop")
+    for room in ("1", "0.000001"):
+        monkeypatch.setenv("FEDLOOM_DATA_GIB", room)
+        task = fl.make_task(
+            Pictures(), clients=3, partition="iid", model="logistic", local_test=0.25, training=training
+        )
+        found.append(fl.run("fedavg", task, rounds=2, participation=1.0, engine=engine, directory=tmp_path / room))
+    memory, lazy = found
+    assert (
+        "Pictures: 20 samples, 0 MiB, more than the 0 MiB that data may take (FEDLOOM_DATA_GIB)"
+        in capsys.readouterr().err
+    )
+    assert isinstance(lazy.task.train.inputs, LazyInputs)
+    assert lazy.task.train.inputs.nbytes < memory.task.train.inputs.nbytes
+    assert torch.equal(lazy.federation.algorithm.model(), memory.federation.algorithm.model())
+    assert lazy.history == memory.history
+
+
+def test_what_needs_all_data_in_memory_is_refused_for_lazy_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDLOOM_DATA_GIB", "0.000001")
+    with pytest.raises(
+        InvalidValue, match=r"merge=true needs data in memory, and Pictures is read where clients train"
+    ):
+        fl.make_task(Pictures(), clients=2, merge=True, local_test=0.25)
+    pictures = Pictures()
+    pictures.targets = [row % 2 for row in range(20)]  # type: ignore[attr-defined]
+    monkeypatch.setattr(Pictures, "__getitem__", lambda self, row: (np.zeros((2, 90 + row), np.float32), 0))
+    task = fl.make_task(pictures, clients=2, partition="iid", model="logistic")  # reads one sample alone
+    assert task.train.labels.unique().tolist() == [0, 1]
+    with pytest.raises(
+        InvalidValue, match=r"samples of shapes .* were to be \[2, 90\] of torch.float32: resize or pad"
+    ):
+        fl.run("fedavg", task, rounds=1)
+
+
 class Endless(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(3))
@@ -213,7 +254,6 @@ class Broken(Pictures):
         (Pictures(0), {}, "Pictures: no samples"),
         (Odd(), {}, "sample 1 has the shape [2], the first [1]: resize or pad them"),
         (Broken(), {}, "Broken: sample 0 raised OSError: disk gone"),
-        (Pictures(10**9), {}, "Pictures: takes 83.82 GiB of memory"),
         (Pictures(), {"target": "y"}, "target and group name columns of a table, and a Pictures has none"),
         ("digits", {"target": "y"}, "target and group name columns of a table: in the name of a data set, as table("),
         (pa.table({"a": [1.0, 2.0]}), {}, "Table: which column is to be learned? Give target, one of: a"),

@@ -37,7 +37,9 @@ def test_every_script_is_shown() -> None:
     assert all(len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 60 for name in SHOWN if name != "own_data")
 
 
-@pytest.mark.parametrize("name", ["own_metric", "own_optimizer", "own_server", "image_folder", "pandas_table"])
+@pytest.mark.parametrize(
+    "name", ["own_metric", "own_optimizer", "own_server", "image_folder", "pandas_table", "next_character"]
+)
 def test_a_script_prints_what_the_gallery_shows(name: str, tmp_path: Path) -> None:
     printed, shown = output(name, tmp_path), SHOWN[name]
     assert NUMBER.sub("#", printed).split() == NUMBER.sub("#", shown).split()

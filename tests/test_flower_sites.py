@@ -57,7 +57,9 @@ def test_three_sites_exchange_layers_and_train_the_model_that_one_machine_does(d
     assert kept == [], "keys of an exchange that is over"
 
 
-def test_three_sites_train_the_regression_that_one_machine_does_though_a_worker_is_killed(deployment: Deployment) -> None:
+def test_three_sites_train_the_regression_that_one_machine_does_though_a_worker_is_killed(
+    deployment: Deployment,
+) -> None:
     changes = ["data.name=diabetes", "objective=regression(kind=huber)", "training.learning_rate=0.02"]
     trial = Trial(deployment, "fedmr", "fedmr", 2, *changes)
     run = trial.start()

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from fedloom.config.expression import Call
 from fedloom.data.convert import require_finite
 from fedloom.data.dataset import Dataset, Samples, datasets
+from fedloom.data.formats.limits import VARIABLE
+from fedloom.data.lazy import LazyInputs
 from fedloom.data.noise import LabelNoise, build_label_noise
 from fedloom.data.partition import Partition, partitions, split_train_test
 from fedloom.data.shift import build_shift
@@ -195,6 +197,11 @@ def make_task(
         dataset = replace(dataset, metrics=build_metrics(metrics, dataset.objective, dataset.spec.outputs))
     if noise is not None and not dataset.objective.classes:
         raise InvalidValue(f"label_noise={label_noise!r}: the targets of {dataset.name} are no classes")
+    if isinstance(dataset.train.inputs, LazyInputs) and (merge or shifted is not None):
+        option = "merge=true" if merge else f"shift={shift!r}"
+        raise InvalidValue(
+            f"{option} needs data in memory, and {dataset.name} is read where clients train: set {VARIABLE}"
+        )
     if merge and local_test is None:
         raise InvalidValue("merge=true leaves no test data: give local_test, such as 0.25")
     pool = dataset.train.concatenate(dataset.test) if merge else dataset.train
@@ -235,7 +242,7 @@ def standardise(columns: tuple[int, ...], pool: Samples, test: Samples, trained_
 
 def in_type_of(model: nn.Module, samples: Samples) -> Samples:
     """The samples with float64 inputs in a type that the model has. Raises `InvalidValue` for NaN and infinity."""
-    if not samples.inputs.is_floating_point():
+    if not samples.inputs.is_floating_point() or isinstance(samples.inputs, LazyInputs):
         return samples
     require_finite(samples.inputs, "inputs")
     types = [one.dtype for one in model.parameters() if one.is_floating_point()]

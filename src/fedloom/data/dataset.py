@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedloom.config.registry import Registry
 from fedloom.data.convert import Names, as_groups, as_inputs, as_labels, in_names
+from fedloom.data.lazy import LazyInputs, in_memory
 from fedloom.errors import InvalidValue
 from fedloom.objectives import Objective, on_device
 from fedloom.objectives.classification import CLASSIFICATION
@@ -34,7 +35,8 @@ class Samples:
 
     Given as tensors, NumPy arrays, lists or columns of a table, of any type of number: whole numbers become int64, floats float32
     (tensors keep float64). Labels and groups may be text, which is numbered in alphabetical order: label k is then
-    `label_names[k]`. Raises `InvalidValue` naming the field for what cannot be learned from.
+    `label_names[k]`. The inputs of a data set larger than memory are `LazyInputs`. Raises `InvalidValue` naming the field for
+    what cannot be learned from.
     """
 
     inputs: Tensor
@@ -55,7 +57,8 @@ class Samples:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "inputs", as_inputs(self.inputs))
+        if not isinstance(self.inputs, LazyInputs):
+            object.__setattr__(self, "inputs", as_inputs(self.inputs))
         labels, label_names = as_labels(self.labels)
         object.__setattr__(self, "labels", labels)
         object.__setattr__(self, "label_names", label_names or self.label_names)
@@ -186,6 +189,7 @@ class Dataset:
 
     def prepare(self, inputs: Tensor) -> Tensor:
         """A batch as the model takes it: bytes to normalised float32, everything else unchanged."""
+        inputs = in_memory(inputs)
         if inputs.dtype != torch.uint8:
             return inputs
         scaled = inputs.to(torch.float32).div_(255)

@@ -17,6 +17,7 @@ import torch
 
 import fedloom
 from fedloom.algorithm import Algorithm
+from fedloom.data.lazy import in_memory
 from fedloom.task import Task
 
 _SAMPLED = 1000  # inputs that stand for all of them when data are told apart
@@ -35,7 +36,8 @@ def identity(task: Task, described: Mapping[str, Any], method: Algorithm) -> str
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
     for samples in (task.train, task.test):
         chosen = torch.linspace(0, max(len(samples) - 1, 0), min(len(samples), _SAMPLED)).long()
-        for tensor in (samples.labels, samples.inputs[chosen.to(samples.inputs.device)]):
+        inputs = in_memory(samples.inputs[chosen.to(samples.inputs.device)])
+        for tensor in (samples.labels, inputs):
             digest.update(tensor.contiguous().cpu().numpy().tobytes())
     for split in (task.partition, task.local_test):
         if split is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedloom.data.augmentation import apply_flip_crop, draw_flip_crop
 from fedloom.data.dataset import Dataset, Samples
+from fedloom.data.lazy import in_memory
 from fedloom.flat.device import moved
 from fedloom.flat.module import Batch, Rows
 
@@ -59,7 +60,7 @@ class ClientLoader:
 
     def __init__(self, samples: Samples, dataset: Dataset) -> None:
         self.samples, self.dataset = samples, dataset
-        self.values = max(1, samples.inputs[0].numel())
+        self.values = max(1, samples.inputs[:1].numel())
         self._prepared: Tensor | None = None
 
     def inputs(self, index: Tensor, drawn: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -68,7 +69,7 @@ class ClientLoader:
             self._prepared = self.dataset.prepare(self.samples.inputs)
         if drawn is None and self._prepared is not None:
             return torch.index_select(self._prepared, 0, index, out=out)
-        chosen = self.samples.inputs[index]
+        chosen = in_memory(self.samples.inputs[index])
         ready = self.dataset.prepare(chosen if drawn is None else apply_flip_crop(chosen, drawn))
         return ready if out is None else out.copy_(ready)
 

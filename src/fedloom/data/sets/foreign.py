@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 from rich.console import Console
 from rich.progress import track
 from torch.utils.data import IterableDataset
 
+from fedloom.data.convert import as_inputs
 from fedloom.data.dataset import Dataset, Samples, same_names
-from fedloom.data.formats.limits import require_room
+from fedloom.data.formats.limits import VARIABLE, allowed_bytes
+from fedloom.data.lazy import LazyInputs
 from fedloom.data.sets.holdout import hold_out
 from fedloom.data.sets.table import Columns, table_dataset
 from fedloom.errors import InvalidValue, error_text, one_line
@@ -52,7 +56,8 @@ def foreign_dataset(data: Any, target: str = "", group: str = "", objective: Obj
 
 
 def materialised(data: Any) -> Samples:
-    """All items of a torch data set in memory; how much they take is said, and checked, before the second is read.
+    """All items of a torch data set in memory; how much they take is said, and checked, before the second is read. Where that is
+    more than data may take, inputs are read where clients train (`LazyInputs`).
 
     Pictures of Pillow become uint8 `[channels, h, w]`. What a data set draws at random for an item is drawn once.
     """
@@ -68,10 +73,11 @@ def materialised(data: Any) -> Samples:
     first = _item(data, 0, name)
     size = count * first[0].nbytes
     takes = f"{count:,} samples, {size / 2**20:,.0f} MiB"
-    require_room(size, name)
+    shown = Console(stderr=True)
+    if size > allowed_bytes():
+        return _lazy(data, name, first, takes, shown)
     inputs = np.empty((count, *first[0].shape), first[0].dtype)
     rest: list[tuple[Any, ...]] = []
-    shown = Console(stderr=True)
     for row in track(range(count), f"{name}: {takes}", console=shown, disable=not sys.stderr.isatty()):
         item = first if row == 0 else _item(data, row, name)
         if item[0].shape != inputs.shape[1:]:
@@ -80,8 +86,32 @@ def materialised(data: Any) -> Samples:
             )
         inputs[row] = item[0]
         rest.append(item[1:])
-    labels, *groups = ([np.asarray(one)[()] for one in column] for column in zip(*rest, strict=True))
-    return Samples(inputs, np.asarray(labels), np.asarray(groups[0]) if groups else None)
+    labels, *groups = zip(*rest, strict=True)
+    return Samples(inputs, _column(labels), _column(groups[0]) if groups else None)
+
+
+def _lazy(data: Any, name: str, first: tuple[Any, ...], takes: str, shown: Console) -> Samples:
+    """The labels alone in memory: from `data.targets` or `data.labels` where items have them, else by reading all items once."""
+    shown.print(
+        f"{name}: {takes}, more than the {allowed_bytes() / 2**20:,.0f} MiB that data may take ({VARIABLE}): inputs are read "
+        "where clients train",
+        soft_wrap=True,
+    )
+    inputs = LazyInputs(partial(_inputs, data, name), torch.arange(len(data)), as_inputs(first[0][None])[:0])
+    for held in (getattr(data, "targets", None), getattr(data, "labels", None)) if len(first) == 2 else ():
+        if held is not None and len(held) == len(data) and np.array_equal(np.asarray(held[0]), np.asarray(first[1])):
+            return Samples(inputs, held)
+    rows = track(range(len(data)), f"{name}: labels", console=shown, disable=not sys.stderr.isatty())
+    labels, *groups = zip(*(_item(data, row, name)[1:] for row in rows), strict=True)
+    return Samples(inputs, _column(labels), _column(groups[0]) if groups else None)
+
+
+def _column(values: Sequence[Any]) -> Any:
+    return np.asarray([np.asarray(one)[()] for one in values])
+
+
+def _inputs(data: Any, name: str, row: int) -> Any:
+    return _item(data, row, name)[0]
 
 
 def _item(data: Any, row: int, name: str) -> tuple[Any, ...]:

@@ -93,7 +93,7 @@ class ProcessesEngine(WorkerEngine):
         if task.initial.is_cuda:
             raise InvalidValue(f"engine 'processes' works on the CPU, but the task is on {task.initial.device}")
         for tensor in (task.train.inputs, task.train.labels):
-            if self.shared_memory.find(tensor) is None:
+            if isinstance(tensor, Tensor) and self.shared_memory.find(tensor) is None:  # no lazy inputs
                 tensor.data = self.shared_memory.place([tensor])[0]
         self.shared_memory.trim()
         proof, self.chunk = self._proof_and_chunk(task, self.wanted_chunk)
