@@ -180,7 +180,9 @@ def test_the_model_tells_the_next_character_and_looks_at_none_to_come(cell: str,
     result = fl.run("fedavg", task, rounds=3, participation=1.0)
     assert result.history[-1]["perplexity"] < 3.5  # of 82
     assert result.federation.notices == []
-    stacked = fl.run("fedavg", task, rounds=3, participation=1.0, engine="stacked")  # for which PyTorch has no such layers
+    stacked = fl.run(
+        "fedavg", task, rounds=3, participation=1.0, engine="stacked"
+    )  # for which PyTorch has no such layers
     (notice,) = stacked.federation.notices
     assert notice.startswith("clients train one by one, since models of this kind cannot be stacked: ")
     assert torch.equal(stacked.federation.algorithm.model(), result.federation.algorithm.model())

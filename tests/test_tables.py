@@ -285,11 +285,16 @@ def test_markdown_marks_the_best_and_escapes_names() -> None:
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs LaTeX")
 def test_latex_is_set_without_an_error(tmp_path: Path) -> None:
     (tmp_path / "tables.tex").write_text(to_latex(several(), "50 % & more"))
-    document = "\\documentclass{article}\\usepackage{booktabs}\\begin{document}\\input{tables}\\end{document}"
+    long = {"stages(fedavg:100, fedmr(unit=segment, fraction=0.5))": 0.1, "fedprox(mu=0.01)": 0.0}
+    wide = to_latex([sheet(methods(3, **long), [0.3, 0.5, "loss <= 0.2"])], "Wide").replace("{tab:", "{tab:wide-")
+    (tmp_path / "wide.tex").write_text(wide)
+    preamble = "\\documentclass{article}\\usepackage{booktabs,graphicx}"
+    document = preamble + "\\begin{document}\\input{tables}\\input{wide}\\end{document}"
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", document]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:]
     assert "Undefined" not in done.stdout
+    assert "Overfull" not in done.stdout
     assert "multiply" not in done.stdout  # two labels of one name
 
 

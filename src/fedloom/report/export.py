@@ -42,6 +42,9 @@ _ESCAPED = {
 }
 """What LaTeX would take for its own, and signs that older LaTeX does not know."""
 
+_AT_MOST_A_LINE = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}"
+"""Before a box: smaller where it is wider than a line."""
+
 
 def to_csv(sheets: Sequence[Sheet]) -> str:
     """A line for each setting and method: accuracies as shares, bytes, seconds; empty where there is no value."""
@@ -88,7 +91,8 @@ def to_markdown(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
 
 
 def to_latex(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
-    """Tables for a paper, to be had with `\\input`; they need the package booktabs. The best value of a column is bold."""
+    """Tables for a paper, to be had with `\\input`; they need the packages booktabs and graphicx, which makes a table that is
+    wider than a line smaller. The best value of a column is bold."""
     note = " ".join([_explained(sheets), *reading(sheets)]).strip()
     tables = [_latex(overall(sheets), caption(sheets), "overall", note)] if len(sheets) > 1 else []
     for number, one in enumerate(sheets, start=1):
@@ -97,7 +101,7 @@ def to_latex(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
         accuracy, cost = halves(one.table)
         tables.append(_latex(accuracy, f"{of}: {one.metric.noun}.", f"accuracy{place}", "" if tables else note))
         tables.append(_latex(cost, f"{of}: cost. Rounds and bytes until the target; * never.", f"cost{place}"))
-    return "% Needs \\usepackage{booktabs}.\n\n" + "\n".join(tables)
+    return "% Needs \\usepackage{booktabs,graphicx}.\n\n" + "\n".join(tables)
 
 
 def csv_text(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
@@ -188,8 +192,9 @@ def _latex(table: Table, caption: str, name: str, note: str = "") -> str:
         lines.append(f"    {' & '.join(cells)} \\\\\n")
     return (
         f"\\begin{{table}}\n  \\centering\n  \\caption{{{escape_latex(caption)}}}\n  \\label{{tab:{name}}}\n"
+        f"  \\setlength{{\\tabcolsep}}{{4pt}}\n  {_AT_MOST_A_LINE}{{%\n"
         f"  \\begin{{tabular}}{{l{'r' * (len(table.columns) - 1)}}}\n    \\toprule\n    {heads} \\\\\n    \\midrule\n"
-        f"{''.join(lines)}    \\bottomrule\n  \\end{{tabular}}\n{_latex_note(note) if note else ''}\\end{{table}}\n"
+        f"{''.join(lines)}    \\bottomrule\n  \\end{{tabular}}}}\n{_latex_note(note) if note else ''}\\end{{table}}\n"
     )
 
 
