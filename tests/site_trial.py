@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,17 @@ from superlink_support import Deployment
 
 PATIENCE = 600
 """Seconds for what takes one minute where nothing else runs: no test is about time."""
+
+
+def owner_settings(folder: Path, site: int) -> dict[str, str | int]:
+    """What the owner of a site sets: where it keeps its memory, and for exchanges its key and those of the others."""
+    keys = folder / "keys" / f"site-{site}"
+    return {
+        "memory": str(folder / f"memory-{site}"),
+        "identity": str(keys / "site.key"),
+        "peers": str(keys / "peers.pub"),
+        "choices": "rehearsed",
+    }
 
 
 class Trial:

@@ -19,8 +19,8 @@ from chaos.trials import TRIALS, Rounds
 
 
 @pytest.mark.parametrize(
-    "name", sorted(TRIALS.keys() - {"actors"})
-)  # clusters of Ray take minutes: test_ray kills some
+    "name", sorted(TRIALS.keys() - {"actors", "supernodes"})
+)  # those take minutes: test_ray and test_flower_sites kill some
 def test_nothing_goes_wrong_for_some_seconds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rounds, "rounds", 60)
     tallies = run(seconds=1, seed=1, names=[name])

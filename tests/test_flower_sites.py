@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fedloom.engines.flower.deploy.keys import make_keys
-from site_trial import PATIENCE, Trial
+from site_trial import PATIENCE, Trial, owner_settings
 from superlink_support import Deployment, deployed, needs_flower, needs_processes
 
 SITES = 3
@@ -29,19 +29,8 @@ pytestmark = [needs_flower, needs_processes]
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     folder = tmp_path_factory.mktemp("sites")
-    with deployed(folder, SITES, lambda site: settings(folder, site)) as found:
+    with deployed(folder, SITES, lambda site: owner_settings(folder, site)) as found:
         yield found
-
-
-def settings(folder: Path, site: int) -> dict[str, str | int]:
-    """What the owner of a site sets: where it keeps its memory, and for exchanges its key and those of the others."""
-    keys = folder / "keys" / f"site-{site}"
-    return {
-        "memory": str(folder / f"memory-{site}"),
-        "identity": str(keys / "site.key"),
-        "peers": str(keys / "peers.pub"),
-        "choices": "rehearsed",
-    }
 
 
 def test_three_sites_exchange_layers_and_train_the_model_that_one_machine_does(deployment: Deployment) -> None:
@@ -85,7 +74,7 @@ def test_a_site_that_dies_is_absent_until_it_is_back_with_its_memory(deployment:
     trial.wait_for_work(1, number=2)
     deployment.kill("site-1")
     trial.wait_for_round(2)
-    deployment.start_site(1, **settings(deployment.folder, 1))
+    deployment.start_site(1, **owner_settings(deployment.folder, 1))
     trial.wait(run)
     absent = trial.absent()
     assert 2 in absent

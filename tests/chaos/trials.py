@@ -18,7 +18,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
-from itertools import count
+from functools import partial
+from itertools import chain, count
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +46,10 @@ from flower_support import CLIENTS, EVERYBODY, LocalGrid, flower, nodes, run_con
 from forking_cli import Server, serving
 from ray_support import descendants, gone_soon
 from secure_support import World
+from site_trial import Trial as SiteTrial
+from site_trial import owner_settings
 from small_task import KeepsClientMemory, small_task
+from superlink_support import deployed
 
 SECONDS, MEBIBYTES = 10.0, 1024  # the most that reading an input may take
 
@@ -243,11 +247,20 @@ class Damages(Runs):
     """A run that was stopped half-way, with one file damaged: it comes to the same end, or is refused in one line."""
 
     methods = ("fedavg", "scaffold", "ditto", "stages(fedavg:4, fedmr)")
+    turns = 12  # damages to copies of each stopped run
+    damaged = 0
 
     def once(self, draw: random.Random) -> str:
-        method = draw.choice(self.methods)
-        expected, server = self.expected(method, "rows"), self.server(method, "rows")
-        server.run("run", "job.toml", "--quiet", die_at=draw.randint(12, 60))  # the last of these come after its end
+        if self.damaged % self.turns == 0:
+            if self.damaged:
+                shutil.rmtree(self.stopped.folder)
+            self.method = draw.choice(self.methods)
+            self.stopped = self.server(self.method, "rows")
+            # The last of these come after its end.
+            self.stopped.run("run", "job.toml", "--quiet", die_at=draw.randint(12, 60))
+        self.damaged += 1
+        method, expected, server = self.method, self.expected(self.method, "rows"), self.server(self.method, "rows")
+        shutil.copytree(self.stopped.folder, server.folder, dirs_exist_ok=True)
         path = draw.choice(
             sorted(path for path in place_of(server).rglob("*") if path.stat().st_size and path.is_file())
         )
@@ -273,6 +286,48 @@ class Damages(Runs):
             raise Wrong(f"{what}: exit code {code}: {output}")
         shutil.rmtree(server.folder)
         return said
+
+
+class SuperNodes(Trial):
+    """Federations over three real SuperNodes. One is killed, or its worker, or the server app, or the SuperLink with it: they
+    go on, or go on when started again, to the bits of a simulation in which the same sites were absent."""
+
+    victims = ("a SuperNode", "a worker", "the server app", "the SuperLink")
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.numbers, self.stack = count(), ExitStack()
+        self.deployment = self.stack.enter_context(deployed(folder, 3, partial(owner_settings, folder)))
+
+    def close(self) -> None:
+        self.stack.close()
+
+    def once(self, draw: random.Random) -> str:
+        method, victim, site = draw.choice(WORKERS_METHODS), draw.choice(self.victims), draw.randrange(3)
+        deployment, trial = self.deployment, SiteTrial(self.deployment, f"trial{next(self.numbers)}", method, rounds=3)
+        run = trial.start()
+        trial.wait_for_round(draw.randint(0, 2))
+        time.sleep(draw.random() * 5)
+        if victim == "a SuperNode":
+            deployment.kill(f"site-{site}")
+            deployment.start_site(site, **owner_settings(self.folder, site))
+        elif victim == "the SuperLink":
+            deployment.kill("server")
+            deployment.start_server()
+            deployment.wait_for_sites(3)
+        else:
+            app = victim == "the server app"
+            for process in deployment.running("server", b"flwr-serverapp") if app else deployment.workers(site):
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+        trial.wait(trial.start() if victim in ("the server app", "the SuperLink") else run)
+        if set(chain(*trial.absent().values())) - ({site} if victim == "a SuperNode" else set()):
+            raise Wrong(f"{method}, {victim} killed: absent were {trial.absent()}")
+        try:
+            trial.require_same(trial.simulated(trial.absent()))
+        except AssertionError as error:
+            raise Wrong(f"{method}, {victim} killed: {error}") from error
+        return f"{victim} killed{', absent' if trial.absent() else ''}"
 
 
 def damages_of(content: bytes, draw: random.Random) -> list[tuple[str, bytes]]:
@@ -445,5 +500,5 @@ class Rounds(Trial):
 
 TRIALS: dict[str, type[Trial]] = {
     "kills": Kills, "workers": Workers, "actors": Actors, "damages": Damages, "inputs": Inputs, "strangers": Strangers,
-    "rounds": Rounds,
+    "rounds": Rounds, "supernodes": SuperNodes,
 }  # fmt: skip
