@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -26,9 +27,11 @@ from fedloom.cli import main
 from fedloom.engines.choose import make_engine, read_engine, settled_by
 from fedloom.engines.dispatch import MOST_WORKERS
 from fedloom.engines.ray import driver, session
+from fedloom.engines.ray.actor import TrainingActor
 from fedloom.engines.ray.driver import RayEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue, MissingExtra
+from fedloom.experiment.run_process import RunActor
 from fedloom.round import Round
 from fedloom.rounds.engine import ClientTask, Reply
 from fedloom.rounds.federation import Federation
@@ -479,3 +482,41 @@ def test_actors_of_a_cluster_that_was_started_for_a_program_end_when_it_is_kille
         assert len(actors) == 1
         program.kill()
     assert gone_soon(actors), "an actor outlived the program"
+
+
+ACTOR = """
+import os
+from fedloom.engines.ray.actor import end_with_the_node
+
+child = os.fork()
+if child:
+    os.waitpid(child, 0)
+end_with_the_node()
+print(os.getpid(), flush=True)
+while True:
+    pass
+"""
+
+
+def test_an_actor_ends_at_once_with_what_started_it_whatever_it_does() -> None:
+    with subprocess.Popen([sys.executable, "-c", ACTOR], stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        actor = int(program.stdout.readline())
+        program.kill()
+    try:
+        assert gone_soon([actor])
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(actor, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("kind", "arguments"), [(TrainingActor, ((), 1, False)), (RunActor, (1,))])
+def test_actors_watch_what_started_them_before_all_else(
+    kind: type, arguments: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begun() -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(f"{kind.__module__}.end_with_the_node", begun)
+    with pytest.raises(InterruptedError):
+        kind(*arguments)

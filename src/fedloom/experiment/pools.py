@@ -6,14 +6,11 @@ import dataclasses
 import multiprocessing
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
-
-import torch
 
 from fedloom.engines.dispatch import WorkerDied
 from fedloom.engines.ray.driver import ending
@@ -23,7 +20,7 @@ from fedloom.experiment.configuration import Configuration
 from fedloom.experiment.cores import threads_each
 from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.jobs import Job, Tasks, attempt
-from fedloom.experiment.run_process import STOP, serve
+from fedloom.experiment.run_process import STOP, RunActor, serve
 
 LOOK_SECONDS = 0.2
 """Time between two checks whether the runs should stop."""
@@ -224,7 +221,7 @@ class _RunActorHandle(_RunWorker):
     def __init__(self, ray: Any, threads: int) -> None:
         self.ray, self.threads = ray, threads
         self.call: Any = None
-        self.actor = ray.remote(_RunActor).options(num_cpus=threads, max_concurrency=2).remote(threads)
+        self.actor = ray.remote(RunActor).options(num_cpus=threads, max_concurrency=2).remote(threads)
         self.there = self.actor.heard.remote()
         self.stopping = False
 
@@ -260,38 +257,6 @@ class _RunActorHandle(_RunWorker):
             self.stop()
             self.ray.wait([self.call], timeout=SAVING_SECONDS)
         self.ray.kill(self.actor)
-
-
-class _RunActor:
-    """What runs in an actor: one thread makes the run, another answers calls."""
-
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
-        self.tasks = Tasks()
-        self.events: deque[Event] = deque()
-        self.stopping = threading.Event()
-
-    def make(self, job: Job, fresh: bool) -> str | None:
-        """Make one run; what went wrong, or None (also when told to stop)."""
-        torch.set_num_threads(self.threads)
-
-        def watching(event: Event) -> None:
-            self.events.append(event)
-            if self.stopping.is_set():
-                raise KeyboardInterrupt
-
-        try:
-            return attempt(job, watching, fresh, self.tasks)
-        except KeyboardInterrupt:
-            return None
-
-    def heard(self) -> list[Event]:
-        """The events since the last call."""
-        return [self.events.popleft() for _ in range(len(self.events))]
-
-    def stop(self) -> None:
-        """End the run after the round in progress."""
-        self.stopping.set()
 
 
 def make_pool(configuration: Configuration, runs: int, waiting: int, tasks: Tasks) -> RunPool:

@@ -1,4 +1,5 @@
-"""What runs in a worker process of a pool of runs: one run after the other, until its parent closes the pipe."""
+"""What runs in the workers of a pool of runs: in a process, one run after the other until its parent closes the pipe, or in a
+Ray actor."""
 
 from __future__ import annotations
 
@@ -6,8 +7,16 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections import deque
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+from fedloom.engines.ray.actor import end_with_the_node
+
+if TYPE_CHECKING:
+    from fedloom.experiment.events import Event
+    from fedloom.experiment.jobs import Job
 
 STOP = "stop"
 """The message that ends a run after the round in progress."""
@@ -22,7 +31,6 @@ def serve(connection: Connection, threads: int) -> None:
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     import torch
 
-    from fedloom.experiment.events import Event
     from fedloom.experiment.jobs import Tasks, attempt
     from fedloom.rounds.termination import Terminated, sigterm_interrupts
 
@@ -56,3 +64,42 @@ def _end_with_the_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
+
+
+class RunActor:
+    """What runs in an actor: one thread makes the run, another answers calls."""
+
+    def __init__(self, threads: int) -> None:
+        end_with_the_node()
+        from fedloom.experiment.jobs import Tasks
+
+        self.threads = threads
+        self.tasks = Tasks()
+        self.events: deque[Event] = deque()
+        self.stopping = threading.Event()
+
+    def make(self, job: Job, fresh: bool) -> str | None:
+        """Make one run; what went wrong, or None (also when told to stop)."""
+        import torch
+
+        from fedloom.experiment.jobs import attempt
+
+        torch.set_num_threads(self.threads)
+
+        def watching(event: Event) -> None:
+            self.events.append(event)
+            if self.stopping.is_set():
+                raise KeyboardInterrupt
+
+        try:
+            return attempt(job, watching, fresh, self.tasks)
+        except KeyboardInterrupt:
+            return None
+
+    def heard(self) -> list[Event]:
+        """The events since the last call."""
+        return [self.events.popleft() for _ in range(len(self.events))]
+
+    def stop(self) -> None:
+        """End the run after the round in progress."""
+        self.stopping.set()
