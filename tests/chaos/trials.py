@@ -21,6 +21,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -28,11 +29,13 @@ import torch
 from chaos.sites import SITES
 from damage import damages, mutated
 from every_method import EVERY_METHOD
-from fedloom.algorithm import build, describe
+from fedloom.algorithm import Algorithm, build, describe
+from fedloom.algorithms.scaffold import Scaffold
 from fedloom.config.expression import parse
 from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.partition import Partition
 from fedloom.engines.processes.parent import ProcessesEngine
+from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError
 from fedloom.experiment.configuration import load
 from fedloom.experiment.directory import folder_name
@@ -288,6 +291,61 @@ class Damages(Runs):
         return said
 
 
+class Resumptions(Trial):
+    """The same of federations of a few weights in this process, ten for the price of one; memory and pools lie in files."""
+
+    methods: ClassVar[Mapping[str, Callable[[], Algorithm]]] = {
+        "memory": KeepsClientMemory,
+        "scaffold": Scaffold,
+        "pool": partial(build, "fedmr(blend=0.5)"),
+    }
+    schedule = Schedule(
+        rounds=6, participation=0.5, seed=3, evaluate_every=1, checkpoint_every=2, personal_every=3, pool_budget=0
+    )
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.ends = {}
+        for name in self.methods:
+            federation = self.federation(name, folder / name)
+            while federation.finished < self.schedule.rounds:
+                federation.step()
+                if federation.finished % 2 == 0 or name == "pool":
+                    federation.save()
+                shutil.copytree(folder / name, folder / f"{name} {federation.finished}")
+            self.ends[name] = self.end(federation, folder / name)
+
+    def federation(self, name: str, folder: Path) -> Federation:
+        task = small_task()
+        return Federation(self.methods[name](), task, RowsEngine(task, memory_budget=0), self.schedule, folder, "one")
+
+    def end(self, federation: Federation, folder: Path) -> list[object]:
+        figures = [(folder / name).read_bytes() for name in ("metrics.jsonl", "clients.jsonl")]
+        return [federation.algorithm.model().tolist(), federation.integers.tolist(), *figures]
+
+    def once(self, draw: random.Random) -> str:
+        name, place = draw.choice(list(self.methods)), self.folder / "damaged"
+        shutil.copytree(self.folder / f"{name} {draw.randint(1, self.schedule.rounds)}", place)
+        path = draw.choice(sorted(path for path in place.rglob("*") if path.is_file() and path.stat().st_size))
+        ((what, content),) = damages_of(path.read_bytes(), draw)
+        path.write_bytes(content)
+        what = f"{name}, {path.name}: {what}"
+        try:
+            federation = self.federation(name, place)
+            noticed = bool(federation.notices)
+            federation.run()
+            said = "noticed" if noticed else "mended"
+            if self.end(federation, place) != self.ends[name]:
+                raise Wrong(f"{what}: another end than that of a run that was not disturbed, {said}")
+        except FedloomError as error:
+            said = "refused"
+            if "\n" in str(error) or path.name not in str(error):
+                raise Wrong(f"{what}: {error}") from error
+        finally:
+            shutil.rmtree(place)
+        return said
+
+
 class SuperNodes(Trial):
     """Federations over three real SuperNodes. One is killed, or its worker, or the server app, or the SuperLink with it: they
     go on, or go on when started again, to the bits of a simulation in which the same sites were absent."""
@@ -499,6 +557,6 @@ class Rounds(Trial):
 
 
 TRIALS: dict[str, type[Trial]] = {
-    "kills": Kills, "workers": Workers, "actors": Actors, "damages": Damages, "inputs": Inputs, "strangers": Strangers,
-    "rounds": Rounds, "supernodes": SuperNodes,
+    "kills": Kills, "workers": Workers, "actors": Actors, "supernodes": SuperNodes, "damages": Damages,
+    "resumptions": Resumptions, "inputs": Inputs, "strangers": Strangers, "rounds": Rounds,
 }  # fmt: skip
