@@ -225,6 +225,23 @@ def test_whoever_reads_a_finished_run_sees_no_changed_figure(name: str, compared
     assert refused > 40
 
 
+def test_a_landscape_is_not_left_out_without_a_word(compared: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (path,) = compared.glob("*/seed-*/model.safetensors")
+    content = path.read_bytes()
+    (whole,) = read_runs(compared)
+    assert not caplog.messages
+    try:
+        for _, damaged in damages(content, 4):
+            path.write_bytes(damaged)
+            (found,) = read_runs(compared)
+            (said,) = caplog.messages
+            assert said.startswith(f"{path} is damaged or was replaced: the loss landscape ")
+            assert len(found.summary.recorded) == len(whole.summary.recorded) - 1
+            caplog.clear()
+    finally:
+        path.write_bytes(content)
+
+
 def test_a_run_goes_on_from_no_changed_figure_of_its_end(compared: Path) -> None:
     (place,) = compared.glob("*/seed-*")
     path = place / "result.json"

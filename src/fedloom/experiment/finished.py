@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,8 @@ REPORT_LOCK = ".report.lock"
 """Held in a folder while its tables and reports are written, which takes no longer than seconds."""
 
 _FILE = "landscape.json"
+
+_logger = logging.getLogger("fedloom")
 
 _OF_TASK = ("data", "model", "training", "plugins")
 
@@ -223,6 +226,10 @@ def _summary(place: Path, name: str | None) -> RunSummary:
         return summary
     kept = read_json(place / _FILE, dict, "remove it")
     if kept.get("model") != _digest(place):
+        _logger.warning(
+            "%s is damaged or was replaced: the loss landscape around the model that was there is left out",
+            place / "model.safetensors",
+        )
         return summary
     return dataclasses.replace(summary, recorded=[*_without_landscape(summary), kept["landscape"]])
 
