@@ -1,0 +1,76 @@
+"""All that needs a GPU, one after another within 40 minutes, and one table of it: the tests, stacks over rows, mixed precision.
+
+Each line is a program of its own with a share of the time; what is over its time, or fails, is a line of the table too, and the
+exit code is then 1. With `--small` everything is tiny and on the CPU, which shows that the session itself runs.
+
+    python benchmarks/gpu_session.py [--minutes 40] [--small]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from outcome import tell
+
+HERE = Path(__file__).resolve().parent
+
+GPU = [sys.executable, str(HERE / "gpu.py")]
+STEPS: dict[str, tuple[float, list[str]]] = {
+    "tests": (0.2, [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE.parent / "tests/test_device.py")]),
+    "10 and 100 clients": (0.3, [*GPU, "--tasks", "mlp,cnn,resnet20", "--clients", "10,100"]),
+    "1,000 clients": (0.25, [*GPU, "--tasks", "mlp,cnn,resnet20", "--clients", "1000", "--rounds", "2", "--samples", "50"]),
+    "bfloat16": (0.25, [*GPU, "--tasks", "cnn,resnet20", "--clients", "10,100", "--autocast", "bfloat16", "--rounds", "3"]),
+}  # fmt: skip
+"""What is run, each with its share of the time."""
+
+SMALL = ["--device", "cpu", "--clients", "2", "--samples", "20", "--matrix", "256", "--rounds", "1", "--tasks", "mlp"]
+COLUMNS = ("step", "what", "engine", "round_s", "over_rows", "share_of_peak", "note")
+
+
+def lines_of(name: str, command: list[str], seconds: float) -> list[dict[str, Any]]:
+    """The table's lines of one step."""
+    began = time.perf_counter()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return [{"step": name, "note": f"failed: not done after {seconds:.0f} s"}]
+    took = f"{time.perf_counter() - began:.0f} s"
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    if name == "tests":
+        counted = re.search(r"\d+ (passed|skipped|failed).*", last)
+        return [
+            {"step": name, "note": ("" if done.returncode == 0 else "failed: ") + (counted[0] if counted else last)}
+        ]
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or [last])[-1]
+        return [{"step": name, "note": f"failed: {reason}"}]
+    return [
+        {**row, "step": name, "what": f"{row['method']}, {row['task']}, {row['clients']}", "note": took}
+        for row in json.loads(last)["rows"]
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=40)
+    parser.add_argument("--small", action="store_true", help="tiny and on the CPU")
+    arguments = parser.parse_args()
+    rows = []
+    for name, (share, command) in STEPS.items():
+        small = SMALL if arguments.small and name != "tests" else []
+        found = lines_of(name, [*command, *small], 60 * arguments.minutes * share)
+        print(f"{name}: {found[-1]['note']}", file=sys.stderr)
+        rows += [{column: line.get(column, "") for column in COLUMNS} for line in found]
+    tell(f"a session on a GPU of {arguments.minutes:g} minutes", rows)
+    sys.exit(any(str(row["note"]).startswith("failed") for row in rows))
+
+
+if __name__ == "__main__":
+    main()
