@@ -22,7 +22,7 @@ METHODS = ("fedavg", "fedmr", "stages(fedavg:10, fedmr)", "<script>window.broken
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "report.html"
     runs = [made_up_run(name, seed) for name in METHODS for seed in (0, 1)]
-    write_report(path, "Four methods", runs, (0.5, 0.8, 0.99))
+    write_report(path, "Four methods", runs, (0.5, 0.8, 0.99, "loss <= 0.9"))
     return path
 
 

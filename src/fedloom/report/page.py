@@ -242,8 +242,13 @@ def _unbroken(text: str) -> str:
 
 
 def _lines(text: str) -> Markup:
-    """A title with its line breaks; a per cent sign stays with the number before it."""
-    return Markup("<br>").join(text.replace(" %", f"{NO_BREAK}%").splitlines())
+    """A title with its line breaks, in which signs stay with their numbers."""
+    return Markup("<br>").join(_with_signs(text).splitlines())
+
+
+def _with_signs(text: str) -> str:
+    """`80 %` and `≤ 0.2` on one line each."""
+    return re.sub(r"([≤≥]) ", rf"\1{NO_BREAK}", text.replace(" %", f"{NO_BREAK}%"))
 
 
 def _plain(figure: ReportFigure) -> dict[str, Any]:
@@ -272,7 +277,7 @@ def _result_tiles(runs: Sequence[RunSummary], one: Sheet) -> list[Tile]:
             fewest = min((spread for spread, _ in reached), key=lambda spread: spread.mean)
             methods = [row.algorithm for spread, row in reached if spread.mean == fewest.mean]
             rounds = f"{fewest.mean:.1f}" if fewest.count > 1 else f"{fewest.mean:.0f}"
-            title = f"Fewest rounds to {target_text(metric, reach.target)}".replace(" %", f"{NO_BREAK}%")
+            title = _with_signs(f"Fewest rounds to {target_text(metric, reach.target)}")
             tiles.append((title, rounds, _listed(methods, 2, ", ") if several else ""))
     return tiles + _cost_tiles(len(runs), rows)
 
