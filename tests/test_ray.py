@@ -136,6 +136,14 @@ def test_other_types_and_other_tasks(engine: RayEngine) -> None:
         run(KeepsClientMemory(), engine, task=double), run(KeepsClientMemory(), RowsEngine(double), task=double)
     )
     assert engine.store.read(0)["rounds"].dtype == torch.int64
+    numbers = make_task(
+        "diabetes", clients=4, partition="iid", model="logistic", objective="regression(kind=huber)", local_test=0.25
+    )
+    there, here = (
+        run(KeepsClientMemory(), one, task=numbers, personal_every=1) for one in (engine, RowsEngine(numbers))
+    )
+    assert_same(there, here)
+    assert {"rmse", "personal_rmse_worst"} <= there.history[-1].keys()
 
 
 def test_replies_may_be_written_to_even_where_they_are_what_was_sent(engine: RayEngine) -> None:
