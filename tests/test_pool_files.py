@@ -227,3 +227,15 @@ def test_replies_by_slot_leave_others_as_they_were() -> None:
     assert torch.equal(found, expected)
     assert found.data_ptr() == matrix.data_ptr()
     assert torch.equal(before, torch.arange(8.0).view(4, 2))
+
+
+def test_a_run_that_goes_on_without_a_budget_leaves_no_files(tmp_path: Path) -> None:
+    federation("fedmr", tmp_path, rounds=2).run()
+    longer = federation("fedmr", tmp_path, budget=None, rounds=6, checkpoint_every=1)
+    assert in_files(longer) == {"pool"}
+    longer.run()
+    whole = federation("fedmr", budget=None, rounds=6)
+    whole.run()
+    assert outcome(longer)[0] == outcome(whole)[0]
+    assert in_files(longer) == set()
+    assert files(tmp_path) == []

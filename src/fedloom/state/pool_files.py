@@ -118,8 +118,11 @@ class PoolFiles:
         return tensor
 
     def keep(self, written: Iterable[str]) -> None:
-        """The last checkpoint says this: its files stay, whether or not a tensor is in them."""
-        self._kept = {json.loads(text)["file"] for text in written}
+        """The last checkpoint says this: its files stay, whether or not a tensor is in them. Where neither it nor the one before
+        has any, those of a run that had are removed."""
+        before, self._kept = self._kept, {json.loads(text)["file"] for text in written}
+        if not before and not self._kept and self.directory is not None and self.directory.exists():
+            self._remove_needless(self.directory)
 
     # --- files ---
 
