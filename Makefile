@@ -1,5 +1,5 @@
 # make setup: a virtual environment and the install;  make demo: the main job and its report;  make docs: site/index.html;
-# make quick: a cross-section of the tests in a minute;  make test: every test;  make chaos MINUTES=60: kills, damaged files, mutated inputs and malicious sites;
+# make quick: a cross-section of the tests in a minute;  make test: every test;  make chaos MINUTES=60: kills (SuperNodes and Ray too), damaged files, mutated inputs and malicious sites;
 # make dist: a wheel and an sdist in dist/
 PYTHON ?= python3
 VENV   := .venv
