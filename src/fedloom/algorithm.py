@@ -108,7 +108,7 @@ class Replies:
 
     `clients [r]` are their numbers, `slots [r]` their places in the selection, `weights [r]` their sample counts (or what the
     selection gives instead). Rows are in the order of the slots, whoever answered first. `matrices` have a row for every slot,
-    the first r of which are these tensors.
+    the first r of which are these tensors. `finish [r]` are the seconds of the simulated clock at which they are there.
     """
 
     tensors: dict[str, Tensor]
@@ -117,6 +117,7 @@ class Replies:
     weights: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict)
     matrices: dict[str, Tensor] = field(default_factory=dict)
+    finish: Tensor | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -209,6 +210,7 @@ class Algorithm:
     wraps: ClassVar[tuple[str, ...]] = ()  # names of the fields that hold inner methods
     single_download: ClassVar[bool] = True  # a client is sent one model, so that a wrapper can change where it starts
     fixed_participants: ClassVar[bool] = False  # every round needs the same number of clients
+    asynchronous: ClassVar[bool] = False  # a round need not wait for the replies of the clients selected in it
     stackable: ClassVar[bool] = True  # the client half treats every row by itself, so that clients may advance together
     plain_steps: ClassVar[bool] = (
         True  # most local steps are SGD on the cross entropy, which stacks of linear layers fold
@@ -552,6 +554,22 @@ def _stage(value: Any) -> tuple[Algorithm, Any]:
 def entry_of(algorithm: Algorithm) -> Entry[type[Algorithm]] | None:
     """The registry's entry of a method; None where it is not registered."""
     return algorithms.of(type(algorithm))
+
+
+def name_of(algorithm: Algorithm) -> str:
+    """The name under which a method is registered; that of its class where it is not."""
+    entry = entry_of(algorithm)
+    return type(algorithm).__name__ if entry is None else entry.name
+
+
+def require_one_model(name: str, method: Algorithm, opening: Round) -> None:
+    """Raise `InvalidValue`, which begins with `name`, unless clients of `method` return an update of one model that they are
+    sent."""
+    expected, sent = method.expects(opening).get("model"), method.send(opening)
+    if "model" not in sent or tuple(sent["model"].shape[1:]) != expected:
+        raise InvalidValue(
+            f"{name}: clients of {describe(method)} do not return an update of one model that they are sent"
+        )
 
 
 def describe(algorithm: Algorithm) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +16,8 @@ class Round:
 
     `learning_rate` is this round's, `rate_change` that divided by the one of the round before; `initial_learning_rate` is that of
     round 1. `selected` lists the clients that train and upload, in the order of their slots; it is empty until the selection has
-    been made. In a `poisson` round each client takes part by itself, and `participants` are those expected.
+    been made. In a `poisson` round each client takes part by itself, and `participants` are those expected. Replies that the
+    simulated clock has later than second `closes` are not waited for.
     """
 
     number: int
@@ -28,6 +30,7 @@ class Round:
     rate_change: float = 1.0
     selected: tuple[int, ...] = ()
     poisson: bool = False
+    closes: float = math.inf
 
     def stream(self, purpose: str, client: int = -1) -> torch.Generator:
         """A new generator of the random stream that belongs to (seed, this round, client, purpose)."""

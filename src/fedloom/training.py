@@ -154,6 +154,11 @@ class Training:
         steps = self.epochs * (whole + short) if self.steps is None else torch.full_like(whole, self.steps)
         return torch.where(size < smallest, 0, steps)
 
+    def samples_seen(self, samples: int) -> int:
+        """Samples that a client with so many passes through its model in a round."""
+        size = samples if self.batch_size is None else min(samples, self.batch_size)
+        return self.epochs * samples if self.steps is None else self.steps * size
+
     def rate(self, number: int, rounds: int) -> float:
         """Learning rate of round `number` (from 1) of so many. Raises `InvalidValue` where the schedule gives none."""
         factor = rate_factor(self.schedule, min(number, rounds) - 1, rounds)

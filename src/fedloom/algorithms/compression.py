@@ -12,7 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, AnyClient, Message, Plan, Replies, Wrapper, algorithms, describe, entry_of
+from fedloom.algorithm import (
+    Algorithm,
+    AnyClient,
+    Message,
+    Plan,
+    Replies,
+    Wrapper,
+    algorithms,
+    describe,
+    name_of,
+    require_one_model,
+)
 from fedloom.algorithms.sharing import length
 from fedloom.algorithms.stages import Stages
 from fedloom.config.fields import Count, Share
@@ -58,39 +69,29 @@ class Compressed(Wrapper):
         """Whether clients remember what coding left out."""
         return False
 
-    @property
-    def name(self) -> str:
-        entry = entry_of(self)
-        return type(self).__name__ if entry is None else entry.name
-
     def __post_init__(self) -> None:
         super().__post_init__()
         for part in self.method.nested():
             if isinstance(part, LayerExchange):
                 raise InvalidValue(
-                    f"{self.name}: clients of {describe(part)} upload layers of each other, "
+                    f"{name_of(self)}: clients of {describe(part)} upload layers of each other, "
                     "which are no update of the model that they were sent"
                 )
             if isinstance(part, Compressed) and (type(part) is type(self) or not isinstance(self, Quantised)):
-                raise InvalidValue(f"{self.name}: {describe(part)} is coded already; only quantised goes around it")
+                raise InvalidValue(f"{name_of(self)}: {describe(part)} is coded already; only quantised goes around it")
 
     def require_inside(self, outer: Algorithm) -> None:
         if not isinstance(outer, Compressed | Stages):
-            name = getattr(entry_of(outer), "name", type(outer).__name__)
-            hint = "" if isinstance(outer, LayerExchange) else f": put {self.name} around {name}"
+            name = name_of(outer)
+            hint = "" if isinstance(outer, LayerExchange) else f": put {name_of(self)} around {name}"
             raise InvalidValue(f"{name} needs the models themselves, which {describe(self)} sends in code{hint}")
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         opening = plan.opening()
         for method in self.method.nested():
-            if isinstance(method, Compressed):
-                continue
-            expected, sent = dict(method.expects(opening)), method.send(opening)
-            if "model" not in sent or tuple(sent["model"].shape[1:]) != expected.get("model"):
-                raise InvalidValue(
-                    f"{self.name}: clients of {describe(method)} do not return an update of one model that they are sent"
-                )
+            if not isinstance(method, Compressed):
+                require_one_model(name_of(self), method, opening)
 
     def model_length(self, round: Round) -> tuple[int, int]:
         """How many numbers of a model are coded, those that train, and how many travel."""
@@ -146,10 +147,10 @@ class Compressed(Wrapper):
                 rows = rows - inbox["model"]
                 reply |= {"model.rest": rows[:, size:]} if rows.shape[1] > size else {}
             rows = rows[:, :size]
-            kept = f"{self.name}_error_{name}_{size}"
+            kept = f"{name_of(self)}_error_{name}_{size}"
             if self.keeps_error:
                 rows = rows + cohort.memory.get(kept, torch.zeros_like(rows[:1]))
-            parts = self.encode(rows, lambda name=name: cohort.stream(f"{self.name}/{name}"))  # type: ignore[misc]
+            parts = self.encode(rows, lambda name=name: cohort.stream(f"{name_of(self)}/{name}"))  # type: ignore[misc]
             if self.keeps_error:
                 cohort.memory.write(kept, rows - self.decode(parts, size), cohort.uploads)
             reply |= {f"{name}.{part}": tensor for part, tensor in parts.items()}

@@ -23,7 +23,8 @@ from fedloom.algorithm import (
     Wrapper,
     algorithms,
     describe,
-    entry_of,
+    name_of,
+    require_one_model,
     uniform,
 )
 from fedloom.algorithms.accounting import epsilon, noise_for
@@ -57,18 +58,16 @@ class Accounted(Wrapper):
         super().__post_init__()
         self._solved: float | None = None
         if self.noise is None and self.target_epsilon is None:
-            raise InvalidValue(f"{self.name}: give noise, such as 0.8 (times clip), or target_epsilon, to choose it")
+            raise InvalidValue(
+                f"{name_of(self)}: give noise, such as 0.8 (times clip), or target_epsilon, to choose it"
+            )
         if self.clip is None and self.noise != 0:
-            raise InvalidValue(f"{self.name}: without a clip no noise hides a client: only noise=0 goes with clip=none")
+            raise InvalidValue(
+                f"{name_of(self)}: without a clip no noise hides a client: only noise=0 goes with clip=none"
+            )
         for part in self.method.nested():
             if isinstance(part, Compressed | Accounted):
-                kind = entry_of(part)
-                raise InvalidValue(f"{self.name}: put {kind.name if kind else describe(part)} around {self.name}")
-
-    @property
-    def name(self) -> str:
-        entry = entry_of(self)
-        return type(self).__name__ if entry is None else entry.name
+                raise InvalidValue(f"{name_of(self)}: put {name_of(part)} around {name_of(self)}")
 
     @property
     def protects(self) -> bool:
@@ -109,19 +108,15 @@ class Accounted(Wrapper):
         self.state["releases"] = torch.zeros(1, dtype=torch.int64)
         if not self.protects:
             return
-        expected, sent = dict(self.method.expects(plan.opening())), self.method.send(plan.opening())
-        more = sorted(expected.keys() - {"model"})
+        more = sorted(self.method.expects(plan.opening()).keys() - {"model"})
         if more:
             raise InvalidValue(
-                f"{self.name}: clients of {describe(self.method)} upload {more[0]!r} beside the model, which would leak"
+                f"{name_of(self)}: clients of {describe(self.method)} upload {more[0]!r} beside the model, which would leak"
             )
-        if "model" not in sent or tuple(sent["model"].shape[1:]) != expected["model"]:
-            raise InvalidValue(
-                f"{self.name}: clients of {describe(self.method)} do not return an update of one model that they are sent"
-            )
+        require_one_model(name_of(self), self.method, plan.opening())
         if plan.layout.integers:
             raise InvalidValue(
-                f"{self.name}: the model counts its batches (batch norm), which would leak: use group norm instead"
+                f"{name_of(self)}: the model counts its batches (batch norm), which would leak: use group norm instead"
             )
 
     @property
@@ -179,7 +174,7 @@ class Private(Accounted):
 
     def require_inside(self, outer: Algorithm) -> None:
         if self.protects and not isinstance(outer, Compressed):
-            name = getattr(entry_of(outer), "name", type(outer).__name__)
+            name = name_of(outer)
             raise InvalidValue(f"private: {name} would change what is summed or released: put private around {name}")
 
     def setup(self, plan: Plan) -> None:
@@ -289,7 +284,7 @@ class LocalPrivate(Accounted):
 
     def require_inside(self, outer: Algorithm) -> None:
         if self.protects and not isinstance(outer, Compressed) and type(outer).train is not Wrapper.train:
-            name = getattr(entry_of(outer), "name", type(outer).__name__)
+            name = name_of(outer)
             raise InvalidValue(f"local_private: {name} works on the clients too: put local_private around {name}")
 
     def setup(self, plan: Plan) -> None:

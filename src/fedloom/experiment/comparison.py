@@ -141,8 +141,10 @@ class Comparison:
             f"personal_{summary.metric.name}": figures.personal(summary),
             "rounds_to": {figures.target_key(target): figures.rounds_to(summary, target) for target in told.targets},
             "bytes_to": {figures.target_key(target): figures.bytes_to(summary, target) for target in told.targets},
+            "seconds_to": {figures.target_key(target): figures.seconds_to(summary, target) for target in told.targets},
             "bytes_down": figures.bytes_down(summary),
             "bytes_up": figures.bytes_up(summary),
             "seconds": figures.seconds(summary),
+            "simulated_seconds": figures.simulated_seconds(summary),
             "directory": str(run.place),
         }

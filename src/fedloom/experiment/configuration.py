@@ -36,6 +36,7 @@ from fedloom.objectives.metrics import build_metrics
 from fedloom.objectives.regression import Regression
 from fedloom.recording.recorder import build_recorders, expression
 from fedloom.report.summary import Target
+from fedloom.rounds.clock import Clock
 from fedloom.rounds.schedule import NEUTRAL, Schedule
 from fedloom.task import Task, make_task
 from fedloom.training import Training
@@ -205,7 +206,8 @@ class Configuration(Schedule):
 
 def schedule_values(schedule: Schedule) -> dict[str, Any]:
     """The part of a schedule that figures depend on."""
-    return {name: value for name, value in dataclasses.asdict(schedule).items() if name not in NEUTRAL}
+    left_out = NEUTRAL if schedule.clock.runs else (*NEUTRAL, "clock")
+    return {name: value for name, value in dataclasses.asdict(schedule).items() if name not in left_out}
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Configuration:
@@ -267,7 +269,7 @@ def _require_plain_values(table: Mapping[str, Any]) -> None:
         require_plain(value, key if key in _KEYS else quoted(key))
 
 
-_SECTIONS: dict[str, type] = {"data": Data, "training": Training}
+_SECTIONS: dict[str, type] = {"data": Data, "training": Training, "clock": Clock}
 
 _IN_SECTIONS = [f"{section}.{one.name}" for section, kind in _SECTIONS.items() for one in fields(kind)]
 
@@ -279,7 +281,7 @@ _KEYS = [
 """Every key that a file may hold, with its table."""
 
 VARYING = [
-    *(one.name for one in fields(Schedule) if one.name not in ("seed", *NEUTRAL)),
+    *(one.name for one in fields(Schedule) if one.name not in ("seed", "clock", *NEUTRAL)),
     "model",
     "engine",
     *_IN_SECTIONS,

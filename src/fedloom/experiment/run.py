@@ -34,6 +34,7 @@ from fedloom.recording.run_recording import Recording
 from fedloom.report import summary as figures
 from fedloom.report.page import write_report
 from fedloom.report.summary import RunSummary
+from fedloom.rounds.clock import Clock
 from fedloom.rounds.engine import Engine
 from fedloom.rounds.evaluation import Record
 from fedloom.rounds.federation import Federation
@@ -172,6 +173,7 @@ def run(
     personal_clients: int = 1000,
     new_clients: float = 0.0,
     pool_budget: int | str | None = None,
+    clock: Clock | None = None,
     record: Sequence[str] = (),
     engine: str = DEFAULT,
     trackers: Sequence[str | Tracker] = (),
@@ -192,7 +194,7 @@ def run(
     method = copy.deepcopy(build(algorithm))
     schedule = Schedule(
         rounds, participation, seed, evaluate_every, checkpoint_every, dropout, personal_every, personal_clients, new_clients,
-        participation_mode, cast("int | None", pool_budget),
+        participation_mode, cast("int | None", pool_budget), clock or Clock(),
     )  # fmt: skip
     recorders = build_recorders(record)
     for recorder in recorders:

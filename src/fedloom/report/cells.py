@@ -81,6 +81,7 @@ def comparison(rows: Sequence[Row], marks: Mapping[str, Mapping[str, str]] | Non
     targets = [target_text(metric, reach.target) for reach in rows[0].reaches] if rows else []
     clients = any(row.personal is not None for row in rows)
     private = any(row.epsilon is not None for row in rows)
+    clocked = any(row.simulated is not None for row in rows)
     in_percent = ", %" if metric.share else ""
     best = ("largest", "descending") if metric.higher_is_better else ("smallest", "ascending")
     columns = (
@@ -101,13 +102,15 @@ def comparison(rows: Sequence[Row], marks: Mapping[str, Mapping[str, str]] | Non
         ),
         *(Column(f"Rounds to {target}", "smallest", "ascending", target) for target in targets),
         *(Column(f"Bytes to {target}", "smallest", "ascending", f"B {target}") for target in targets),
+        *(Column(f"Seconds to {target}", "smallest", "ascending", f"s {target}") for target in targets if clocked),
         *((Column("Epsilon", order="ascending"),) if private else ()),
+        *((Column("Simulated time", brief="Sim. time"),) if clocked else ()),
         Column("Bytes down", brief="Down"),
         Column("Bytes up", brief="Up"),
         Column("Time"),
         Column("Faults"),
     )
-    return Table(columns, tuple(_line(row, rows[0], clients, private, marks or {}) for row in rows))
+    return Table(columns, tuple(_line(row, rows[0], clients, private, clocked, marks or {}) for row in rows))
 
 
 def halves(table: Table) -> tuple[Table, Table]:
@@ -145,7 +148,7 @@ def target_text(metric: Metric, target: TargetValue) -> str:
 
 
 def _line(
-    row: Row, first: Row, clients: bool, private: bool, marks: Mapping[str, Mapping[str, str]]
+    row: Row, first: Row, clients: bool, private: bool, clocked: bool, marks: Mapping[str, Mapping[str, str]]
 ) -> tuple[Cell, ...]:
     shares = {"final": row.final, "best": row.best, "last": row.last, **({"personal": row.personal} if clients else {})}
     return (
@@ -159,7 +162,9 @@ def _line(
         *(score_cell(spread, row.metric) for spread in ((row.client_std, row.client_worst) if clients else ())),
         *(_rounds(reach, base) for reach, base in zip(row.reaches, first.reaches, strict=True)),
         *(_bytes(reach.bytes, NEVER if reach.measured else "–", reach.reached < reach.seeds) for reach in row.reaches),
+        *(_seconds_to(reach) for reach in row.reaches if clocked),
         *((_epsilon(row.epsilon),) if private else ()),
+        *((_time(row.simulated),) if clocked else ()),
         _bytes(row.bytes_down),
         _bytes(row.bytes_up),
         _time(row.seconds),
@@ -185,6 +190,15 @@ def _bytes(spread: Spread | None, missing: str = "–", partial: bool = False) -
         return Cell(missing, None)
     text = byte_text(spread.mean)
     return Cell(text, spread.mean, partial, text + SOME if partial else "")
+
+
+def _seconds_to(reach: Reach) -> Cell:
+    if reach.seconds is None:
+        return Cell(NEVER if reach.measured else "–", None)
+    partial = reach.reached < reach.seeds
+    mean, std = f"{reach.seconds.mean:.3g}", f"{reach.seconds.std:.2g}"
+    text = mean if reach.seconds.count == 1 else f"{mean} ± {std}"
+    return Cell(text + SOME if partial else text, reach.seconds.mean, partial, mean + SOME if partial else mean)
 
 
 def _epsilon(spread: Spread | None) -> Cell:

@@ -13,13 +13,14 @@ import plotly.graph_objects as go
 from fedloom.config.checks import require_one_of
 from fedloom.objectives import ACCURACY, Metric
 from fedloom.report.figures import SHARES, Style, framed, pale, styles
-from fedloom.report.summary import RunSummary, by_algorithm
+from fedloom.report.summary import RunSummary, by_algorithm, simulated_seconds
 from fedloom.report.units import byte_unit
 
 Floats = npt.NDArray[np.float64]
 
 AXES = {"round": "Round", "bytes": "Sent, down and up, {unit}", "seconds": "Seconds"}
-"""What a curve can be drawn over, with the title of the axis: the round, or what was spent until its end."""
+"""What a curve can be drawn over, with the title of the axis: the round, or what was spent until its end. Seconds are those of
+the simulated clock where there is one."""
 
 MEASURES = {
     "accuracy": ("Test accuracy", "of the global model."),
@@ -133,7 +134,13 @@ def learning_curves(runs: Sequence[RunSummary], measure: str = "", x: str = "rou
     return framed(
         traces,
         380,
-        xaxis={"title": AXES[x].format(unit=unit), "rangemode": "tozero", "hoverformat": ".4~g"},
+        xaxis={
+            "title": "Simulated seconds"
+            if x == "seconds" and simulated_seconds(runs[0]) is not None
+            else AXES[x].format(unit=unit),
+            "rangemode": "tozero",
+            "hoverformat": ".4~g",
+        },
         yaxis={"title": html.escape(title_of(measure, metric)), "hoverformat": form, **(SHARES if share else {})},
         hovermode="x unified" if len(looks) <= FEW and x == "round" else "closest",
     )
@@ -146,6 +153,8 @@ def _series(run: RunSummary, measure: str) -> dict[int, float]:
 
 def _positions(run: RunSummary, x: str) -> dict[int, float]:
     """Where each round stands on the axis `x`: its number, or what was spent until its end."""
+    if x == "seconds" and simulated_seconds(run) is not None:
+        return {int(line["round"]): float(line["simulated_seconds"]) for line in run.records}
     lines = run.timings if x == "seconds" else run.records
     numbers = [int(line["round"]) for line in lines]
     if x == "round":

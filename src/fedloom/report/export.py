@@ -138,7 +138,7 @@ def _plain(row: Row) -> dict[str, Any]:
         spreads |= {f"rounds_to_{name}": reach.rounds, f"bytes_to_{name}": reach.bytes}
         spreads |= {f"seconds_to_{name}": reach.seconds}
     spreads |= {"bytes_down": row.bytes_down, "bytes_up": row.bytes_up, "seconds": row.seconds}
-    spreads["epsilon"] = row.epsilon
+    spreads |= {"epsilon": row.epsilon, "simulated_seconds": row.simulated}
     for name, spread in spreads.items():
         line |= {name: spread and spread.mean, f"{name}_std": spread and spread.std}
     return {**line, "faults": row.faults}

@@ -125,7 +125,7 @@ class Row:
 
     `personal` is the accuracy of the clients' models on their own test data after the last round, `client_std` the standard
     deviation of the clients' accuracies and `client_worst` the mean of the lowest tenth of them (see `personal`). `epsilon` is
-    the differential privacy used up.
+    the differential privacy used up, `simulated` the seconds of the simulated clock.
     """
 
     algorithm: str
@@ -144,6 +144,7 @@ class Row:
     client_worst: Spread | None = None
     metric: Metric = ACCURACY
     epsilon: Spread | None = None
+    simulated: Spread | None = None
 
 
 def summarise(runs: Sequence[RunSummary], targets: Sequence[TargetValue] = (), last: int = LAST) -> list[Row]:
@@ -238,9 +239,18 @@ def bytes_to(run: RunSummary, target: TargetValue) -> int | None:
 
 
 def seconds_to(run: RunSummary, target: TargetValue) -> float | None:
-    """Seconds until the round that first reaches `target` is over; None if never or when no times were kept."""
+    """Seconds until the round that first reaches `target` is over, of the simulated clock where there is one; None if never or
+    when no times were kept."""
     reached = rounds_to(run, target)
+    if reached is not None and simulated_seconds(run) is not None:
+        return next(float(record["simulated_seconds"]) for record in run.records if record["round"] == reached)
     return None if reached is None or not run.timings else _total(run.timings, ("seconds",), reached)
+
+
+def simulated_seconds(run: RunSummary) -> float | None:
+    """Seconds of the whole run by the simulated clock; None where there is none."""
+    found: float | None = run.records[-1].get("simulated_seconds") if run.records else None
+    return found
 
 
 def epsilon(run: RunSummary) -> float | None:
@@ -318,4 +328,5 @@ def _row(name: str, runs: Sequence[RunSummary], targets: Sequence[TargetValue], 
         spread(lambda run: personal(run, "_worst")),
         runs[0].metric,
         spread(epsilon),
+        spread(simulated_seconds),
     )

@@ -19,6 +19,7 @@ from fedloom.flat.device import moved_back
 from fedloom.flat.population import capped
 from fedloom.round import Round
 from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, RecordsInMemory, RoundLog, without_gap
+from fedloom.rounds.clock import on_time
 from fedloom.rounds.engine import INTEGERS, ClientTask, Engine, Fault, RemoteClients, Reply, expectations, row_for
 from fedloom.rounds.evaluation import Evaluation, Record, newcomers_last
 from fedloom.rounds.pool_watch import PoolWatch
@@ -96,12 +97,18 @@ class Federation:
         self._noted: set[str] = set()  # the notices that are in `timings` by now
         self._spent = 0  # the round after which no other may be run
         self._midway = False  # a round has begun and not ended, so that the state is that of no round
-        participants = schedule.participants(trainers)
+        self._now = 0.0  # of the simulated clock
+        self._awaited = schedule.participants(trainers)  # replies of a round, at most
+        participants = schedule.clock.selected(self._awaited, trainers)
+        if schedule.clock.runs and isinstance(engine, RemoteClients):
+            raise InvalidValue("clock: the time of real sites is that of the real clock: leave the table [clock] out")
         task.training.same_rates(schedule.rounds, schedule.rounds)  # raises where there is none
         rate = task.training.rate(1, schedule.rounds)
         poisson = schedule.participation_mode == "poisson"
         if poisson:
-            _require_varying(algorithm)
+            _require_varying(algorithm, "participation_mode = poisson draws another number of clients in each round")
+        if participants > self._awaited:
+            _require_varying(algorithm, "clock.over_selection takes the first replies of a round, whoever sent them")
         self._first = Round(1, schedule.rounds, schedule.seed, trainers, participants, rate, rate, poisson=poisson)
         self._pools = PoolFiles(None if directory is None else directory / "pool", schedule.pool_budget)
         algorithm.setup(
@@ -202,6 +209,8 @@ class Federation:
     def _round(self, round: Round) -> tuple[Record, Record, Record | None]:
         """The figures of a new round, its times, and the figures client by client if they were taken."""
         began = time.perf_counter()
+        clock = self.schedule.clock
+        round = replace(round, closes=math.inf if clock.deadline is None else self._now + clock.deadline)
         selection = self.algorithm.select(round)
         round = replace(round, selected=selection.clients)
         message = dict(self.algorithm.send(round))
@@ -209,6 +218,15 @@ class Federation:
         if INTEGERS in expectations(self.algorithm, round, self.task.layout):
             message[INTEGERS] = self.integers.unsqueeze(0)
         client_tasks, absent = self._client_tasks(round, selection, message)
+        finish = self._finish_times(round, client_tasks) if clock.runs else {}
+        now = self._now
+        if clock.runs and not any(method.asynchronous for method in self.algorithm.nested()):
+            numbers = [self.numbers[selection.clients[slot]] for slot in finish]
+            taken, now = on_time([*finish.values()], numbers, self._awaited, self._now, round.closes)
+            for slot, after in [entry for place, entry in enumerate(finish.items()) if place not in taken]:
+                late = next(task for task in client_tasks if task.slot == slot)
+                absent.append(Fault(late, f"late: after {after - self._now:.6g} s"))
+                client_tasks.remove(late)
         answers = self._answers(round, selection, client_tasks)
         trained = observed = time.perf_counter()
         if answers.fold is None:
@@ -218,6 +236,8 @@ class Federation:
             observed = time.perf_counter()
             if INTEGERS in replies.tensors:
                 self.integers = replies.tensors.pop(INTEGERS).amax(0)
+            if clock.runs:
+                replies.finish = torch.tensor([finish[slot] for slot in replies.slots.tolist()], dtype=torch.float64)
             if len(replies):
                 self.algorithm.receive(round, replies)
             del replies
@@ -228,7 +248,7 @@ class Federation:
         model = _checked_model(self.algorithm, "update" if self.algorithm.folds else "receive", self.task.initial)
         received = time.perf_counter()
         receivers = selection.receivers or len(selection.clients) + len(selection.idle)
-        receivers -= len(absent) + sum(not fault.sent for fault in answers.faults)
+        receivers -= sum(not fault.sent for fault in [*absent, *answers.faults])
         record: Record = {
             "round": round.number,
             "clients": [self.numbers[client] for client in selection.clients],
@@ -239,7 +259,9 @@ class Federation:
             ],
         }
         measured = {name: float(values.mean()) for name, values in answers.metrics.items()}
-        record |= self.algorithm.account()
+        record |= {"simulated_seconds": now} | self.algorithm.account()
+        if not clock.runs:
+            del record["simulated_seconds"]
         record = {**record, **{name: value for name, value in measured.items() if name not in record}}
         figures, clients = self.evaluation.measure(self.algorithm, round, model, self.integers)
         self._require_converging(round, model, figures.get("loss"))
@@ -280,7 +302,7 @@ class Federation:
             client_task = ClientTask(client, slot, inbox)
             chance = self.schedule.dropout and float(torch.rand((), generator=round.stream("dropout", client)))
             if chance < self.schedule.dropout:
-                absent.append(Fault(client_task, "dropped out"))
+                absent.append(Fault(client_task, "dropped out", sent=False))
             else:
                 client_tasks.append(client_task)
         if selection.idle:
@@ -288,6 +310,22 @@ class Federation:
             shared = {name: row_for(rows, last) for name, rows in message.items()}
             client_tasks += [ClientTask(client, None, shared) for client in selection.idle]
         return client_tasks, absent
+
+    def _finish_times(self, round: Round, client_tasks: Sequence[ClientTask]) -> dict[int, float]:
+        """By slot, when the simulated clock has each reply."""
+        dtypes = self.algorithm.reply_dtypes
+        up = sum(
+            math.prod(shape) * dtypes.get(name, torch.int64 if name == INTEGERS else self.task.initial.dtype).itemsize
+            for name, shape in expectations(self.algorithm, round, self.task.layout).items()
+        )
+        uploads = [(task, task.slot) for task in client_tasks if task.slot is not None]
+        sizes = self.task.sizes(torch.tensor([task.client for task, _ in uploads], dtype=torch.int64)).tolist()
+        found = {}
+        for (task, slot), size in zip(uploads, sizes, strict=True):
+            device = self.schedule.clock.device(self.schedule.seed, self.numbers[task.client])
+            down = sum(map(_row_bytes, task.inbox.values()))
+            found[slot] = device.finish(self._now, self.task.training.samples_seen(int(size)), down, up)
+        return found
 
     def _answers(self, round: Round, selection: Selection, client_tasks: Sequence[ClientTask]) -> RoundReplies:
         """The answers of all clients. They are folded as they come, unless the method, an observer or the limits on what remote
@@ -323,7 +361,7 @@ class Federation:
         for records, line in zip(self._records, (record, timing, clients), strict=True):
             if line is not None:
                 records.append(line)
-        self.finished = record["round"]
+        self.finished, self._now = record["round"], record.get("simulated_seconds", 0.0)
 
     def save(self) -> None:
         """Write a checkpoint now. Figures and client memory that it refers to reach the disk before it, and what only older
@@ -362,7 +400,7 @@ class Federation:
         found = self.checkpoints.latest(recorded, self._adopt)
         finished = 0 if found is None else found.round
         history, timings, _ = (log.resume(finished) for log in self._logs)
-        self.finished = finished
+        self.finished, self._now = finished, history[-1].get("simulated_seconds", 0.0) if history else 0.0
         self._noted.update(text for timing in timings for text in timing.get("notices", ()))
         for record in history:
             self._pool_watch.see(record)
@@ -391,14 +429,11 @@ def _diverged(round: Round, what: str) -> Diverged:
     return Diverged(f"round {round.number}: training diverged (learning rate {round.learning_rate:g}): {what}; {kept}")
 
 
-def _require_varying(algorithm: Algorithm) -> None:
+def _require_varying(algorithm: Algorithm, why: str) -> None:
     """Raise `InvalidValue` unless the number of clients in a round may vary."""
     found = next((part for part in algorithm.nested() if part.fixed_participants), None)
     if found is not None:
-        raise InvalidValue(
-            f"participation_mode = poisson draws another number of clients in each round, but {describe(found)} "
-            "needs as many in every one"
-        )
+        raise InvalidValue(f"{why}, but {describe(found)} needs as many in every one")
 
 
 def _raise_unless_absent(algorithm: Algorithm, round: Round, faults: list[Fault]) -> None:

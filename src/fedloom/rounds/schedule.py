@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from fedloom.config.fields import BelowOne, Bytes, Count, NonNegativeInt, Share, require_fields
+from fedloom.errors import InvalidValue
+from fedloom.rounds.clock import Clock
 
 NEUTRAL = ("checkpoint_every", "pool_budget")
 """Fields of a schedule on which no figure depends."""
@@ -29,6 +31,8 @@ class Schedule:
 
     `pool_budget`: bytes, such as 4000000000 or "4GiB", beyond which the models of a pool (FedMR), or all replies where a method
     needs them together, lie in files of the run, of which the system keeps in memory what it has room for. None: in memory.
+
+    `clock`: how long clients take, and how long the server waits for them. By default no time is simulated.
     """
 
     rounds: Count = 100
@@ -42,9 +46,12 @@ class Schedule:
     new_clients: BelowOne = 0.0
     participation_mode: Literal["fixed", "poisson"] = "fixed"
     pool_budget: Bytes | None = None
+    clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self) -> None:
         require_fields(self)
+        if self.clock.over_selection and self.participation_mode == "poisson":
+            raise InvalidValue("clock.over_selection: a poisson round has no number of replies to wait for")
 
     def newcomers(self, clients: int) -> int:
         """How many of the clients never train."""

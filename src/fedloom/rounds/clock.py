@@ -1,0 +1,182 @@
+"""The simulated clock: how long each client's work takes, from counted samples and counted bytes alone, so that it is exact."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import numpy as np
+from pydantic import Field
+
+from fedloom.config.expression import parse
+from fedloom.config.fields import NonNegative, Positive, require_fields
+from fedloom.config.registry import Registry
+from fedloom.errors import FedloomError, InvalidValue, quoted
+from fedloom.randomness import numpy_stream
+
+DAY = 86_400.0
+COLUMNS = ("speed", "down", "up", "from", "hours")
+
+Rate = Callable[[np.random.Generator], float]
+"""Draws one client's rate, per second."""
+
+client_rates: Registry[Callable[..., Rate]] = Registry("distribution of clients' rates", "fedloom.rounds")
+
+
+@client_rates.register("lognormal")
+def lognormal(*, median: Positive, sigma: NonNegative = 1.0) -> Rate:
+    """median exp(sigma n), n standard normal."""
+    return lambda generator: median * math.exp(sigma * generator.standard_normal())
+
+
+@client_rates.register("stragglers")
+def stragglers(*, fastest: Positive, times: Annotated[float, Field(ge=1, le=1e9)] = 10.0) -> Rate:
+    """fastest / u with u uniform in [1, times]: the slowest takes that many times as long."""
+    return lambda generator: fastest / generator.uniform(1, times)
+
+
+@client_rates.register("fedscale")
+def fedscale() -> Rate:
+    """Samples per second of FedScale's clients: 0.005 exp(1 + 0.6 n) seconds a sample, n standard normal.
+
+    Source: FedScale (Lai et al. 2022), `get_completion_time_lognormal` in its client_metadata.py, after PAPAYA.
+    """
+    return lambda generator: 1 / (0.005 * math.exp(1 + 0.6 * generator.standard_normal()))
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one client computes with: samples and bytes per second, and its working hours of each day, from hour `start` on."""
+
+    speed: float
+    down: float
+    up: float
+    start: float
+    hours: float
+
+    def finish(self, began: float, samples: float, bytes_down: float, bytes_up: float) -> float:
+        """When work that begins at second `began` is done:
+
+            bytes_down / down + samples / speed + bytes_up / up
+
+        seconds later, where the client always works; outside its hours it waits.
+        """
+        work = bytes_down / self.down + samples / self.speed + bytes_up / self.up
+        if self.hours >= 24:
+            return began + work
+        length, opens = 3600 * self.hours, 3600 * self.start
+        opened = began - (began - opens) % DAY  # when the last of its hours began
+        done = min(began - opened, length)  # seconds of that day that have passed
+        days = max(0, math.ceil((done + work) / length) - 1)
+        return opened + days * DAY + done + work - days * length if work else began
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The table `[clock]`: how fast clients are, and how long the server waits for them.
+
+    `speed` is the samples per second that a client trains on, `down` and `up` its bytes per second: a number for all, or
+    `lognormal(median, sigma)`, `stragglers(fastest, times)` or `fedscale` (speed alone), drawn once for each client from the
+    run's seed. What is left out takes no time. `hours` is how much of a day each client works, from an hour of its own on, drawn
+    uniformly; outside it its work waits. `trace` is a CSV file with a line for each client, whose columns, of `speed`, `down`,
+    `up`, `from` and `hours`, replace what is said here; with fewer lines than clients they are used in turn.
+
+    A round takes as long as the slowest client whose reply is awaited. With a `deadline`, replies later than so many seconds
+    after its beginning are dropped; with `over_selection` s, ceil((1 + s) K) clients are selected and the first K replies are
+    taken. Asynchronous methods (`fedbuff`) use late replies as stale ones.
+    """
+
+    speed: Positive | str | None = None
+    down: Positive | str | None = None
+    up: Positive | str | None = None
+    hours: Annotated[float, Field(gt=0, le=24)] = 24.0
+    trace: str | None = None
+    deadline: Positive | None = None
+    over_selection: Annotated[float, Field(ge=0, le=100)] = 0.0
+
+    def __post_init__(self) -> None:
+        require_fields(self)
+        for name in ("speed", "down", "up"):
+            if isinstance(given := getattr(self, name), str):
+                try:
+                    _rate(given)
+                except FedloomError as error:
+                    raise InvalidValue(f"{name}: {error}") from None
+        if self.trace is not None:
+            _lines(self.trace)
+        if not self.runs and (self.deadline is not None or self.over_selection or self.hours < 24):
+            raise InvalidValue("a clock needs the clients' speed, such as speed = 100 (samples per second), or a trace")
+
+    @property
+    def runs(self) -> bool:
+        """Whether anything takes time."""
+        return any(given is not None for given in (self.speed, self.down, self.up, self.trace))
+
+    def device(self, seed: int, client: int) -> Device:
+        """What a client computes with, the same in every round."""
+        return _device(self, seed, client)
+
+    def selected(self, wanted: int, clients: int) -> int:
+        """How many clients to select for so many replies."""
+        return min(clients, math.ceil((1 + self.over_selection) * wanted - 1e-9))
+
+
+def on_time(
+    finish: Sequence[float], clients: Sequence[int], wanted: int, began: float, closes: float
+) -> tuple[set[int], float]:
+    """Which of the replies are taken, by place: the first `wanted` that come until `closes`, those of lower-numbered clients
+    first; and when the server goes on."""
+    order = sorted(range(len(finish)), key=lambda place: (finish[place], clients[place]))
+    taken = [place for place in order[:wanted] if finish[place] <= closes]
+    waits = math.isfinite(closes) and len(taken) < min(wanted, len(order))
+    return set(taken), closes if waits else max([began, *(finish[place] for place in taken)])
+
+
+@cache
+def _rate(text: str) -> Rate:
+    return cast(Rate, client_rates.build(parse(text)))
+
+
+@lru_cache(maxsize=100_000)
+def _device(clock: Clock, seed: int, client: int) -> Device:
+    def drawn(name: str, given: Any) -> float:
+        if isinstance(given, str):
+            return float(_rate(given)(numpy_stream(seed, f"clock {name}", client=client)))
+        return math.inf if given is None else float(given)
+
+    start = 24 * float(numpy_stream(seed, "clock hours", client=client).random())
+    speed, down, up = (drawn(name, getattr(clock, name)) for name in ("speed", "down", "up"))
+    found = Device(speed, down, up, start, clock.hours)
+    lines = () if clock.trace is None else _lines(clock.trace)
+    return replace(found, **lines[client % len(lines)]) if lines else found
+
+
+@cache
+def _lines(path: str) -> tuple[dict[str, float], ...]:
+    """The lines of a trace. Raises `InvalidValue` where it cannot be read, with the line."""
+    try:
+        rows = list(csv.DictReader(Path(path).read_text().splitlines()))
+    except (OSError, ValueError, csv.Error) as error:
+        raise InvalidValue(f"trace: cannot read {quoted(path)}: {getattr(error, 'strerror', None) or error}") from None
+    if not rows:
+        raise InvalidValue(
+            f"trace: {path} holds no client: give a line of {', '.join(COLUMNS)} and one for each client"
+        )
+    found = []
+    for number, row in enumerate(rows, start=2):
+        for name, text in row.items():
+            if name not in COLUMNS:
+                raise InvalidValue(f"trace: {path} has a column {quoted(name)}: there are {', '.join(COLUMNS)}")
+            try:
+                value = float(text)
+            except (TypeError, ValueError):
+                value = math.nan
+            if not (0 <= value <= 24 if name == "from" else 0 < value <= (24 if name == "hours" else math.inf)):
+                raise InvalidValue(f"trace: {path}, line {number}: {name} cannot be {quoted(text)}")
+        found.append({"start" if name == "from" else name: float(text) for name, text in row.items()})
+    return tuple(found)

@@ -1,0 +1,150 @@
+"""Asynchronous methods against a naive simulation of events, their limiting cases, and a run that stopped half-way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import build, uniform
+from fedloom.algorithms.asynchronous import FedBuff
+from fedloom.engines.rows import RowsEngine
+from fedloom.errors import InvalidValue
+from fedloom.experiment.run import run
+from fedloom.round import Round
+from fedloom.rounds.clock import Clock
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
+from small_task import small_task
+from test_clock import STRAGGLERS, task, trained
+
+
+def federation(method: str, rounds: int = 6, clock: Clock = STRAGGLERS, directory: Path | None = None) -> Federation:
+    schedule = Schedule(rounds=rounds, participation=0.5, seed=3, clock=clock, checkpoint_every=1)
+    one = task()
+    return Federation(build(method), one, RowsEngine(one), schedule, directory)
+
+
+def naive(rounds: int, k: int, asynchronous: bool) -> tuple[Tensor, list[float]]:
+    """FedBuff, or FedAsync where `asynchronous`, as a loop over events with plain SGD on the linear model. Four clients train at a
+    time; batches are drawn as `task` says."""
+    learned, now, times = task(), 0.0, []
+    engine = RowsEngine(learned)
+    model = learned.initial.clone()
+    under_way: list[tuple[float, int, int, Tensor, Tensor]] = []  # done at, client, version, sent, returned
+    for number in range(1, rounds + 1):
+        round = Round(number, rounds, 3, 8, 4, 0.1, 0.1)
+        busy = [entry[1] for entry in under_way]
+        new = [client for client in uniform(round) if client not in busy][: 4 - len(busy)]
+        for client in new:
+            flat = engine.cohort(round, _ClientTask(client)).fit(model[None].clone()).model[0]
+            device, size = STRAGGLERS.device(3, client), int(learned.partition.sizes[client])
+            done = now + 2600 / device.down + size / device.speed + 2600 / device.up
+            under_way.append((done, client, number, model.clone(), flat))
+        under_way.sort(key=lambda entry: entry[:2])
+        arrived, under_way = under_way[:k], under_way[k:]
+        now = max(now, arrived[-1][0])
+        times.append(now)
+        weights = torch.tensor([float(learned.partition.sizes[client]) for _, client, *_ in arrived])
+        moved = []
+        for _, _, version, sent, returned in arrived:
+            discount = (1 + number - version) ** -0.5
+            moved.append(0.6 * discount * (returned - model) if asynchronous else discount * (returned - sent))
+        model = model + (torch.stack(moved) * (weights / weights.sum())[:, None]).sum(0)
+    return model, times
+
+
+class _ClientTask:
+    """What `RowsEngine.cohort` asks of a task."""
+
+    slot = 0
+
+    def __init__(self, client: int) -> None:
+        self.client = client
+
+
+@pytest.mark.parametrize(("method", "k"), [("fedbuff(fedavg, k=2)", 2), ("fedasync(fedavg)", 1)])
+def test_the_order_of_events_and_the_model_are_those_of_a_naive_simulation(method: str, k: int) -> None:
+    """Clients of ten speeds: some replies are several versions old."""
+    found = federation(method)
+    found.run()
+    model, times = naive(6, k, asynchronous=k == 1)
+    assert [record["simulated_seconds"] for record in found.history] == pytest.approx(times, rel=1e-12)
+    assert torch.allclose(found.algorithm.model(), model, atol=1e-6)
+    assert int((6 - found.algorithm.state["since"]).max()) >= 2, "nobody was late, so nothing was shown"
+
+
+@pytest.mark.parametrize(("method", "limit"), [("fedbuff(fedprox, k=4)", "fedprox"), ("fedmr_async(k=4)", "fedmr")])
+def test_waiting_for_all_is_the_method_itself(method: str, limit: str) -> None:
+    """Bit for bit, with its times."""
+    waits, plain = trained(method), trained(limit)
+    assert waits.history == plain.history
+    assert torch.equal(waits.federation.algorithm.model(), plain.federation.algorithm.model())
+
+
+def test_fedmr_recombines_those_that_are_back_and_keeps_every_layer() -> None:
+    """The pool's mean moves by what has come back alone, and models under way stay as they were sent."""
+    found = federation("fedmr_async(k=2)", rounds=1)
+    before = found.algorithm.state["pool"].clone()
+    found.run()
+    state = found.algorithm.state
+    back = (state["client"] < 0).nonzero()[:, 0]
+    assert len(back) == 2
+    away = [place for place in range(4) if place not in back.tolist()]
+    assert torch.equal(state["pool"][away], before[away])
+    assert torch.allclose(state["pool"][back].mean(0), state["replies"][back].mean(0), atol=1e-7)
+
+
+@pytest.mark.parametrize("method", ["fedbuff(fedavg, k=2)", "fedasync(fedavg)", "fedmr_async(k=2)"])
+def test_a_run_that_stopped_goes_on_bit_for_bit(method: str, tmp_path: Path) -> None:
+    """Who trains, since when, until when and with what result is in the checkpoint."""
+    begun = federation(method, directory=tmp_path)
+    for _ in range(3):
+        begun.step()
+    begun.save()
+    begun.step()  # whose checkpoint is never written
+    again, whole = federation(method, directory=tmp_path), federation(method)
+    assert again.finished == 3
+    again.run()
+    whole.run()
+    assert again.history == whole.history
+    assert all(torch.equal(again.algorithm.state[name], held) for name, held in whole.algorithm.state.items())
+
+
+def test_a_deadline_ends_a_round_with_fewer_and_late_replies_are_used_later() -> None:
+    """Nobody is dropped: what came after the deadline is in a later step."""
+    clock = Clock(speed="stragglers(100, 10)", deadline=2.0)
+    found = federation("fedbuff(fedavg, k=4)", rounds=12, clock=clock)
+    found.run()
+    times = [record["simulated_seconds"] for record in found.history]
+    assert all(after - before <= 2.0 + 1e-9 for before, after in zip([0.0, *times], times, strict=False))
+    assert not any(record["faults"] for record in found.history)
+    assert any(len(record["clients"]) < 4 for record in found.history)
+    assert not torch.equal(found.algorithm.model(), task().initial)
+
+
+def test_batch_norm_and_clients_that_drop_out() -> None:
+    """Statistics stay variances, and the place of a client that never answers is free again."""
+    found = run("fedbuff(fedavg, k=2)", small_task(), rounds=8, participation=0.7, dropout=0.4, seed=1, engine="rows")
+    method = found.federation.algorithm
+    assert isinstance(method, FedBuff) and torch.isfinite(method.model()).all()
+    assert "simulated_seconds" not in found.history[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("fedbuff(fedavg)", "k must be at most the 4 clients that train at a time, not 10"),
+        ("fedbuff(scaffold, k=2)", "beside the model"),
+        ("fedbuff(fedmr, k=2)", "does more than average whole models"),
+        ("private(fedbuff(fedavg, k=2), noise=1.0)", "says itself who trains when"),
+        ("stages(fedbuff(fedavg, k=2):2, fedavg)", "says itself who trains when"),
+        ("fedmr_async(k=2, blend=auto)", "give a share"),
+    ],
+)
+def test_what_cannot_be_is_refused(method: str, said: str) -> None:
+    """In one line, before anybody trains."""
+    with pytest.raises(InvalidValue, match=said):
+        federation(method)

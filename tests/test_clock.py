@@ -1,0 +1,173 @@
+"""The simulated clock: what work takes, whose replies are in time, and what tables and curves make of it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fedloom.errors import FedloomError, InvalidValue
+from fedloom.experiment.configuration import configuration
+from fedloom.experiment.run import Result, run
+from fedloom.report.cells import comparison
+from fedloom.report.curves import curve
+from fedloom.report.summary import RunSummary, seconds_to, summarise
+from fedloom.rounds.clock import DAY, Clock, Device, on_time
+from fedloom.task import Task, make_task
+from fedloom.training import Training
+
+STRAGGLERS = Clock(speed="stragglers(100, 10)", down=10_000, up="lognormal(5000, 0.5)")
+
+
+def task(**options: Any) -> Task:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    training = Training(**{"learning_rate": 0.1, "batch_size": 20, **options})
+    return make_task("digits", clients=8, partition="dirichlet(1.0)", model=model, training=training)
+
+
+def trained(method: str = "fedavg", clock: Clock = STRAGGLERS, **options: Any) -> Result:
+    return run(method, task(), clock=clock, engine="rows", **{"rounds": 3, "participation": 0.5, "seed": 3, **options})
+
+
+def test_a_round_takes_as_long_as_the_slowest_client_by_counted_samples_and_bytes() -> None:
+    """All but the device's own rates is computed here by hand."""
+    result, sizes = trained(), task().partition.sizes
+    now = 0.0
+    for record in result.history:
+        took = []
+        for client in record["clients"]:
+            device = STRAGGLERS.device(3, client)
+            took.append(650 * 4 / device.down + sizes[client] / device.speed + 650 * 4 / device.up)
+        now += max(took)
+        assert record["simulated_seconds"] == pytest.approx(now, rel=1e-12)
+        assert record["bytes_up"] == record["bytes_down"] == 4 * 650 * 4
+
+
+def test_time_changes_no_other_figure_and_without_a_clock_none_is_recorded() -> None:
+    """Nothing that clients draw or learn depends on the clock."""
+    clocked, plain = trained().history, trained(clock=Clock()).history
+    assert [{k: v for k, v in record.items() if k != "simulated_seconds"} for record in clocked] == plain
+
+
+def test_training_for_steps_counts_their_samples() -> None:
+    """Steps take batches, of all samples where there are fewer."""
+    assert Training(epochs=3).samples_seen(70) == 210
+    assert Training(steps=4, batch_size=20).samples_seen(70) == 80
+    assert Training(steps=4, batch_size=20).samples_seen(7) == 28
+
+
+@given(
+    st.floats(0, 5 * DAY), st.floats(0, 3 * DAY), st.floats(0, 23.9), st.floats(0.5, 23.5)
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_work_waits_outside_a_clients_hours(began: float, work: float, start: float, hours: float) -> None:
+    """Against walking from window to window."""
+    device = Device(1.0, math.inf, math.inf, start, hours)
+    opens, left, now = start * 3600 - DAY, work, began
+    while left > 0:
+        closes = opens + hours * 3600
+        if closes > now:
+            now = max(now, opens)
+            done = min(left, closes - now)
+            left, now = (left - done, now + done) if left - done > 1e-6 else (0.0, now + left)
+        opens += DAY
+    assert device.finish(began, work, 0, 0) == pytest.approx(now, abs=1e-3)
+
+
+def test_replies_are_taken_in_their_order_until_the_deadline() -> None:
+    """Ties go to the lower number; the server waits for a deadline only where it misses somebody."""
+    finish, clients = [5.0, 3.0, 3.0, 9.0], [0, 7, 2, 1]
+    assert on_time(finish, clients, 4, 1.0, math.inf) == ({0, 1, 2, 3}, 9.0)
+    assert on_time(finish, clients, 1, 1.0, math.inf) == ({2}, 3.0)
+    assert on_time(finish, clients, 2, 1.0, 4.0) == ({1, 2}, 3.0)
+    assert on_time(finish, clients, 3, 1.0, 4.0) == ({1, 2}, 4.0)
+    assert on_time(finish, clients, 3, 1.0, 2.0) == (set(), 2.0)
+    assert on_time([], [], 3, 1.0, 2.0) == (set(), 1.0)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedmr"])
+def test_late_replies_are_dropped_and_said(method: str) -> None:
+    """No round is longer than its deadline, and who was late was sent the model."""
+    clock = Clock(speed="stragglers(100, 10)", deadline=6.0)
+    history = trained(method, clock).history
+    assert any(record["faults"] for record in history)
+    assert all(fault["reason"].startswith("late: after ") for record in history for fault in record["faults"])
+    ends = [0.0, *(record["simulated_seconds"] for record in history)]
+    for record, before, after in zip(history, ends[:-1], ends[1:], strict=True):
+        assert after - before == pytest.approx(6.0) if record["faults"] else after - before < 6.0
+        assert record["bytes_down"] == 4 * 650 * 4
+        assert record["bytes_up"] == (4 - len(record["faults"])) * 650 * 4
+
+
+def test_over_selection_takes_the_first_replies() -> None:
+    """Six of eight are asked for four replies: the two slowest of every round are late."""
+    clock = Clock(speed="stragglers(100, 10)", over_selection=0.5)
+    for record in trained(clock=clock).history:
+        took = {client: task().partition.sizes[client] / clock.device(3, client).speed for client in record["clients"]}
+        slowest = sorted(took, key=lambda client: (took[client], client))[4:]
+        assert sorted(fault["client"] for fault in record["faults"]) == sorted(slowest)
+        assert len(took) == 6
+    with pytest.raises(InvalidValue, match="fedmr needs as many in every one"):
+        trained("fedmr", clock)
+
+
+def test_a_resumed_run_has_the_time_of_an_undisturbed_one(tmp_path: Path) -> None:
+    """Lengthened: the clock goes on where the last record says."""
+    trained(directory=tmp_path, rounds=2)
+    assert trained(directory=tmp_path).history == trained().history
+
+
+def test_a_trace_gives_each_client_its_line(tmp_path: Path) -> None:
+    """Lines are used in turn, and columns that are not there come from the table."""
+    path = tmp_path / "trace.csv"
+    path.write_text("speed,from,hours\n10,0,24\n20,6,12\n")
+    clock = Clock(trace=str(path), up=7.0)
+    assert clock.device(0, 2) == Device(10, math.inf, 7.0, 0, 24)
+    assert clock.device(5, 1) == Device(20, math.inf, 7.0, 6, 12)
+    for text, said in {
+        "sped\n1\n": "column 'sped'",
+        "speed\n-1\n": "line 2: speed cannot be '-1'",
+        "speed\n": "no client",
+    }.items():
+        other = tmp_path / f"{len(text)}.csv"
+        other.write_text(text)
+        with pytest.raises(InvalidValue, match=said):
+            Clock(trace=str(other))
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"speed": "lognormol(3)"}, "clock.speed: .*did you mean 'lognormal'"),
+        ({"speed": 0}, "clock.speed must be greater than 0"),
+        ({"deadline": 3.0}, "needs the clients' speed"),
+        ({"sped": 3}, "did you mean 'clock.speed'"),
+        ({"trace": "missing.csv"}, "cannot read"),
+        ({"speed": 1, "hours": 25}, "clock.hours must be .*24"),
+    ],
+)
+def test_mistakes_are_one_line(table: dict[str, Any], said: str) -> None:
+    """Each names the value and what is allowed."""
+    with pytest.raises(FedloomError, match=said):
+        configuration({"clock": table})
+
+
+def test_targets_are_reached_in_simulated_seconds() -> None:
+    """Tables have a column of them, and curves over seconds are over these."""
+    records = [{"round": k, "accuracy": k / 4, "simulated_seconds": 10.0 * k} for k in (1, 2, 3)]
+    summary = RunSummary("fedavg", 0, records, [{"round": k, "seconds": 0.1} for k in (1, 2, 3)])
+    assert seconds_to(summary, 0.5) == 20.0
+    table = comparison(summarise([summary], [0.5]))
+    cells = dict(zip([column.title for column in table.columns], table.lines[0], strict=True))
+    assert cells["Seconds to 50 %"].text == "20"
+    assert cells["Simulated time"].value == 30.0
+    drawn = curve([summary], x="seconds")
+    assert drawn is not None and drawn.x.tolist() == [10.0, 20.0, 30.0]
