@@ -28,8 +28,7 @@ def federation(method: str, rounds: int = 6, clock: Clock = STRAGGLERS, director
 
 
 def naive(rounds: int, k: int, asynchronous: bool) -> tuple[Tensor, list[float]]:
-    """FedBuff, or FedAsync where `asynchronous`, as a loop over events with plain SGD on the linear model. Four clients train at a
-    time; batches are drawn as `task` says."""
+    """FedBuff, or FedAsync where `asynchronous`, as a loop over events; four clients train at a time."""
     learned, now, times = task(), 0.0, []
     engine = RowsEngine(learned)
     model = learned.initial.clone()
@@ -129,7 +128,8 @@ def test_batch_norm_and_clients_that_drop_out() -> None:
     """Statistics stay variances, and the place of a client that never answers is free again."""
     found = run("fedbuff(fedavg, k=2)", small_task(), rounds=8, participation=0.7, dropout=0.4, seed=1, engine="rows")
     method = found.federation.algorithm
-    assert isinstance(method, FedBuff) and torch.isfinite(method.model()).all()
+    assert isinstance(method, FedBuff)
+    assert torch.isfinite(method.model()).all()
     assert "simulated_seconds" not in found.history[0]
 
 

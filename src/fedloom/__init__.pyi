@@ -5,6 +5,9 @@ from .algorithm import build as build
 from .algorithms.ala import Ala as Ala
 from .algorithms.ala import FedALA as FedALA
 from .algorithms.apple import Apple as Apple
+from .algorithms.asynchronous import FedAsync as FedAsync
+from .algorithms.asynchronous import FedBuff as FedBuff
+from .algorithms.asynchronous import FedMRAsync as FedMRAsync
 from .algorithms.clustered import CluSamp as CluSamp
 from .algorithms.clustered import Clustered as Clustered
 from .algorithms.compression import LowRank as LowRank

@@ -72,8 +72,10 @@ class Device:
         length, opens = 3600 * self.hours, 3600 * self.start
         opened = began - (began - opens) % DAY  # when the last of its hours began
         done = min(began - opened, length)  # seconds of that day that have passed
+        if done >= length:
+            opened, done = opened + DAY, 0.0
         days = max(0, math.ceil((done + work) / length) - 1)
-        return opened + days * DAY + done + work - days * length if work else began
+        return opened + days * DAY + done + work - days * length
 
 
 @dataclass(frozen=True)
