@@ -35,6 +35,7 @@ VARIANTS = ["fedavg(weighted=false)", "fedexp(epsilon_by_clients=true)", "feddyn
 
 KEEP_ALL = {
     "ala(fedmr)", "apple", "clusamp", "clustered(fedmr)", "fedamp", "fedfomo", "fedgen", "fedmr", "indep",
+    "fedasync(fedavg)", "fedbuff(fedavg, k=2)", "fedmr_async(k=2)",
     "local_private(fedmr, clip=none, noise=0)", "robust(fedavg)", "robust(feddc)", "secure(fedmr)", "feddyn(evaluate=all)",
 }  # fmt: skip
 

@@ -59,6 +59,7 @@ from .experiment.artifact import load_model as load_model
 from .experiment.check import check as check
 from .experiment.run import Result as Result
 from .experiment.run import run as run
+from .rounds.clock import Clock as Clock
 from .rounds.federation import Federation as Federation
 from .rounds.schedule import Schedule as Schedule
 from .task import Task as Task
