@@ -18,6 +18,7 @@ from fedloom.experiment.run import Result, run
 from fedloom.report.cells import comparison
 from fedloom.report.curves import curve
 from fedloom.report.summary import RunSummary, seconds_to, summarise
+from fedloom.rounds import clock
 from fedloom.rounds.clock import DAY, Clock, Device, on_time
 from fedloom.task import Task, make_task
 from fedloom.training import Training
@@ -140,6 +141,17 @@ def test_a_trace_gives_each_client_its_line(tmp_path: Path) -> None:
         other.write_text(text)
         with pytest.raises(InvalidValue, match=said):
             Clock(trace=str(other))
+
+
+def test_a_run_does_not_go_on_with_another_trace_of_the_same_name(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    for speed in (10, 20):
+        path.write_text(f"speed\n{speed}\n")
+        clock._lines.cache_clear()  # as in another process
+        if speed == 10:
+            trained(clock=Clock(trace=str(path)), directory=tmp_path / "run", rounds=2)
+    with pytest.raises(FedloomError, match="another run"):
+        trained(clock=Clock(trace=str(path)), directory=tmp_path / "run")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import torch
 import fedloom
 from fedloom.algorithm import Algorithm
 from fedloom.data.lazy import in_memory
+from fedloom.rounds.clock import Clock
 from fedloom.task import Task
 
 _SAMPLED = 1000  # inputs that stand for all of them when data are told apart
@@ -26,8 +27,9 @@ _DECIDING = ("python", "torch", "numpy", "fedloom", "threads", "machine")
 """What may change the last digits of a figure."""
 
 
-def identity(task: Task, described: Mapping[str, Any], method: Algorithm) -> str:
-    """A digest of what determines the run: settings, split, labels, initial model (frozen parts, too), a sample of inputs.
+def identity(task: Task, described: Mapping[str, Any], method: Algorithm, clock: Clock) -> str:
+    """A digest of what determines the run: settings, split, labels, initial model (frozen parts, too), a sample of inputs, the
+    trace of the clock.
 
     The number of rounds is left out, so that a run can be lengthened, unless the method needs to know it.
     """
@@ -45,6 +47,7 @@ def identity(task: Task, described: Mapping[str, Any], method: Algorithm) -> str
     for row in (task.initial, task.initial_integers):
         digest.update(row.cpu().numpy().tobytes())
     digest.update(task.frozen_digest.encode())
+    digest.update(repr(clock.lines or "").encode())
     return digest.hexdigest()
 
 

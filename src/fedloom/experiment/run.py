@@ -371,7 +371,7 @@ class _RunPlan:
         task, observers = self.task, [] if recording is None else [recording]
         if place is None:
             return Federation(self.method, task, engine, self.schedule, observers=observers)
-        run = identity(task, self.described, self.method)
+        run = identity(task, self.described, self.method, self.schedule.clock)
         federation = Federation(self.method, task, engine, self.schedule, place.path, run, observers)
         place.settle(self.described)
         if not task.elsewhere:

@@ -109,10 +109,14 @@ class Clock:
                     _rate(given)
                 except FedloomError as error:
                     raise InvalidValue(f"{name}: {error}") from None
-        if self.trace is not None:
-            _lines(self.trace)
+        _ = self.lines
         if not self.runs and (self.deadline is not None or self.over_selection or self.hours < 24):
             raise InvalidValue("a clock needs the clients' speed, such as speed = 100 (samples per second), or a trace")
+
+    @property
+    def lines(self) -> tuple[dict[str, float], ...]:
+        """What the trace says of each client. Raises `InvalidValue` where it cannot be read."""
+        return () if self.trace is None else _lines(self.trace)
 
     @property
     def runs(self) -> bool:
@@ -154,7 +158,7 @@ def _device(clock: Clock, seed: int, client: int) -> Device:
     start = 24 * float(numpy_stream(seed, "clock hours", client=client).random())
     speed, down, up = (drawn(name, getattr(clock, name)) for name in ("speed", "down", "up"))
     found = Device(speed, down, up, start, clock.hours)
-    lines = () if clock.trace is None else _lines(clock.trace)
+    lines = clock.lines
     return replace(found, **lines[client % len(lines)]) if lines else found
 
 
