@@ -190,12 +190,16 @@ def test_every_method_starts_where_a_wrapper_says_or_is_refused(name: str) -> No
         "lowrank": "lowrank(fedavg)",
         "private": "private(fedavg, clip=none, noise=0)",
         "local_private": "local_private(fedavg, clip=none, noise=0)",
+        "fedbuff": "fedbuff(fedavg, k=2)",
+        "fedasync": "fedasync(fedavg)",
+        "fedmr_async": "fedmr_async(k=2)",
         "pfedme": "pfedme(regularisation=5)",
         "fedavg_c": "fedavg_c(finetune_epochs=1)",
         "fedprox_c": "fedprox_c(finetune_epochs=1)",
     }
     inner = build(needs.get(name, name))
-    world = World(norm=True, participation=1.0, rounds=3, training=PLAIN)
+    rounds = 8 if inner.asynchronous else 3  # until somebody's second reply counts
+    world = World(norm=True, participation=1.0, rounds=rounds, training=PLAIN)
     if not inner.single_download:
         with pytest.raises(InvalidValue, match=f"{name}.* download several models"):
             Ala(inner)

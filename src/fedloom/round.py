@@ -9,6 +9,9 @@ import torch
 
 from fedloom.randomness import stream
 
+SIMULATED = ("closes",)
+"""Fields of a round that mean nothing at real sites, which are not told them."""
+
 
 @dataclass(frozen=True)
 class Round:

@@ -354,6 +354,7 @@ class _RunPlan:
                     _write(result, place, self.model or type(self.task.model).__name__)
                 if self.trackers and not over:
                     tracking.finish(result.ends)
+            _ = result.summary  # which reads all figures: their directory may be gone when somebody asks
         return result
 
     def _engine(self, in_process: bool, place: RunDirectory | None) -> Engine:

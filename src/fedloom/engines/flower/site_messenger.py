@@ -13,7 +13,7 @@ from torch import Tensor
 from fedloom.engines.flower.known_sites import KnownSites
 from fedloom.engines.flower.mailbox import FOREVER, Kind
 from fedloom.engines.flower.messages import Words, encoded, pack
-from fedloom.round import Round
+from fedloom.round import SIMULATED, Round
 from fedloom.rounds.engine import ClientTask
 
 GREETING = 60.0
@@ -69,7 +69,8 @@ class SiteMessenger:
         nodes = self._nodes(client_tasks)
         arrays: dict[int, Array] = {}  # what several sites are sent is encoded once
         waiting: dict[str, ClientTask] = {}
-        told = {"federation": self.federation, "round": dataclasses.asdict(round), **self.briefing}
+        told_round = {name: value for name, value in dataclasses.asdict(round).items() if name not in SIMULATED}
+        told = {"federation": self.federation, "round": told_round, **self.briefing}
         for client_task in client_tasks:
             number = self.numbers[client_task.client]
             if number not in nodes:

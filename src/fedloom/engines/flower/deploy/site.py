@@ -33,7 +33,7 @@ from fedloom.engines.work import step_threads, using_threads
 from fedloom.errors import DamagedCheckpoint, InvalidValue, RefusedReply
 from fedloom.objectives.custom import build_objective
 from fedloom.randomness import stream_seed
-from fedloom.round import Round
+from fedloom.round import SIMULATED, Round
 from fedloom.rounds.engine import INTEGERS, ClientTask, Fault
 from fedloom.secure import LayerExchange, from_layers, to_layers
 from fedloom.secure.wire import OCCASIONS
@@ -285,7 +285,7 @@ def _shapes(value: Any) -> dict[str, tuple[int, ...]] | None:
 def _round(value: Any) -> Round:
     """The round among the words. Raises `RefusedReply` when it is none."""
     try:
-        told = {field.name: value[field.name] for field in fields(Round)}
+        told = {field.name: value[field.name] for field in fields(Round) if field.name not in SIMULATED}
         told["selected"] = tuple(int(client) for client in told["selected"])
     except (KeyError, TypeError, ValueError):
         raise RefusedReply("the server does not say which round it is") from None
