@@ -79,10 +79,12 @@ def records(one: Exhibit, runs: list[RunSummary], command: str) -> Iterator[tupl
         groups.setdefault(name, {}).setdefault(near[1], []).append(run)
     for name, found in groups.items():
         results = []
-        for k, own in found.items():
+        for k, begun in found.items():
             cell = one.cells[k]
-            shortest, seeds = min(len(run.records) for run in own), len(cell.setting.seeds)
-            left_out = [f"{shortest} of {cell.setting.rounds:,} rounds"] if shortest < cell.setting.rounds else []
+            rounds, seeds = max(len(run.records) for run in begun), len(cell.setting.seeds)
+            # A mean over runs of different lengths is a figure of no round: seeds that have come less far wait.
+            own = [run for run in begun if len(run.records) == rounds]
+            left_out = [f"{rounds} of {cell.setting.rounds:,} rounds"] if rounds < cell.setting.rounds else []
             left_out += [f"{len(own)} of {seeds} seeds"] if len(own) < seeds else []
             results.append(CellResult(cell, measured(cell, own), (*left_out, *changes[name])))
         environment = next(iter(found.values()))[0].environment
