@@ -457,7 +457,8 @@ import subprocess
 import sys
 from fedloom.engines.ray.session import start_guard
 
-raylet = subprocess.Popen(["sleep", "100"])
+# With a stream of the program's it would hold the pipe open, and whoever reads it would wait for its hundred seconds.
+raylet = subprocess.Popen(["sleep", "100"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 guard = start_guard(raylet.pid)
 if sys.argv[1] == "left":
     guard.communicate(b"left\\n")
