@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import fedloom as fl
@@ -33,81 +33,7 @@ from fedloom.objectives.segmentation import Segmentation
 from fedloom.objectives.sequence import NextToken
 from fedloom.report.sheet import sheet
 from fedloom.report.summary import best, rounds_to
-
-SAMPLES = 48
-
-
-def absolute(outputs: Tensor, targets: Tensor) -> Tensor:
-    """A loss as a user writes it."""
-    return (outputs - targets).abs().mean(1)
-
-
-class Tokens(nn.Module):
-    """Logits of the next of five tokens at each place, from the token there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, 6)
-        self.head = nn.Linear(6, 5)
-
-    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
-        return {"logits": self.head(self.table(tokens))}
-
-
-class Pixels(nn.Module):
-    """Logits of three classes for each pixel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(1, 4, 3, padding=1)
-        self.head = nn.Conv2d(4, 3, 1)
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.first(images).relu())
-        return logits
-
-
-def draw(kind: str) -> tuple[Samples, nn.Module, Objective, int]:
-    """Samples, a model, the objective and the number of classes of one kind, the same every time."""
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        return _draw(kind)
-
-
-def _draw(kind: str) -> tuple[Samples, nn.Module, Objective, int]:
-    generator = torch.Generator().manual_seed(5)
-    features = torch.randn(SAMPLES, 4, generator=generator)
-    linear = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    if kind == "classification":
-        labels = torch.randint(3, (SAMPLES,), generator=generator)
-        return Samples(features, labels), linear, Classification(0.1, (1.0, 2.0, 0.5), 2), 3
-    if kind == "multilabel":
-        targets = (torch.rand(SAMPLES, 3, generator=generator) < 0.4).float()
-        return Samples(features, targets), linear, Multilabel(), 0
-    if kind == "sequence":
-        tokens = torch.randint(5, (SAMPLES, 7), generator=generator)
-        targets = torch.randint(5, (SAMPLES, 7), generator=generator)
-        targets[:, 5:][torch.rand(SAMPLES, 2, generator=generator) < 0.5] = -100
-        return Samples(tokens, targets), Tokens(), NextToken(), 0
-    if kind == "segmentation":
-        masks = torch.randint(3, (SAMPLES, 5, 5), generator=generator)
-        masks[torch.rand(masks.shape, generator=generator) < 0.1] = 255
-        return Samples(torch.randn(SAMPLES, 1, 5, 5, generator=generator), masks), Pixels(), Segmentation(), 3
-    targets = torch.randn(SAMPLES, 3, generator=generator)
-    objective = Custom(absolute) if kind == "custom" else Regression(kind)  # type: ignore[arg-type]
-    return Samples(features, targets), linear, objective, 0
-
-
-KINDS = ("classification", "multilabel", "sequence", "segmentation", "squared", "absolute", "huber", "custom")
-
-
-def make(kind: str, **options: Any) -> fl.Task:
-    samples, model, objective, classes = draw(kind)
-    vocabulary = 5 if kind == "sequence" else None
-    data = Dataset(kind, samples[:36], samples[36:], classes, vocabulary=vocabulary, objective=objective)
-    training = fl.Training(learning_rate=0.1, momentum=0.5, batch_size=5, epochs=2)
-    return fl.make_task(data, clients=3, partition="iid", model=model, training=training, **options)
-
+from objective_support import KINDS, absolute, draw, make
 
 # --- plain loops, sample by sample and number by number ---
 
@@ -302,7 +228,7 @@ def test_an_expression_makes_the_same_objective_again(objective: Objective) -> N
 
 def test_a_function_has_no_expression_but_a_path() -> None:
     assert expression_of(Custom(absolute)) is None
-    assert build_objective(f"{__name__}:absolute") == Custom(absolute)
+    assert build_objective(f"{absolute.__module__}:absolute") == Custom(absolute)
     assert {entry.name for entry in objectives} == {
         "classification", "multilabel", "regression", "segmentation", "sequence",
     }  # fmt: skip

@@ -37,6 +37,7 @@ from fedloom.rounds.engine import ClientTask, Reply
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
+from objective_support import KINDS, make
 from process_support import Deadly, Failing, Misconfigured, Peeking, wide_task
 from ray_support import SCRIPT, Echoing, counted, gone, gone_soon, stopped
 from small_task import TRAIN_SIZES, KeepsClientMemory, small_task
@@ -136,14 +137,16 @@ def test_other_types_and_other_tasks(engine: RayEngine) -> None:
         run(KeepsClientMemory(), engine, task=double), run(KeepsClientMemory(), RowsEngine(double), task=double)
     )
     assert engine.store.read(0)["rounds"].dtype == torch.int64
-    numbers = make_task(
-        "diabetes", clients=4, partition="iid", model="logistic", objective="regression(kind=huber)", local_test=0.25
-    )
-    there, here = (
-        run(KeepsClientMemory(), one, task=numbers, personal_every=1) for one in (engine, RowsEngine(numbers))
-    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_objective_gives_the_bits_of_the_rows_engine(engine: RayEngine, kind: str) -> None:
+    task = make(kind, local_test=0.25)
+    options: dict[str, Any] = {"task": task, "rounds": 2, "personal_every": 1}
+    there, here = (run(KeepsClientMemory(), one, **options) for one in (engine, RowsEngine(task)))
     assert_same(there, here)
-    assert {"rmse", "personal_rmse_worst"} <= there.history[-1].keys()
+    measure = task.objective.metric.name
+    assert {measure, f"client_{measure}", f"personal_{measure}_worst"} <= there.history[-1].keys()
 
 
 def test_replies_may_be_written_to_even_where_they_are_what_was_sent(engine: RayEngine) -> None:
