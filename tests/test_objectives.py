@@ -19,10 +19,11 @@ from fedloom.data.dataset import Dataset, Samples
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import configuration
-from fedloom.experiment.events import Event
+from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.finished import read_runs
 from fedloom.experiment.jobs import Tasks
 from fedloom.experiment.pools import SerialPool
+from fedloom.experiment.run import run_configured
 from fedloom.experiment.tune import Runner, Search, best_of, search_grid
 from fedloom.objectives import Objective, objectives, prediction
 from fedloom.objectives.classification import Classification
@@ -344,7 +345,7 @@ def test_a_search_takes_what_has_the_least_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"targets": [60.0]}, "targets"),
+        ({"targets": [60.0], "data": {"name": "wine"}}, r"targets: accuracy must be in \(0, 1\], not 60"),
         ({"objective": "regresion"}, "objective = 'regresion': unknown objective"),
         ({"objective": "regression", "targets": [-1.0]}, "targets"),
         ({"targets": ["los <= 0.2"]}, "targets: 'los <= 0.2': no 'los' is recorded: did you mean 'loss'?"),
@@ -355,6 +356,12 @@ def test_a_search_takes_what_has_the_least_error(tmp_path: Path) -> None:
 def test_a_configuration_that_does_not_fit_is_refused(keys: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(FedloomError, match=words):
         configuration(job(tmp_path, algorithm="fedavg", **keys))
+
+
+def test_a_bare_target_is_a_value_of_whatever_the_data_are_judged_by(tmp_path: Path) -> None:
+    told = configuration(job(tmp_path, algorithm="fedavg", rounds=1, targets=[60, 1e-9]))
+    run = run_configured(told, RunName("fedavg", 0), lambda event: None)
+    assert [rounds_to(run, target) for target in (*told.targets, "rmse <= 60")] == [1, None, 1]
 
 
 def test_a_configuration_names_the_objective(tmp_path: Path) -> None:

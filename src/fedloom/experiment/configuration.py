@@ -38,7 +38,7 @@ from fedloom.recording.recorder import build_recorders, expression
 from fedloom.report.summary import Target
 from fedloom.rounds.clock import Clock
 from fedloom.rounds.schedule import NEUTRAL, Schedule
-from fedloom.task import Task, make_task
+from fedloom.task import Task, make_dataset, make_task
 from fedloom.training import Training
 
 _Kind = TypeVar("_Kind", bound=Hashable)
@@ -365,6 +365,8 @@ def _check(found: Configuration) -> None:
     learned = None if found.objective is None else _named("objective", found.objective, build_objective)
     metrics = _metrics(found.metrics, learned)
     for given in found.targets:
+        if learned is None and not isinstance(given, str) and given > 1:  # no accuracy: the data say what is learned
+            learned = _named("data.name", found.data.name, make_dataset).objective
         target = Target.of(given, ACCURACY if learned is None else learned.metric)
         if isinstance(given, str) and target.figure not in metrics:
             _require_recorded(
