@@ -30,10 +30,12 @@ from report_support import CHROMIUM, SECONDS, Browser
 Ask = Callable[..., tuple[int, str]]
 
 
-def small_run(folder: Path, seed: int = 0, stop_after: int | None = None, method: str = "fedavg") -> Path:
+def small_run(
+    folder: Path, seed: int = 0, stop_after: int | None = None, method: str = "fedavg", data: str = "digits"
+) -> Path:
     """A run of six rounds below `folder`, or its first rounds."""
     table = {"directory": str(folder), "rounds": 6, "participation": 0.5, "model": "logistic", "evaluate_every": 1}
-    context = configuration({**table, "data": {"clients": 4, "partition": "iid"}})
+    context = configuration({**table, "data": {"name": data, "clients": 4, "partition": "iid"}})
 
     def stop(event: Event) -> None:
         if event.kind == "round" and event.finished == stop_after:
@@ -74,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("watched")
     small_run(place / "job", 0)
     small_run(place / "job", 1, stop_after=2)
-    small_run(place / "other", 0)
+    small_run(place / "other", 0, data="diabetes")
     return place
 
 
@@ -93,6 +95,7 @@ def test_the_state_tells_where_each_run_stands(folder: Path) -> None:
     assert (stopped["seed"], stopped["rounds"], stopped["total"]) == (1, 2, 6)
     assert stopped["left"] == pytest.approx(4 * stopped["pace"])
     assert other["group"] == "other"
+    assert [group["heads"] for group in state["groups"]] == [["Accuracy, %", "Best, %"], ["RMSE", "Best"]]
 
 
 def test_a_run_that_writes_nothing_any_more_is_not_said_to_go_on(folder: Path) -> None:
@@ -225,6 +228,9 @@ def test_the_page_follows_a_run_and_stays_where_the_reader_left_it(tmp_path: Pat
         assert browser.run("scrollY") == 600
         assert browser.run("document.querySelectorAll('.chip')[0].getAttribute('aria-pressed')") == "false"
         assert browser.run("document.querySelectorAll('.chip')[1].getAttribute('aria-pressed')") == "true"
+        browser.call("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=True)
+        cut = "[document.documentElement, ...document.querySelectorAll('#watch *')].filter(e => e.scrollWidth > e.clientWidth"
+        wait_for(browser, f"{cut} && e.clientWidth).length === 0")  # a phone shows all of it
         assert browser.errors == []
         assert {url.split("/")[2] for url in browser.requests if url.startswith("http")} == {server.hosts[0]}
 

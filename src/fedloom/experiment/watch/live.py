@@ -16,6 +16,7 @@ from typing import Any
 
 from fedloom.errors import CheckpointError
 from fedloom.experiment.directory import RunDirectory
+from fedloom.objectives import ACCURACY
 from fedloom.report import summary as figures
 from fedloom.report.page import render, templates
 from fedloom.report.summary import RunSummary
@@ -70,6 +71,7 @@ class Watched:
                         "name": name,
                         "version": self._version(paths),
                         "refresh": self._refresh(name),
+                        "heads": self._heads(paths),
                         "runs": [asdict(standing) for path in paths if (standing := self._standing(name, path, now))],
                     }
                     for name, paths in groups.items()
@@ -129,6 +131,11 @@ class Watched:
                 found = RunDirectory(path).summary()
             self._read[path] = stamp, found
         return self._read[path][1]
+
+    def _heads(self, paths: Sequence[Path]) -> list[str]:
+        """What the columns of the last and the best score of these runs are called."""
+        metric = next((run.metric for path in paths if (run := self._summary(path)) is not None), ACCURACY)
+        return [f"{word},{metric.unit}" if metric.unit else word for word in (metric.title, "Best")]
 
     def _standing(self, group: str, path: Path, now: float) -> Standing | None:
         run, ended = self._summary(path), (path / "result.json").exists()

@@ -28,8 +28,6 @@
     return `${Math.round(minutes / 1440)} days`;
   }
 
-  const share = (value) => (value === null ? "–" : `${(100 * value).toFixed(2)}`);
-
   function row(run) {
     const line = element("tr", undefined, { class: run.state });
     const progress = element("td");
@@ -40,8 +38,11 @@
     const still = run.state === "quiet" ? `, nothing new for ${time(run.quiet)}` : run.state === "finished" ? ", finished" : "";
     const damaged = "finished, but its files are damaged";
     progress.append(bar, element("small", run.state === "damaged" ? damaged : `${run.rounds} of ${run.total} rounds${still}`));
+    const name = element("td");
+    // It may be broken where the report breaks names, but in no number.
+    for (const part of `${run.algorithm}, seed ${run.seed}`.split(/(?<=[_(=]|\.(?!\d))/)) name.append(part, element("wbr"));
     line.append(
-      element("td", `${run.algorithm}, seed ${run.seed}`),
+      name,
       progress,
       element("td", run.score),
       element("td", run.best, { class: "wide" }),
@@ -51,7 +52,7 @@
     return line;
   }
 
-  function section({ name, runs }, alone) {
+  function section({ name, runs, heads }, alone) {
     const made = element("section");
     const head = element("div", undefined, { class: "head" });
     const title = element("h2", alone ? "Runs" : undefined);
@@ -61,7 +62,7 @@
     const left = Math.max(0, ...going.map((run) => run.left ?? 0));
     head.append(title, element("p", `${finished} of ${runs.length} finished` + (left ? `, about ${time(left)} for those under way` : "")));
     const table = element("table");
-    const titles = ["Run", "Progress", "Accuracy, %", "Best, %", "A round", "Time left"];
+    const titles = ["Run", "Progress", ...heads, "A round", "Time left"];
     const line = element("tr");
     titles.forEach((text, k) => line.append(element("th", text, k === 3 || k === 4 ? { class: "wide" } : {})));
     const top = element("thead");
