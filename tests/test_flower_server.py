@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Context, Message, RecordDict
+from torch import Tensor
 
 from fedloom.algorithm import build
 from fedloom.data.dataset import Samples
@@ -40,8 +41,15 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def surest(outputs: Tensor, labels: Tensor) -> Tensor:
+    """A metric as a user writes it, which does not add up over samples."""
+    return outputs.softmax(1).amax(1).median()
+
+
 def test_a_run_leaves_what_a_run_on_one_machine_leaves(tmp_path: Path) -> None:
     config = run_config("fedper", tmp_path / "sites")
+    metrics = """metrics = ["f1(average='macro')", "test_flower_server:surest"]\n"""
+    config["configuration"] = metrics + config["configuration"]
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
     server_app.app(grid, Context(RUN, 1, {}, RecordDict(), config))
     settings = deployment(config)
@@ -56,6 +64,12 @@ def test_a_run_leaves_what_a_run_on_one_machine_leaves(tmp_path: Path) -> None:
     load_model(tmp_path / "sites", NormNet())
     one, two = (lines(tmp_path / place / "metrics.jsonl") for place in ("sites", "here"))
     assert [record["bytes_up"] for record in one] == [record["bytes_up"] for record in two]
+    judged = [
+        {name: value for name, value in records[-1].items() if "f1_macro" in name or "surest" in name}
+        for records in (one, two)
+    ]
+    assert judged[0] == pytest.approx(judged[1], rel=1e-4)
+    assert {f"{part}{name}" for part in ("", "client_", "personal_") for name in ("f1_macro", "surest")} <= {*judged[0]}
     sent = len(grid.sent)
     server_app.serve(grid, config, PAUSE)  # it is finished: nobody is asked again
     assert len(grid.sent) == sent

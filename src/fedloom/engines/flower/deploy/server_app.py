@@ -206,8 +206,7 @@ def _told(event: Event) -> None:
     """Say in Flower's log what happens."""
     if event.kind == "round":
         record = event.record
-        accuracy = record.get("accuracy")
-        score = "" if accuracy is None else f", accuracy {100 * accuracy:.2f} %"
+        score = f", {event.metric.noun} {event.score}" if event.metric.name in record else ""
         _logger.info("round %d: %.1f s%s", record["round"], event.seconds, score)
         for fault in record["faults"]:
             _logger.warning("round %d: site %d: %s", record["round"], fault["client"], fault["reason"])
