@@ -219,7 +219,9 @@ def test_the_test_data_are_scored_once_for_one_choice(tmp_path: Path) -> None:
         score_on_test(search, found[0], runner)
 
 
-def test_optuna_suggests_the_same_trials_again_and_gives_up_hopeless_ones(tmp_path: Path) -> None:
+def test_optuna_suggests_the_same_trials_again_and_gives_up_hopeless_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("optuna")
     context = table(tmp_path, seeds=[0, 1], rounds=3, data={**table(tmp_path)["data"], "clients": 2})
     texts = (
@@ -243,6 +245,7 @@ def test_optuna_suggests_the_same_trials_again_and_gives_up_hopeless_ones(tmp_pa
         assert trial.changes["algorithm.mu"] in (0, 1)
     given_up = [trial for trial in first if trial.reason]
     assert given_up
+    assert capsys.readouterr() == ("", ""), "Optuna says of itself what it does"
     assert all(trial.reason == "given up after 1 of 2 seeds" and list(trial.values) == [0] for trial in given_up)
     assert len({trial.changes["training.learning_rate"] for trial in first}) == 10
 
@@ -256,7 +259,8 @@ def test_the_command_prints_trials_and_what_to_run_next(
     Path("job.toml").write_text(tomli_w.dumps({**context, "workers": 1}))
     command = ["tune", "job.toml", "rounds=1", "--quiet", "--search", RATES, "--search", "algorithm.mu=[0, 1]"]
     assert main(command) == 0
-    out = capsys.readouterr().out
+    out, progress = capsys.readouterr()
+    assert progress == ""
     assert max(map(len, out.splitlines()[:8])) <= 80
     assert "accuracy of the last 10 evaluations on validation data" in " ".join(out.split())
     with Path("runs/job/tune/trials.csv").open() as file:
@@ -268,7 +272,11 @@ def test_the_command_prints_trials_and_what_to_run_next(
     assert expected in out
     assert "test:" not in out
     assert main(["run", "runs/job/tune/best.toml", "--quiet"]) == 0
+    capsys.readouterr()
     assert main([*command, "--test"]) == 0
-    assert re.search(r"^test:   \d+\.\d\d %, mean accuracy", capsys.readouterr().out, re.MULTILINE)
+    tested, progress = capsys.readouterr()
+    assert progress == ""
+    assert tested.startswith(out), "the result and nothing else"
+    assert re.fullmatch(r"test:   \d+\.\d\d %, mean accuracy[^\n]*\n", tested.removeprefix(out))
     assert main(["tune", "job.toml", "--search", "algorithm.mo=[1]"]) == 2
     assert "did you mean 'algorithm.mu'?" in capsys.readouterr().err
