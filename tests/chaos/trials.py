@@ -399,10 +399,16 @@ def damages_of(content: bytes, draw: random.Random) -> list[tuple[str, bytes]]:
 class Inputs(Trial):
     """Configurations, expressions, files and messages of an exchange, mutated: read, or refused in one line and in time."""
 
-    expressions = (*EVERY_METHOD, "stages(fedprox(mu=0.01):100, fedmr)", "ala(fedmr(local=moon(tau=0.5)), percent=80)")
+    expressions = (
+        *EVERY_METHOD,
+        "stages(fedprox(mu=0.01):100, fedmr)",
+        "ala(fedmr(local=moon(temperature=0.5)), percent=80)",
+    )
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
+        for text in self.expressions:
+            build(text)  # as they are, they must be read
         Partition(np.arange(30), np.array([0, 10, 30])).save(folder / "split.npz")
         np.savez(folder / "own.npz", inputs=np.zeros((4, 3), np.float32), labels=np.arange(4))
         write_tensors(folder / "tensors.safetensors", {"model": torch.arange(9.0)}, {"round": "3"})
