@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -471,6 +472,19 @@ if sys.argv[1] != "killed":
 print(raylet.pid, flush=True)
 os._exit(1)
 """
+
+
+def test_a_node_that_has_died_ends_the_run_with_how_to_go_on(
+    engine: RayEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where Ray leaves this process alive, its actors never answer."""
+    algorithm = set_up(engine, FedAvg())
+    list(engine.train(algorithm, *client_tasks(engine)))
+    monkeypatch.setattr(engine.session, "raylet", SimpleNamespace(poll=lambda: -signal.SIGKILL))
+    monkeypatch.setattr(engine._ray, "wait", lambda calls, **_: ([], calls))
+    with pytest.raises(FedloomError, match="the same command goes on from the last checkpoint") as caught:
+        list(engine.train(algorithm, *client_tasks(engine)))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("how", "told"), [("died", True), ("killed", False), ("left", False)])

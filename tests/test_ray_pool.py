@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
+from fedloom.engines.dispatch import WorkerDied
 from fedloom.engines.ray.driver import RayEngine
+from fedloom.engines.ray.session import LOCAL, Session
 from fedloom.errors import InvalidValue
 from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import Configuration, configuration
 from fedloom.experiment.events import Event
+from fedloom.experiment.pools import _RunActorHandle
 from ray_support import descendants, gone
 
 pytest.importorskip("ray")
@@ -56,6 +61,19 @@ def test_runs_in_actors_are_those_made_here_and_fail_alone(tmp_path: Path, ray_a
     events.clear()
     Comparison.of(plan(tmp_path / "ray", algorithms=["fedavg", "fedmr"], pool="ray")).run(events.append)
     assert {event.kind for event in events} == {"skipped"}
+
+
+@pytest.mark.parametrize("noticed", ["silence", "an error"])
+def test_a_node_that_has_died_is_told_with_how_to_go_on(noticed: str, tmp_path: Path) -> None:
+    """Whether its actors are silent, or Ray has already noticed."""
+    ray = MagicMock()
+    ray.exceptions.RayError = ConnectionError
+    ray.wait.side_effect = lambda calls, timeout: ([], calls) if noticed == "silence" else (calls, [])
+    ray.get.side_effect = ConnectionError("The actor is temporarily unavailable")
+    dead = Session(LOCAL, started=True, raylet=MagicMock(**{"poll.return_value": -signal.SIGKILL}))
+    (job, *_) = Comparison.of(plan(tmp_path)).jobs()
+    with pytest.raises(WorkerDied, match=r"^the Ray node .* has died .*: the same command goes on from the last"):
+        _RunActorHandle(ray, dead, threads=1).make(job, False, lambda event: None)
 
 
 def test_a_pool_that_is_none_is_told(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ from fedloom.secure.faults import ProtocolViolation
 from fedloom.secure.wire import Answer, Request
 from fedloom.state.tensors import read_tensors, write_tensors
 from flower_support import CLIENTS, EVERYBODY, LocalGrid, flower, nodes, run_config
-from forking_cli import Server, serving
+from forking_cli import Command, Server, serving
 from ray_support import descendants, gone_soon
 from secure_support import World
 from site_trial import Trial as SiteTrial
@@ -179,9 +179,22 @@ class Workers(Runs):
         ("run", "engine=processes(workers=2)"), ("compare", "engine=rows", "workers=2"),
     )  # fmt: skip
 
+    victims: tuple[str, ...] = ("it", "it", "a worker")
+
     def workers(self, parent: int) -> list[int]:
         """Those that it has just now."""
         return descendants(parent)
+
+    def processes(self, victim: str, command: Command, workers: list[int]) -> list[int]:
+        """Of which one is killed."""
+        return [command.pid] if victim == "it" else workers
+
+    def told(self, command: Command) -> bool:
+        """Whether it says in one line, and soon, how to go on."""
+        end = time.monotonic() + SECONDS
+        while not (said := command.output.read_text()).count(GOES_ON) and time.monotonic() < end:
+            time.sleep(0.1)
+        return said.count(GOES_ON) == 1 and "Traceback" not in said
 
     def once(self, draw: random.Random) -> str:
         (kind, *options), methods = draw.choice(self.ways), draw.sample(WORKERS_METHODS, 2)
@@ -197,13 +210,12 @@ class Workers(Runs):
         while command.running() and written(server) < rounds:
             time.sleep(0.01)
         time.sleep(until)
-        workers, victim = self.workers(command.pid), draw.choice(("it", "it", "a worker"))
-        with suppress(ProcessLookupError):
-            if victim == "it":
-                command.send(signal.SIGKILL)
-            elif workers:
-                os.kill(draw.choice(workers), signal.SIGKILL)
+        workers, victim = self.workers(command.pid), draw.choice(self.victims)
+        with suppress(ProcessLookupError, IndexError):  # it may have ended
+            os.kill(draw.choice(self.processes(victim, command, workers)), signal.SIGKILL)
         code, _ = command.wait()
+        if victim == "its node" and code != 0 and not self.told(command):
+            raise Wrong(f"{what}: killed with its node, it says {command.output.read_text()!r}")
         if not gone_soon(workers):
             raise Wrong(f"{what}: a worker outlived it")
         code, output = server.run(kind, "job.toml", "--quiet", *options)
@@ -216,23 +228,34 @@ class Workers(Runs):
         return f"{kind}, {victim} killed"
 
 
+GOES_ON = "the same command goes on from the last checkpoint"
 WORKERS_METHODS = ("fedavg", "scaffold", "ditto", "fedmr")
 
 
 class Actors(Workers):
-    """The same, on clusters of Ray that it starts."""
+    """The same on clusters of Ray that it starts. When their one node is killed, it ends with a line of how to go on."""
 
     ways = (("run", "engine=ray(workers=2)"), ("compare", "engine=rows", "workers=2", "pool=ray"))
+    victims = ("it", "a worker", "its node")
 
     def workers(self, parent: int) -> list[int]:
         """Ray's own agents, which run no code of ours, may need a minute to notice that their cluster is gone."""
-        return [process for process in descendants(parent) if self._is_actor(process)]
+        return _running(parent, lambda command: command.startswith("ray::") and "Agent" not in command)
 
-    def _is_actor(self, process: int) -> bool:
+    def processes(self, victim: str, command: Command, workers: list[int]) -> list[int]:
+        if victim == "its node":
+            return _running(command.pid, lambda words: words.partition("\0")[0].endswith("/raylet"))
+        return super().processes(victim, command, workers)
+
+
+def _running(parent: int, wanted: Callable[[str], bool]) -> list[int]:
+    """The descendants of a process with such a command."""
+    found = []
+    for process in descendants(parent):
         with suppress(OSError):
-            command = Path(f"/proc/{process}/cmdline").read_text()
-            return command.startswith("ray::") and "Agent" not in command
-        return False
+            if wanted(Path(f"/proc/{process}/cmdline").read_text()):
+                found.append(process)
+    return found
 
 
 def written(server: Server) -> int:

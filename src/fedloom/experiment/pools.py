@@ -14,7 +14,7 @@ from typing import Any
 
 from fedloom.engines.dispatch import WorkerDied
 from fedloom.engines.ray.driver import ending
-from fedloom.engines.ray.session import LOCAL, has_room, join, leave, load_ray
+from fedloom.engines.ray.session import DIED, LOCAL, Session, has_room, join, leave, load_ray
 from fedloom.engines.work import using_threads
 from fedloom.experiment.configuration import Configuration
 from fedloom.experiment.cores import threads_each
@@ -209,7 +209,7 @@ class RayPool(_WorkerPool):
         self.session = join(address, size * self.threads, 0, STORE)
 
     def _start(self) -> _RunWorker:
-        return _RunActorHandle(self.ray, self.threads)
+        return _RunActorHandle(self.ray, self.session, self.threads)
 
     def close(self) -> None:
         """End the actors, and the cluster if it was started here."""
@@ -218,8 +218,8 @@ class RayPool(_WorkerPool):
 
 
 class _RunActorHandle(_RunWorker):
-    def __init__(self, ray: Any, threads: int) -> None:
-        self.ray, self.threads = ray, threads
+    def __init__(self, ray: Any, session: Session, threads: int) -> None:
+        self.ray, self.session, self.threads = ray, session, threads
         self.call: Any = None
         self.actor = ray.remote(RunActor).options(num_cpus=threads, max_concurrency=2).remote(threads)
         self.there = self.actor.heard.remote()
@@ -231,22 +231,29 @@ class _RunActorHandle(_RunWorker):
         configuration = dataclasses.replace(job.configuration, directory=folder)
         whole = dataclasses.replace(job, configuration=configuration, path=job.path.resolve())
         try:
-            while not self.ray.wait([self.there], timeout=ACTOR_SECONDS)[0]:
+            while not self._done(self.there):
                 if self.stopping:
                     return None
                 if not has_room(self.ray, self.threads, 0):
                     self.end(busy=True)
                     raise WorkerDied(f"no node of the Ray cluster has {self.threads} CPU for it")
             call = self.call = self.actor.make.remote(whole, fresh)
-            done: list[Any] = []
+            done = False
             while not done:
-                done, _ = self.ray.wait([call], timeout=ACTOR_SECONDS)
+                done = self._done(call)
                 for event in self.ray.get(self.actor.heard.remote()):
                     watch(event)
             reason: str | None = self.ray.get(call)
         except self.ray.exceptions.RayError as error:
-            raise WorkerDied(f"its actor died: {ending(error)}") from None
+            raise WorkerDied(DIED if self.session.died else f"its actor died: {ending(error)}") from None
         return reason
+
+    def _done(self, call: Any) -> bool:
+        """Whether a call has been answered, after a while. Raises `WorkerDied` when the local cluster has."""
+        done, _ = self.ray.wait([call], timeout=ACTOR_SECONDS)
+        if not done and self.session.died:
+            raise WorkerDied(DIED)
+        return bool(done)
 
     def stop(self) -> None:
         self.stopping = True

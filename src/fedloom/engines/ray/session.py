@@ -80,7 +80,7 @@ class Session:
 _current: Session | None = None
 
 DIED = (
-    "engine 'ray': the node that it started here has died (its raylet crashed or was killed): the same command goes on from "
+    "the Ray node that was started here has died (its raylet crashed or was killed): the same command goes on from "
     "the last checkpoint; if it happens again, look for a lack of memory, and take fewer workers"
 )
 _GUARD = """
