@@ -230,7 +230,7 @@ def test_a_landscape_can_be_had_later(folder: Path, capsys: pytest.CaptureFixtur
         (["--landscape", "fedmt"], "unknown method 'fedmt': did you mean 'fedmr'? (there are: fedavg, fedmr, ala(fedavg), all)"),
         (["--landscape-options", "grid=3"], "--landscape-options needs --landscape METHOD, or --landscape all"),
         (["--landscape", "all", "--landscape-options", "gird=3"], "landscape has no parameter 'gird': did you mean 'grid'?"),
-        (["--images", "gif"], "image format 'gif' is not allowed: (allowed: png, svg, pdf)"),
+        (["--images", "gif"], "image format 'gif' is not allowed (allowed: png, svg, pdf)"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_in_one_line(

@@ -46,7 +46,7 @@ class UnknownName(FedloomError, KeyError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         names = sorted(known)
-        super().__init__(f"unknown {kind} {quoted(name)}:{suggestion(name, names)} (there are: {', '.join(names)})")
+        super().__init__(f"unknown {kind} {quoted(name)}{suggestion(name, names)} (there are: {', '.join(names)})")
 
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError would print the repr
@@ -97,9 +97,9 @@ def installing(extra: str) -> str:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """`" did you mean 'x'?"` for the nearest known name, or nothing when none is near."""
+    """`": did you mean 'x'?"` for the nearest known name, or nothing when none is near."""
     near = difflib.get_close_matches(name[:LONGEST_QUOTED], list(known), n=1, cutoff=0.5)
-    return f" did you mean {near[0]!r}?" if near else ""
+    return f": did you mean {near[0]!r}?" if near else ""
 
 
 def quoted(value: object, write: Callable[[Any], str] = repr) -> str:

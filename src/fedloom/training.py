@@ -90,7 +90,7 @@ class Training:
                 continue
             if name not in allowed:
                 raise InvalidValue(
-                    f"optimizer_options: {self.optimizer} has no option {quoted(name)}:{suggestion(name, allowed)} "
+                    f"optimizer_options: {self.optimizer} has no option {quoted(name)}{suggestion(name, allowed)} "
                     f"(it has: {', '.join(allowed)})"
                 )
             wanted = known[name].default

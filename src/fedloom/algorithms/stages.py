@@ -73,7 +73,7 @@ class Stages(Algorithm):
         for last in lasts:
             if isinstance(last, str) and last != "auto":
                 raise InvalidValue(
-                    f"stages: a last round is a number or auto, not {quoted(last)}:{suggestion(last, ['auto'])}"
+                    f"stages: a last round is a number or auto, not {quoted(last)}{suggestion(last, ['auto'])}"
                 )
         if lasts[-1] == "auto":
             raise InvalidValue("stages: the last method goes on to the end of the run, so it takes no :auto")

@@ -27,5 +27,5 @@ def require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise `InvalidValue`, with the nearest allowed word, unless value is allowed."""
     if value not in allowed:
         raise InvalidValue(
-            f"{name} {quoted(value)} is not allowed:{suggestion(value, allowed)} (allowed: {', '.join(allowed)})"
+            f"{name} {quoted(value)} is not allowed{suggestion(value, allowed)} (allowed: {', '.join(allowed)})"
         )

@@ -151,7 +151,7 @@ def _explained(error: ValidationError, hints: Mapping[str, Any]) -> str:
     costs = next(
         filter(None, (_costs(hints[str(one["loc"][0])]) for one in own if one["type"] == "less_than_equal")), ""
     )
-    return f"{places[0]} must be {' or '.join(allowed)}, not {quoted(value, show)}{near and ':' + near}{costs and f': {costs}'}"
+    return f"{places[0]} must be {' or '.join(allowed)}, not {quoted(value, show)}{near}{costs and f': {costs}'}"
 
 
 def _place(location: tuple[str | int, ...]) -> str:

@@ -46,7 +46,7 @@ def found_at(path: str, key: str, allowed: str = "'package.module:name'") -> Cal
     except AttributeError:
         near = suggestion(attribute, [name for name in vars(module) if not name.startswith("_")])
         raise InvalidValue(
-            f"{key} {quoted(path)}: module {quoted(module_name)} has no {quoted(attribute)}{near and ':' + near}"
+            f"{key} {quoted(path)}: module {quoted(module_name)} has no {quoted(attribute)}{near}"
         ) from None
     if not callable(found):
         raise InvalidValue(

@@ -54,7 +54,7 @@ class Entry(Generic[T]):
             if name not in names:
                 allowed = ", ".join(names) or "none"
                 raise InvalidValue(
-                    f"{self.name} has no parameter {quoted(name)}:{suggestion(name, names)} (it has: {allowed})"
+                    f"{self.name} has no parameter {quoted(name)}{suggestion(name, names)} (it has: {allowed})"
                 )
             if name in given:
                 raise InvalidValue(f"{self.name} got {quoted(name)} twice")

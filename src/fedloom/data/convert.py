@@ -83,7 +83,7 @@ def in_names(numbers: Tensor, names: Names | None, wanted: Sequence[str], field:
     for name in names:
         if name not in position:
             raise InvalidValue(
-                f"{field}: {quoted(name)} is none of the {len(position)} names:{suggestion(name, list(position))}"
+                f"{field}: {quoted(name)} is none of the {len(position)} names{suggestion(name, list(position))}"
             )
     return torch.tensor([position[name] for name in names], dtype=torch.int64, device=numbers.device)[numbers]
 

@@ -263,7 +263,7 @@ def _chosen(runs: Sequence[StoredRun], wanted: Sequence[str]) -> list[StoredRun]
         named = [run for (_, method), run in first.items() if name in (method, ALL)]
         if not lying and not named:
             raise InvalidValue(
-                f"unknown method {name!r}:{suggestion(name, methods)} (there are: {', '.join((*methods, ALL))})"
+                f"unknown method {name!r}{suggestion(name, methods)} (there are: {', '.join((*methods, ALL))})"
             )
         chosen += lying or named
     return chosen

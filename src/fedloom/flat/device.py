@@ -16,7 +16,7 @@ def require_device(name: str) -> None:
     if not re.fullmatch(r"cpu|auto|cuda(:\d+)?", name):
         known = ("cpu", "cuda", "auto")
         raise InvalidValue(
-            f"device {quoted(name)} is not allowed:{suggestion(name, known)} (allowed: cpu, cuda, cuda:1, auto)"
+            f"device {quoted(name)} is not allowed{suggestion(name, known)} (allowed: cpu, cuda, cuda:1, auto)"
         )
 
 

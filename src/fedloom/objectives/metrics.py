@@ -171,7 +171,7 @@ def _options(call: Call, function: Callable[..., Any]) -> dict[str, Any]:
         if name not in allowed:
             near = suggestion(name, allowed)
             raise InvalidValue(
-                f"metrics: {call.name} has no option {quoted(name)}:{near} (it has: {', '.join(allowed)})"
+                f"metrics: {call.name} has no option {quoted(name)}{near} (it has: {', '.join(allowed)})"
             )
     return {name: plain(value) for name, value in call.named.items()}
 

@@ -208,7 +208,7 @@ def exhibit(name: str) -> Exhibit:
             raise InvalidValue(f"{name} is {one.not_run[name]}: nothing to run")
     if name not in known:
         near = suggestion(name, [*known, *titles()])
-        raise InvalidValue(f"no table or figure is called {name!r}:{near} (fedloom reproduce lists all {len(known)})")
+        raise InvalidValue(f"no table or figure is called {name!r}{near} (fedloom reproduce lists all {len(known)})")
     return known[name]
 
 

@@ -153,7 +153,7 @@ def _matching(kind: str, texts: Sequence[str], labels: Sequence[str]) -> set[str
             hits = _meant(part, known)
             if not hits:
                 near = suggestion(part, [*known, *(word for label in known for word in label.split())])
-                raise InvalidValue(f"no {kind} has {part!r} in its name:{near} (there are: {_few(known)})")
+                raise InvalidValue(f"no {kind} has {part!r} in its name{near} (there are: {_few(known)})")
             whole |= hits
         found |= whole
     return found

@@ -53,9 +53,7 @@ def arrays(
     for key in found:
         if key not in _KEYS:
             near = suggestion(key, _KEYS)
-            raise DataError(
-                f"{path}: unknown array {quoted(key)}{near and ':'}{near} (there may be: {', '.join(_KEYS)})"
-            )
+            raise DataError(f"{path}: unknown array {quoted(key)}{near} (there may be: {', '.join(_KEYS)})")
     train, *rest = own_samples(parts_of(found, path), layout, path)
     return own_dataset("arrays", train, rest[0] if rest else None, classes, normalise, test_fraction, seed, path)
 

@@ -140,7 +140,7 @@ def _settled(found: Any, columns: Columns, source: str) -> Columns:
         for one in names:
             if one not in found.column_names:
                 near = suggestion(one, found.column_names)
-                raise InvalidValue(f"{source}: {field}: no column {quoted(one)}:{near} (there are: {listed})")
+                raise InvalidValue(f"{source}: {field}: no column {quoted(one)}{near} (there are: {listed})")
     for one in columns.categorical:
         if one not in inputs:
             raise InvalidValue(f"{source}: categorical: {quoted(one)} is none of the inputs ({', '.join(inputs)})")

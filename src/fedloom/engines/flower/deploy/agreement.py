@@ -72,7 +72,7 @@ def deployment(run_config: Mapping[str, Any]) -> Deployment:
     for key in run_config:
         if key not in known:
             raise InvalidValue(
-                f"run configuration: unknown key {key!r:.60}:{suggestion(key, known)} (there are: {', '.join(known)})"
+                f"run configuration: unknown key {key!r:.60}{suggestion(key, known)} (there are: {', '.join(known)})"
             )
     for key in ("configuration", "output"):
         if not run_config.get(key):
