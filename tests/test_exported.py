@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import re
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 import fedloom
 from fedloom.algorithm import Algorithm, algorithms
+from fedloom.cli.listing import LISTINGS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -74,10 +76,46 @@ def test_a_type_checker_knows_every_name_and_finds_a_users_mistakes(tmp_path: Pa
     assert sum("-> fedloom.algorithms." in each for each in types) == len(METHODS)
 
 
-def test_importing_the_package_and_asking_for_help_load_no_torch() -> None:
-    code = "import sys, fedloom, fedloom.cli; fedloom.cli.main(['--version']); print('torch' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["fedloom", fedloom.__version__, "False"]
+LIGHT = [
+    ["--version"], ["--help"], ["run", "--help"], ["algoritms"], ["run", "--quite"], ["algorithms"], ["algorithms", "fedmr"],
+    ["algorithms", "fedmrr"], ["models"], ["datasets"], ["partitions"], ["objectives"],
+]  # fmt: skip
+
+
+def test_commands_that_only_tell_something_load_no_torch() -> None:
+    code = f"""
+import sys, fedloom.cli
+for arguments in {LIGHT}:
+    fedloom.cli.main(arguments)
+    found = {{"torch", "numpy", "pydantic"}} & sys.modules.keys()
+    assert not found, (arguments, found)
+"""
+    subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+
+
+def test_the_lists_say_what_the_code_says() -> None:
+    spec = importlib.util.spec_from_file_location("listings", ROOT / "docs" / "generate" / "listings.py")
+    assert spec is not None
+    assert spec.loader is not None
+    listings = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(listings)
+    same = LISTINGS.read_text(encoding="utf-8") == listings.text()
+    assert same, "run `python docs/generate/listings.py` and commit what it writes"
+
+
+def test_a_run_loads_no_library_that_it_does_not_use(tmp_path: Path) -> None:
+    job = 'algorithm = "fedavg"\nrounds = 1\nmodel = "logistic"\n[data]\nname = "digits"\nclients = 4\n'
+    (tmp_path / "job.toml").write_text(job)
+    code = "import sys, fedloom.cli; print(fedloom.cli.main(['run', 'job.toml'])); print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    *_, exit_code, loaded = found.stdout.splitlines()
+    assert exit_code == "0"
+    unused = {
+        "pandas", "sklearn", "scipy", "sympy", "pyarrow.lib", "dp_accounting", "ray", "flwr", "torchmetrics", "optuna",
+        "transformers", "datasets", "torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes",
+    }  # fmt: skip
+    assert {"torch", "plotly"} <= set(loaded.split())
+    assert unused & set(loaded.split()) == set()
 
 
 def test_the_examples_of_the_readme_run(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from fedloom.algorithm import Algorithm, algorithms
 from fedloom.algorithms.families import FAMILIES, family_of
-from fedloom.cli.terminal import signature
+from fedloom.cli.listing import signature
 from fedloom.config.expression import show
 from fedloom.config.registry import Entry, Registry
 from fedloom.data.dataset import datasets

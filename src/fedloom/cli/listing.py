@@ -1,13 +1,44 @@
-"""`fedloom algorithms`, `models`, `datasets`, `partitions` and `objectives`: what there is, and what each is."""
+"""`fedloom algorithms`, `models`, `datasets`, `partitions` and `objectives`: what there is, and what each is.
+
+What they say is taken from the code and kept in `listings.json`, so that they need not import PyTorch. After a change of what it
+says, `python docs/generate/listings.py` writes that file anew.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import importlib
+import inspect
+import json
+import os
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from fedloom.cli.options import Name
+from fedloom.config.plugins import VARIABLE
+from fedloom.errors import UnknownName
 
 if TYPE_CHECKING:
-    from fedloom.config.registry import Registry
+    from fedloom.config.registry import Entry
+
+LISTINGS = Path(__file__).with_name("listings.json")
+
+KINDS = {
+    "algorithms": ("algorithm", "fedloom.algorithm"),
+    "models": ("model", "fedloom.models"),
+    "datasets": ("data set", "fedloom.data.dataset"),
+    "partitions": ("partition", "fedloom.data.partition"),
+    "objectives": ("objective", "fedloom.objectives"),
+}
+"""What one of each kind is called, and the module of their registry."""
+
+
+class Listed(TypedDict):
+    """What there is to say of one thing: the title of a method's family, its parameters with their defaults, its docstring."""
+
+    family: str
+    parameters: list[str]
+    text: str
 
 
 def algorithms(name: Name = None) -> None:
@@ -15,56 +46,109 @@ def algorithms(name: Name = None) -> None:
 
     The description of a method has its parameters.
     """
-    from fedloom.algorithm import algorithms as registry
-    from fedloom.algorithms.families import FAMILIES, family_of
-
     if name is not None:
-        _list(registry, name)
+        _list("algorithms", name)
         return
     from rich.console import Console
-
-    from fedloom.cli.terminal import family_table
+    from rich.table import Table
+    from rich.text import Text
 
     console = Console()
-    for family, title in FAMILIES.items():
-        console.print(family_table(title, [entry for entry in registry if family_of(entry) == family]))
+    for family, methods in groupby(listed("algorithms").items(), lambda method: method[1]["family"]):
+        title = Text(f"\n{family}", "bold")
+        table = Table(box=None, show_header=False, padding=(0, 0, 0, 2), title=title, title_justify="left")
+        table.add_column(style="bold", no_wrap=True, width=13)
+        table.add_column()
+        for method, found in methods:
+            table.add_row(method, Text(_first_line(found)))
+        console.print(table)
     console.print("\nfedloom algorithms NAME shows a method's parameters.")
 
 
 def models(name: Name = None) -> None:
     """List the models, or describe the one called NAME."""
-    from fedloom.models import models as registry
-
-    _list(registry, name)
+    _list("models", name)
 
 
 def datasets(name: Name = None) -> None:
     """List the data sets, or describe the one called NAME."""
-    from fedloom.data.dataset import datasets as registry
-
-    _list(registry, name)
+    _list("datasets", name)
 
 
 def partitions(name: Name = None) -> None:
     """List the ways to share data out to clients, or describe the one called NAME."""
-    from fedloom.data.partition import partitions as registry
-
-    _list(registry, name)
+    _list("partitions", name)
 
 
 def objectives(name: Name = None) -> None:
     """List what models can learn, or describe the objective called NAME."""
-    from fedloom.objectives import objectives as registry
-
-    _list(registry, name)
+    _list("objectives", name)
 
 
-def _list(registry: Registry[Any], name: str | None) -> None:
+def listed(kind: str) -> dict[str, Listed]:
+    """All there is of a kind by name, in the order of the lists: as `listings.json` has it or, where plugins may add to it, as
+    the registry has it."""
+    if os.environ.get(VARIABLE):
+        return registered(kind)
+    found: dict[str, Listed] = json.loads(LISTINGS.read_text(encoding="utf-8"))[kind]
+    return found
+
+
+def registered(kind: str) -> dict[str, Listed]:
+    """The same from the registry."""
+    from fedloom.algorithms.families import FAMILIES, family_of
+
+    entries = list(getattr(importlib.import_module(KINDS[kind][1]), kind))
+    families = {entry.name: FAMILIES[family_of(entry)] if kind == "algorithms" else "" for entry in entries}
+    entries.sort(key=lambda entry: [*FAMILIES.values(), ""].index(families[entry.name]))
+    return {
+        entry.name: {
+            "family": families[entry.name],
+            "parameters": signature(entry),
+            "text": inspect.getdoc(entry.make) or "",
+        }
+        for entry in entries
+    }
+
+
+def signature(entry: Entry[Any]) -> list[str]:
+    """Each parameter with its default, as a configuration writes it."""
+    if getattr(entry.make, "variadic", False):
+        return ["method:last round, ..., method"]
+    return [_parameter(name, parameter) for name, parameter in entry.parameters.items()]
+
+
+def _parameter(name: str, parameter: inspect.Parameter) -> str:
+    from fedloom.config.expression import show
+
+    if parameter.default is inspect.Parameter.empty:
+        return name
+    if repr(parameter.default) == "<factory>":
+        return f"{name}=..."
+    text = parameter.default
+    return f"{name}={text if isinstance(text, str) and text.isidentifier() else show(text)}"
+
+
+def _list(kind: str, name: str | None) -> None:
+    found = listed(kind)
+    if name is not None:
+        if name not in found:
+            raise UnknownName(KINDS[kind][0], name, found)
+        print(f"{name}({', '.join(found[name]['parameters'])})\n\n{found[name]['text']}")
+        return
+    from rich import box
     from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-    from fedloom.cli.terminal import description, overview
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("Name", style="bold", no_wrap=True)
+    table.add_column("What it is", ratio=3)
+    table.add_column("Parameters", ratio=2)
+    for each, one in found.items():
+        table.add_row(each, Text(_first_line(one)), Text(", ".join(one["parameters"])))
+    Console().print(table)
 
-    if name is None:
-        Console().print(overview(registry))
-    else:
-        print(description(registry[name]))
+
+def _first_line(one: Listed) -> str:
+    return one["text"].partition("\n")[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shlex
 import signal
 import threading
@@ -31,6 +32,9 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress: only th
 Name = Annotated[str | None, typer.Argument(metavar="[NAME]", hidden=True)]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", hidden=True)]
 
+USUAL = gc.get_threshold()
+"""Python's own thresholds of garbage collection."""
+
 
 class RunsFailed(FedloomError):
     """Some runs failed; the results of the others are shown and written as usual."""
@@ -55,11 +59,15 @@ def this_command() -> str:
 
 @contextmanager
 def shown(runs: int, rounds: Rounds, quiet: bool) -> Iterator[Display]:
-    """Progress on stderr, so that stdout holds the result alone."""
+    """Progress on stderr, so that stdout holds the result alone. What is imported by now is no garbage, and runs collect theirs
+    as Python does by default."""
     from rich.console import Console
 
     from fedloom.experiment.progress import display
 
+    if gc.get_threshold() != USUAL:
+        gc.freeze()
+        gc.set_threshold(*USUAL)
     console: Console = Console(stderr=True, quiet=quiet, highlight=False)
     with display(console, runs, rounds) as watch:
         yield watch

@@ -1,18 +1,13 @@
-"""Tables for the terminal: the comparison, and what there is to choose from."""
+"""Tables for the terminal: a comparison, and the trials of a search."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from fedloom.algorithm import Algorithm
-from fedloom.config.expression import show
-from fedloom.config.registry import Entry
 from fedloom.report.cells import NEVER, SOME, Cell, halves, target_text
 from fedloom.report.cells import Table as Plain
 from fedloom.report.sheet import (
@@ -129,48 +124,3 @@ def _shown(table: Plain, caption: str, *, brief: bool = False, wrap: bool = Fals
 
 def _text(cell: Cell, brief: bool) -> str:
     return cell.brief if brief and cell.brief else cell.text
-
-
-def overview(entries: Iterable[Entry[Any]]) -> Table:
-    """Name, one line, parameters with their defaults."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    table.add_column("Name", style="bold", no_wrap=True)
-    table.add_column("What it is", ratio=3)
-    table.add_column("Parameters", ratio=2)
-    for entry in entries:
-        table.add_row(entry.name, Text(entry.summary), Text(", ".join(signature(entry))))
-    return table
-
-
-def family_table(title: str, entries: Iterable[Entry[Any]]) -> Table:
-    """A family of methods: name and one line of each."""
-    table = Table(
-        box=None, show_header=False, padding=(0, 0, 0, 2), title=Text(f"\n{title}", "bold"), title_justify="left"
-    )
-    table.add_column(style="bold", no_wrap=True, width=13)
-    table.add_column()
-    for entry in entries:
-        table.add_row(entry.name, Text(entry.summary))
-    return table
-
-
-def signature(entry: Entry[Any]) -> list[str]:
-    """Each parameter with its default, as a configuration writes it."""
-    if inspect.isclass(entry.make) and issubclass(entry.make, Algorithm) and entry.make.variadic:
-        return ["method:last round, ..., method"]
-    return [_parameter(name, parameter) for name, parameter in entry.parameters.items()]
-
-
-def _parameter(name: str, parameter: inspect.Parameter) -> str:
-    if parameter.default is inspect.Parameter.empty:
-        return name
-    if repr(parameter.default) == "<factory>":
-        return f"{name}=..."
-    text = parameter.default
-    return f"{name}={text if isinstance(text, str) and text.isidentifier() else show(text)}"
-
-
-def description(entry: Entry[Any]) -> str:
-    """How it is written, then everything its docstring says."""
-    inside = ", ".join(signature(entry))
-    return f"{entry.name}({inside})\n\n{inspect.getdoc(entry.make) or ''}"

@@ -1,7 +1,8 @@
 """Named things of one kind (models, data sets, partitions, algorithms), found without a list to keep.
 
 A thing registers itself with a decorator in its own file. The registry imports every module of one package on first use,
-so a new file is a new entry in the command line, the documentation and every configuration.
+so a new file is a new entry in the documentation and every configuration. `docs/generate/listings.py` makes the lists of the
+command line of what is registered.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 from torch.nn import functional as F
 
 from fedloom.config.fields import BelowOne, Count, NonNegative, require_fields
@@ -45,6 +46,10 @@ class Classification(Objective):
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         logits = prediction(outputs)
         if self.plain_cross_entropy:
+            if is_batchedtensor(
+                logits
+            ):  # in `vmap` the other imports PyTorch's symbolic shapes, half a second, for the same bits
+                return -logits.log_softmax(1).gather(1, targets.unsqueeze(1)).mean()
             return F.cross_entropy(logits, targets)
         loss, weights = self._each(logits, targets)
         return loss.sum() / weights.sum()

@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-from pyarrow import csv
 from torch import Tensor
 
 from fedloom.data.dataset import Samples
@@ -27,6 +24,9 @@ IMAGE_COLUMNS = ("image", "img")
 
 def read_tables(paths: Sequence[Path]) -> Any:
     """The parquet files `paths` as one Arrow table; raises `DataError` for a damaged file or differing columns."""
+    import pyarrow as pa
+    from pyarrow import parquet as pq
+
     tables: list[pa.Table] = []
     taken = 0
     for path in paths:
@@ -47,6 +47,8 @@ def read_any(path: Path) -> tuple[Any, Any]:
 
     Raises `DataError` for a file that is missing, damaged or of another kind, or takes more memory than a data set may.
     """
+    from pyarrow import csv
+
     if (path / "dataset_dict.json").is_file():
         with reading(path, "damaged folder of a DatasetDict"):
             splits = json.loads(read_text(path / "dataset_dict.json", "json"))["splits"]
@@ -78,6 +80,8 @@ def read_any(path: Path) -> tuple[Any, Any]:
 
 def _saved(folder: Path) -> Any:
     """The rows in the Arrow files of a folder, in the order in which `state.json` lists them."""
+    import pyarrow as pa
+
     with reading(folder, "no folder that save_to_disk wrote"):
         names = [one["filename"] for one in json.loads(read_text(folder / "state.json", "json"))["_data_files"]]
         paths = [folder / Path(name).name for name in names]  # in this folder, wherever a name leads to
@@ -93,6 +97,8 @@ def _saved(folder: Path) -> Any:
 
 def is_pictures(kind: Any) -> bool:
     """Whether a column of this type holds packed pictures, as Hugging Face's `datasets` store them."""
+    import pyarrow as pa
+
     return bool(pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0)
 
 
@@ -133,6 +139,8 @@ def image_samples(table: Any, label: str, classes: int, channels: int, source: s
 
 def decode_column(table: Any, channels: int, source: str, names: Sequence[str] = IMAGE_COLUMNS) -> Tensor:
     """The column of pictures as uint8 `[n, channels, height, width]`; raises as `image_samples`."""
+    import pyarrow as pa
+
     found = column(table, names, source)
     kind = found.type
     if is_pictures(kind):

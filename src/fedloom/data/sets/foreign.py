@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 from rich.console import Console
 from rich.progress import track
@@ -132,6 +131,8 @@ def _item(data: Any, row: int, name: str) -> tuple[Any, ...]:
 
 def _arrow(data: Any) -> Any:
     """A table of another library as an Arrow table; None for what is no table."""
+    import pyarrow as pa
+
     library = type(data).__module__.partition(".")[0]
     if isinstance(data, pa.Table):
         return data

@@ -11,8 +11,6 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from PIL import Image
 from torch import Tensor
@@ -163,7 +161,7 @@ def _complete(found: Any, names: Sequence[str], columns: Columns, source: str) -
         return found.drop_null()
     for one in names if columns.missing == "refuse" else [columns.target, *columns.groups]:
         if found.column(one).null_count:
-            row = pc.index(found.column(one).is_null(), True).as_py()
+            row = found.column(one).is_null().index(True).as_py()
             fill = " (missing='mean' fills inputs)" if one in columns.inputs else ""
             raise DataError(
                 f"{source}: column {quoted(one)} is empty in row {row}, and in {found.column(one).null_count} in all: fill it, "
@@ -174,6 +172,8 @@ def _complete(found: Any, names: Sequence[str], columns: Columns, source: str) -
 
 def _rows(found: Any, columns: Columns, source: str) -> Samples:
     """Labels and groups of the rows; the inputs are the rows' numbers."""
+    import pyarrow as pa
+
     given = found.column(columns.target)
     if isinstance(given.type, pa.DictionaryType):
         given = given.cast(given.type.value_type)
@@ -230,6 +230,8 @@ def _one_hot(cells: Sequence[object], known: dict[str, int]) -> npt.NDArray[np.f
 
 def _numbers(cells: Sequence[Any], source: str) -> list[npt.NDArray[np.float64]]:
     """One column of numbers for each part, or several where the cells are lists; empty cells get the training rows' mean."""
+    import pyarrow as pa
+
     made = []
     for part in cells:
         kind = part.type
@@ -268,6 +270,8 @@ def _channels(pictures: Any, source: str) -> int:
 
 
 def _is_text(kind: Any) -> bool:
+    import pyarrow as pa
+
     tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_dictionary)
     return any(test(kind) for test in tests)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
@@ -34,6 +35,7 @@ def _end_with_the_parent(descriptor: int) -> None:
 
 def _serve(descriptor: int, threads: int) -> None:
     """Answer the parent's messages until the pipe is closed."""
+    gc.disable()  # it would go over all that is being imported, again and again
     from multiprocessing.connection import Connection
 
     import torch
@@ -48,6 +50,8 @@ def _serve(descriptor: int, threads: int) -> None:
     memory = SharedMemory()
     channel, trainer = Channel(Connection(descriptor), memory), ClientTrainer()
     answer = pack(None, memory)  # imports are done
+    gc.freeze()
+    gc.enable()
     try:
         while True:
             channel.send("answer", answer)
