@@ -3,19 +3,20 @@
 Twenty clients, half of them in a round, Dirichlet 1.0. Each line is the mean over seeds; a seed that does not get there in the
 given rounds is counted as not reached, and the line says in how many seeds it was.
 
-    python benchmarks/compression.py [--data digits] [--rounds 150] [--seeds 3] [--target 0.95]
+    python benchmarks/compression.py [--data digits] [--samples N] [--rounds 150] [--seeds 3] [--target 0.95]
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from dataclasses import replace
 
 import torch
 
 from fedloom.experiment.run import run
 from fedloom.report.summary import bytes_to
-from fedloom.task import make_task
+from fedloom.task import make_dataset, make_task
 from fedloom.training import Training
 
 METHODS = (
@@ -39,12 +40,15 @@ METHODS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="digits")
+    parser.add_argument("--samples", type=int, help="the first so many training samples alone")
     parser.add_argument("--rounds", type=int, default=150)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--target", type=float, default=0.95)
     parser.add_argument("--methods", nargs="*", default=METHODS)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    dataset = make_dataset(options.data)
+    dataset = replace(dataset, train=dataset.train[: options.samples])
     training = Training(learning_rate=0.1, epochs=5 if options.data == "digits" else 1, batch_size=20)
     model = "mlp(hidden=[64, 64])" if options.data == "digits" else "mlp(hidden=[200])"
     print(
@@ -54,9 +58,7 @@ def main() -> None:
     for method in options.methods:
         found = []
         for seed in range(options.seeds):
-            task = make_task(
-                options.data, clients=20, partition="dirichlet(1.0)", model=model, training=training, seed=seed
-            )
+            task = make_task(dataset, clients=20, partition="dirichlet(1.0)", model=model, training=training, seed=seed)
             result = run(method, task, rounds=options.rounds, participation=0.5, seed=seed, evaluate_every=1)
             last = result.history[-1]
             reached = result.rounds_to(options.target), bytes_to(result.summary, options.target)

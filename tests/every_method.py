@@ -21,5 +21,6 @@ WRAPPERS = {
     # Models with batch norm cannot be private: this hides nothing, and passes everything on.
     "private": "private(fedavg, clip=none, noise=0)",
     "local_private": "local_private(fedmr, clip=none, noise=0)",
+    "dp_sgd": "dp_sgd(fedavg, clip=none, noise=0)",
 }
 EVERY_METHOD = sorted(WRAPPERS.get(entry.name, entry.name) for entry in algorithms)

@@ -190,6 +190,7 @@ def test_every_method_starts_where_a_wrapper_says_or_is_refused(name: str) -> No
         "lowrank": "lowrank(fedavg)",
         "private": "private(fedavg, clip=none, noise=0)",
         "local_private": "local_private(fedavg, clip=none, noise=0)",
+        "dp_sgd": "dp_sgd(fedavg, clip=none, noise=0)",
         "fedbuff": "fedbuff(fedavg, k=2)",
         "fedasync": "fedasync(fedavg)",
         "fedmr_async": "fedmr_async(k=2)",

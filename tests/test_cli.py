@@ -286,8 +286,8 @@ def test_methods_are_listed_by_family(fed: Say) -> None:
     }
     assert listed["recombination"] == ["fedmr", "fedmr_async", "fedmut", "indep"]
     assert listed["composing"] == [
-        "ala", "clustered", "fedasync", "fedbuff", "local_private", "lowrank", "private", "quantised", "robust", "secure",
-        "sparse", "stages", "umf",
+        "ala", "clustered", "dp_sgd", "fedasync", "fedbuff", "local_private", "lowrank", "private", "quantised", "robust",
+        "secure", "sparse", "stages", "umf",
     ]  # fmt: skip
     assert {"fedala", "fedrep", "ditto"} <= set(listed["personal"])
     assert {"fedavg", "scaffold", "clusamp"} <= set(listed["global"])

@@ -222,6 +222,7 @@ def test_one_pass_over_all_clients_equals_client_by_client() -> None:
 GLOBAL = {
     "clusamp", "clustered(fedmr)", "clustered(silobn(buffers=average))", "fedadam", "fedasam", "fedavg", "fedavgm", "feddc",
     "fedasync(fedavg)", "fedbuff(fedavg, k=2)", "fedmr_async(k=2)",
+    "dp_sgd(fedavg, clip=none, noise=0)",
     "feddyn", "fedexp", "fedgen", "fedmr", "fedmr(local=moon)", "fedmut", "fednova", "fedprox", "fedsam", "fedyogi", "indep",
     "local_private(fedmr, clip=none, noise=0)", "lowrank(fedavg, rank=1)", "moon", "private(fedavg, clip=none, noise=0)",
     "quantised(fedavg, bits=4, down=8)", "robust(fedavg)", "scaffold",

@@ -16,6 +16,7 @@ from torch import nn
 from every_method import EVERY_METHOD
 from fedloom.algorithm import Algorithm, algorithms, build
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.private import Accounted
 from fedloom.algorithms.statistics import accumulated_weights, momentum_gain
 from fedloom.config.fields import type_hints
 from fedloom.config.registry import Entry
@@ -275,7 +276,7 @@ def test_no_method_takes_a_number_that_single_precision_cannot_hold(entry: Entry
     needed: dict[str, Any] = {"stages": {"stages": [(FedAvg(), None)]}}.get(
         entry.name, {"method": FedAvg(weighted=False)}
     )
-    needed |= {"noise": 1.0} if "private" in entry.name else {}
+    needed |= {"noise": 1.0} if issubclass(entry.make, Accounted) else {}
     needed = {name: value for name, value in needed.items() if name in entry.parameters}
     entry.make(**needed)
     for name, hint in type_hints(entry.make).items():

@@ -361,22 +361,19 @@ def test_secure_recombination_of_private_uploads() -> None:
     assert ran("secure(local_private(fedmr, noise=0.1))", mode="fixed").history[-1]["epsilon"] > 0
 
 
-@pytest.mark.xdist_group("processes")
-def test_clients_draw_the_same_noise_in_other_processes(worker_processes: Any) -> None:
-    def model(engine: Any) -> Tensor:
-        method, schedule = build("local_private(fedmr, noise=0.5)"), Schedule(rounds=2, participation=0.5)
-        found = Federation(method, task(), engine, schedule)
-        found.run()
-        return found.algorithm.model()
-
-    assert torch.equal(model(worker_processes), model(RowsEngine(task())))
-
-
-@pytest.mark.parametrize("method", ["private(fedavg, clip=0.1, noise={})", "local_private(fedmr, clip=0.1, noise={})"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "private(fedavg, clip=0.1, noise={})",
+        "lowrank(local_private(fedmr, clip=0.1, noise={}), rank=2)",
+        "dp_sgd(fedmr, clip=1.0, noise={})",
+    ],
+)
 def test_over_flower_sites_clip_alike_and_nobody_repeats_the_noise(method: str, tmp_path: Path) -> None:
     def config(noise: float, place: str) -> dict[str, Any]:
         given = run_config(method.format(noise), tmp_path / place, rounds=2)
         text = given["configuration"].replace('"flower_support:NormNet"', '"mlp(hidden=[4])"')
+        text = text.replace("batch_size = 8", "batch_size = 1000")  # all samples: sites draw batches of their own
         return {**given, "configuration": text.replace("participation = 0.5", "participation = 1.0")}
 
     def model(noise: float, place: str) -> Tensor:
@@ -395,7 +392,7 @@ def test_over_flower_sites_clip_alike_and_nobody_repeats_the_noise(method: str, 
 
     torch.testing.assert_close(model(0.0, "plain"), in_a_simulation(0.0), rtol=0, atol=1e-5)
     # With the run's streams, whoever knows the seed could subtract the noise.
-    assert float((model(1.0, "noisy") - in_a_simulation(1.0)).norm()) > 0.1
+    assert float((model(1.0, "noisy") - in_a_simulation(1.0)).norm()) > 1e-3
 
 
 def test_without_the_library_a_run_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from .algorithms.compression import LowRank as LowRank
 from .algorithms.compression import Quantised as Quantised
 from .algorithms.compression import Sparse as Sparse
 from .algorithms.ditto import Ditto as Ditto
+from .algorithms.dp_sgd import DPSGD as DPSGD
 from .algorithms.fedamp import FedAMP as FedAMP
 from .algorithms.fedasam import FedASAM as FedASAM
 from .algorithms.fedasam import FedSAM as FedSAM

@@ -21,6 +21,7 @@ from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort
 from fedloom.round import Round
 from fedloom.state.pool_files import PoolFiles
+from fedloom.training import Training
 
 BLOCK_BYTES, LEAST_SLOTS, MOST_SLOTS = 256 << 20, 16, 128
 """Models of a block of slots: about so many bytes of them, and how many at least and at most."""
@@ -47,7 +48,7 @@ class Plan:
     `initial [P]` is the model to start from; `sizes` gives the training samples of clients (`[k]` numbers to `[k]`);
     `module` is the architecture, whose own weights mean nothing. Where clients are `remote`, sites of their own, they exchange
     layers themselves, so that a method must not rehearse it on the server, and noise that hides anything must not be repeatable.
-    `poisson` is as in `Round`. `pools` makes what holds many models.
+    `poisson` is as in `Round`. `pools` makes what holds many models. `training` are the settings of local training.
     """
 
     layout: Layout
@@ -62,6 +63,7 @@ class Plan:
     remote: bool = False
     poisson: bool = False
     pools: PoolFiles = field(default_factory=PoolFiles)
+    training: Training = field(default_factory=Training)
 
     def empty_rows(self, count: int) -> Tensor:
         """Uninitialised models `[count, P]`, in a file where so many are larger than the run's `pool_budget`."""

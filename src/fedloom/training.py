@@ -211,3 +211,13 @@ def epoch_orders(
         given = sizes[:remaining]
         yield order[: sum(given)], given
         remaining -= len(given)
+
+
+def poisson_orders(
+    samples: int, share: float, steps: int, uniforms: Callable[[int], Tensor]
+) -> Iterator[tuple[Tensor, list[int]]]:
+    """As `epoch_orders`, for batches that every sample enters by itself with probability `share`: their sizes vary, and may be 0.
+    `uniforms(n)` draws n numbers in [0, 1)."""
+    for _ in range(steps):
+        drawn = (uniforms(samples) < share).nonzero()[:, 0]
+        yield drawn, [len(drawn)]

@@ -6,6 +6,8 @@ import math
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from fedloom.errors import FedloomError, InvalidValue, installing
 
 ORDERS = (*range(2, 65), 80, 96, 128, 192, 256, 512, 1024)
@@ -24,8 +26,8 @@ def epsilon(noise: float, share: float, releases: int, delta: float) -> float:
         return 0.0
     if noise == 0:
         return math.inf
-    accountant = _library().rdp.RdpAccountant(ORDERS)
-    return float(accountant.compose(_release(noise, share), releases).get_epsilon(delta))
+    accountant = _library().rdp.rdp_privacy_accountant
+    return float(accountant.compute_epsilon(ORDERS, releases * _divergences(noise, share), delta)[0])
 
 
 @cache
@@ -36,16 +38,19 @@ def noise_for(target: float, share: float, releases: int, delta: float) -> float
     while epsilon(high, share, releases, delta) > target:
         low, high = high, 2 * high
         if high > 1e6:
-            raise InvalidValue(f"target_epsilon={target:g} is out of reach in {releases} rounds at delta={delta:g}")
+            raise InvalidValue(f"target_epsilon={target:g} is out of reach in {releases} releases at delta={delta:g}")
     while high - low > 1e-4 * high:
         middle = (low + high) / 2
         low, high = (middle, high) if epsilon(middle, share, releases, delta) > target else (low, middle)
     return high
 
 
-def _release(noise: float, share: float) -> Any:
+@cache
+def _divergences(noise: float, share: float) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """The Renyi divergences of one release, of each of `ORDERS`: those of several add up."""
     library = _library()
-    return library.PoissonSampledDpEvent(share, library.GaussianDpEvent(noise))
+    event = library.PoissonSampledDpEvent(share, library.GaussianDpEvent(noise))
+    return np.array(library.rdp.RdpAccountant(ORDERS).compose(event)._rdp)
 
 
 def _library() -> Any:

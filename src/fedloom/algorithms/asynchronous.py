@@ -22,7 +22,7 @@ from fedloom.algorithm import (
 )
 from fedloom.algorithms.compression import Compressed
 from fedloom.algorithms.fedmr import FedMR, blend_at
-from fedloom.algorithms.private import LocalPrivate
+from fedloom.algorithms.private import AccountedByClient
 from fedloom.config.fields import Count, NonNegative, Probability
 from fedloom.errors import InvalidValue
 from fedloom.flat.population import recombine_
@@ -45,7 +45,7 @@ class Asynchronous(Algorithm):
 
     def require_inside(self, outer: Algorithm) -> None:
         """Only what changes the clients' half, or codes what travels, goes around."""
-        if not isinstance(outer, Compressed | LocalPrivate) and (
+        if not isinstance(outer, Compressed | AccountedByClient) and (
             not isinstance(outer, Wrapper)
             or any(getattr(type(outer), name) is not getattr(Wrapper, name) for name in ("select", "send", "receive"))
         ):

@@ -6,7 +6,7 @@ import math
 import secrets
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -66,8 +66,10 @@ class Accounted(Wrapper):
                 f"{name_of(self)}: without a clip no noise hides a client: only noise=0 goes with clip=none"
             )
         for part in self.method.nested():
-            if isinstance(part, Compressed | Accounted):
+            if isinstance(part, Compressed):
                 raise InvalidValue(f"{name_of(self)}: put {name_of(part)} around {name_of(self)}")
+            if isinstance(part, Accounted):
+                raise InvalidValue(f"{name_of(self)}: {name_of(part)} counts an epsilon of its own: take one of them")
 
     @property
     def protects(self) -> bool:
@@ -91,8 +93,8 @@ class Accounted(Wrapper):
         """Epsilon so far, or after so many `more` releases."""
 
     @abstractmethod
-    def solve(self, target: float) -> float:
-        """The noise with which all rounds cost `target`."""
+    def solve(self, target: float, rounds: int) -> float:
+        """The noise with which so many rounds cost `target`."""
 
     def noise_multiplier(self) -> float:
         """The noise in units of the clip."""
@@ -100,7 +102,7 @@ class Accounted(Wrapper):
             return self.noise
         assert self.target_epsilon is not None  # else `__post_init__` raises
         if self._solved is None:
-            self._solved = self.solve(self.target_epsilon)
+            self._solved = self.solve(self.target_epsilon, self.plan.rounds)
         return self._solved
 
     def setup(self, plan: Plan) -> None:
@@ -173,7 +175,7 @@ class Private(Accounted):
                 )
 
     def require_inside(self, outer: Algorithm) -> None:
-        if self.protects and not isinstance(outer, Compressed):
+        if self.protects and not isinstance(outer, Compressed | Accounted):
             name = name_of(outer)
             raise InvalidValue(f"private: {name} would change what is summed or released: put private around {name}")
 
@@ -190,8 +192,8 @@ class Private(Accounted):
     def cost(self, more: int = 0) -> float:
         return epsilon(self.noise_multiplier(), self.share, int(self.state["releases"]) + more, self.delta)
 
-    def solve(self, target: float) -> float:
-        return noise_for(target, self.share, self.plan.rounds, self.delta)
+    def solve(self, target: float, rounds: int) -> float:
+        return noise_for(target, self.share, rounds, self.delta)
 
     def select(self, round: Round) -> Selection:
         selection = self.method.select(round)
@@ -265,9 +267,47 @@ class Private(Accounted):
         return self.method.diagnose() | shown
 
 
+@dataclass
+class AccountedByClient(Accounted):
+    """The base of those whose noise the clients add. What holds for each upload holds for whatever becomes of it, so they go
+    around any method whose clients return an update of the one model that they are sent, FedMR too."""
+
+    def require_inside(self, outer: Algorithm) -> None:
+        if self.protects and not isinstance(outer, Compressed | Accounted) and type(outer).train is not Wrapper.train:
+            own, name = name_of(self), name_of(outer)
+            raise InvalidValue(f"{own}: {name} works on the clients too: put {own} around {name}")
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        self.state["releases"] = torch.zeros(plan.clients, dtype=torch.int64)
+
+    @property
+    def anonymous_replies(self) -> bool:
+        return self.method.anonymous_replies
+
+    @property
+    def averages(self) -> bool:  # type: ignore[override]
+        return all(part.averages for part in self.method.nested())
+
+    def select(self, round: Round) -> Selection:
+        if self.protects:
+            self.cost(more=1)
+        return self.method.select(round)
+
+    def trained(self, round: Round) -> tuple[int, ...]:
+        """The clients whose work in the round is counted."""
+        return round.selected
+
+    def finish(self, round: Round) -> None:
+        super().finish(round)
+        counts = self.state["releases"].clone()
+        counts[list(self.trained(round))] += 1
+        self.state["releases"] = counts
+
+
 @algorithms.register("local_private")
 @dataclass
-class LocalPrivate(Accounted):
+class LocalPrivate(AccountedByClient):
     """Local differential privacy: every client clips its update and adds noise before it uploads, so that nobody is trusted.
 
     With u the update, C = `clip` and z = `noise`, a client uploads w + u min(1, C / |u|) + z C n, n standard normal, and no
@@ -282,39 +322,11 @@ class LocalPrivate(Accounted):
     Use it when the server is not trusted, or when single models are passed on; expect to need very many clients.
     """
 
-    def require_inside(self, outer: Algorithm) -> None:
-        if self.protects and not isinstance(outer, Compressed) and type(outer).train is not Wrapper.train:
-            name = name_of(outer)
-            raise InvalidValue(f"local_private: {name} works on the clients too: put local_private around {name}")
-
-    def setup(self, plan: Plan) -> None:
-        super().setup(plan)
-        self.state["releases"] = torch.zeros(plan.clients, dtype=torch.int64)
-
-    @property
-    def anonymous_replies(self) -> bool:
-        return self.method.anonymous_replies
-
-    @property
-    def averages(self) -> bool:  # type: ignore[override]
-        return all(part.averages for part in self.method.nested())
-
     def cost(self, more: int = 0) -> float:
         return epsilon(self.noise_multiplier() / 2, 1.0, int(self.state["releases"].max()) + more, self.delta)
 
-    def solve(self, target: float) -> float:
-        return 2 * noise_for(target, 1.0, self.plan.rounds, self.delta)
-
-    def select(self, round: Round) -> Selection:
-        if self.protects:
-            self.cost(more=1)
-        return self.method.select(round)
-
-    def finish(self, round: Round) -> None:
-        super().finish(round)
-        counts = self.state["releases"].clone()
-        counts[list(round.selected)] += 1
-        self.state["releases"] = counts
+    def solve(self, target: float, rounds: int) -> float:
+        return 2 * noise_for(target, 1.0, rounds, self.delta)
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         reply = self.method.train(cohort, inbox)
@@ -343,7 +355,11 @@ def normal(like: Tensor, generator: torch.Generator | None) -> Tensor:
     if generator is not None:
         return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.device)
     count = like.numel()
-    bits = np.frombuffer(secrets.token_bytes(16 * count), np.uint64).reshape(2, count) >> np.uint64(11)
-    first, second = (bits + 1.0) / 2.0**53  # in (0, 1]
+    first, second = 1 - secret_uniforms(2 * count).reshape(2, count)  # in (0, 1]
     numbers = np.sqrt(-2 * np.log(first)) * np.cos(2 * np.pi * second)
     return torch.from_numpy(numbers).reshape(like.shape).to(like.device)
+
+
+def secret_uniforms(count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """So many numbers in [0, 1) from the system's cryptographic generator."""
+    return (np.frombuffer(secrets.token_bytes(8 * count), np.uint64) >> np.uint64(11)) / 2.0**53

@@ -97,4 +97,5 @@ class _TensorUnpickler(pickle.Unpickler):
         if self._task is None:
             raise pickle.UnpicklingError("a method's plan means nothing without a task")
         task, (clients, participants, rounds, seed, classes) = self._task, values
-        return Plan(task.layout, task.initial, clients, participants, rounds, seed, classes, task.sizes, task.model)
+        told = (clients, participants, rounds, seed, classes)
+        return Plan(task.layout, task.initial, *told, task.sizes, task.model, training=task.training)

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, grad_and_value, vmap
 
 from fedloom.flat.compiled import CompiledGradient
 from fedloom.flat.layout import Layout, TensorSlice, Unit
-from fedloom.flat.precision import autocast
+from fedloom.flat.precision import autocast, stacked_autocast
 from fedloom.models.structure import head_name
 from fedloom.objectives import Objective
 from fedloom.objectives.classification import CLASSIFICATION
@@ -261,6 +261,32 @@ class FlatModule:
         gradients = torch.autograd.grad(loss, trained, materialize_grads=True)
         return loss.detach().to(rows).unsqueeze(0), [gradient.unsqueeze(0) for gradient in gradients]
 
+    def sample_gradients(
+        self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The loss `[b]` of each sample of one client's batch, as if alone in it, and its gradient `[b, n]`. By `vmap`, or
+        one after the other where an operation does not take that."""
+        held, own = self.layout.tensors(rows[0].detach()), {name: value[0] for name, value in context.items()}
+
+        def loss_of_one(trained: Mapping[str, Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
+            net = CalledNet(self.module, self.layout, {**held, **trained}, self.frozen, self.objective)
+            return loss_fn(net, Batch(inputs.unsqueeze(0), labels.unsqueeze(0), batch.step), own)
+
+        trained = {part.name: held[part.name] for part in self._moving}
+        try:
+            each = vmap(grad_and_value(loss_of_one), (None, 0, 0), randomness="different")
+            with stacked_autocast(self.autocast):
+                found, losses = each(trained, batch.inputs[0], batch.labels[0])
+            return losses.to(rows), torch.cat([found[name].flatten(1) for name in trained], 1)
+        except RuntimeError:
+            singles = zip(batch.inputs.split(1, 1), batch.labels.split(1, 1), strict=True)
+            pairs = [
+                self.tensor_gradients(rows, Batch(inputs, labels, batch.step), loss_fn, context)
+                for inputs, labels in singles
+            ]
+            gradients = [torch.cat(self._as_rows(gradients), 1) for _, gradients in pairs]
+            return torch.cat([loss for loss, _ in pairs]), torch.cat(gradients)
+
     def compile_for(self, batch_size: int | None, notice: Callable[[str], None]) -> None:
         """Have the data loss and its gradient on batches of so many samples compiled, and others not (None: none at all).
         Which steps are compiled depends on their shape alone, so that a run can be repeated bit for bit. `notice` is told of
@@ -339,6 +365,8 @@ def convolutions_weigh_little(module: nn.Module, image: Tensor) -> bool:
     """Whether the module has 2d convolutions with few weights compared with their outputs for one image `[1, c, h, w]`. On a CPU
     these are faster in channels-last memory format, which each layer hands on to the next."""
     convolutions = [part for part in module.modules() if isinstance(part, nn.Conv2d)]
+    if not convolutions:
+        return False
     put_out = 0
 
     def note(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> None:
@@ -352,7 +380,7 @@ def convolutions_weigh_little(module: nn.Module, image: Tensor) -> bool:
     finally:
         for handle in handles:
             handle.remove()
-    return 0 < sum(part.weight.numel() for part in convolutions) <= FILTERS_PER_ACTIVATION * put_out
+    return sum(part.weight.numel() for part in convolutions) <= FILTERS_PER_ACTIVATION * put_out
 
 
 def generator_state(tensor: Tensor) -> Tensor:

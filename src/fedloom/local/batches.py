@@ -86,7 +86,7 @@ def alone(loader: ClientLoader, epochs: Epochs, noise: torch.Generator | None) -
         device = loader.samples.labels.device
         order = moved(order, device)
         drawn = None if noise is None else moved(draw_flip_crop(len(order), noise), device)
-        at_once = max(1, AHEAD // (loader.values * sizes[0]))
+        at_once = max(1, AHEAD // (loader.values * max(1, sizes[0])))
         for first in range(0, len(sizes), at_once):
             chosen = sizes[first : first + at_once]
             start = sum(sizes[:first])

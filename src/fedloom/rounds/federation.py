@@ -115,6 +115,7 @@ class Federation:
             Plan(
                 task.layout, task.initial, trainers, participants, schedule.rounds, schedule.seed, task.dataset.classes,
                 self.task.sizes, task.model, isinstance(engine, RemoteClients), poisson, self._pools,
+                task.training,
             )
         )  # fmt: skip
         _checked_model(algorithm, "setup", task.initial)

@@ -211,7 +211,7 @@ class Site:
         method = build(self.settings.algorithm)
         plan = Plan(
             task.layout, task.initial, round.clients, round.participants, round.rounds, round.seed,
-            task.dataset.classes, _one_each, task.model, remote=True, poisson=round.poisson,
+            task.dataset.classes, _one_each, task.model, remote=True, poisson=round.poisson, training=task.training,
         )  # fmt: skip
         method.setup(plan)
         for part in method.nested():

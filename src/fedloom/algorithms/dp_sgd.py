@@ -1,0 +1,189 @@
+"""Differential privacy of single samples: clients that train by DP-SGD (`dp_sgd`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedloom.algorithm import Message, Plan, Selection, algorithms, describe
+from fedloom.algorithms.accounting import epsilon, noise_for
+from fedloom.algorithms.ala import Ala
+from fedloom.algorithms.private import AccountedByClient, clipped, normal, secret_uniforms
+from fedloom.errors import InvalidValue
+from fedloom.flat.module import Batch, LossFn, data_loss
+from fedloom.local.batches import LockStep, alone
+from fedloom.local.cohort import Cohort, Context, Correction, GradientFn, Trained
+from fedloom.round import Round
+from fedloom.training import poisson_orders
+
+NUMBERS = 1 << 24
+"""Numbers of samples' gradients that are held at a time: 64 MiB as floats."""
+
+
+@algorithms.register("dp_sgd")
+@dataclass
+class DPSGD(AccountedByClient):
+    """Differential privacy of single samples: every client trains by DP-SGD, so that nothing that it uploads tells whether it has
+    a certain sample.
+
+    In each local step every one of the client's n samples enters the batch by itself with probability q = B / n, B = `batch_size`
+    (at most n). With g_i the gradient of sample i alone, C = `clip`, z = `noise`, the step's gradient is
+
+        (sum_i g_i min(1, C / |g_i|) + z C m) / (q n),    m standard normal
+
+    What follows is as ever: a method's correction, weight decay, momentum, the optimizer. Each step is one release of the sampled
+    Gaussian mechanism, for adding or removing one sample of a client whose n is known; the steps of a round are as many as
+    `training` says. `epsilon` is that of the client that has spent most: of all its steps, in whatever rounds it trained.
+
+    Losses of training are not recorded, and evaluations of clients' data are not private. Batches and noise come from the run's
+    streams in a simulation, and from the system's cryptographic generator over real sites. It goes around methods whose clients
+    train once a round by `cohort.fit` and upload the model alone; whatever else reads their data is refused.
+    Source: Abadi et al. 2016, "Deep learning with differential privacy", algorithm 1; Mironov et al. 2019 (accounting).
+    Use it where clients are few and hold data of many people each: hospitals rather than telephones.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.protects and any(isinstance(part, Ala) for part in self.method.nested()):
+            raise InvalidValue(_uncounted("ala"))
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        self.state["training"] = torch.zeros(
+            plan.clients, dtype=torch.bool
+        )  # in this round, also those that upload nothing
+        if not self.protects:
+            return
+        if any(isinstance(part, _BatchNorm) for part in plan.module.modules()):
+            raise InvalidValue("dp_sgd: batch norm mixes the samples of a batch: use group norm instead")
+        if plan.remote and self.noise is None:
+            raise InvalidValue(
+                "dp_sgd: over real sites give noise: a site does not know the others' samples, to choose it"
+            )
+
+    @property
+    def stackable(self) -> bool:  # type: ignore[override]
+        return not self.protects
+
+    @property
+    def plain_steps(self) -> bool:  # type: ignore[override]
+        return not self.protects
+
+    def select(self, round: Round) -> Selection:
+        selection, training = super().select(round), torch.zeros_like(self.state["training"])
+        training[[*selection.clients, *selection.idle]] = True
+        self.state["training"] = training
+        return selection
+
+    def trained(self, round: Round) -> tuple[int, ...]:
+        return tuple(self.state["training"].nonzero()[:, 0].tolist())
+
+    def cost(self, more: int = 0) -> float:
+        kinds = self._kinds(self.state["releases"] + more)
+        return max(epsilon(self.noise_multiplier(), share, steps, self.delta) for share, steps in kinds)
+
+    def solve(self, target: float, rounds: int) -> float:
+        """The noise of the client with the fewest samples, whose share is the largest; more where another one spends more."""
+        noise, spent = 0.0, dict.fromkeys(self._kinds(torch.full((self.plan.clients,), rounds)), 0.0)
+        while noise == 0 or max(spent.values()) > target:
+            share, steps = max(spent, key=lambda kind: (spent[kind], kind))
+            noise = max(noise * 1.0001, noise_for(target, share, steps, self.delta))
+            spent = {kind: epsilon(noise, *kind, self.delta) for kind in spent}
+        return noise
+
+    def _kinds(self, rounds: Tensor) -> set[tuple[float, int]]:
+        """(q, steps) of the clients after so many `rounds [N]` of each."""
+        sizes = self.plan.sizes(torch.arange(self.plan.clients))
+        steps = self.plan.training.local_steps(sizes) * rounds
+        batch = sizes if self.plan.training.batch_size is None else sizes.clamp(max=self.plan.training.batch_size)
+        return set(zip((batch / sizes.double()).tolist(), steps.long().tolist(), strict=True))
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        if not self.protects:
+            return self.method.train(cohort, inbox)
+        held = PrivateCohort(cohort, self.bound(), self.noise_multiplier(), self.plan.remote, describe(self.method))
+        reply = self.method.train(held, inbox)
+        cohort.metrics.clear()  # losses are of the client's data too
+        return reply
+
+
+class PrivateCohort(Cohort):
+    """One client whose `fit` is DP-SGD, once a round and as the settings say; its samples are not to be had in any other way."""
+
+    def __init__(self, cohort: Cohort, clip: float, noise: float, remote: bool, method: str) -> None:
+        vars(self).update(vars(cohort))
+        self.clip, self.noise, self.remote, self.method = clip, noise, remote, method
+        self.samples = int(self.sizes)
+        self.expected = min(self.samples, self.training.batch_size or self.samples)  # in a batch
+        self._fits: list[Tensor] = []  # where they began, of all copies of this cohort
+        self._fitting = False
+
+    @property
+    def _samples(self) -> Any:  # type: ignore[override]
+        raise InvalidValue(_uncounted(self.method))
+
+    def fit(
+        self,
+        start: Tensor,
+        *,
+        loss_fn: LossFn = data_loss,
+        gradient_fn: GradientFn | None = None,
+        correction: Correction | None = None,
+        context: Context | None = None,
+        learning_rate: float | Tensor | None = None,
+        **others: Any,
+    ) -> Trained:
+        self._fits.append(start)
+        if len(self._fits) > 1 or gradient_fn is not None or others:
+            _ = self._samples
+        if getattr(self.flat_module.objective, "class_weights", ()):
+            raise InvalidValue("dp_sgd: class_weights are divided by those of the whole batch: leave them out")
+        stream = None if self.remote else self.round.stream("dp_sgd noise", self.clients[0])
+
+        def noisy(rows: Tensor, batch: Batch, given: Context) -> tuple[Tensor, Tensor]:
+            loss, total = rows.new_zeros(1), torch.zeros_like(rows[:, : self.layout.trainable])
+            size = max(1, NUMBERS // total.shape[1])
+            for first in range(0, batch.labels.shape[1], size):
+                part = slice(first, first + size)
+                some = Batch(batch.inputs[:, part], batch.labels[:, part], batch.step)
+                losses, gradients = self.flat_module.sample_gradients(rows, some, loss_fn, given)
+                loss, total = loss + losses.sum(), total + clipped(gradients, self.clip)[0].sum(0)
+            if self.noise:
+                total = total + (self.noise * self.clip * normal(total, stream)).to(total)
+            return loss / self.expected, total / self.expected
+
+        self._fitting = True
+        try:
+            return super().fit(
+                start, gradient_fn=noisy, correction=correction, context=context, learning_rate=learning_rate
+            )
+        finally:
+            self._fitting = False
+
+    def lock_steps(self, **options: Any) -> Iterator[LockStep]:
+        """The batches of `fit`, which each sample enters by chance."""
+        if not self._fitting:
+            _ = self._samples
+        steps = int(self.training.local_steps(self.sizes))
+        orders = poisson_orders(self.samples, self.expected / self.samples, steps, self._uniforms())
+        augmented = self.training.augmentation == "flip_crop"
+        noise = self.stream("dp_sgd augmentation")[0] if augmented else None
+        return iter([LockStep(None, alone(self._loaders[0], orders, noise), 1)])
+
+    def _uniforms(self) -> Callable[[int], Tensor]:
+        if self.remote:
+            return lambda count: torch.from_numpy(secret_uniforms(count))
+        return partial(torch.rand, generator=self.stream("dp_sgd batches")[0], dtype=torch.float64)
+
+
+def _uncounted(method: str) -> str:
+    return (
+        f"dp_sgd: clients of {method} do more with their samples than one local training by the settings, "
+        "which epsilon does not count"
+    )

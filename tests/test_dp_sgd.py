@@ -1,0 +1,187 @@
+"""DP-SGD: against a loop over samples, what one sample can change, what it costs, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedloom.algorithm import build
+from fedloom.algorithms.accounting import ORDERS
+from fedloom.data.dataset import Dataset, Samples
+from fedloom.engines.rows import RowsEngine
+from fedloom.engines.stacked import StackedEngine
+from fedloom.errors import InvalidValue
+from fedloom.rounds.engine import RemoteClients
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
+from fedloom.task import Task, make_task
+from fedloom.training import Training
+
+
+class Sites(RowsEngine, RemoteClients):
+    largest_share = 1.0
+
+
+class Recurrent(nn.Module):
+    """An LSTM in float64, which `vmap` does not take, over the rows of an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.LSTMCell(8, 6), nn.Linear(6, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        state = None
+        for row in images.flatten(1, 2).unbind(1):
+            state = self.cell(row, state)
+        assert state is not None
+        logits: Tensor = self.head(state[0])
+        return logits
+
+
+def task(kind: str = "linear", clients: int = 6, **training: Any) -> Task:
+    models = {
+        "linear": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)),
+        "convolutions": lambda: nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)
+        ),
+        "recurrent": Recurrent,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model, inputs, labels = models[kind]().double(), torch.randn(220, 1, 8, 8).double(), torch.randint(10, (220,))
+    dataset = Dataset("noise", Samples(inputs[:200], labels[:200]), Samples(inputs[200:], labels[200:]), 10)
+    options = {"learning_rate": 0.1, "batch_size": 8, "steps": 3} | training
+    return make_task(dataset, clients=clients, partition="dirichlet(5.0)", model=model, training=Training(**options))
+
+
+def ran(expression: str, on: Task, rounds: int = 2, engine: Any = RowsEngine, **schedule: Any) -> Federation:
+    options = {"participation": 0.5, "evaluate_every": 9, "seed": 3} | schedule
+    found = Federation(build(expression), on, engine(on), Schedule(rounds=rounds, **options))
+    found.run()
+    assert all(record["faults"] == [] for record in found.history)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["linear", "convolutions", "recurrent"])
+def test_a_clients_training_is_that_of_a_loop_over_samples(kind: str) -> None:
+    on = task(kind, clients=2, momentum=0.5, weight_decay=0.01)
+    clip, noise, size = 0.7, 0.3, 8
+    found = ran(f"dp_sgd(fedavg, clip={clip}, noise={noise})", on, rounds=1)
+    (client,) = found.history[0]["clients"]
+    round = found._first.at(1)
+    batches, noises = (round.stream(f"dp_sgd {name}", client) for name in ("batches", "noise"))
+    samples, module = on.samples(client), on.module(on.initial)
+    velocity = None
+    for _ in range(3):
+        drawn = torch.rand(len(samples), generator=batches, dtype=torch.float64) < size / len(samples)
+        total = torch.zeros_like(on.initial)
+        for place in drawn.nonzero()[:, 0].tolist():
+            module.zero_grad()
+            F.cross_entropy(module(samples.inputs[place : place + 1]), samples.labels[place : place + 1]).backward()
+            gradient = torch.cat([one.grad.flatten() for one in module.parameters() if one.grad is not None])
+            total += gradient * min(1.0, clip / float(gradient.norm()))
+        total += noise * clip * torch.randn(1, len(total), generator=noises, dtype=torch.float64)[0]
+        row = on.layout.flatten(module)
+        step = total / size + 0.01 * row
+        velocity = step if velocity is None else 0.5 * velocity + step
+        on.layout.load(module, row - 0.1 * velocity)
+    assert torch.allclose(found.algorithm.model(), on.layout.flatten(module), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("inner", ["fedprox(mu=0.1)", "moon", "fedmr"])
+def test_without_noise_and_with_a_clip_that_never_matters_it_is_plain_training(inner: str) -> None:
+    on = task(batch_size=None, steps=None, epochs=3, momentum=0.9, clip=1.0)
+    found, plain = ran(f"dp_sgd({inner}, clip=1e12, noise=0)", on), ran(inner, on)
+    assert torch.allclose(found.algorithm.model(), plain.algorithm.model(), rtol=0, atol=1e-12)
+    assert torch.equal(ran(f"dp_sgd({inner}, clip=none, noise=0)", on).algorithm.model(), plain.algorithm.model())
+
+
+@given(st.floats(1e-2, 10), st.floats(-1e4, 1e4), st.integers(0, 9))
+@settings(max_examples=12, deadline=None)
+def test_no_sample_moves_a_step_by_more_than_the_clip(clip: float, value: float, label: int) -> None:
+    on = task(clients=1, batch_size=None, steps=1)
+
+    def moved(one: Task) -> Tensor:
+        return ran(f"dp_sgd(fedavg, clip={clip}, noise=0)", one, 1, participation=1.0).algorithm.model() - on.initial
+
+    before = moved(on)
+    on.train.inputs[0], on.train.labels[0] = value, label
+    after = moved(on)
+    bound = 0.1 * clip  # learning rate times clip, over the samples for one of them
+    assert max(float(before.norm()), float(after.norm())) <= bound * (1 + 1e-9)
+    assert float((after - before).norm()) <= 2 * bound / len(on.train) * (1 + 1e-9)
+
+
+def test_epsilon_is_the_librarys_for_the_client_that_spent_most() -> None:
+    library = pytest.importorskip("dp_accounting")
+    rdp = pytest.importorskip("dp_accounting.rdp")
+    on = task(steps=None, epochs=2)
+    found = ran("dp_sgd(umf(fedavg), noise=1.5, delta=1e-4)", on, rounds=4, seed=5)
+    spent = []
+    for client in range(6):
+        size = len(on.samples(client))
+        # All idle clients that the next round selects train too: what they learn is uploaded then.
+        taking = [client in record["clients"] for record in found.history]
+        rounds = sum(now or later for now, later in zip(taking, [*taking[1:], False], strict=True))
+        accountant = rdp.RdpAccountant(ORDERS)
+        event = library.PoissonSampledDpEvent(min(1, 8 / size), library.GaussianDpEvent(1.5))
+        accountant.compose(event, 2 * -(-size // 8) * rounds)
+        spent.append(accountant.get_epsilon(1e-4))
+    assert found.history[-1]["epsilon"] == pytest.approx(max(spent), rel=1e-12)
+    assert "training_loss" not in found.history[-1]
+    solved = ran("dp_sgd(fedavg, target_epsilon=3.0)", on, rounds=3, participation=1.0)
+    assert 2.99 < solved.history[-1]["epsilon"] <= 3.0
+    limited = ran("dp_sgd(fedavg, noise=1.5, target_epsilon=8.0)", on, rounds=9, participation=1.0)
+    assert limited.algorithm.spent
+    assert limited.history[-1]["epsilon"] <= 8.0
+    assert 0 < len(limited.history) < 9
+
+
+def test_a_simulation_repeats_its_batches_and_noise_in_every_engine_and_real_sites_do_not() -> None:
+    on = task()
+    for expression in ("dp_sgd(fedmr, noise=1.0)", "dp_sgd(fedavg, clip=1.0, noise=0)"):
+        model = ran(expression, on).algorithm.model()
+        stacked = ran(expression, on, engine=StackedEngine)
+        assert torch.equal(stacked.algorithm.model(), model)
+        assert any("DPSGD trains one client at a time" in text for text in stacked.notices)
+        assert not torch.equal(
+            ran(expression, on, engine=Sites).algorithm.model(), model
+        )  # without noise by the batches
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("dp_sgd(ditto, noise=1)", "clients of ditto do more with their samples than one local training"),
+        ("dp_sgd(ala(fedavg), noise=1)", "clients of ala do more with their samples"),
+        ("dp_sgd(fedasam, noise=1)", "clients of fedasam do more"),
+        ("dp_sgd(per_fedavg, noise=1)", "clients of per_fedavg do more"),
+        ("dp_sgd(scaffold, noise=1)", "upload 'variate' beside the model"),
+        ("ala(dp_sgd(fedavg, noise=1))", "put dp_sgd around ala"),
+        ("stages(dp_sgd(fedavg, noise=1):3, fedavg)", "put dp_sgd around stages"),
+        ("dp_sgd(quantised(fedavg), noise=1)", "put quantised around dp_sgd"),
+        ("private(dp_sgd(fedavg, noise=1), noise=1)", "dp_sgd counts an epsilon of its own: take one of them"),
+        ("dp_sgd(local_private(fedavg, noise=1), noise=1)", "local_private counts an epsilon of its own"),
+        ("dp_sgd(fedavg)", "give noise, such as 0.8"),
+    ],
+)
+def test_what_would_promise_too_much_is_refused(expression: str, message: str) -> None:
+    with pytest.raises(InvalidValue, match=message):
+        ran(expression, task(), 1)
+
+
+def test_models_and_losses_that_join_the_samples_of_a_batch_are_refused() -> None:
+    normalised = nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10, track_running_stats=False))
+    with pytest.raises(InvalidValue, match="batch norm mixes the samples of a batch: use group norm"):
+        ran("dp_sgd(fedavg, noise=1)", make_task("digits", clients=4, model=normalised))
+    weighted = make_task("digits", clients=4, model="logistic", objective=f"classification(class_weights={[1.0] * 10})")
+    with pytest.raises(InvalidValue, match="class_weights are divided by those of the whole batch"):
+        ran("dp_sgd(fedavg, noise=1)", weighted)
+    with pytest.raises(InvalidValue, match="over real sites give noise"):
+        ran("dp_sgd(fedavg, target_epsilon=8)", task(), engine=Sites)
