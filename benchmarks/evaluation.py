@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,21 +91,27 @@ def share(algorithm: Algorithm, task: Task, participation: float, cadences: int)
     }
 
 
-def pass_seconds(task: Task, repeats: int = 5) -> tuple[float, float]:
-    """Median seconds of the global model on all clients' own test data: in one pass, and client by client."""
+def pass_seconds(task: Task, repeats: int = 5) -> dict[str, float]:
+    """Milliseconds, median over turns: of the global model on all clients' own test data, in one pass and client by client; and
+    of a model of each client's own, counted together and client by client."""
     evaluator = Evaluator(task.model, task.layout, task.dataset)
     own = task.local_test
     assert own is not None  # every task here has it
-    together, apart = [], []
+    clients = range(task.clients)
+    rows = task.initial + 0.01 * torch.randn(task.clients, task.layout.size)
+    ways: dict[str, Callable[[], object]] = {
+        "together_ms": lambda: evaluator.tally(task.initial, task.train, own, clients),
+        "apart_ms": lambda: [evaluator.tally(task.initial, task.train, own, [client]) for client in clients],
+        "models_together_ms": lambda: list(evaluator.tallies(((k, rows[k], None) for k in clients), task.train, own)),
+        "models_apart_ms": lambda: [evaluator.tally(rows[k], task.train, own, [k]) for k in clients],
+    }
+    found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats):
-        began = time.perf_counter()
-        evaluator.tally(task.initial, task.train, own, range(task.clients))
-        between = time.perf_counter()
-        for client in range(task.clients):
-            evaluator.tally(task.initial, task.train, own, [client])
-        together.append(between - began)
-        apart.append(time.perf_counter() - between)
-    return statistics.median(together), statistics.median(apart)
+        for name, way in ways.items():
+            began = time.process_time()
+            way()
+            found[name].append(1000 * (time.process_time() - began))
+    return {name: statistics.median(times) for name, times in found.items()}
 
 
 def main() -> None:
@@ -120,9 +127,8 @@ def main() -> None:
     for name, task, participation in federations():
         methods = (FedAvg(), FineTuned())
         shares += [{"federation": name, **share(method, task, participation, chosen.cadences)} for method in methods]
-        together, apart = pass_seconds(task)
-        passes.append({"federation": name, "together_ms": 1000 * together, "apart_ms": 1000 * apart})
-    tell("Global model on the clients' own test data", passes)
+        passes.append({"federation": name, **pass_seconds(task)})
+    tell("One evaluation on the clients' own test data", passes)
     tell("Share of evaluation in a run", shares)
 
 

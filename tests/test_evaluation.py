@@ -28,6 +28,7 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
 from fedloom.local.cohort import Cohort
 from fedloom.objectives.classification import CLASSIFICATION
+from fedloom.objectives.metrics import build_metrics
 from fedloom.report.page import write_report
 from fedloom.round import Round
 from fedloom.rounds.evaluation import SHARE, TRAINING_PASSES, cadence, newcomers_last
@@ -97,6 +98,33 @@ def test_scores_equal_plain_loops(batch_size: int) -> None:
         assert int(tally.totals["correct"][place]) == hits
         assert float(tally.totals["loss"][place]) == pytest.approx(loss, rel=1e-5)
     assert tally.samples.tolist() == [n for n in TEST_SIZES if n]
+
+
+@pytest.mark.parametrize(("batch_size", "parts"), [(3, 4), (7, 3), (500, 1)])
+def test_models_of_several_clients_are_counted_together_to_the_bit(batch_size: int, parts: int) -> None:
+    task = small_task()
+    own = task.local_test
+    assert own is not None
+    task = replace(task, dataset=replace(task.dataset, metrics=build_metrics([own_recall], task.objective)))
+    evaluator = Evaluator(task.model, task.layout, task.dataset, batch_size)
+    clients = [5, 0, 2, 4, 1]
+    rows = {client: random_row(task, client) for client in clients}
+    found = list(evaluator.tallies([(client, row, None) for client, row in rows.items()], task.train, own))
+    apart = [evaluator.tally(row, task.train, own, [client]) for client, row in rows.items()]
+    assert len(found) == parts
+    together, expected = Tally.joined(found), Tally.joined(apart)
+    assert together.clients.tolist() == expected.clients.tolist() == sorted(clients)
+    assert together.samples.tolist() == expected.samples.tolist()
+    assert together.totals.keys() == expected.totals.keys()
+    assert len(expected.totals) == 3
+    for name, total in expected.totals.items():
+        assert torch.equal(together.totals[name], total), name
+
+
+def own_recall(outputs: Tensor, targets: Tensor) -> float:
+    """The share of the first of its samples' classes that a client finds."""
+    chosen = targets == targets[0]
+    return float((outputs.argmax(1)[chosen] == targets[0]).double().mean())
 
 
 @settings(deadline=None, max_examples=50)

@@ -108,9 +108,8 @@ class RowsEngine(LocalEngine):
 
     def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
         own = self.local_test()
-        for client_task in client_tasks:
-            row, integers = self.personalise(algorithm, round, client_task)
-            yield self.evaluator.tally(row, self.task.train, own, [client_task.client], integers)
+        models = ((one.client, *self.personalise(algorithm, round, one)) for one in client_tasks)
+        yield from self.evaluator.tallies(models, self.task.train, own)
 
     def personalise(self, algorithm: Algorithm, round: Round, client_task: ClientTask) -> tuple[Tensor, Tensor | None]:
         """The model `[P]` that one client would use in `round`, and its integer buffers if it has any. Nothing of it lasts:

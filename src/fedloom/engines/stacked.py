@@ -124,8 +124,8 @@ class StackedEngine(RowsEngine):
             cohort, inbox, _ = self._together(round, client_tasks)
             rows = algorithm.personalise(cohort, {name: tensor.clone() for name, tensor in inbox.items()})
             integers = self.stack.integers() if self.task.layout.integers else [None] * len(rows)
-            models = zip(client_tasks, rows, integers, strict=True)
-            return [self.evaluator.tally(row, self.task.train, own, [one.client], held) for one, row, held in models]
+            models = zip([one.client for one in client_tasks], rows, integers, strict=True)
+            return list(self.evaluator.tallies(models, self.task.train, own))
 
         tallies, again = self._attempt(algorithm, client_tasks, personalise)
         yield from tallies

@@ -335,6 +335,14 @@ def count(
     return found
 
 
+@torch.no_grad()
+def counts(dataset: Dataset, outputs: Tensor, labels: Tensor, owner: Tensor) -> dict[str, Tensor]:
+    """As `count`, where the models' outputs `[n, ...]` are known."""
+    found = {name: values.double() for name, values in dataset.objective.statistics(outputs, labels).items()}
+    metrics = counted(dataset.metrics, outputs, labels, owner) if dataset.metrics else {}
+    return found | {name: values.to(labels.device) for name, values in metrics.items()}
+
+
 class _Losses:
     """The losses of k clients' steps."""
 

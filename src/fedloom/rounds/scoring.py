@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
 from fedloom.flat.layout import Layout
-from fedloom.local.cohort import count, score
+from fedloom.local.cohort import count, counts, score
 from fedloom.objectives import Objective
 from fedloom.objectives.metrics import figures
 
@@ -103,14 +103,55 @@ class Evaluator:
         predict = self._loaded(row, integers)
         owners = torch.from_numpy(owner)
         counted = count(predict, self.dataset, samples, torch.from_numpy(index), self.batch_size, owners)
-        totals = {name: _by_owner(values.cpu().numpy(), owner, len(clients)) for name, values in counted.items()}
-        return Tally(torch.tensor(clients), torch.from_numpy(sizes), totals)
+        return _tally(clients, sizes, owner, counted)
+
+    def tallies(
+        self, models: Iterable[tuple[int, Tensor, Tensor | None]], samples: Samples, own: Partition
+    ) -> Iterator[Tally]:
+        """As `tally`, to the bit, of a model of each client's own: the client, its `row [P]` and its integer buffers.
+
+        Each model passes over its client's samples; what it puts out is counted together with that of others, as many as
+        share a batch.
+        """
+        waiting: list[tuple[int, Tensor, Tensor]] = []  # clients, outputs, labels
+        for client, row, integers in models:
+            index = own[client]
+            outputs = None
+            if len(index) <= self.batch_size:
+                batch = samples[torch.from_numpy(index).to(samples.labels.device)]
+                with torch.no_grad():
+                    outputs = self._loaded(row, integers)(self.dataset.prepare(batch.inputs))
+            if not isinstance(outputs, Tensor):
+                yield self.tally(row, samples, own, [client], integers)
+                continue
+            if waiting and sum(len(labels) for _, _, labels in waiting) + len(index) > self.batch_size:
+                yield self._together(waiting)
+                waiting = []
+            waiting.append((client, outputs, batch.labels))
+        if waiting:
+            yield self._together(waiting)
+
+    def _together(self, waiting: Sequence[tuple[int, Tensor, Tensor]]) -> Tally:
+        """The tally of several clients, each with what its model has put out and the labels of its samples."""
+        clients, outputs, labels = zip(*waiting, strict=True)
+        sizes = np.array([len(one) for one in labels])
+        owner = np.repeat(np.arange(len(clients)), sizes)
+        found = counts(self.dataset, torch.cat(outputs), torch.cat(labels), torch.from_numpy(owner))
+        return _tally(clients, sizes, owner, found)
 
     def _loaded(self, row: Tensor, integers: Tensor | None) -> nn.Module:
         """The module with the weights of `row [P]`."""
         # Into tensors of its own, not by binding: how numbers lie in memory moves the last digits of products.
         self.layout.load(self.module, row, integers)
         return self.module
+
+
+def _tally(
+    clients: Sequence[int], sizes: npt.NDArray[np.int64], owner: npt.NDArray[np.int64], found: Mapping[str, Tensor]
+) -> Tally:
+    """What was found of each sample, added up for its owner."""
+    totals = {name: _by_owner(values.cpu().numpy(), owner, len(clients)) for name, values in found.items()}
+    return Tally(torch.tensor(clients), torch.from_numpy(sizes), totals)
 
 
 def _by_owner(values: npt.NDArray[np.float64], owner: npt.NDArray[np.int64], clients: int) -> Tensor:
