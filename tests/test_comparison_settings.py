@@ -107,6 +107,10 @@ def test_a_range_includes_both_ends_and_has_no_stray_digits(given: Range, values
         ("settings.combine=zipp", "did you mean 'zip'?"),
         ("against=frist", "did you mean 'first'?"),
         ("measure=lst", "did you mean 'last'?"),
+        (
+            "measure=seconds",
+            "measure = 'seconds' is what it takes to reach the first of the targets: give targets = [0.9]",
+        ),
         ("last=0", "last must be at least 1, not 0"),
         ("data.validation=1", "data.validation must be in (0, 1), not 1"),
     ],

@@ -28,6 +28,7 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.errors import CheckpointError, DataError, InvalidValue
 from fedloom.experiment.artifact import load_model
 from fedloom.experiment.events import RunName
+from fedloom.experiment.finished import read_runs, rewrite_reports
 from fedloom.experiment.run import run_configured
 from fedloom.rounds.federation import Federation
 from fedloom.state.tensors import read_tensors
@@ -49,7 +50,7 @@ def surest(outputs: Tensor, labels: Tensor) -> Tensor:
 def test_a_run_leaves_what_a_run_on_one_machine_leaves(tmp_path: Path) -> None:
     config = run_config("fedper", tmp_path / "sites")
     metrics = """metrics = ["f1(average='macro')", "test_flower_server:surest"]\n"""
-    config["configuration"] = metrics + config["configuration"]
+    config["configuration"] = f"targets = [0.01]\n{metrics}{config['configuration']}"
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
     server_app.app(grid, Context(RUN, 1, {}, RecordDict(), config))
     settings = deployment(config)
@@ -59,6 +60,9 @@ def test_a_run_leaves_what_a_run_on_one_machine_leaves(tmp_path: Path) -> None:
         assert (tmp_path / "sites" / file).exists()
         assert (tmp_path / "here" / file).exists()
     assert "fedper" in (tmp_path / "sites" / "report.html").read_text()
+    # The seconds to a target, of the real clock; those of a simulation on one machine say nothing of the method.
+    pages = [rewrite_reports(tmp_path / place, read_runs(tmp_path / place))[0] for place in ("sites", "here")]
+    assert ["Seconds to" in page.read_text() for page in pages] == [True, False]
     for name_, tensor in read_tensors(tmp_path / "here" / "model.safetensors")[0].items():
         torch.testing.assert_close(read_tensors(tmp_path / "sites" / "model.safetensors")[0][name_], tensor)
     load_model(tmp_path / "sites", NormNet())

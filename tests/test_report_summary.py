@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fedloom.errors import InvalidValue
 from fedloom.report.cells import comparison
 from fedloom.report.export import to_csv, to_markdown
-from fedloom.report.sheet import sheet
+from fedloom.report.sheet import overall, sheet, spread_of
 from fedloom.report.summary import (
     RunSummary,
     Spread,
@@ -165,6 +165,34 @@ def test_the_table_marks_the_best_and_shows_speed_up_and_partial_success() -> No
     assert table.lines[3][final_column].text == "10.00"
     assert table.best(final_column) == {0}
     assert table.best(titles.index("Method")) == set()
+
+
+def test_methods_are_ranked_and_tested_by_the_seconds_to_a_target() -> None:
+    def timed(algorithm: str, seed: int, pace: float, reaches: int = 3) -> RunSummary:
+        records = [
+            {"round": k, "accuracy": 0.9 if k >= reaches else 0.1, "simulated_seconds": pace * k + seed / 100,
+             "bytes_down": 5, "bytes_up": 5} for k in range(1, 5)
+        ]  # fmt: skip
+        return RunSummary(algorithm, seed, records)
+
+    never = [timed("never", 0, 1.0), timed("never", 1, 1.0, reaches=9)]  # fast, but not with every seed
+    slow, fast = ([timed(name, seed, pace) for seed in (0, 1)] for name, pace in (("slow", 20.0), ("fast", 10.0)))
+    sheets = [
+        sheet([*slow, *fast, *more], [0.8], measure="seconds", setting=name, changes={"rounds": name})
+        for name, more in (("one", never), ("two", [timed("never", seed, 15.0) for seed in (0, 1)]))
+    ]
+    table = overall(sheets)
+    assert [[cell.value for cell in line] for line in table.lines] == [
+        ["slow", pytest.approx(60.005), pytest.approx(60.005), 2.5],
+        ["fast", pytest.approx(30.005), pytest.approx(30.005), 1.0],
+        ["never", None, pytest.approx(45.005), 2.5],
+    ]
+    assert table.best_lines == [set(), {1}, {1}, {1}]
+    assert sheets[0].criterion.name == "seconds to 80 %"
+    (found,) = sheets[0].tests["seconds"]  # of those that got there with every seed
+    assert (found.method, found.other, found.mean) == ("slow", "fast", pytest.approx(30.0))
+    assert spread_of(sheets[1].rows[0], "rounds") == Spread(3.0, 0.0, 2)
+    assert spread_of(sheets[1].rows[0], "bytes") == Spread(30.0, 0.0, 2)
 
 
 def test_nothing_is_best_where_all_are_equal() -> None:

@@ -136,6 +136,10 @@ def test_whatever_is_wrong_is_told_before_the_first_run(tmp_path: Path, texts: t
         ({"settings": {"rounds": [1]}}, "leave out settings"),
         ({"algorithm": "none", "algorithms": ["fedavg", "fedmr"]}, "no method to tune"),
         ({"measure": "personal"}, "data.local_test"),
+        (
+            {"measure": "seconds", "targets": [0.9]},
+            "measure must be one of final, best, last, personal for fedloom tune",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_tuned_is_told(tmp_path: Path, more: dict[str, object], said: str) -> None:

@@ -68,7 +68,8 @@ def report(
         print(f"report: {page}")
     if formats:
         about = options_of(pages[0])
-        by = criterion(about.measure, about.last, runs[0].summary.metric) if about else None
+        target = next(iter(about.targets), None) if about else None
+        by = criterion(about.measure, about.last, runs[0].summary.metric, target) if about else None
         shown = [run.labelled for run in with_trajectories(folder, runs)]
         files = write_images(folder / "images", shown, formats, by, captions=not no_captions)
         print(f"images: {folder / 'images'} ({len(files)} files)")

@@ -18,7 +18,6 @@ from fedloom.report.sheet import (
     faults_in,
     keys,
     overall,
-    words,
 )
 
 WIDE = 150
@@ -48,7 +47,7 @@ def comparison_tables(sheet: Sheet, width: int, *, explained: bool = True) -> li
         )
         told.append(
             f"{targets}: rounds to {what} ({NEVER} never, {SOME} not with every seed; 2×: in half as many as the "
-            "first method), B: bytes until then"
+            "first method), B: bytes until then" + (", s: seconds" if any(row.timed for row in rows) else "")
         )
     return [_shown(accuracy, "", brief=True), _shown(cost, "; ".join(told), brief=True)]
 
@@ -56,7 +55,8 @@ def comparison_tables(sheet: Sheet, width: int, *, explained: bool = True) -> li
 def overall_tables(sheets: Sequence[Sheet], width: int) -> list[Table]:
     """One measure of every method in every setting, as many settings beside each other as the terminal has room for."""
     full, brief = overall(sheets), width < WIDE
-    what = f"{words(sheets[0].measure, sheets[0].last)}, %, by {', '.join(keys(sheets))}; rank 1 is the best"
+    by = sheets[0].criterion
+    what = f"{by.name}{', %' if by.metric.share else ''}, by {', '.join(keys(sheets))}; rank 1 is the best"
     rank = len(full.columns) - 1
     *blocks, last = _blocks(full, width, brief)
     shown = [_shown(full.part([0, *block]), "", brief=brief, wrap=True) for block in blocks]
@@ -88,7 +88,7 @@ def difference_table(sheet: Sheet) -> Table:
         table.add_column(title.replace(", ", ",\n"), justify="right", no_wrap=True)
     table.add_column(verdict, no_wrap=True)
     for found in tests:
-        table.add_row(Text(found.method), *map(Text, difference_cells(found, sheet.metric)))
+        table.add_row(Text(found.method), *map(Text, difference_cells(found, sheet.criterion.metric)))
     return table
 
 

@@ -35,7 +35,7 @@ from fedloom.objectives.custom import build_objective
 from fedloom.objectives.metrics import build_metrics
 from fedloom.objectives.regression import Regression
 from fedloom.recording.recorder import build_recorders, expression
-from fedloom.report.summary import Target
+from fedloom.report.summary import TO_TARGET, Target
 from fedloom.rounds.clock import Clock
 from fedloom.rounds.schedule import NEUTRAL, Schedule
 from fedloom.task import Task, make_dataset, make_task
@@ -89,9 +89,9 @@ class Configuration(Schedule):
     `trackers` hear of every round, such as `["tensorboard", "mlflow(uri='sqlite:///mlflow.db')", "module:Class"]`.
 
     `targets` (values of the metric, or limits of any figure such as `loss <= 0.2`), `last` (evaluations in the mean of the
-    last ones), `against` (what methods are tested against: the `best` or
-    the `first`) and `measure` (what they are judged by: `final`, `best`, `last` or `personal`) only decide what tables show
-    and what `fedloom tune` looks for. `variants` are the settings of the table `[settings]` by their labels, each
+    last ones), `against` (what methods are tested against: the `best` or the `first`) and `measure` (what they are judged by:
+    `final`, `best`, `last` or `personal`, or the `rounds`, `bytes` or `seconds` to the first of the targets) only decide what
+    tables show and what `fedloom tune` looks for. `variants` are the settings of the table `[settings]` by their labels, each
     a whole configuration whose `changes` say what it changed.
     """
 
@@ -104,7 +104,7 @@ class Configuration(Schedule):
     targets: list[Positive | str] = field(default_factory=list)
     last: Count = 10
     against: Literal["best", "first"] = "best"
-    measure: Literal["final", "best", "last", "personal"] = "last"
+    measure: Literal["final", "best", "last", "personal", "rounds", "bytes", "seconds"] = "last"
     record: list[str] = field(default_factory=list)
     directory: str | None = None
     engine: str = DEFAULT
@@ -358,6 +358,10 @@ def _check(found: Configuration) -> None:
             raise InvalidValue(f"record: {recorder.name}: nothing to record for {listed}: {reasons[0]}")
     for text in found.trackers:
         _named("trackers", text, build_tracker)
+    if found.measure in TO_TARGET and not found.targets:
+        raise InvalidValue(
+            f"measure = {found.measure!r} is what it takes to reach the first of the targets: give targets = [0.9]"
+        )
     _named("data.name", found.data.name, datasets.read)
     _named("data.partition", found.data.partition, partitions.read)
     _named("data.label_noise", found.data.label_noise, build_label_noise)

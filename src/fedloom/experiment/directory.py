@@ -5,6 +5,7 @@ split.npz              which samples each client holds (`Partition.load` reads i
 labels.safetensors     where there is label noise, the training labels as `given` to the clients and the `true` ones
 task.json              label counts of the clients, class names, sizes
 environment.json       versions and machine of the latest start
+sites.json             over real sites, the name of the federation there and the samples of each
 engine.json            where nobody named the engine, which one was taken, and the rule's reason or what was measured
 metrics.jsonl          one line a round, the same in every repetition
 timings.jsonl          seconds of each round
@@ -40,12 +41,15 @@ from fedloom.errors import CheckpointError
 from fedloom.experiment.identity import environment, version_changes
 from fedloom.objectives import Metric
 from fedloom.recording.run_recording import RESULT as RECORDED
-from fedloom.report.summary import RunSummary, dotted
+from fedloom.report.summary import REAL_SITES, RunSummary, dotted
 from fedloom.rounds.checkpoint import RoundLog
 from fedloom.state.files import remove_unfinished, slug, write_text
 from fedloom.training import Training
 
 _Json = TypeVar("_Json", dict[str, Any], list[Any])
+
+SITES = "sites.json"
+"""File of a run over real sites: the name of the federation at its sites, and how many samples each had at the start."""
 
 _LONGEST = 80  # of a folder's name that is made from an expression
 
@@ -213,7 +217,9 @@ class RunDirectory:
             task["label_counts"],
             task["class_names"],
             configuration,
-            read_json(self.path / "environment.json", dict) | trained_in(self.engine),
+            read_json(self.path / "environment.json", dict)
+            | trained_in(self.engine)
+            | ({REAL_SITES: "real"} if (self.path / SITES).exists() else {}),
             read_json(recorded, list) if (recorded := self.path / RECORDED).exists() else [],
             RoundLog(self.path / "clients.jsonl").read(),
             task["wrong_labels"],

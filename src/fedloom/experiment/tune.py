@@ -37,7 +37,7 @@ from fedloom.experiment.settings import (
 from fedloom.objectives import ACCURACY, Metric
 from fedloom.randomness import numpy_stream
 from fedloom.report.export import csv_text
-from fedloom.report.summary import Spread, measured
+from fedloom.report.summary import MEASURES, TO_TARGET, Spread, measured
 from fedloom.state.files import write_text
 
 SHARE = 0.2
@@ -106,6 +106,9 @@ class Search:
             raise InvalidValue(
                 "nothing to search: give --search KEY=[...], such as --search training.learning_rate=[0.01,0.1]"
             )
+        if told.measure in TO_TARGET:
+            allowed = ", ".join(MEASURES)
+            raise InvalidValue(f"measure must be one of {allowed} for fedloom tune, not {told.measure!r}")
         if told.measure == "personal" and told.data.local_test is None:
             raise InvalidValue(
                 "measure = 'personal' needs test data of the clients' own: give data.local_test, such as 0.25"

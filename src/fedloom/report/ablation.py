@@ -86,7 +86,7 @@ def ablations(runs: Sequence[RunSummary], by: Criterion) -> list[Ablation]:
     trained = list(_trained(runs, by))
     names = dict.fromkeys(name for one in trained for name in one.features if name != METHOD)
     varying = [name for name in names if len({_key(one.features[name]) for one in trained if name in one.features}) > 1]
-    share = all(run.metric.share for run in runs)
+    share = by.metric.share
     found = [Ablation(name, by.title, _lines(name, varying, trained), share) for name in varying]
     return [one for one in found if one.lines]
 

@@ -81,7 +81,7 @@ def comparison(rows: Sequence[Row], marks: Mapping[str, Mapping[str, str]] | Non
     targets = [target_text(metric, reach.target) for reach in rows[0].reaches] if rows else []
     clients = any(row.personal is not None for row in rows)
     private = any(row.epsilon is not None for row in rows)
-    clocked = any(row.simulated is not None for row in rows)
+    clocked, timed = any(row.simulated is not None for row in rows), any(row.timed for row in rows)
     in_percent = ", %" if metric.share else ""
     best = ("largest", "descending") if metric.higher_is_better else ("smallest", "ascending")
     columns = (
@@ -102,7 +102,7 @@ def comparison(rows: Sequence[Row], marks: Mapping[str, Mapping[str, str]] | Non
         ),
         *(Column(f"Rounds to {target}", "smallest", "ascending", target) for target in targets),
         *(Column(f"Bytes to {target}", "smallest", "ascending", f"B {target}") for target in targets),
-        *(Column(f"Seconds to {target}", "smallest", "ascending", f"s {target}") for target in targets if clocked),
+        *(Column(f"Seconds to {target}", "smallest", "ascending", f"s {target}") for target in targets if timed),
         *((Column("Epsilon", order="ascending"),) if private else ()),
         *((Column("Simulated time", brief="Sim. time"),) if clocked else ()),
         Column("Bytes down", brief="Down"),
@@ -110,7 +110,7 @@ def comparison(rows: Sequence[Row], marks: Mapping[str, Mapping[str, str]] | Non
         Column("Time"),
         Column("Faults"),
     )
-    return Table(columns, tuple(_line(row, rows[0], clients, private, clocked, marks or {}) for row in rows))
+    return Table(columns, tuple(_line(row, rows[0], clients, private, clocked, timed, marks or {}) for row in rows))
 
 
 def halves(table: Table) -> tuple[Table, Table]:
@@ -148,7 +148,13 @@ def target_text(metric: Metric, target: TargetValue) -> str:
 
 
 def _line(
-    row: Row, first: Row, clients: bool, private: bool, clocked: bool, marks: Mapping[str, Mapping[str, str]]
+    row: Row,
+    first: Row,
+    clients: bool,
+    private: bool,
+    clocked: bool,
+    timed: bool,
+    marks: Mapping[str, Mapping[str, str]],
 ) -> tuple[Cell, ...]:
     shares = {"final": row.final, "best": row.best, "last": row.last, **({"personal": row.personal} if clients else {})}
     return (
@@ -162,7 +168,7 @@ def _line(
         *(score_cell(spread, row.metric) for spread in ((row.client_std, row.client_worst) if clients else ())),
         *(_rounds(reach, base) for reach, base in zip(row.reaches, first.reaches, strict=True)),
         *(_bytes(reach.bytes, NEVER if reach.measured else "–", reach.reached < reach.seeds) for reach in row.reaches),
-        *(_seconds_to(reach) for reach in row.reaches if clocked),
+        *(_seconds_to(reach) for reach in row.reaches if timed),
         *((_epsilon(row.epsilon),) if private else ()),
         *((_time(row.simulated),) if clocked else ()),
         _bytes(row.bytes_down),

@@ -172,8 +172,9 @@ def escape_markdown(text: str, bold: bool = False) -> str:
 def _markdown_differences(one: Sheet) -> str:
     """The differences of the sheet's measure as a table."""
     heads = ("Method", "minus", *DIFFERENCE_HEADS)
+    metric = one.criterion.metric
     lines = [
-        [escape_markdown(found.method), escape_markdown(found.other), *difference_cells(found, one.metric)]
+        [escape_markdown(found.method), escape_markdown(found.other), *difference_cells(found, metric)]
         for found in one.tests[one.measure]
     ]
     return f"{difference_title(one)}:\n\n{markdown_table(heads, lines, left=(0, 1, 6))}"

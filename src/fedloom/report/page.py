@@ -39,7 +39,6 @@ from fedloom.report.sheet import (
     overall,
     reading,
     spread_of,
-    words,
 )
 from fedloom.report.sheet import sheet as sheet_of
 from fedloom.report.summary import LAST, Row, RunSummary, Spread, TargetValue, dotted, faults
@@ -146,7 +145,7 @@ def render(
         differences=sheet.tests[sheet.measure],
         difference_title=difference_title(sheet),
         difference_heads=DIFFERENCE_HEADS,
-        difference_cells=partial(difference_cells, metric=sheet.metric),
+        difference_cells=partial(difference_cells, metric=sheet.criterion.metric),
         figures=found,
         axes={x: x.capitalize() + "s" * (x == "round") for x in AXES if any(x in f.variants for f in found["curves"])},
         thinned=thinned if max(len(run.records) for run in runs) > POINTS else "",
@@ -258,33 +257,35 @@ def _plain(figure: ReportFigure) -> dict[str, Any]:
 def _result_tiles(runs: Sequence[RunSummary], one: Sheet) -> list[Tile]:
     """The best accuracies and the fewest rounds to each target of one setting, and what the runs took."""
     rows, several = one.rows, len(one.rows) > 1
-    metric = one.metric
-    names = {"final": f"final {metric.noun}", "best": f"best {metric.noun}"}
+    names = {"final": f"final {one.metric.noun}", "best": f"best {one.metric.noun}"}
     if several:
-        names.setdefault(one.measure, words(one.measure, one.last, metric))
+        names.setdefault(one.measure, one.criterion.name)
     tiles = []
     for measure, name in names.items():
+        metric = one.criterion.metric if measure == one.measure else one.metric
         known = [(spread, row) for row in rows if (spread := spread_of(row, measure)) is not None]
         if known:
             sign = 1 if metric.higher_is_better else -1
             spread, row = max(known, key=lambda pair: sign * pair[0].mean)
             extreme = "Highest" if metric.higher_is_better else "Lowest"
             title = f"{extreme} {name}" if several else name[0].upper() + name[1:]
-            tiles.append((title, _score(spread, metric), _level(one, measure, row.algorithm) if several else ""))
+            tiles.append(
+                (title, _score(spread, metric), _level(one, measure, row.algorithm, metric) if several else "")
+            )
     for k, reach in enumerate(rows[0].reaches):
         whole = [(row.reaches[k].rounds, row) for row in rows if row.reaches[k].reached == row.seeds]
         if reached := [(spread, row) for spread, row in whole if spread is not None]:
             fewest = min((spread for spread, _ in reached), key=lambda spread: spread.mean)
             methods = [row.algorithm for spread, row in reached if spread.mean == fewest.mean]
             rounds = f"{fewest.mean:.1f}" if fewest.count > 1 else f"{fewest.mean:.0f}"
-            title = _with_signs(f"Fewest rounds to {target_text(metric, reach.target)}")
+            title = _with_signs(f"Fewest rounds to {target_text(one.metric, reach.target)}")
             tiles.append((title, rounds, _listed(methods, 2, ", ") if several else ""))
     return tiles + _cost_tiles(len(runs), rows)
 
 
-def _level(one: Sheet, measure: str, highest: str) -> str:
+def _level(one: Sheet, measure: str, highest: str, metric: Metric) -> str:
     """The method with the best mean, and those that are not shown to differ from it."""
-    word = "higher" if one.metric.higher_is_better else "lower"
+    word = "higher" if metric.higher_is_better else "lower"
     level = {"equal": "equal", "not significant": f"not significantly {word} than"}
     told = [highest]
     for verdict, text in level.items():

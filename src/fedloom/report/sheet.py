@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from fedloom.objectives import ACCURACY, Metric
-from fedloom.report.cells import Cell, Column, Table, comparison, score_cell
+from fedloom.report.cells import Cell, Column, Table, comparison, score_cell, target_text
 from fedloom.report.significance import Difference, comparisons, differences, seeds_needed, smallest_exact
 from fedloom.report.summary import (
     LAST,
     MEASURES,
+    TO_TARGET,
     Row,
     RunSummary,
     Spread,
@@ -66,7 +68,8 @@ class Sheet:
     @property
     def criterion(self) -> Criterion:
         """The measure as a criterion for single runs."""
-        return criterion(self.measure, self.last, self.metric)
+        target = self.rows[0].reaches[0].target if self.rows and self.rows[0].reaches else None
+        return criterion(self.measure, self.last, self.metric, target)
 
     @property
     def metric(self) -> Metric:
@@ -91,14 +94,17 @@ def sheet(
 ) -> Sheet:
     """The sheet of the runs of one setting. Raises as `summarise` does."""
     rows = summarise(runs, targets, last)
+    metric, target = rows[0].metric if rows else ACCURACY, next(iter(targets), None)
     tests: dict[str, Sequence[Difference]] = {}
-    for name in MEASURES:
+    for name in dict.fromkeys((*MEASURES, measure)):
+        judged = criterion(name, last, metric, target)
         values = {
-            method: {run.seed: value for run in group if (value := measured(run, name, last)) is not None}
+            method: {run.seed: value for run in group if (value := judged.of(run)) is not None}
             for method, group in by_algorithm(runs).items()
+            if name not in TO_TARGET or all(judged.of(run) is not None for run in group)
         }
-        upwards = not rows or rows[0].metric.higher_is_better
-        tests[name] = [one for one in differences(values, against, upwards) if one.seeds > 1]
+        found = differences(values, against, judged.metric.higher_is_better)
+        tests[name] = [one for one in found if one.seeds > 1]
     return Sheet(tuple(rows), tests, last, against, measure, setting, dict(changes or {}))
 
 
@@ -112,8 +118,13 @@ def words(measure: str, last: int, metric: Metric = ACCURACY) -> str:
     return named.get(measure, f"mean {metric.noun} of the last {last} evaluations")
 
 
-def criterion(measure: str = "last", last: int = LAST, metric: Metric = ACCURACY) -> Criterion:
-    """One of the `MEASURES` as a criterion."""
+def criterion(
+    measure: str = "last", last: int = LAST, metric: Metric = ACCURACY, target: TargetValue | None = None
+) -> Criterion:
+    """One of the `MEASURES` as a criterion, or what it takes `TO_TARGET`."""
+    if measure in TO_TARGET and target is not None:
+        name = f"{measure} to {target_text(metric, target)}"
+        return Criterion(name, lambda run: measured(run, measure, last, target), Metric(measure, name))
     return Criterion(words(measure, last, metric), lambda run: measured(run, measure, last), metric)
 
 
@@ -153,24 +164,31 @@ def overall(sheets: Sequence[Sheet]) -> Table:
     """One measure of every method (a line) in every setting (a column), and the mean of a method's ranks over the settings.
 
     Rank 1 is the best mean; equal means share the mean of their ranks. Settings in which some method has no value are
-    left out of the ranks.
+    left out of the ranks; a method that did not reach the target with every seed comes last.
     """
     methods = list(dict.fromkeys(row.algorithm for one in sheets for row in one.rows))
     found = [{row.algorithm: spread_of(row, one.measure) for row in one.rows} for one in sheets]
-    signs = [-1 if one.metric.higher_is_better else 1 for one in sheets]
-    known = [[sign * s.mean for m in methods if (s := one.get(m))] for sign, one in zip(signs, found, strict=True)]
+    metrics = [one.criterion.metric for one in sheets]
+    known = []
+    for one, metric, spreads in zip(sheets, metrics, found, strict=True):
+        sign, never = -1 if metric.higher_is_better else 1, one.measure in TO_TARGET
+        each = [spreads.get(method) for method in methods]
+        known.append([sign * spread.mean if spread else math.inf for spread in each if spread or never])
     whole = [means for means in known if len(means) == len(methods)]
     ranks = [_ranks(means) for means in whole]
     columns = (
         Column("Method", order="ascending"),
-        *(Column(_heading(one.changes), "largest" if one.metric.higher_is_better else "smallest") for one in sheets),
+        *(
+            Column(_heading(one.changes), "largest" if metric.higher_is_better else "smallest")
+            for one, metric in zip(sheets, metrics, strict=True)
+        ),
         Column("Mean rank", "smallest", "ascending"),
     )
     lines = []
     for k, method in enumerate(methods):
         cells = [
-            score_cell(spreads.get(method), one.metric, one.marks[one.measure].get(method, ""))
-            for one, spreads in zip(sheets, found, strict=True)
+            score_cell(spreads.get(method), metric, one.marks[one.measure].get(method, ""))
+            for one, metric, spreads in zip(sheets, metrics, found, strict=True)
         ]
         rank = sum(float(one[k]) for one in ranks) / len(ranks) if ranks else None
         lines.append((Cell(method, method), *cells, Cell("–" if rank is None else f"{rank:.1f}", rank)))
@@ -186,13 +204,13 @@ def _ranks(values: Sequence[float]) -> npt.NDArray[np.float64]:
 
 def caption(sheets: Sequence[Sheet]) -> str:
     """What the table over several settings shows."""
-    unit = ", in per cent" if sheets[0].metric.share else ""
+    unit = ", in per cent" if sheets[0].criterion.metric.share else ""
     return f"{sheets[0].criterion.title}{unit}, by {', '.join(keys(sheets))}."
 
 
 def difference_title(one: Sheet) -> str:
     """What the table of a sheet's differences shows."""
-    return f"Differences in the {one.criterion.name}{', in points' if one.metric.share else ''}"
+    return f"Differences in the {one.criterion.name}{', in points' if one.criterion.metric.share else ''}"
 
 
 def difference_cells(found: Difference, metric: Metric) -> list[str]:
@@ -224,6 +242,9 @@ def _heading(changes: Mapping[str, Any]) -> str:
 
 
 def spread_of(row: Row, measure: str) -> Spread | None:
-    """One of the `MEASURES` of a method."""
+    """One of the `MEASURES` of a method; what it takes `TO_TARGET`, the first, only where every seed reached that."""
+    if measure in TO_TARGET:
+        reach = next(iter(row.reaches), None)
+        return None if reach is None or reach.reached < reach.seeds else getattr(reach, measure)
     spread: Spread | None = getattr(row, measure)
     return spread

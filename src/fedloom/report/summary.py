@@ -24,6 +24,12 @@ MEASURES = ("final", "best", "last", "personal")
 """What methods are judged by: test accuracy after the last round, the best of any, the mean of the last ones, or that of the
 clients' own models on their own test data."""
 
+REAL_SITES = "sites"
+"""What the environment of a run names whose clients were sites of their own."""
+
+TO_TARGET = ("rounds", "bytes", "seconds")
+"""Or by what it takes them to reach a target, of which less is better."""
+
 
 @dataclass(frozen=True)
 class RunSummary:
@@ -125,7 +131,8 @@ class Row:
 
     `personal` is the accuracy of the clients' models on their own test data after the last round, `client_std` the standard
     deviation of the clients' accuracies and `client_worst` the mean of the lowest tenth of them (see `personal`). `epsilon` is
-    the differential privacy used up, `simulated` the seconds of the simulated clock.
+    the differential privacy used up, `simulated` the seconds of the simulated clock; `timed` says whether a round's seconds are
+    the method's own, by that clock or at real sites, and not those of a simulation on this machine.
     """
 
     algorithm: str
@@ -145,6 +152,7 @@ class Row:
     metric: Metric = ACCURACY
     epsilon: Spread | None = None
     simulated: Spread | None = None
+    timed: bool = False
 
 
 def summarise(runs: Sequence[RunSummary], targets: Sequence[TargetValue] = (), last: int = LAST) -> list[Row]:
@@ -214,8 +222,11 @@ def personal(run: RunSummary, part: str = "") -> float | None:
     return None
 
 
-def measured(run: RunSummary, measure: str, last: int = LAST) -> float | None:
-    """One of the `MEASURES` of a run."""
+def measured(run: RunSummary, measure: str, last: int = LAST, target: TargetValue | None = None) -> float | None:
+    """One of the `MEASURES` of a run, or what it took `TO_TARGET`."""
+    if measure in TO_TARGET:
+        found = {"rounds": rounds_to, "bytes": bytes_to, "seconds": seconds_to}[measure]
+        return None if target is None else found(run, target)
     if measure == "last":
         return mean_of_last(run, last)
     return {"final": final, "best": best, "personal": personal}[measure](run)
@@ -329,4 +340,5 @@ def _row(name: str, runs: Sequence[RunSummary], targets: Sequence[TargetValue], 
         runs[0].metric,
         spread(epsilon),
         spread(simulated_seconds),
+        any(simulated_seconds(run) is not None or REAL_SITES in run.environment for run in runs),
     )

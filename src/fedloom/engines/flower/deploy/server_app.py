@@ -26,6 +26,7 @@ from fedloom.engines.flower.mailbox import Mailbox
 from fedloom.engines.flower.messages import Words
 from fedloom.engines.flower.site_messenger import SiteMessenger
 from fedloom.errors import CheckpointError, FedloomError, InvalidValue
+from fedloom.experiment.directory import SITES
 from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.run import run_configured
 from fedloom.flat.population import capped
@@ -37,9 +38,6 @@ from fedloom.task import Task, make_dataset, make_task
 
 PAUSE = 1.0
 """Seconds between two looks for replies."""
-
-SITES = "sites.json"
-"""File of the run directory: the name of the federation at its sites, and how many samples each had at the start."""
 
 _logger = logging.getLogger("flwr.fedloom")
 
