@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Context, Message, RecordDict
+from flwr.supercore.exit import signal_handler
+from flwr.supercore.telemetry import EventType
 from torch import Tensor
 
 from fedloom.algorithm import build
@@ -119,6 +123,39 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint(algorithm: str, tmp
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == (
         tmp_path / "whole" / "model.safetensors"
     ).read_bytes()
+
+
+class Interrupted(LocalGrid):
+    """The server's process is sent SIGTERM when it asks for the work of round 4."""
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        context = list(messages)
+        if (context[0].metadata.message_type, context[0].metadata.group_id) == ("train", "4"):
+            signal.raise_signal(signal.SIGTERM)
+        return super().push_messages(context)
+
+
+def test_a_server_that_is_sent_sigterm_saves_the_last_finished_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flower has a handler of its own, which leaves by `sys.exit`."""
+    monkeypatch.setattr(signal_handler, "flwr_exit", lambda **_: sys.exit(0))
+    before = {number: signal.getsignal(number) for number in signal_handler.SIGNAL_TO_EXIT_CODE}
+    config = run_config("scaffold", tmp_path / "run", rounds=6)  # one checkpoint, at the end
+    sites = nodes(CLIENTS, tmp_path / "memory")
+    try:
+        signal_handler.register_signal_handlers(EventType.FLWR_SERVERAPP_RUN_LEAVE)
+        with pytest.raises(SystemExit):
+            server_app.serve(Interrupted(sites, config), config, PAUSE)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-0000003.safetensors"]
+    server_app.serve(LocalGrid(sites, config), config, PAUSE)
+    untouched = {**config, "output": str(tmp_path / "whole")}
+    server_app.serve(LocalGrid(nodes(CLIENTS, tmp_path / "other"), untouched), untouched, PAUSE)
+    for name in ("metrics.jsonl", "model.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 def test_another_configuration_does_not_go_on_in_the_same_folder(tmp_path: Path) -> None:
