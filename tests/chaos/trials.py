@@ -93,13 +93,21 @@ clients = 6
 partition = "dirichlet(0.5)"
 local_test = 0.25
 """
+CLOCK = """
+[clock]
+speed = "stragglers(100, 10)"
+deadline = 12
+"""
 KEPT = ("metrics.jsonl", "clients.jsonl", "model.safetensors", "split.npz", "configuration.json", "task.json")
 METHODS = sorted({*EVERY_METHOD} - {"fedbn"})  # which wants batch norm; silobn is much the same without
 ENGINES = ("rows", "stacked")
 
 
 def job(method: str, engine: str) -> str:
-    return JOB.format(method=method, engine=engine, participation=1.0 if method in EVERYBODY else 0.5)
+    """The job in which rows wait for all clients, and stacks, or asynchronous methods, go by a clock."""
+    clock = CLOCK if engine == "stacked" or build(method).asynchronous else ""
+    participation = 1.0 if method in EVERYBODY else 0.5
+    return JOB.format(method=method, engine=engine, participation=participation) + clock
 
 
 class Runs(Trial):
@@ -321,6 +329,7 @@ class Resumptions(Trial):
         "memory": KeepsClientMemory,
         "scaffold": Scaffold,
         "pool": partial(build, "fedmr(blend=0.5)"),
+        "replies under way": partial(build, "fedbuff(fedavg, k=2)"),
     }
     schedule = Schedule(
         rounds=6, participation=0.5, seed=3, evaluate_every=1, checkpoint_every=2, personal_every=3, pool_budget=0
