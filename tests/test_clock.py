@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +116,30 @@ def test_over_selection_takes_the_first_replies() -> None:
         slowest = sorted(took, key=lambda client: (took[client], client))[4:]
         assert sorted(fault["client"] for fault in record["faults"]) == sorted(slowest)
         assert len(took) == 6
-    with pytest.raises(InvalidValue, match="fedmr needs as many in every one"):
-        trained("fedmr", clock)
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        ("fedmr", "fedmr needs as many clients each time, and the replies of all"),
+        ("stages(fedavg:1, indep)", "indep needs as many clients each time"),
+        ("umf(fedmr(local=fedprox))", r"fedmr\(local=fedprox\) needs as many clients each time"),
+        ("clustered(fedavg)", r"clustered\(fedavg\) needs as many clients each time"),
+        ("fedmr_async(k=2)", r"fedmr_async\(k=2\) says itself whose replies it takes"),
+        ("fedbuff(fedavg, k=2)", r"fedbuff\(fedavg, k=2\) says itself whose replies it takes"),
+    ],
+)
+def test_methods_that_need_every_selected_client_are_not_over_selected(method: str, reason: str) -> None:
+    clock = Clock(speed="stragglers(100, 10)", over_selection=0.5)
+    with pytest.raises(InvalidValue, match=f"over_selection drops the last replies of every round, but {reason}"):
+        trained(method, clock)
+    assert not any(record["faults"] for record in trained(method, replace(clock, over_selection=0.0)).history)
+
+
+def test_fedmut_is_over_selected_with_a_model_for_each_client_that_is_asked() -> None:
+    """Its mutants are drawn for those selected; the mean of the first that come back is as good as that of fewer clients."""
+    history = trained("fedmut", Clock(speed="stragglers(100, 10)", over_selection=0.5)).history
+    assert [len(record["clients"]) - len(record["faults"]) for record in history] == [4] * len(history)
 
 
 def test_a_resumed_run_has_the_time_of_an_undisturbed_one(tmp_path: Path) -> None:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from fedloom.experiment.comparison import Comparison
+from fedloom.experiment.configuration import load
+
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 SHOWN = dict(
@@ -47,6 +50,14 @@ def test_a_script_prints_what_the_gallery_shows(name: str, tmp_path: Path) -> No
     assert numbers_printed == pytest.approx(
         numbers_shown, abs=6
     )  # per cent of some 100 samples, rounded as processors do
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.toml")))
+def test_every_method_of_a_configuration_trains(name: str, tmp_path: Path) -> None:
+    told = load(EXAMPLES / f"{name}.toml", ["rounds=2", "seeds=[0]", "workers=1", f"directory={tmp_path}"])
+    comparison = Comparison.of(told)
+    assert comparison.run(lambda event: None) == {}
+    assert all(sheet.rows[0].final is not None for sheet in comparison.sheets({}))
 
 
 def test_a_method_of_ones_own_is_compared_with_two_others(tmp_path: Path) -> None:

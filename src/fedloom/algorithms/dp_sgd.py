@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedloom.algorithm import Message, Plan, Selection, algorithms, describe
 from fedloom.algorithms.accounting import epsilon, noise_for
 from fedloom.algorithms.ala import Ala
-from fedloom.algorithms.private import AccountedByClient, clipped, normal, secret_uniforms
+from fedloom.algorithms.private import AccountedByClient, kept_shares, normal, secret_uniforms
 from fedloom.errors import InvalidValue
 from fedloom.flat.module import Batch, LossFn, data_loss
 from fedloom.local.batches import LockStep, alone
@@ -153,7 +153,8 @@ class PrivateCohort(Cohort):
                 part = slice(first, first + size)
                 some = Batch(batch.inputs[:, part], batch.labels[:, part], batch.step)
                 losses, gradients = self.flat_module.sample_gradients(rows, some, loss_fn, given)
-                loss, total = loss + losses.sum(), total + clipped(gradients, self.clip)[0].sum(0)
+                shares, _ = kept_shares(gradients, self.clip)
+                loss, total = loss + losses.sum(), total + shares.to(gradients).unsqueeze(0) @ gradients
             if self.noise:
                 total = total + (self.noise * self.clip * normal(total, stream)).to(total)
             return loss / self.expected, total / self.expected

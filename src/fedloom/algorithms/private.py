@@ -344,9 +344,14 @@ class LocalPrivate(AccountedByClient):
 def clipped(updates: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     """Each row u of `updates [k, m]` as u min(1, `clip` / |u|), and the lengths |u| `[k]`. A length beyond the floats counts as
     infinite, and its row as zero."""
-    lengths = torch.linalg.vector_norm(updates, dim=1, dtype=torch.float64)
-    shares = (clip / lengths.clamp_min(torch.finfo(torch.float64).tiny)).clamp_max(1)
+    shares, lengths = kept_shares(updates, clip)
     return (updates.double() * shares.unsqueeze(1)).to(updates), lengths
+
+
+def kept_shares(updates: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """min(1, `clip` / |u|) and |u| of each row u of `updates [k, m]`, `[k]` float64."""
+    lengths = torch.linalg.vector_norm(updates, dim=1, dtype=torch.float64)
+    return (clip / lengths.clamp_min(torch.finfo(torch.float64).tiny)).clamp_max(1), lengths
 
 
 def normal(like: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -44,7 +44,8 @@ def stragglers(*, fastest: Positive, times: Annotated[float, Field(ge=1, le=1e9)
 def fedscale() -> Rate:
     """Samples per second of FedScale's clients: 0.005 exp(1 + 0.6 n) seconds a sample, n standard normal.
 
-    Source: FedScale (Lai et al. 2022), `get_completion_time_lognormal` in its client_metadata.py, after PAPAYA.
+    Source: FedScale (Lai et al. 2022), `get_completion_time_lognormal` in its client_metadata.py, after PAPAYA. Of bandwidths
+    FedScale publishes no distribution, but a trace.
     """
     return lambda generator: 1 / (0.005 * math.exp(1 + 0.6 * generator.standard_normal()))
 

@@ -108,7 +108,7 @@ class Federation:
         if poisson:
             _require_varying(algorithm, "participation_mode = poisson draws another number of clients in each round")
         if participants > self._awaited:
-            _require_varying(algorithm, "clock.over_selection takes the first replies of a round, whoever sent them")
+            _require_varying(algorithm, "clock.over_selection drops the last replies of every round")
         self._first = Round(1, schedule.rounds, schedule.seed, trainers, participants, rate, rate, poisson=poisson)
         self._pools = PoolFiles(None if directory is None else directory / "pool", schedule.pool_budget)
         algorithm.setup(
@@ -434,7 +434,12 @@ def _require_varying(algorithm: Algorithm, why: str) -> None:
     """Raise `InvalidValue` unless the number of clients in a round may vary."""
     found = next((part for part in algorithm.nested() if part.fixed_participants), None)
     if found is not None:
-        raise InvalidValue(f"{why}, but {describe(found)} needs as many in every one")
+        needs = (
+            "says itself whose replies it takes"
+            if found.asynchronous
+            else "needs as many clients each time, and the replies of all"
+        )
+        raise InvalidValue(f"{why}, but {describe(found)} {needs}")
 
 
 def _raise_unless_absent(algorithm: Algorithm, round: Round, faults: list[Fault]) -> None:
