@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import multiprocessing
 import os
 import signal
@@ -34,7 +35,7 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.local.cohort import Cohort
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask, Fault, Reply
+from fedloom.rounds.engine import ClientTask, Fault, FoldedBlock, Reply
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
@@ -123,6 +124,7 @@ def test_replies_are_folded_block_by_block_and_few_blocks_are_begun(
     engine: ProcessesEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("fedloom.algorithm.MOST_SLOTS", 2)
+    monkeypatch.setattr(engine, "folds_there", False)
     samples = len(TASK.train)
     many = replace(TASK, partition=Partition.from_sizes(torch.arange(samples).numpy(), [2] * (samples // 2)))
     made: list[weakref.ref[Tensor]] = []
@@ -141,6 +143,32 @@ def test_replies_are_folded_block_by_block_and_few_blocks_are_begun(
     blocks = samples // 4
     assert len(made) == 2 * 2 * blocks  # of models and integer buffers, in two rounds
     assert live <= 2 * 3 < blocks  # two workers, two clients ahead for each
+
+
+@pytest.mark.parametrize(("method", "share"), [("deadly", 1.0), ("fedexp", 1.0), ("umf(scaffold)", 0.5)])
+def test_blocks_are_folded_where_their_clients_train_to_the_same_bits(
+    engine: ProcessesEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, share: float
+) -> None:
+    monkeypatch.setattr("fedloom.algorithm.MOST_SLOTS", 2)
+    samples = len(TASK.train)
+    many = replace(TASK, partition=Partition.from_sizes(torch.arange(samples).numpy(), [2] * (samples // 2)))
+    came: list[Reply | Fault | FoldedBlock] = []
+    train_folding = engine.train_folding
+
+    def noted(*arguments: Any) -> Any:
+        for result in train_folding(*arguments):
+            came.append(result)
+            yield result
+
+    monkeypatch.setattr(engine, "train_folding", noted)
+    here = Deadly(victim=9, times=1, directory=str(tmp_path)) if method == "deadly" else build(method)
+    there = KeepsClientMemory() if method == "deadly" else build(method)
+    found = run(here, engine, task=many, rounds=2, participation=share)
+    assert_same(found, run(there, RowsEngine(many), task=many, rounds=2, participation=share))
+    blocks = math.ceil(share * (samples // 2) / 2)
+    whole = [result for result in came if isinstance(result, FoldedBlock)]
+    single = [one for one in came if isinstance(one, Reply) and one.client_task.slot is not None and one.tensors]
+    assert (len(whole), len(single)) == ((2 * blocks - 1, 2) if method == "deadly" else (2 * blocks, 0))
 
 
 # --- deaths and failures ---

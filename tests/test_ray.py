@@ -26,10 +26,11 @@ from fedloom.algorithm import Algorithm, build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.cli import main
 from fedloom.engines.choose import make_engine, read_engine, settled_by
+from fedloom.engines.client_work import Answers, ClientResult
 from fedloom.engines.dispatch import MOST_WORKERS
 from fedloom.engines.ray import driver, session
 from fedloom.engines.ray.actor import TrainingActor
-from fedloom.engines.ray.driver import RayEngine
+from fedloom.engines.ray.driver import ActorHandle, RayEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue, MissingExtra
 from fedloom.experiment.run_process import RunActor
@@ -116,6 +117,23 @@ def test_actors_may_stack_their_clients(engine: RayEngine) -> None:
     assert_same(found, run(build("scaffold"), RowsEngine(digits()), **options), tolerance=1e-5)
     stacked.close()
     assert engine.processes, "the cluster stays for the other engine"
+
+
+def test_actors_fold_whole_blocks_to_the_same_bits(engine: RayEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedloom.algorithm.MOST_SLOTS", 1)
+    received, listen = [], ActorHandle.receive
+
+    def noted(self: ActorHandle) -> Any:
+        received.append(listen(self))
+        return received[-1]
+
+    monkeypatch.setattr(ActorHandle, "receive", noted)
+    assert_same(run(KeepsClientMemory(), engine), run(KeepsClientMemory(), RowsEngine(TASK)))
+    answers = [answer for answer in received if isinstance(answer, Answers) and answer.folded is not None]
+    assert len(answers) == 3 * len(TASK.partition)
+    assert all(
+        not result.tensors for answer in answers for result in answer.results if isinstance(result, ClientResult)
+    )
 
 
 def test_a_run_goes_on_from_its_checkpoint(engine: RayEngine, tmp_path: Path) -> None:

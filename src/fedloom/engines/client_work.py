@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import cloudpickle
@@ -22,7 +23,8 @@ from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import FedloomError, error_text, mark_place
 from fedloom.local.proof import Proof
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask, Fault, Reply
+from fedloom.rounds.engine import ClientTask, Fault, FoldedBlock, Reply
+from fedloom.rounds.replies import RoundReplies, weights_of
 from fedloom.rounds.scoring import Tally
 from fedloom.task import Task
 
@@ -67,6 +69,17 @@ class Assignment:
     round: Round
     expected: Mapping[str, tuple[int, ...]]
     common: tuple[Tensor, ...]
+    folding: Folding | None = None
+
+
+@dataclass(frozen=True)
+class Folding:
+    """What workers need to fold the replies of a whole block: the method's server state before the round, how many slots the
+    round has, and how many of them are a block."""
+
+    state: Tensors
+    slots: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -80,10 +93,12 @@ class ClientWork:
 
 @dataclass(frozen=True)
 class Work:
-    """One piece of work: clients that train, or whose models are evaluated."""
+    """One piece of work: clients that train, or whose models are evaluated; `fold` says that they are a whole block, whose
+    replies are to be folded."""
 
     kind: Literal["train", "evaluate"]
     clients: tuple[ClientWork, ...]
+    fold: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,11 +113,12 @@ class ClientResult:
 
 @dataclass(frozen=True)
 class Answers:
-    """One result for each client that trained, in order, or the tallies of an evaluation, in any order; and the notices that came
-    up meanwhile."""
+    """One result for each client that trained, in order, or the tallies of an evaluation, in any order; the notices that came up
+    meanwhile; and the aggregate of a whole block, whose results then have no tensors."""
 
     results: tuple[ClientResult | Fault | Tally, ...]
     notices: tuple[str, ...]
+    folded: FoldedBlock | None = None
 
 
 class ClientTrainer:
@@ -158,16 +174,44 @@ class ClientTrainer:
             except Exception as error:
                 return _portable(error)
         found = engine.train_expecting(algorithm, round, client_tasks, assignment.expected)
+        folded = None
+        if work.fold and assignment.folding is not None:
+            folded, found = _folded(engine.task, algorithm, round, client_tasks, assignment.folding, found)
         results = {id(result.client_task): result for result in found}
         pairs = zip(work.clients, client_tasks, strict=True)
         answers = tuple(_answer(engine, client, results[id(client_task)]) for client, client_task in pairs)
-        return Answers(answers, tuple(engine.notices))
+        return Answers(answers, tuple(engine.notices), folded)
 
     def _here(self, client_task: ClientTask) -> ClientTask:
         if self.device is None:
             return client_task
         inbox = {name: tensor.to(self.device, copy=True) for name, tensor in client_task.inbox.items()}
         return replace(client_task, inbox=inbox)
+
+
+def _folded(
+    task: Task,
+    algorithm: Algorithm,
+    round: Round,
+    client_tasks: Sequence[ClientTask],
+    folding: Folding,
+    found: Iterable[Reply | Fault],
+) -> tuple[FoldedBlock, Iterator[Reply | Fault]]:
+    """The block of all these clients as the server would fold it, and their results without tensors."""
+    algorithm.restore(folding.state)
+    results: list[Reply | Fault] = []
+
+    def passing() -> Iterator[Reply | Fault]:
+        for result in found:
+            results.append(result if isinstance(result, Fault) else replace(result, tensors={}))
+            yield result
+
+    replies = RoundReplies(
+        client_tasks, folding.slots, folding.size, partial(weights_of, task), partial(algorithm.fold, round)
+    )
+    replies.collect(passing())
+    number = min(one.slot for one in client_tasks if one.slot is not None) // folding.size
+    return FoldedBlock(number, replies.aggregate, replies.integers, replies.bytes), iter(results)
 
 
 def _answer(engine: RowsEngine, client: ClientWork, result: Reply | Fault) -> ClientResult | Fault:

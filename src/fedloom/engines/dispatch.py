@@ -7,6 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -15,16 +16,16 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm
+from fedloom.algorithm import AggregatedReplies, Algorithm
 from fedloom.engines.base import LocalEngine
-from fedloom.engines.client_work import Answers, Assignment, ClientResult, ClientWork, Setup, Work
+from fedloom.engines.client_work import Answers, Assignment, ClientResult, ClientWork, Folding, Setup, Work
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import FedloomError, InvalidValue, error_text
 from fedloom.flat.allocator import keep_pages
 from fedloom.local.proof import Proof
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask, Fault, Reply, expectations, slot_blocks, slots_together
+from fedloom.rounds.engine import ClientTask, Fault, FoldedBlock, Reply, expectations, slot_blocks, slots_together
 from fedloom.rounds.scoring import Tally
 from fedloom.task import Task
 
@@ -33,6 +34,9 @@ ATTEMPTS = 3
 
 CLIENTS_AHEAD = 2
 """Clients for each worker that may be handed out beyond the block of slots whose replies are folded next."""
+
+BLOCKS = 2
+"""Blocks of slots for each worker, at least, where workers fold them: with two, a slow worker leaves its second to others."""
 
 MOST_WORKERS = max(64, 4 * (os.cpu_count() or 1))
 """Upper limit for workers and for the threads of one: more cannot help on this machine."""
@@ -132,6 +136,7 @@ class WorkerEngine(LocalEngine, ABC):
         self.inside: Literal["rows", "stacked"] = inside
         self._handles: list[WorkerHandle] = []
         self._failed_starts = 0
+        self.folds_there = True
 
     # --- what subclasses provide ---
 
@@ -182,6 +187,20 @@ class WorkerEngine(LocalEngine, ABC):
         keep_pages()
 
     def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
+        for result in self._train(algorithm, round, client_tasks):
+            assert not isinstance(result, FoldedBlock)
+            yield result
+
+    def train_folding(
+        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]
+    ) -> Iterator[Reply | Fault | FoldedBlock]:
+        """Where there are at least two blocks of slots for each worker, a worker is given whole blocks and folds them: the same
+        bits, and one row comes back instead of one for each client."""
+        yield from self._train(algorithm, round, client_tasks, fold=self.folds_there)
+
+    def _train(
+        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask], *, fold: bool = False
+    ) -> Iterator[Reply | Fault | FoldedBlock]:
         expected = expectations(algorithm, round, self.task.layout)
         slots = [client_task.slot + 1 for client_task in client_tasks if client_task.slot is not None]
         together = slots_together(algorithm, self.task.layout)
@@ -196,9 +215,13 @@ class WorkerEngine(LocalEngine, ABC):
             if not pools.takes(min(together, gathered) * prod(shape) * itemsize)
         }
         matrices = ReplyMatrices(fitting, gathered, together, self._empty)
-        assignment = Assignment(algorithm, round, expected, _common(client_tasks))
         blocks = slot_blocks(client_tasks, round, together)
-        for group, answers in self._answers("train", assignment, blocks, matrices):
+        fold = fold and len(blocks) >= BLOCKS * self.workers
+        folding = Folding(algorithm.full_state(), gathered, together) if fold else None
+        assignment = Assignment(algorithm, round, expected, _common(client_tasks), folding)
+        for group, answers, folded in self._answers("train", assignment, blocks, matrices):
+            if folded is not None:
+                yield replace(folded, aggregate=_kept(folded.aggregate), integers=_copy(folded.integers))
             for client_task, answer in zip(group, answers, strict=True):
                 if isinstance(answer, Fault):
                     yield Fault(client_task, answer.reason, answer.error)
@@ -206,6 +229,9 @@ class WorkerEngine(LocalEngine, ABC):
                 assert isinstance(answer, ClientResult)
                 if answer.written:
                     self.store.write(client_task.client, {name: rows.clone() for name, rows in answer.written.items()})
+                if folded is not None:
+                    yield Reply(client_task, {}, answer.metrics)
+                    continue
                 tensors = _tensors(answer, matrices.rows(client_task.slot))
                 yield Reply(client_task, tensors, answer.metrics, matrices.block(client_task.slot))
 
@@ -213,7 +239,7 @@ class WorkerEngine(LocalEngine, ABC):
         self.local_test()
         assignment = Assignment(algorithm, round, {}, _common(client_tasks))
         nothing = ReplyMatrices({}, 0, 1, self._empty)
-        for _, answers in self._answers("evaluate", assignment, {0: client_tasks}, nothing):
+        for _, answers, _ in self._answers("evaluate", assignment, {0: client_tasks}, nothing):
             for answer in answers:
                 if isinstance(answer, Fault):
                     raise answer.error or FedloomError(answer.reason)
@@ -232,18 +258,21 @@ class WorkerEngine(LocalEngine, ABC):
         assignment: Assignment,
         blocks: Mapping[int, Sequence[ClientTask]],
         matrices: ReplyMatrices,
-    ) -> Iterator[tuple[Sequence[ClientTask], tuple[ClientResult | Fault | Tally, ...]]]:
-        """Yield each group of clients with its results, as they arrive. If the caller stops early, later ones are ignored.
+    ) -> Iterator[tuple[Sequence[ClientTask], tuple[ClientResult | Fault | Tally, ...], FoldedBlock | None]]:
+        """Yield each group of clients with its results, as they arrive, and the aggregate where a worker has folded a block. If
+        the caller stops early, later ones are ignored.
 
         Blocks are handed out in their order, and no more of them are begun at a time than keep the workers busy.
         """
         self._forget()
         known = {id(rows): place for place, rows in enumerate(assignment.common)}
         announced = self._publish(self._packed(assignment))
-        waiting = deque(group for tasks in blocks.values() for group in self._groups(assignment.algorithm, tasks))
+        fold = assignment.folding is not None
+        groups = ([list(tasks)] if fold else self._groups(assignment.algorithm, tasks) for tasks in blocks.values())
+        waiting = deque(group for parts in groups for group in parts)
         block_of = {id(client_task): number for number, tasks in blocks.items() for client_task in tasks}
         unanswered = Counter(block_of.values())
-        begun = 1 + math.ceil(CLIENTS_AHEAD * self.workers / matrices.size)
+        begun = BLOCKS * self.workers if fold else 1 + math.ceil(CLIENTS_AHEAD * self.workers / matrices.size)
         deaths: Counter[int] = Counter()
 
         def ready() -> bool:
@@ -258,7 +287,10 @@ class WorkerEngine(LocalEngine, ABC):
 
         def give(handle: WorkerHandle) -> None:
             group = waiting.popleft()
-            work = Work(kind, tuple(self._client_work(client_task, matrices) for client_task in group))
+            uploads = any(client_task.slot is not None for client_task in group)
+            whole = fold and uploads and len(group) == len(blocks[block_of[id(group[0])]])
+            clients = tuple(self._client_work(client_task, None if whole else matrices) for client_task in group)
+            work = Work(kind, clients, whole)
             handle.give(self._setup, announced, self._packed(work, known), group)
 
         try:
@@ -280,7 +312,7 @@ class WorkerEngine(LocalEngine, ABC):
                             continue
                         reason = f"its {self.kind} died {ATTEMPTS} times ({death})"
                         error = FedloomError(f"client {group[0].client}: {reason}")
-                        yield group, (Fault(group[0], reason, error),)
+                        yield group, (Fault(group[0], reason, error),), None
                         answered(group)
                         continue
                     if isinstance(answers, Exception) and group:
@@ -290,13 +322,13 @@ class WorkerEngine(LocalEngine, ABC):
                     if group and isinstance(answers, Answers):
                         for text in answers.notices:
                             self.notice(text)
-                        yield group, answers.results
+                        yield group, answers.results, answers.folded
                         answered(group)
         finally:
             self._forget()
 
-    def _client_work(self, client_task: ClientTask, matrices: ReplyMatrices) -> ClientWork:
-        places = matrices.rows(client_task.slot) if self.shares_memory else {}
+    def _client_work(self, client_task: ClientTask, matrices: ReplyMatrices | None) -> ClientWork:
+        places = matrices.rows(client_task.slot) if self.shares_memory and matrices is not None else {}
         return ClientWork(client_task, self.store.read(client_task.client), places)
 
     def _listen(self, handle: WorkerHandle) -> Answers | Exception:
@@ -375,6 +407,19 @@ def _common(client_tasks: Sequence[ClientTask]) -> tuple[Tensor, ...]:
     counts = Counter(id(rows) for client_task in client_tasks for rows in client_task.inbox.values())
     found = {id(rows): rows for client_task in client_tasks for rows in client_task.inbox.values()}
     return tuple(rows for key, rows in found.items() if counts[key] > 1)
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    """A copy in memory of our own: that of an answer is reused later, or may not be written to."""
+    return None if tensor is None else tensor.clone()
+
+
+def _kept(aggregate: AggregatedReplies | None) -> AggregatedReplies | None:
+    """The same for an aggregate."""
+    if aggregate is None:
+        return None
+    mean, total = ({name: t.clone() for name, t in tensors.items()} for tensors in (aggregate.mean, aggregate.total))
+    return replace(aggregate, mean=mean, total=total)
 
 
 def _tensors(answer: ClientResult, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message, block_slots
+from fedloom.algorithm import AggregatedReplies, Algorithm, Message, block_slots
 from fedloom.errors import NotFinite
 from fedloom.flat.layout import Layout
 from fedloom.round import Round
@@ -25,11 +25,13 @@ INTEGERS = "integers"
 
 @dataclass(frozen=True)
 class ClientTask:
-    """One client's work in a round: its number, its slot (None: it trains without uploading) and its inbox, one row each."""
+    """One client's work in a round: its number, its slot (None: it trains without uploading), its inbox, one row each, and what
+    its reply weighs where that is not its number of samples."""
 
     client: int
     slot: int | None
     inbox: Message
+    weight: float | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,17 @@ class Fault:
     def diverged(self) -> bool:
         """Whether the client's training led to values that are not finite."""
         return isinstance(self.error, NotFinite)
+
+
+@dataclass(frozen=True)
+class FoldedBlock:
+    """What came back from a block of slots, folded where its clients trained: the aggregate of their replies (None without any),
+    the largest integer buffers, and the bytes of the replies. Their `Reply` has no tensors then, and comes after it."""
+
+    number: int
+    aggregate: AggregatedReplies | None
+    integers: Tensor | None
+    bytes: int
 
 
 class Engine(Protocol):
@@ -105,6 +118,16 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Give back what the engine holds."""
+
+
+@runtime_checkable
+class FoldingEngine(Protocol):
+    """An engine that may fold replies where clients train."""
+
+    def train_folding(
+        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]
+    ) -> Iterator[Reply | Fault | FoldedBlock]:
+        """As `train`, of a method that folds; blocks of slots may come folded, to the bits of folding them here."""
 
 
 class RemoteClients:

@@ -20,10 +20,20 @@ from fedloom.flat.population import capped
 from fedloom.round import Round
 from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, RecordsInMemory, RoundLog, without_gap
 from fedloom.rounds.clock import on_time
-from fedloom.rounds.engine import INTEGERS, ClientTask, Engine, Fault, RemoteClients, Reply, expectations, row_for
+from fedloom.rounds.engine import (
+    INTEGERS,
+    ClientTask,
+    Engine,
+    Fault,
+    FoldingEngine,
+    RemoteClients,
+    Reply,
+    expectations,
+    row_for,
+)
 from fedloom.rounds.evaluation import Evaluation, Record, newcomers_last
 from fedloom.rounds.pool_watch import PoolWatch
-from fedloom.rounds.replies import RoundReplies
+from fedloom.rounds.replies import RoundReplies, weights_of
 from fedloom.rounds.schedule import Schedule as Schedule
 from fedloom.rounds.termination import sigterm_interrupts, uninterrupted
 from fedloom.state.files import remove_unfinished
@@ -300,7 +310,8 @@ class Federation:
         client_tasks, absent = [], []
         for slot, client in enumerate(selection.clients):
             inbox = {name: row_for(rows, slot) for name, rows in message.items()}
-            client_task = ClientTask(client, slot, inbox)
+            weight = None if selection.weights is None else selection.weights[slot]
+            client_task = ClientTask(client, slot, inbox, weight)
             chance = self.schedule.dropout and float(torch.rand((), generator=round.stream("dropout", client)))
             if chance < self.schedule.dropout:
                 absent.append(Fault(client_task, "dropped out", sent=False))
@@ -337,24 +348,23 @@ class Federation:
             client_tasks,
             len(selection.clients),
             block_slots(self.task.layout.row_bytes),
-            partial(self._weights, selection),
+            self._weights,
             partial(self.algorithm.fold, round) if fold else None,
             self._pools,
         )
-        answers.collect(self.engine.train(self.algorithm, round, client_tasks))
+        folding = self.engine if fold and isinstance(self.engine, FoldingEngine) else None
+        train = self.engine.train if folding is None else folding.train_folding
+        answers.collect(train(self.algorithm, round, client_tasks))
         if not answers.arrived:
             _raise_unless_absent(self.algorithm, round, answers.faults)
         return answers
 
-    def _weights(self, selection: Selection, replies: Sequence[Reply]) -> Tensor:
+    def _weights(self, replies: Sequence[Reply]) -> Tensor:
         """What replies weigh: what the selection says, or else the samples of their clients."""
-        if selection.weights is not None:
-            chosen = [selection.weights[reply.client_task.slot or 0] for reply in replies]
-            return torch.tensor(chosen, dtype=torch.float64)
-        sizes = self.task.sizes(torch.tensor([reply.client_task.client for reply in replies], dtype=torch.int64))
-        told = torch.tensor([-1 if reply.samples is None else reply.samples for reply in replies], dtype=torch.int64)
-        sizes = torch.where(told < 0, sizes, told)
-        return capped(sizes, self.engine.largest_share) if isinstance(self.engine, RemoteClients) else sizes
+        weights = weights_of(self.task, replies)
+        if not isinstance(self.engine, RemoteClients) or any(one.client_task.weight is not None for one in replies):
+            return weights
+        return capped(weights, self.engine.largest_share)
 
     def _record(self, record: Record, timing: Record, clients: Record | None) -> None:
         for observer in self.observers:

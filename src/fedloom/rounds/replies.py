@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import AggregatedReplies, Replies
-from fedloom.rounds.engine import INTEGERS, ClientTask, Fault, Reply
+from fedloom.rounds.engine import INTEGERS, ClientTask, Fault, FoldedBlock, Reply
 from fedloom.state.pool_files import PoolFiles
+from fedloom.task import Task
 
 
 @dataclass
@@ -27,7 +28,8 @@ class RoundReplies:
     it there already; `weigh` gives the replies' weights.
 
     With `fold`, a block is folded when the last of its clients has answered, and its memory is free for the next one: only
-    the `aggregate` remains, in which blocks are joined in their order. Without, one block holds all replies, made by `pools`.
+    the `aggregate` remains, in which blocks are joined in their order. A block that was folded elsewhere is taken as it is.
+    Without `fold`, one block holds all replies, made by `pools`.
     """
 
     def __init__(
@@ -50,10 +52,15 @@ class RoundReplies:
         self._awaited = Counter(task.slot // self.size for task in client_tasks if task.slot is not None)
         self._turns = deque(sorted(self._awaited))  # blocks whose aggregates are to be joined
         self._folded: dict[int, AggregatedReplies | None] = {}  # those that came before their turn
+        self._elsewhere: dict[int, FoldedBlock] = {}
 
-    def collect(self, results: Iterable[Reply | Fault]) -> None:
+    def collect(self, results: Iterable[Reply | Fault | FoldedBlock]) -> None:
         """Take the answers as they come."""
         for result in results:
+            if isinstance(result, FoldedBlock):
+                self._elsewhere[result.number] = result
+                self.bytes += result.bytes
+                continue
             slot = result.client_task.slot
             if isinstance(result, Fault):
                 self.faults.append(result)
@@ -85,11 +92,15 @@ class RoundReplies:
         """Fold a block, and join what it is the turn of."""
         if self.fold is None:
             return
-        replies = self._in_order(number)
-        if INTEGERS in replies.tensors:
-            most = replies.tensors.pop(INTEGERS).amax(0)
+        replies, most = self._in_order(number), None
+        if (there := self._elsewhere.pop(number, None)) is not None:
+            self._folded[number], most = there.aggregate, there.integers
+        else:
+            if INTEGERS in replies.tensors:
+                most = replies.tensors.pop(INTEGERS).amax(0)
+            self._folded[number] = self.fold(replies) if len(replies) else None
+        if most is not None:
             self.integers = most if self.integers is None else torch.maximum(self.integers, most)
-        self._folded[number] = self.fold(replies) if len(replies) else None
         while self._turns and self._turns[0] in self._folded:
             found = self._folded.pop(self._turns.popleft())
             if found is not None:
@@ -124,6 +135,15 @@ class RoundReplies:
             name: torch.tensor([r.metrics[name] for r in self.arrived if name in r.metrics], dtype=torch.float64)
             for name in names
         }
+
+
+def weights_of(task: Task, replies: Sequence[Reply]) -> Tensor:
+    """What replies weigh: what their clients' tasks say, or else the samples of the clients."""
+    if any(reply.client_task.weight is not None for reply in replies):
+        return torch.tensor([reply.client_task.weight for reply in replies], dtype=torch.float64)
+    sizes = task.sizes(torch.tensor([reply.client_task.client for reply in replies], dtype=torch.int64))
+    told = torch.tensor([-1 if reply.samples is None else reply.samples for reply in replies], dtype=torch.int64)
+    return torch.where(told < 0, sizes, told)
 
 
 def _order(client_task: ClientTask) -> tuple[bool, int, int]:

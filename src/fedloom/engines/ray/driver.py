@@ -98,6 +98,7 @@ class RayEngine(WorkerEngine):
             raise InvalidValue(f"workers must be at most {MOST_WORKERS} on this machine, not {workers}")
         super().__init__(workers or 1, inside, memory_budget)
         self.cpus, self.gpus = cpus, gpus
+        self.folds_there = gpus == 0  # else sums would be the GPU's
         self._ray = load_ray()
         self.session = self._join(task, address, workers, object_store)
         self._end = weakref.finalize(self, _give_up, self._handles, self.session)
