@@ -11,6 +11,7 @@ import random
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from scipy import stats
 from fedloom.cli.running import print_tables
 from fedloom.cli.terminal import comparison_tables, difference_table, overall_tables
 from fedloom.experiment.finished import write_pages
+from fedloom.objectives import Metric
 from fedloom.report.export import differences_to_csv, escape_latex, to_csv, to_data, to_latex, to_markdown
 from fedloom.report.page import NO_BREAK, render
 from fedloom.report.sheet import NOT_SIGNIFICANT, T_TEST_ONLY, Sheet, overall, reading, sheet
@@ -376,3 +378,24 @@ def test_the_terminal_shows_everything_in_80_columns() -> None:
         assert word in text, word
     assert text.count("dirichlet(0.1)") == 6
     assert len(comparison_tables(sheets[0], 200)) == 1
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_columns_that_have_no_room_stand_in_another_table(width: int) -> None:
+    """Errors with their deviations, of clients too, take more room than accuracies."""
+    runs = methods(3, fedavg=0.2, **{"stages(fedavg:10, fedmr)": 0.1})
+    for run in runs:
+        for record in run.records:
+            for name in ("personal_accuracy", "personal_accuracy_std", "personal_accuracy_worst"):
+                record[name] = 0.0123 * (1 + run.seed)
+    one = sheet([replace(run, metric=Metric("accuracy", "RMSE")) for run in runs], [0.3, "loss <= 0.25"])
+    console = Console(width=width, record=True, file=io.StringIO())
+    tables = comparison_tables(one, width)
+    for table in tables:
+        console.print(table)
+    text = console.export_text()
+    assert len(tables) > 2
+    assert max(map(len, text.splitlines())) <= width
+    for title in ("Final", "Best", "Last 10", "Clients", "Spread", "Worst", "0.3", "B loss ≤ 0.25", "Down", "Time"):
+        assert re.search(rf"(^| ){re.escape(title)}( |$)", text, re.MULTILINE), title
+    assert all((cell.brief or cell.text) in text for line in one.table.lines for cell in line[3:])

@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from fedloom.report.cells import NEVER, SOME, Cell, halves, target_text
+from fedloom.report.cells import NEVER, SOME, Cell, Column, halves, target_text
 from fedloom.report.cells import Table as Plain
 from fedloom.report.sheet import (
     DIFFERENCE_HEADS,
@@ -26,11 +26,14 @@ WIDE = 150
 _METHOD = 24
 """Columns of a terminal that a method's name may take, at most, beside its accuracies in all settings."""
 
+_SHORTEST = 8
+"""Columns of a terminal that a method's name takes at least."""
+
 
 def comparison_tables(sheet: Sheet, width: int, *, explained: bool = True) -> list[Table]:
-    """The comparison of one setting, the best values bold: two tables that fit a narrow terminal, accuracies and what they
-    cost, or one on a wide terminal. The files have everything. Below stands how often clients failed, and, where `explained`, how
-    to read it."""
+    """The comparison of one setting, the best values bold: accuracies and what they cost in tables that fit a narrow terminal,
+    two as a rule, or one on a wide terminal. The files have everything. Below stands how often clients failed, and, where
+    `explained`, how to read it."""
     rows = sheet.rows
     seeds, rounds = max(row.seeds for row in rows), max(row.rounds for row in rows)
     told = [(f"mean ± std over {seeds} seeds, " if seeds > 1 else "") + f"{rounds} rounds"] if explained else []
@@ -49,7 +52,7 @@ def comparison_tables(sheet: Sheet, width: int, *, explained: bool = True) -> li
             f"{targets}: rounds to {what} ({NEVER} never, {SOME} not with every seed; 2×: in half as many as the "
             "first method), B: bytes until then" + (", s: seconds" if any(row.timed for row in rows) else "")
         )
-    return [_shown(accuracy, "", brief=True), _shown(cost, "; ".join(told), brief=True)]
+    return [*_fitting(accuracy, width), *_fitting(cost, width, "; ".join(told))]
 
 
 def overall_tables(sheets: Sequence[Sheet], width: int) -> list[Table]:
@@ -57,23 +60,33 @@ def overall_tables(sheets: Sequence[Sheet], width: int) -> list[Table]:
     full, brief = overall(sheets), width < WIDE
     by = sheets[0].criterion
     what = f"{by.name}{', %' if by.metric.share else ''}, by {', '.join(keys(sheets))}; rank 1 is the best"
-    rank = len(full.columns) - 1
-    *blocks, last = _blocks(full, width, brief)
+    sizes, rank = _sizes(full, brief), len(full.columns) - 1
+    *blocks, last = _blocks(sizes[:rank], width - min(sizes[0], _METHOD) - sizes[rank])
     shown = [_shown(full.part([0, *block]), "", brief=brief, wrap=True) for block in blocks]
     return [*shown, _shown(full.part([0, *last, rank]), what, brief=brief, wrap=True)]
 
 
-def _blocks(full: Plain, width: int, brief: bool) -> list[list[int]]:
-    """The settings' columns in as many blocks as the width asks for; each leaves room for the last column."""
+def _fitting(table: Plain, width: int, caption: str = "") -> list[Table]:
+    """The table in brief, in as many parts as the width asks for, the caption below the last."""
+    sizes = _sizes(table, brief=True)
+    *parts, last = [table.part([0, *block]) for block in _blocks(sizes, width - _SHORTEST - 2)]
+    return [*(_shown(part, "", brief=True) for part in parts), _shown(last, caption, brief=True)]
+
+
+def _sizes(table: Plain, brief: bool) -> list[int]:
+    """The columns of a terminal that each column takes."""
     texts = [
-        [*column.title.splitlines(), *(_text(line[k], brief) for line in full.lines)]
-        for k, column in enumerate(full.columns)
+        [*_title(column, brief).splitlines(), *(_text(line[k], brief) for line in table.lines)]
+        for k, column in enumerate(table.columns)
     ]
-    sizes = [max(map(len, column), default=0) + 2 for column in texts]
-    room = width - min(sizes[0], _METHOD) - sizes[-1]
+    return [max(map(len, column), default=0) + 2 for column in texts]
+
+
+def _blocks(sizes: Sequence[int], room: int) -> list[list[int]]:
+    """The columns of these sizes, after the first, in as many blocks as the room for one asks for."""
     blocks: list[list[int]] = [[]]
-    for k in range(1, len(sizes) - 1):
-        if blocks[-1] and sum(sizes[j] for j in blocks[-1]) + sizes[k] > room:
+    for k, size in enumerate(sizes[1:], start=1):
+        if blocks[-1] and sum(sizes[j] for j in blocks[-1]) + size > room:
             blocks.append([])
         blocks[-1].append(k)
     return blocks
@@ -106,7 +119,7 @@ def _frame(title: str, caption: str) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, caption=caption or None, caption_justify="left"
     )
-    table.add_column(title, justify="left", overflow="fold", min_width=8)
+    table.add_column(title, justify="left", overflow="fold", min_width=_SHORTEST)
     return table
 
 
@@ -114,12 +127,15 @@ def _shown(table: Plain, caption: str, *, brief: bool = False, wrap: bool = Fals
     """A table of the report for the terminal, with `brief` titles and cells; titles may `wrap`."""
     shown = _frame(table.columns[0].title, caption)
     for column in table.columns[1:]:
-        title = column.brief if brief and column.brief else column.title
-        shown.add_column(Text(title), justify="right", no_wrap=not wrap, overflow="fold")
+        shown.add_column(Text(_title(column, brief)), justify="right", no_wrap=not wrap, overflow="fold")
     best = table.best_lines
     for number, line in enumerate(table.lines):
         shown.add_row(*(Text(_text(cell, brief), "bold" if number in best[k] else "") for k, cell in enumerate(line)))
     return shown
+
+
+def _title(column: Column, brief: bool) -> str:
+    return column.brief if brief and column.brief else column.title
 
 
 def _text(cell: Cell, brief: bool) -> str:
