@@ -453,5 +453,6 @@ def test_a_configuration_names_metrics_and_targets_of_them(tmp_path: Path) -> No
         job(tmp_path, algorithm="fedavg", metrics=["pearson_corrcoef"], targets=["pearson_corrcoef >= 0.2"])
     )
     assert [one.name for one in told.task(0).dataset.metrics] == ["pearson_corrcoef"]
-    with pytest.raises(FedloomError, match="unknown metric 'pearson_corcoef': did you mean"):
-        configuration(job(tmp_path, algorithm="fedavg", objective="regression", metrics=["pearson_corcoef"]))
+    for objective in ("regression", None):  # what the data are
+        with pytest.raises(FedloomError, match="unknown metric 'pearson_corcoef': did you mean 'pearson_corrcoef'"):
+            configuration(job(tmp_path, algorithm="fedavg", objective=objective, metrics=["pearson_corcoef"]))

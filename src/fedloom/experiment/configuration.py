@@ -367,7 +367,7 @@ def _check(found: Configuration) -> None:
     _named("data.label_noise", found.data.label_noise, build_label_noise)
     _named("data.shift", found.data.shift, build_shift)
     learned = None if found.objective is None else _named("objective", found.objective, build_objective)
-    metrics = _metrics(found.metrics, learned)
+    metrics = _metrics(found, learned)
     for given in found.targets:
         if learned is None and not isinstance(given, str) and given > 1:  # no accuracy: the data say what is learned
             learned = _named("data.name", found.data.name, make_dataset).objective
@@ -380,15 +380,16 @@ def _check(found: Configuration) -> None:
         _named("model", found.model, models.read)
 
 
-def _metrics(given: Sequence[str], learned: Objective | None) -> list[str]:
+def _metrics(found: Configuration, learned: Objective | None) -> list[str]:
     """The metrics' names in the records; what the data set alone says to be learned may be classes or numbers."""
     try:
-        return [one.name for one in build_metrics(given, learned or CLASSIFICATION)]
+        return [one.name for one in build_metrics(found.metrics, learned or CLASSIFICATION)]
     except UnknownName:
-        if learned is None:
-            with suppress(FedloomError):
-                return [one.name for one in build_metrics(given, Regression())]
-        raise
+        if learned is not None:
+            raise
+    with suppress(FedloomError):
+        return [one.name for one in build_metrics(found.metrics, Regression())]
+    return [one.name for one in build_metrics(found.metrics, make_dataset(found.data.name).objective)]
 
 
 def _require_recorded(figure: str, target: str, learned: Sequence[Objective]) -> None:
