@@ -6,8 +6,8 @@ keeps its weights in the cache, and the clients of several runs in one stack.
 
 `loop`: microseconds of a step of SGD of one client. The loop is Numba's, over all steps of a client, its products are BLAS's, and
 the update is folded into them as in the stacks; `k=10` are the stacks' own steps, of ten clients, and `apart` how far the models
-are apart (more than rounding where it turns the sign of what enters a ReLU). `together`: milliseconds of processor time of a round
-for each client that takes part, with 10 clients (one run), 30 and 70 (seven runs in one stack, at best).
+are apart (more than rounding where it turns the sign of what enters a ReLU). `together`: milliseconds of processor time of a
+round for each client that takes part, with 10 clients (one run), 30 and 70 (seven runs in one stack, at best).
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ def compiled() -> Callable[..., None]:
     njit: Any = numba.njit(fastmath=True)
     N, T = ord("N"), ord("T")
 
-    @njit
-    def product(ta: int, tb: int, m: int, n: int, k: int, alpha: float, a: Any, lda: int, b: Any, ldb: int, beta: float,
+    def plain_product(ta: int, tb: int, m: int, n: int, k: int, alpha: float, a: Any, lda: int, b: Any, ldb: int, beta: float,
                 c: Any, ldc: int) -> None:  # fmt: skip
         """C[m, n] = alpha op(A) op(B) + beta C, column by column as Fortran has it."""
         whole, real = np.empty(8, np.int32), np.empty(2, np.float32)
@@ -81,7 +80,8 @@ def compiled() -> Callable[..., None]:
             p + 28,
         )
 
-    @njit
+    product = njit(plain_product)
+
     def steps(w1: Any, b1: Any, w2: Any, b2: Any, w3: Any, b3: Any, inputs: Any, labels: Any, batch: int) -> None:
         features, wide, classes = inputs.shape[1], len(b1), len(b3)
         h, g, o = (
@@ -125,7 +125,8 @@ def compiled() -> Callable[..., None]:
                 for j in range(classes):
                     b3[j] -= RATE * o[r, j]
 
-    return steps  # type: ignore[no-any-return]
+    whole: Callable[..., None] = njit(steps)
+    return whole
 
 
 def loop(features: int, width: int, batch: int, steps: int, turns: int) -> dict[str, Any]:
