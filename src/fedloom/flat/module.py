@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -275,7 +276,7 @@ class FlatModule:
         trained = {part.name: held[part.name] for part in self._moving}
         try:
             each = vmap(grad_and_value(loss_of_one), (None, 0, 0), randomness="different")
-            with stacked_autocast(self.autocast):
+            with stacked_autocast(self.autocast), no_loop_in_vmap():
                 found, losses = each(trained, batch.inputs[0], batch.labels[0])
             return losses.to(rows), torch.cat([found[name].flatten(1) for name in trained], 1)
         except RuntimeError:
@@ -394,3 +395,15 @@ def channels_last(images: Tensor) -> Tensor:
     if images.shape[1] == 1 and images.is_contiguous():
         return images.as_strided(images.shape, (height * width, 1, width, 1), images.storage_offset())
     return images.contiguous(memory_format=torch.channels_last)
+
+
+@contextmanager
+def no_loop_in_vmap() -> Iterator[None]:
+    """Inside, `vmap` raises where it would take its rows one by one, slower than without it."""
+    functorch: Any = torch._C._functorch
+    before = functorch._is_vmap_fallback_enabled()
+    functorch._set_vmap_fallback_enabled(False)
+    try:
+        yield
+    finally:
+        functorch._set_vmap_fallback_enabled(before)

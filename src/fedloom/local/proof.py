@@ -4,9 +4,8 @@ on the run's model, data and settings, before it is taken."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,14 @@ from fedloom.data.dataset import Dataset, Samples
 from fedloom.errors import InvalidValue, error_text
 from fedloom.flat.layout import Layout
 from fedloom.flat.linear_chain import FoldedSGD, linear_layers
-from fedloom.flat.module import PLAIN, FlatModule, Shortcuts, convolutions_weigh_little, generator_state
+from fedloom.flat.module import (
+    PLAIN,
+    FlatModule,
+    Shortcuts,
+    convolutions_weigh_little,
+    generator_state,
+    no_loop_in_vmap,
+)
 from fedloom.flat.precision import autocast
 from fedloom.flat.stacked_module import StackedModule
 from fedloom.local.cohort import Cohort
@@ -164,7 +170,7 @@ class _Comparison:
             many = StackedModule(self.module, self.layout, shortcuts, self.kind, self.objective)
             many.begin(2, [stream(0, "layers", client=k) for k in range(2)] if self.draws else [])
             many.load_integers(self.integers)
-            with _no_loop_over_models():
+            with no_loop_in_vmap():
                 return [*self._cohort([0, 1], many).fit(self.start), many.integers()]
 
         return self._difference(train)
@@ -266,15 +272,3 @@ def _optimizer(settings: Training, parameters: Sequence[Tensor]) -> Callable[[fl
             parameter -= rate * (gradient + settings.momentum * velocity if nesterov else velocity)
 
     return step
-
-
-@contextmanager
-def _no_loop_over_models() -> Iterator[None]:
-    """Inside, `vmap` raises where it would take the models one by one, slower than without it."""
-    functorch: Any = torch._C._functorch
-    before = functorch._is_vmap_fallback_enabled()
-    functorch._set_vmap_fallback_enabled(False)
-    try:
-        yield
-    finally:
-        functorch._set_vmap_fallback_enabled(before)

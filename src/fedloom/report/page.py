@@ -41,7 +41,7 @@ from fedloom.report.sheet import (
     spread_of,
 )
 from fedloom.report.sheet import sheet as sheet_of
-from fedloom.report.summary import LAST, Row, RunSummary, Spread, TargetValue, dotted, faults
+from fedloom.report.summary import LAST, TO_TARGET, Row, RunSummary, Spread, TargetValue, dotted, faults
 from fedloom.report.units import byte_text, percent, time_text
 from fedloom.state.files import write_text
 
@@ -258,7 +258,7 @@ def _result_tiles(runs: Sequence[RunSummary], one: Sheet) -> list[Tile]:
     """The best accuracies and the fewest rounds to each target of one setting, and what the runs took."""
     rows, several = one.rows, len(one.rows) > 1
     names = {"final": f"final {one.metric.noun}", "best": f"best {one.metric.noun}"}
-    if several:
+    if several and one.measure != "rounds":  # which stand below
         names.setdefault(one.measure, one.criterion.name)
     tiles = []
     for measure, name in names.items():
@@ -267,7 +267,7 @@ def _result_tiles(runs: Sequence[RunSummary], one: Sheet) -> list[Tile]:
         if known:
             sign = 1 if metric.higher_is_better else -1
             spread, row = max(known, key=lambda pair: sign * pair[0].mean)
-            extreme = "Highest" if metric.higher_is_better else "Lowest"
+            extreme = "Highest" if metric.higher_is_better else "Fewest" if measure in TO_TARGET else "Lowest"
             title = f"{extreme} {name}" if several else name[0].upper() + name[1:]
             tiles.append(
                 (title, _score(spread, metric), _level(one, measure, row.algorithm, metric) if several else "")

@@ -179,6 +179,10 @@ class Federation:
 
     def _run(self, on_round: Callable[[Record, Record], None] | None) -> None:
         saved = self.finished
+        if self.finished == 0 and self.algorithm.spent:
+            raise InvalidValue(
+                f"{describe(self.algorithm)}: one round costs more epsilon than target_epsilon allows: give more noise"
+            )
         try:
             while self.finished < self.schedule.rounds and not self.algorithm.spent:
                 record, timing = self.step()
