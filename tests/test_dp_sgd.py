@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from fedloom.algorithm import build
 from fedloom.algorithms.accounting import ORDERS
+from fedloom.algorithms.dp_sgd import DPSGD
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
@@ -134,6 +135,8 @@ def test_epsilon_is_the_librarys_for_the_client_that_spent_most() -> None:
         accountant.compose(event, 2 * -(-size // 8) * rounds)
         spent.append(accountant.get_epsilon(1e-4))
     assert found.history[-1]["epsilon"] == pytest.approx(max(spent), rel=1e-12)
+    assert isinstance(found.algorithm, DPSGD)
+    assert found.algorithm.epsilons() == pytest.approx(spent, rel=1e-12)
     assert "training_loss" not in found.history[-1]
     solved = ran("dp_sgd(fedavg, target_epsilon=3.0)", on, rounds=3, participation=1.0)
     assert 2.99 < solved.history[-1]["epsilon"] <= 3.0

@@ -84,9 +84,9 @@ class DPSGD(AccountedByClient):
     def trained(self, round: Round) -> tuple[int, ...]:
         return tuple(self.state["training"].nonzero()[:, 0].tolist())
 
-    def cost(self, more: int = 0) -> float:
+    def epsilons(self, more: int = 0) -> list[float]:
         kinds = self._kinds(self.state["releases"] + more)
-        return max(epsilon(self.noise_multiplier(), share, steps, self.delta) for share, steps in kinds)
+        return [epsilon(self.noise_multiplier(), share, steps, self.delta) for share, steps in kinds]
 
     def solve(self, target: float, rounds: int) -> float:
         """The noise of the client with the fewest samples, whose share is the largest; more where another one spends more."""
@@ -97,12 +97,12 @@ class DPSGD(AccountedByClient):
             spent = {kind: epsilon(noise, *kind, self.delta) for kind in spent}
         return noise
 
-    def _kinds(self, rounds: Tensor) -> set[tuple[float, int]]:
-        """(q, steps) of the clients after so many `rounds [N]` of each."""
+    def _kinds(self, rounds: Tensor) -> list[tuple[float, int]]:
+        """(q, steps) of each client after so many of its `rounds [N]`."""
         sizes = self.plan.sizes(torch.arange(self.plan.clients))
         steps = self.plan.training.local_steps(sizes) * rounds
         batch = sizes if self.plan.training.batch_size is None else sizes.clamp(max=self.plan.training.batch_size)
-        return set(zip((batch / sizes.double()).tolist(), steps.long().tolist(), strict=True))
+        return list(zip((batch / sizes.double()).tolist(), steps.long().tolist(), strict=True))
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         if not self.protects:

@@ -294,6 +294,13 @@ class AccountedByClient(Accounted):
             self.cost(more=1)
         return self.method.select(round)
 
+    @abstractmethod
+    def epsilons(self, more: int = 0) -> list[float]:
+        """Epsilon of each client so far, or after `more` rounds in which it trains."""
+
+    def cost(self, more: int = 0) -> float:
+        return max(self.epsilons(more))
+
     def trained(self, round: Round) -> tuple[int, ...]:
         """The clients whose work in the round is counted."""
         return round.selected
@@ -322,8 +329,9 @@ class LocalPrivate(AccountedByClient):
     Use it when the server is not trusted, or when single models are passed on; expect to need very many clients.
     """
 
-    def cost(self, more: int = 0) -> float:
-        return epsilon(self.noise_multiplier() / 2, 1.0, int(self.state["releases"].max()) + more, self.delta)
+    def epsilons(self, more: int = 0) -> list[float]:
+        noise = self.noise_multiplier() / 2
+        return [epsilon(noise, 1.0, count + more, self.delta) for count in self.state["releases"].tolist()]
 
     def solve(self, target: float, rounds: int) -> float:
         return 2 * noise_for(target, 1.0, rounds, self.delta)
