@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.errors import InvalidValue
-from fedloom.report.cells import comparison
+from fedloom.report.cells import comparison, score_cell
 from fedloom.report.export import to_csv, to_markdown
-from fedloom.report.sheet import overall, sheet, spread_of
+from fedloom.report.sheet import difference_cells, overall, sheet, spread_of
 from fedloom.report.summary import (
     RunSummary,
     Spread,
@@ -191,6 +191,9 @@ def test_methods_are_ranked_and_tested_by_the_seconds_to_a_target() -> None:
     assert sheets[0].criterion.name == "seconds to 80 %"
     (found,) = sheets[0].tests["seconds"]  # of those that got there with every seed
     assert (found.method, found.other, found.mean) == ("slow", "fast", pytest.approx(30.0))
+    by_bytes = sheet([*slow, *fast, *never], [0.8], measure="bytes")
+    assert difference_cells(by_bytes.tests["bytes"][0], by_bytes.criterion.metric)[0] == "+0 B"
+    assert score_cell(spread_of(by_bytes.rows[0], "bytes"), by_bytes.criterion.metric).text == "30 B ± 0 B"
     assert spread_of(sheets[1].rows[0], "rounds") == Spread(3.0, 0.0, 2)
     assert spread_of(sheets[1].rows[0], "bytes") == Spread(30.0, 0.0, 2)
 

@@ -129,6 +129,8 @@ def score_cell(spread: Spread | None, metric: Metric, mark: str = "") -> Cell:
     if spread is None:
         return Cell("–", None)
     several, mean, std = spread.count > 1, spread.mean, spread.std
+    if metric.name == "bytes":
+        return Cell(byte_text(mean) + (f" ± {byte_text(std)}" if several else "") + mark, mean)
     if metric.share:
         mean, std, places = 100 * mean, 100 * std, (2, 1)
     else:  # in brief about three digits of the mean, else two of the deviation too

@@ -25,6 +25,7 @@ from fedloom.report.summary import (
     measured,
     summarise,
 )
+from fedloom.report.units import byte_text
 
 NOT_SIGNIFICANT, T_TEST_ONLY = "ⁿ", "ᵗ"
 """Follow an accuracy whose difference from the reference is not significant, or is so by the t-test only."""
@@ -217,6 +218,8 @@ def difference_cells(found: Difference, metric: Metric) -> list[str]:
     """Difference and interval, of shares in points, corrected p of both tests, and the verdict."""
 
     def signed(value: float) -> str:
+        if metric.name == "bytes":
+            return f"{'+' if value >= 0 else '-'}{byte_text(abs(value))}"
         return f"{100 * value:+.2f}" if metric.share else f"{value:+.3g}"
 
     interval = "–" if found.low is None or found.high is None else f"{signed(found.low)} to {signed(found.high)}"
