@@ -251,6 +251,7 @@ class Broken(Pictures):
     [
         (Endless(), {}, "Endless is no data: give the name of a data set, a Dataset"),
         (3, {}, "int is no data"),
+        ((np.zeros((9, 2)), np.arange(9)), {}, "labels that are ndarrays go together: give fl.Samples(inputs, labels)"),
         (Pictures(0), {}, "Pictures: no samples"),
         (Odd(), {}, "sample 1 has the shape [2], the first [1]: resize or pad them"),
         (Broken(), {}, "Broken: sample 0 raised OSError: disk gone"),

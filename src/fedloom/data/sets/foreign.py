@@ -61,6 +61,8 @@ def materialised(data: Any) -> Samples:
     Pictures of Pillow become uint8 `[channels, h, w]`. What a data set draws at random for an item is drawn once.
     """
     name = type(data).__name__
+    if isinstance(data, np.ndarray | torch.Tensor):
+        raise InvalidValue(f"data: inputs and labels that are {name}s go together: give fl.Samples(inputs, labels)")
     if isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise InvalidValue(
             f"data: {name} is no data: give the name of a data set, a Dataset, Samples, a torch data set with a length, a "
