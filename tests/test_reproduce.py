@@ -107,6 +107,7 @@ def test_a_cell_of_each_paper_runs_in_little_and_says_so_everywhere(
     markdown = (folder / "cells.md").read_text()
     assert markdown.startswith(f"## PARTIAL {name}")
     assert f"| {row} |" in markdown
+    assert f"PARTIAL {name}" in (folder / "cells.tex").read_text()
     assert "PARTIAL " + name in (folder / "report.html").read_text()
     kept = ExhibitRecord.read(folder / "cells.json")
     [result] = kept.results

@@ -1,4 +1,4 @@
-"""The runs of a plan, and the files that they leave: CSV, Markdown and the report."""
+"""The runs of a plan, and the files that they leave: CSV, Markdown, LaTeX and the report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedloom.papers.measure import judged, measured
 from fedloom.papers.paper_data import at_hand, data_of, facts, family
 from fedloom.papers.plan import ReproducePlan, setting_key
 from fedloom.papers.protocols import Baseline, PaperCell
-from fedloom.papers.result_table import CellResult, to_csv, to_markdown
+from fedloom.papers.result_table import CellResult, to_csv, to_latex, to_markdown
 from fedloom.report.page import write_report
 from fedloom.report.summary import RunSummary
 from fedloom.state.files import write_text
@@ -127,11 +127,12 @@ def notes(plan: ReproducePlan) -> list[str]:
 
 
 def write(plan: ReproducePlan, table: list[CellResult], command: str) -> list[Path]:
-    """Write `cells.csv`, `cells.md`, the record `cells.json` and, where there are runs, `report.html`; their paths."""
+    """Write `cells.csv`, `.md` and `.tex`, the record `cells.json` and, where there are runs, `report.html`; their paths."""
     plan.folder.mkdir(parents=True, exist_ok=True)
-    places = [plan.folder / name for name in ("cells.csv", "cells.md", "cells.json")]
+    places = [plan.folder / name for name in ("cells.csv", "cells.md", "cells.json", "cells.tex")]
     write_text(places[0], to_csv(plan.exhibit.id, table))
     write_text(places[1], to_markdown(title(plan), table, notes(plan)))
+    write_text(places[3], to_latex(plan.exhibit.id, title(plan), table, notes(plan)))
     runs = _labelled(plan)
     computed_with = runs[0].environment if runs else environment()
     write_text(places[2], ExhibitRecord(plan.exhibit.id, command, today(), computed_with, tuple(table)).to_json())

@@ -1,4 +1,4 @@
-"""Paper and measurement beside each other: on the terminal, as CSV and as Markdown."""
+"""Paper and measurement beside each other: on the terminal, as CSV, Markdown and LaTeX."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from rich.text import Text
 from fedloom.papers.measure import Measured, deviations, difference
 from fedloom.papers.protocols import Measure, PaperCell, Printed
 from fedloom.report.cells import NEVER
-from fedloom.report.export import csv_text, markdown_table
+from fedloom.report.export import csv_text, escape_latex, latex_file, latex_table, markdown_table
 
 PARTIAL = "PARTIAL"
 NOT_RUN = "not run"
 COMPLETE = "complete"
+
+HEADS = ("Method", "Paper", "Here", "Difference", "In std", "Status")
+LEFT = (0, 5)
+"""The columns of text."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +55,11 @@ def to_table(title: str, lines: Sequence[CellResult], notes: Sequence[str]) -> T
         title_justify="left",
         caption_justify="left",
     )
-    for name in ("Method", "Paper", "Here", "Difference", "In std", "Status"):
+    for name in HEADS:
         right = name not in ("Method", "Status")  # words may break, figures may not
         least = len(PARTIAL) if name == "Status" else None
         table.add_column(name, justify="right" if right else "left", no_wrap=right, min_width=least)
-    for column in dict.fromkeys(line.cell.column for line in lines):
-        block = [line for line in lines if line.cell.column == column]
+    for column, block in _by_column(lines).items():
         table.add_row(Text(f"{column}, {block[0].cell.measure.unit}", style="bold"))
         for line in block:
             table.add_row(f"  {line.cell.row}", *map(Text, _cells(line)))
@@ -65,10 +68,27 @@ def to_table(title: str, lines: Sequence[CellResult], notes: Sequence[str]) -> T
 
 def to_markdown(title: str, lines: Sequence[CellResult], notes: Sequence[str]) -> str:
     """As a Markdown table, the notes below."""
-    heads = ("Setting", "Method", "Paper", "Here", "Difference", "In std", "Status")
     rows = ([cell.replace("|", "/") for cell in (line.cell.column, line.cell.row, *_cells(line))] for line in lines)
     listed = "".join(f"- {note}\n" for note in notes)
-    return f"## {title}\n\n{markdown_table(heads, rows, left=(0, 1, 6))}\n{listed}"
+    return f"## {title}\n\n{markdown_table(('Setting', *HEADS), rows, left=(0, 1, 6))}\n{listed}"
+
+
+def to_latex(exhibit: str, title: str, lines: Sequence[CellResult], notes: Sequence[str]) -> str:
+    """As LaTeX tables, one a column of the paper; the notes are in the first."""
+    tables: list[str] = []
+    for number, (column, block) in enumerate(_by_column(lines).items(), start=1):
+        rows = ([escape_latex(cell) for cell in (line.cell.row, *_cells(line))] for line in block)
+        caption, note = f"{title}, {column}, {block[0].cell.measure.unit}.", "" if tables else "; ".join(notes)
+        tables.append(latex_table(HEADS, rows, caption, f"{exhibit}-{number}", note, LEFT))
+    return latex_file(tables)
+
+
+def _by_column(lines: Sequence[CellResult]) -> dict[str, list[CellResult]]:
+    """The cells of each column of the paper."""
+    found: dict[str, list[CellResult]] = {}
+    for line in lines:
+        found.setdefault(line.cell.column, []).append(line)
+    return found
 
 
 def to_csv(exhibit: str, lines: Sequence[CellResult]) -> str:

@@ -42,6 +42,9 @@ _ESCAPED = {
 }
 """What LaTeX would take for its own, and signs that older LaTeX does not know."""
 
+_HELD_BACK = 8
+"""Tables that LaTeX is given at a time: it gives up where it has to hold back some more than twice as many for pages to come."""
+
 _AT_MOST_A_LINE = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}"
 """Before a box: smaller where it is wider than a line."""
 
@@ -101,7 +104,7 @@ def to_latex(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
         accuracy, cost = halves(one.table)
         tables.append(_latex(accuracy, f"{of}: {one.metric.noun}.", f"accuracy{place}", "" if tables else note))
         tables.append(_latex(cost, f"{of}: cost. Rounds and bytes until the target; * never.", f"cost{place}"))
-    return "% Needs \\usepackage{booktabs,graphicx}.\n\n" + "\n".join(tables)
+    return latex_file(tables)
 
 
 def csv_text(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
@@ -117,6 +120,31 @@ def markdown_table(heads: Sequence[str], lines: Iterable[Sequence[str]], left: C
     """A Markdown table; columns are right-aligned but for those on the `left`."""
     rule = ["---" if k in left else "---:" for k in range(len(heads))]
     return "".join(f"| {' | '.join(line)} |\n" for line in (heads, rule, *lines))
+
+
+def latex_file(tables: Sequence[str]) -> str:
+    """LaTeX tables as a file."""
+    pages = ["\n".join(tables[k : k + _HELD_BACK]) for k in range(0, len(tables), _HELD_BACK)]
+    return "% Needs \\usepackage{booktabs,graphicx}.\n\n" + "\n\\clearpage\n\n".join(pages)
+
+
+def latex_table(
+    heads: Sequence[str],
+    lines: Iterable[Sequence[str]],
+    caption: str,
+    name: str,
+    note: str = "",
+    left: Collection[int] = (0,),
+) -> str:
+    """A LaTeX table of cells that are LaTeX already; columns are right-aligned but for those on the `left`."""
+    sides = "".join("l" if k in left else "r" for k in range(len(heads)))
+    body = "".join(f"    {' & '.join(line)} \\\\\n" for line in lines)
+    return (
+        f"\\begin{{table}}\n  \\centering\n  \\caption{{{escape_latex(caption)}}}\n  \\label{{tab:{name}}}\n"
+        f"  \\setlength{{\\tabcolsep}}{{4pt}}\n  {_AT_MOST_A_LINE}{{%\n"
+        f"  \\begin{{tabular}}{{{sides}}}\n    \\toprule\n    {' & '.join(map(escape_latex, heads))} \\\\\n    \\midrule\n"
+        f"{body}    \\bottomrule\n  \\end{{tabular}}}}\n{_latex_note(note) if note else ''}\\end{{table}}\n"
+    )
 
 
 def escape_latex(text: str) -> str:
@@ -186,17 +214,11 @@ def _flat(text: str) -> str:
 
 def _latex(table: Table, caption: str, name: str, note: str = "") -> str:
     best = table.best_lines
-    heads = " & ".join(escape_latex(_flat(column.title)) for column in table.columns)
-    lines = []
-    for number, line in enumerate(table.lines):
-        cells = [_latex_cell(cell.text, number in best[k]) for k, cell in enumerate(line)]
-        lines.append(f"    {' & '.join(cells)} \\\\\n")
-    return (
-        f"\\begin{{table}}\n  \\centering\n  \\caption{{{escape_latex(caption)}}}\n  \\label{{tab:{name}}}\n"
-        f"  \\setlength{{\\tabcolsep}}{{4pt}}\n  {_AT_MOST_A_LINE}{{%\n"
-        f"  \\begin{{tabular}}{{l{'r' * (len(table.columns) - 1)}}}\n    \\toprule\n    {heads} \\\\\n    \\midrule\n"
-        f"{''.join(lines)}    \\bottomrule\n  \\end{{tabular}}}}\n{_latex_note(note) if note else ''}\\end{{table}}\n"
-    )
+    lines = [
+        [_latex_cell(cell.text, number in best[k]) for k, cell in enumerate(line)]
+        for number, line in enumerate(table.lines)
+    ]
+    return latex_table([_flat(column.title) for column in table.columns], lines, caption, name, note)
 
 
 def _latex_note(text: str) -> str:
