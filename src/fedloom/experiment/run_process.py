@@ -3,6 +3,7 @@ Ray actor."""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -29,11 +30,14 @@ def serve(connection: Connection, threads: int) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    gc.disable()  # it would go over all that is being imported, again and again
     import torch
 
     from fedloom.experiment.jobs import Tasks, attempt
     from fedloom.rounds.termination import Terminated, sigterm_interrupts
 
+    gc.freeze()
+    gc.enable()
     torch.set_num_threads(threads)
     tasks = Tasks()
 
