@@ -477,11 +477,12 @@ ENDED = """
 import os
 import subprocess
 import sys
+from pathlib import Path
 from fedloom.engines.ray.session import start_guard
 
 # With a stream of the program's it would hold the pipe open, and whoever reads it would wait for its hundred seconds.
 raylet = subprocess.Popen(["sleep", "100"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-guard = start_guard(raylet.pid)
+guard = start_guard(raylet.pid, Path(sys.argv[2]))
 if sys.argv[1] == "left":
     guard.communicate(b"left\\n")
 if sys.argv[1] != "killed":
@@ -506,13 +507,16 @@ def test_a_node_that_has_died_ends_the_run_with_how_to_go_on(
 
 
 @pytest.mark.parametrize(("how", "told"), [("died", True), ("killed", False), ("left", False)])
-def test_a_program_that_ends_with_its_raylet_leaves_a_line(how: str, told: bool) -> None:
-    """Ray ends the process at once when the raylet that it has started dies."""
-    done = subprocess.run([sys.executable, "-c", ENDED, how], capture_output=True, text=True, check=False)
+def test_a_program_that_ends_with_its_raylet_leaves_a_line_and_no_files(how: str, told: bool, tmp_path: Path) -> None:
+    """Ray ends the process when the raylet that it has started dies, and the raylet when the process does."""
+    (tmp_path / "node").mkdir()
+    command = [sys.executable, "-c", ENDED, how, str(tmp_path / "node")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     if how == "killed":
         os.kill(int(done.stdout), signal.SIGKILL)
     assert done.stderr.count("goes on from the last checkpoint") == told == len(done.stderr.splitlines())
+    assert (tmp_path / "node").exists() is not told
 
 
 def test_actors_of_a_cluster_that_was_started_for_a_program_end_when_it_is_killed() -> None:

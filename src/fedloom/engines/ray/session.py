@@ -79,17 +79,19 @@ class Session:
 
 _current: Session | None = None
 
-DIED = (
-    "the Ray node that was started here has died (its raylet crashed or was killed): the same command goes on from "
-    "the last checkpoint; if it happens again, look for a lack of memory, and take fewer workers"
-)
+_GO_ON = "the same command goes on from the last checkpoint; if it happens again, look for a lack of memory, take fewer workers"
+DIED = f"the Ray node that was started here has died (its raylet crashed or was killed): {_GO_ON}"
+_ENDED = f"fedloom: ended together with the Ray node that it started (one of the two crashed or was killed): {_GO_ON}"
 _GUARD = """
 read -r word
 [ -n "$word" ] && exit
 sleep 1
-kill -0 "$1" 2>/dev/null && ! grep -q "^State:.*Z" "/proc/$1/status" 2>/dev/null || echo "$2" >&2
+kill -0 "$1" 2>/dev/null && ! grep -q "^State:.*Z" "/proc/$1/status" 2>/dev/null && exit
+echo "$2" >&2
+[ -z "$3" ] || rm -rf "$3"
 """
-"""A script that ends with a word, or with what it was told to say if its writer ended and the raylet is dead too, or a zombie."""
+"""A script that ends with a word. If its writer ended without, and the raylet is dead too, or a zombie, it says what it was told
+to, and removes the node's folder."""
 
 
 def load_ray() -> Any:
@@ -177,12 +179,13 @@ def _started(ray: Any, cpus: int, gpus: int, object_store: int) -> Session:
         raise FedloomError(f"engine 'ray' cannot start a cluster here: {first_line(error)}") from error
     _hush()
     raylet = ray._private.worker._global_node.all_processes["raylet"][0].process
-    return Session(LOCAL, True, folder, security, raylet=raylet, guard=start_guard(raylet.pid))
+    return Session(LOCAL, True, folder, security, raylet=raylet, guard=start_guard(raylet.pid, folder))
 
 
-def start_guard(raylet: int) -> subprocess.Popen[bytes]:
-    """A process that says why this one ended, should it end together with its raylet: Ray then leaves no time to say it here."""
-    command = ["/bin/sh", "-c", _GUARD, "fedloom", str(raylet), f"fedloom: {DIED}"]
+def start_guard(raylet: int, folder: Path | None) -> subprocess.Popen[bytes]:
+    """A process that says how to go on, should this one end together with its raylet, and removes the node's folder: when the
+    raylet dies, Ray leaves no time to do it here, and when this process is killed, nobody does."""
+    command = ["/bin/sh", "-c", _GUARD, "fedloom", str(raylet), _ENDED, "" if folder is None else str(folder)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0)
 
 
