@@ -4,8 +4,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# Four workers on two cores: much of the time is waiting for processes, Ray and Flower.
-PYTEST := $(BIN)/python -m pytest -n 4 --dist loadgroup --no-loadscope-reorder
+# Three workers on two cores: much of the time is waiting for processes, Ray and Flower.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
 
 # Every method on the rows engine, and whatever else needs no Ray, no Flower, no browser and no minute.
 QUICK := architecture config layout population randomness fedavg fedmr global_methods global_invariants stages federation \

@@ -52,12 +52,13 @@ LONGEST = (
     "test_examples.py",
 )
 
-# Files whose tests share something that takes seconds to start or to import: one worker runs them all (`--dist loadgroup`).
+# Files whose tests share something that takes seconds to start or to import: one worker runs them all (`--dist loadgroup`). What
+# mostly waits, for sites and for Ray, is in one group, so that the other workers keep the cores busy meanwhile.
 TOGETHER = {
     "test_compiled.py": "compiled",
-    "test_ray.py": "ray",
-    "test_ray_pool.py": "ray",
-    "test_flower_sites.py": "sites",
+    "test_ray.py": "waiting",
+    "test_ray_pool.py": "waiting",
+    "test_flower_sites.py": "waiting",
     "test_processes.py": "processes",
     "test_stacked_processes.py": "processes",
 }

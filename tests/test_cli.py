@@ -249,6 +249,8 @@ def test_lists_name_everything_with_its_parameters(fed: Say, command: str, regis
     assert max(map(len, out.splitlines())) <= 80
     words = " ".join(out.split())
     for entry in registry:  # type: ignore[attr-defined]
+        if not entry.make.__module__.startswith("fedloom."):
+            continue  # another test has registered it in this process
         assert re.search(rf"^  {re.escape(entry.name)} ", out, re.MULTILINE), entry.name
         assert entry.summary.split()[0] in words
         code, described, _ = fed(command, entry.name)

@@ -74,7 +74,7 @@ def _over_flower(algorithm: str, model: str, folder: Path) -> Federation:
 PLACES = [
     pytest.param("processes", marks=pytest.mark.xdist_group("processes")),
     "stacked",
-    pytest.param("ray", marks=pytest.mark.xdist_group("ray")),
+    pytest.param("ray", marks=pytest.mark.xdist_group("waiting")),
     "flower",
 ]
 SHARED = {"processes": "worker_processes", "ray": "ray_actors"}
