@@ -59,6 +59,10 @@ TOGETHER = {
     "test_ray.py": "waiting",
     "test_ray_pool.py": "waiting",
     "test_flower_sites.py": "waiting",
+    "test_flower_worker.py": "waiting",
+    "test_report_real.py": "report",
+    "test_report_browser.py": "report",
+    "test_resume.py": "resume",
     "test_processes.py": "processes",
     "test_stacked_processes.py": "processes",
 }
