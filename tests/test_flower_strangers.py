@@ -196,7 +196,7 @@ def test_a_run_ends_with_the_reason_when_every_site_has_failed_and_none_between(
 
 
 @given(st.lists(st.integers(1, 1 << 48), min_size=1, max_size=8), st.floats(0.01, 1.0))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_no_weight_is_more_than_its_share(weights: list[int], share: float) -> None:
     given_ = torch.tensor(weights)
     found = capped(given_, share).double()

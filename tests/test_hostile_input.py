@@ -203,7 +203,7 @@ _KEYS = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(deadline=10_000, max_examples=200, suppress_health_check=list(HealthCheck))
+@settings(deadline=10_000, max_examples=80, suppress_health_check=list(HealthCheck))
 @given(
     st.dictionaries(_KEYS | _WORDS, _VALUES | _expressions() | st.lists(_expressions(), max_size=2), max_size=3),
     st.booleans(),

@@ -127,7 +127,7 @@ def test_an_archive_that_claims_an_unknown_zip_version_is_refused(tmp_path: Path
         Partition.load(path)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_a_damaged_file_is_refused_or_read_right(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:

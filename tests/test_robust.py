@@ -44,14 +44,14 @@ def tensor(rows: Rows) -> Tensor:
 
 
 @given(matrices())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_the_median_is_that_of_each_coordinate(rows: Rows) -> None:
     expected = [statistics.median(column) for column in zip(*rows, strict=True)]
     assert coordinate_median(tensor(rows)).tolist() == pytest.approx(expected)
 
 
 @given(matrices(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_the_trimmed_mean_leaves_out_the_outermost(rows: Rows, data: st.DataObject) -> None:
     trimmed = data.draw(st.integers(0, (len(rows) - 1) // 2))
     expected = [statistics.fmean(sorted(column)[trimmed : len(rows) - trimmed]) for column in zip(*rows, strict=True)]
@@ -59,7 +59,7 @@ def test_the_trimmed_mean_leaves_out_the_outermost(rows: Rows, data: st.DataObje
 
 
 @given(matrices(3), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_krum_takes_the_rows_nearest_to_others(rows: Rows, data: st.DataObject) -> None:
     count = len(rows)
     malicious, chosen = data.draw(st.integers(0, (count - 3) // 2)), data.draw(st.integers(1, count))
@@ -76,7 +76,7 @@ def test_krum_takes_the_rows_nearest_to_others(rows: Rows, data: st.DataObject) 
 
 
 @given(matrices(), st.floats(0.1, 50) | st.none(), st.integers(1, 4))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_clipping_bounds_the_length_of_each_update(rows: Rows, radius: float | None, steps: int) -> None:
     center = [0.5] * len(rows[0])
     for _ in range(steps):

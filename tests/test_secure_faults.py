@@ -425,7 +425,7 @@ def test_texts_of_peers_are_short_and_plain() -> None:
     assert len(str(decoded)) < 500
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_no_bytes_whatever_raise_anything_else(data: st.DataObject) -> None:
     """A message of an exchange with bytes changed, cut or put in, to a peer and to the server."""
