@@ -1,10 +1,11 @@
 """Does FedMR hold where its pool comes apart? FedAvg, FedMR and FedMR with a share of averaging that the server chooses.
 
-The settings of digits on which FedMR fails or is slow, and those with wrong labels on which it wins: twenty clients, ten a round,
-three seeds. A run is one line of the record, appended when it ends: started again, the script goes on with what is missing.
+The settings of digits on which FedMR fails or is slow, those with wrong labels on which it wins, and two of MNIST: twenty clients,
+ten a round, three seeds. A run is one line of the record, appended when it ends: started again, the script goes on with what is
+missing.
 
-    python benchmarks/blend.py [--record FILE]     # half an hour of one core
-    python benchmarks/blend.py --tables            # only print
+    python benchmarks/blend.py [--mnist FOLDER] [--record FILE]     # half an hour of one core, and as much for MNIST
+    python benchmarks/blend.py --tables                             # only print
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ METHODS = ("fedavg", "fedmr", "fedmr(blend='auto')")
 
 
 class Setting(NamedTuple):
-    """`model`, learning rate, momentum, batch size, local epochs, rounds, partition, share of the labels replaced."""
+    """`model`, learning rate, momentum, batch size, local epochs, rounds, partition, share of the labels replaced, data set."""
 
     model: str
     rate: float
@@ -37,6 +38,7 @@ class Setting(NamedTuple):
     rounds: int
     partition: str = "dirichlet(0.1)"
     noise: float = 0.0
+    data: str = "digits"
 
 
 NARROW, WIDE = "mlp(hidden=[64, 64, 64])", "mlp(hidden=[128, 128])"
@@ -57,14 +59,16 @@ SETTINGS = (
     Setting("digits_cnn", 0.1, 0.0, 10, 5, 100),
     Setting("digits_cnn", 0.1, 0.0, 10, 1, 200),
     Setting("digits_cnn", 0.05, 0.0, 10, 1, 300),
+    Setting("mlp(hidden=[200, 200])", 0.1, 0.0, 50, 5, 100, data="mnist"),
+    Setting("mlp(hidden=[200, 200])", 0.1, 0.9, 50, 5, 100, data="mnist"),
 )
 
 
-def measure(setting: Setting, method: str, seed: int) -> dict[str, Any]:
+def measure(setting: Setting, method: str, seed: int, mnist: str | None) -> dict[str, Any]:
     """One run: its test accuracies (forty of them), and at the end the pool's mean cosine similarity and the share of averaging.
     A run that diverges counts as guessing."""
     task = fl.make_task(
-        "digits",
+        "digits" if setting.data == "digits" else f"mnist(folder={mnist!r})",
         clients=20,
         partition=setting.partition,
         model=setting.model,
@@ -116,7 +120,8 @@ def table(done: dict[tuple[Setting, str, int], dict[str, Any]]) -> None:
     rows = []
     for setting in SETTINGS:
         row = {
-            "setting": f"{setting.model}, {setting.rate:g} / {setting.momentum:g} / {setting.batch} / {setting.epochs}"
+            "setting": f"{setting.data}, {setting.model}, "
+            f"{setting.rate:g} / {setting.momentum:g} / {setting.batch} / {setting.epochs}"
         }
         row |= {"rounds": str(setting.rounds), "partition": setting.partition, "noise": f"{setting.noise:g}"}
         for method in METHODS:
@@ -128,11 +133,12 @@ def table(done: dict[tuple[Setting, str, int], dict[str, Any]]) -> None:
                 row[method] = f"{100 * statistics.fmean(ends):.1f}{alike}"
                 row["seeds"] = str(len(runs))
         rows.append(row)
-    tell("Digits: mean accuracy of the last four of forty evaluations, % (mean cosine similarity of the pool)", rows)
+    tell("Mean accuracy of the last four of forty evaluations, % (mean cosine similarity of the pool)", rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mnist", help="folder with MNIST's idx files; without it those runs are left out")
     parser.add_argument("--record", type=Path, default=Path(__file__).parent / "records" / "blend.jsonl")
     parser.add_argument("--tables", action="store_true", help="print what is recorded, run nothing")
     arguments = parser.parse_args()
@@ -140,8 +146,8 @@ def main() -> None:
     done = recorded(arguments.record)
     arguments.record.parent.mkdir(parents=True, exist_ok=True)
     for seed, setting, method in () if arguments.tables else product(range(SEEDS), SETTINGS, METHODS):
-        if (setting, method, seed) not in done:
-            done[setting, method, seed] = run = measure(setting, method, seed)
+        if (setting, method, seed) not in done and (arguments.mnist or setting.data != "mnist"):
+            done[setting, method, seed] = run = measure(setting, method, seed, arguments.mnist)
             with arguments.record.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(run) + "\n")
             print(f"{len(done)} runs: {setting}, {method}, seed {seed}: {100 * run['accuracy'][-1]:.1f} %", flush=True)
