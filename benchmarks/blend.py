@@ -1,8 +1,8 @@
 """Does FedMR hold where its pool comes apart? FedAvg, FedMR and FedMR with a share of averaging that the server chooses.
 
-The settings of digits on which FedMR fails or is slow, those with wrong labels on which it wins, and two of MNIST: twenty clients,
-ten a round, three seeds. A run is one line of the record, appended when it ends: started again, the script goes on with what is
-missing.
+The settings of digits on which FedMR fails or is slow, those with wrong labels on which it wins, and two of MNIST: twenty
+clients, ten a round, three seeds. A run is one line of the record, appended when it ends: started again, the script goes on with
+what is missing.
 
     python benchmarks/blend.py [--mnist FOLDER] [--record FILE]     # half an hour of one core, and as much for MNIST
     python benchmarks/blend.py --tables                             # only print
