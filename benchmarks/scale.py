@@ -73,7 +73,7 @@ def measure(
     for _ in range(rounds - 1):
         federation.step()
     data = sum(array.nbytes for array in (train.inputs, train.labels, partition.indices, partition.offsets)) / 1e6
-    later = [timing["seconds"] for timing in federation.timings[1:]]
+    later = [timing["seconds"] for timing in federation.timings[1:] or federation.timings]
     return {
         "method": method,
         "clients": clients,
