@@ -26,6 +26,7 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedmr import FedMR
 from fedloom.data.partition import Partition
 from fedloom.engines.choose import make_engine
+from fedloom.engines.client_work import Setup
 from fedloom.engines.dispatch import MOST_WORKERS
 from fedloom.engines.pickling import load
 from fedloom.engines.processes.channel import INLINE, Channel, pack
@@ -495,6 +496,15 @@ def test_a_program_may_define_its_own_method_and_is_not_run_again_in_workers(tmp
         assert done.stdout.endswith("trained\n")
         assert done.stdout.count("trained") == 1
         assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_settings_that_hold_already_are_not_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To set whether algorithms are deterministic imports PyTorch's compiler, which takes as long as PyTorch itself."""
+    found: list[bool] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", found.append)
+    for wanted in (False, True):
+        Setup(TASK, deterministic=wanted).make_engine(None)
+    assert found == [True]
 
 
 def test_a_worker_does_not_start_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,8 @@ class Setup:
         """Apply the settings and make the engine that trains clients in this worker, on `device` where one is given."""
         torch.set_default_dtype(self.dtype)
         torch.set_float32_matmul_precision(self.precision)
-        torch.use_deterministic_algorithms(self.deterministic)
+        if torch.are_deterministic_algorithms_enabled() != self.deterministic:  # to set it imports PyTorch's compiler
+            torch.use_deterministic_algorithms(self.deterministic)
         task = self.task
         if device is not None and device.type == "cuda":
             if not torch.cuda.is_available():

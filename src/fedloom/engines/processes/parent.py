@@ -86,8 +86,12 @@ class ProcessesEngine(WorkerEngine):
         self.threads, self.wanted_chunk = threads, chunk
         self.shared_memory = SharedMemory()
         weakref.finalize(self, end_all, self._handles)
-        self._announce(task)
-        self._start_missing()
+        self._start_missing()  # workers import PyTorch while the task is looked at
+        try:
+            self._announce(task)
+        except BaseException:
+            end_all(self._handles)
+            raise
 
     def _setup_for(self, task: Task) -> Setup:
         if task.initial.is_cuda:
