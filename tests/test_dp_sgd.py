@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedloom.algorithm import build
-from fedloom.algorithms.accounting import ORDERS
+from fedloom.algorithms.accounting import ORDERS, epsilon
 from fedloom.algorithms.dp_sgd import DPSGD
+from fedloom.algorithms.private import AccountedByClient
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
@@ -67,6 +69,31 @@ def ran(expression: str, on: Task, rounds: int = 2, engine: Any = RowsEngine, **
     found.run()
     assert all(record["faults"] == [] for record in found.history)
     return found
+
+
+@pytest.mark.parametrize("method", ["dp_sgd", "local_private"])
+def test_what_clients_have_spent_is_looked_up_by_kinds_of_them(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand clients with four numbers of samples, of which some have trained more often than others."""
+    found = build(f"{method}(fedavg, noise=1.5)")
+    assert isinstance(found, AccountedByClient)
+    small = ran("fedavg", task(), rounds=1).algorithm.plan
+    found.setup(replace(small, clients=1000, sizes=lambda clients: 5 + clients % 4))
+    releases = torch.randint(7, (1000,), generator=torch.Generator().manual_seed(0))
+    releases[:4] = torch.tensor([3, 9, 5, 8])
+    found.state["releases"] = releases
+    each = found.epsilons()
+    found.state["releases"] = releases + 1
+    after = found.epsilons()
+    found.state["releases"] = releases
+    asked: list[float] = []
+
+    def counted(*arguments: Any) -> float:
+        asked.append(epsilon(*arguments))
+        return asked[-1]
+
+    monkeypatch.setattr(f"fedloom.algorithms.{type(found).__module__.rpartition('.')[2]}.epsilon", counted)
+    assert (found.cost(), found.cost(more=1)) == (max(each), max(after))
+    assert len(asked) <= 8
 
 
 @pytest.mark.parametrize("kind", ["linear", "convolutions", "recurrent"])
@@ -137,6 +164,7 @@ def test_epsilon_is_the_librarys_for_the_client_that_spent_most() -> None:
     assert found.history[-1]["epsilon"] == pytest.approx(max(spent), rel=1e-12)
     assert isinstance(found.algorithm, DPSGD)
     assert found.algorithm.epsilons() == pytest.approx(spent, rel=1e-12)
+    assert found.algorithm.cost() == max(found.algorithm.epsilons())
     assert "training_loss" not in found.history[-1]
     solved = ran("dp_sgd(fedavg, target_epsilon=3.0)", on, rounds=3, participation=1.0)
     assert 2.99 < solved.history[-1]["epsilon"] <= 3.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -64,6 +64,12 @@ class Plan:
     poisson: bool = False
     pools: PoolFiles = field(default_factory=PoolFiles)
     training: Training = field(default_factory=Training)
+
+    @cached_property
+    def distinct_sizes(self) -> tuple[Tensor, Tensor]:
+        """Each number of training samples that some client has, `[s]`, and which of these every client has, `[N]`."""
+        sizes, of = self.sizes(torch.arange(self.clients)).unique(return_inverse=True)
+        return sizes, of
 
     def empty_rows(self, count: int) -> Tensor:
         """Uninitialised models `[count, P]`, in a file where so many are larger than the run's `pool_budget`."""

@@ -18,12 +18,15 @@ from fedloom.algorithms.private import AccountedByClient, kept_shares, normal, s
 from fedloom.errors import InvalidValue
 from fedloom.flat.module import Batch, LossFn, data_loss
 from fedloom.local.batches import LockStep, alone
-from fedloom.local.cohort import Cohort, Context, Correction, GradientFn, Trained
+from fedloom.local.cohort import Cohort, Context, GradientFn, Trained
 from fedloom.round import Round
 from fedloom.training import poisson_orders
 
 NUMBERS = 1 << 24
 """Numbers of samples' gradients that are held at a time: 64 MiB as floats."""
+
+COUNTED = {"correction", "context", "learning_rate"}
+"""Options of `Cohort.fit` with which it still reads the samples as epsilon counts it."""
 
 
 @algorithms.register("dp_sgd")
@@ -84,22 +87,32 @@ class DPSGD(AccountedByClient):
     def trained(self, round: Round) -> tuple[int, ...]:
         return tuple(self.state["training"].nonzero()[:, 0].tolist())
 
-    def epsilons(self, more: int = 0) -> list[float]:
-        kinds = self._kinds(self.state["releases"] + more)
-        return [epsilon(self.noise_multiplier(), share, steps, self.delta) for share, steps in kinds]
+    def epsilons(self) -> list[float]:
+        sizes, of = self.plan.distinct_sizes
+        return self._epsilons(sizes[of], self.state["releases"])
+
+    def cost(self, more: int = 0) -> float:
+        """Of clients with equally many samples, the one that trained most often has spent most."""
+        sizes, of = self.plan.distinct_sizes
+        most = torch.zeros_like(sizes).scatter_reduce(0, of, self.state["releases"], "amax")
+        return max(self._epsilons(sizes, most + more))
 
     def solve(self, target: float, rounds: int) -> float:
         """The noise of the client with the fewest samples, whose share is the largest; more where another one spends more."""
-        noise, spent = 0.0, dict.fromkeys(self._kinds(torch.full((self.plan.clients,), rounds)), 0.0)
+        sizes, _ = self.plan.distinct_sizes
+        noise, spent = 0.0, dict.fromkeys(self._kinds(sizes, torch.full_like(sizes, rounds)), 0.0)
         while noise == 0 or max(spent.values()) > target:
             share, steps = max(spent, key=lambda kind: (spent[kind], kind))
             noise = max(noise * 1.0001, noise_for(target, share, steps, self.delta))
             spent = {kind: epsilon(noise, *kind, self.delta) for kind in spent}
         return noise
 
-    def _kinds(self, rounds: Tensor) -> list[tuple[float, int]]:
-        """(q, steps) of each client after so many of its `rounds [N]`."""
-        sizes = self.plan.sizes(torch.arange(self.plan.clients))
+    def _epsilons(self, sizes: Tensor, rounds: Tensor) -> list[float]:
+        noise = self.noise_multiplier()
+        return [epsilon(noise, share, steps, self.delta) for share, steps in self._kinds(sizes, rounds)]
+
+    def _kinds(self, sizes: Tensor, rounds: Tensor) -> list[tuple[float, int]]:
+        """(q, steps) of clients with so many samples, `sizes [s]`, that have trained in so many `rounds [s]`."""
         steps = self.plan.training.local_steps(sizes) * rounds
         batch = sizes if self.plan.training.batch_size is None else sizes.clamp(max=self.plan.training.batch_size)
         return list(zip((batch / sizes.double()).tolist(), steps.long().tolist(), strict=True))
@@ -129,18 +142,10 @@ class PrivateCohort(Cohort):
         raise InvalidValue(_uncounted(self.method))
 
     def fit(
-        self,
-        start: Tensor,
-        *,
-        loss_fn: LossFn = data_loss,
-        gradient_fn: GradientFn | None = None,
-        correction: Correction | None = None,
-        context: Context | None = None,
-        learning_rate: float | Tensor | None = None,
-        **others: Any,
+        self, start: Tensor, *, loss_fn: LossFn = data_loss, gradient_fn: GradientFn | None = None, **options: Any
     ) -> Trained:
         self._fits.append(start)
-        if len(self._fits) > 1 or gradient_fn is not None or others:
+        if len(self._fits) > 1 or gradient_fn is not None or not options.keys() <= COUNTED:
             _ = self._samples
         if getattr(self.flat_module.objective, "class_weights", ()):
             raise InvalidValue("dp_sgd: class_weights are divided by those of the whole batch: leave them out")
@@ -161,9 +166,7 @@ class PrivateCohort(Cohort):
 
         self._fitting = True
         try:
-            return super().fit(
-                start, gradient_fn=noisy, correction=correction, context=context, learning_rate=learning_rate
-            )
+            return super().fit(start, gradient_fn=noisy, **options)
         finally:
             self._fitting = False
 

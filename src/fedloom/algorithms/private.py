@@ -295,11 +295,8 @@ class AccountedByClient(Accounted):
         return self.method.select(round)
 
     @abstractmethod
-    def epsilons(self, more: int = 0) -> list[float]:
-        """Epsilon of each client so far, or after `more` rounds in which it trains."""
-
-    def cost(self, more: int = 0) -> float:
-        return max(self.epsilons(more))
+    def epsilons(self) -> list[float]:
+        """Epsilon of each client so far. `cost` is the largest, which it finds without going over all clients."""
 
     def trained(self, round: Round) -> tuple[int, ...]:
         """The clients whose work in the round is counted."""
@@ -329,9 +326,14 @@ class LocalPrivate(AccountedByClient):
     Use it when the server is not trusted, or when single models are passed on; expect to need very many clients.
     """
 
-    def epsilons(self, more: int = 0) -> list[float]:
-        noise = self.noise_multiplier() / 2
-        return [epsilon(noise, 1.0, count + more, self.delta) for count in self.state["releases"].tolist()]
+    def epsilons(self) -> list[float]:
+        return [self._epsilon(count) for count in self.state["releases"].tolist()]
+
+    def cost(self, more: int = 0) -> float:
+        return self._epsilon(int(self.state["releases"].max()) + more)
+
+    def _epsilon(self, releases: int) -> float:
+        return epsilon(self.noise_multiplier() / 2, 1.0, releases, self.delta)
 
     def solve(self, target: float, rounds: int) -> float:
         return 2 * noise_for(target, 1.0, rounds, self.delta)
