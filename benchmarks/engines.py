@@ -2,13 +2,14 @@
 
     python benchmarks/engines.py [--engines rows,stacked,auto] [--tasks mlp,logistic] [--clients 10,100] [--rounds 5]
     python benchmarks/engines.py --engines rows,default --tasks digits_mlp,digits_cnn,digits_logistic --clients 20
+    python benchmarks/engines.py --engines rows,stacked --tasks digits_mlp --clients 20 --methods "fedavg;fedprox;scaffold"
 
 The bare steps run as a user writes them, in a process of their own on as many threads, twice: with the C library's allocator as
 it comes (`bare_s`, what ratios are over) and with the allocator keeping its pages (`tuned_s`). All run in turn, round by round;
 `ratio` is the median over rounds of engine over bare of the same round, `best_ratio` the least over the least. `cpu_ratio` is
 the processors' time of a round, worker processes included, over that of the bare round: on a machine that others use too it
-says more. `rows_ratio` is the median of the rounds of `rows` over those of the engine. The engine that `default` or `auto` takes
-for a run of 300 rounds, and why, stands beside.
+says more; the bare steps are those of FedAvg with SGD, whatever the method. `rows_ratio` is the median of the rounds of `rows`
+over those of the engine. The engine that `default` or `auto` takes for a run of 300 rounds, and why, stands beside.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +33,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithm import build
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.engines.base import engines
 from fedloom.engines.choose import make_engine
@@ -77,9 +79,9 @@ def logistic_task(clients: int) -> Task:
     )
 
 
-def digits_task(model: str, clients: int) -> Task:
+def digits_task(model: str, clients: int, **changes: Any) -> Task:
     """The digits of `make demo`, held as unevenly."""
-    training = {"learning_rate": 0.1, "batch_size": 50, "epochs": 5}
+    training = {"learning_rate": 0.1, "batch_size": 50, "epochs": 5, **changes}
     return make_task("digits", clients=clients, partition="dirichlet(0.1)", model=model, training=training)
 
 
@@ -89,6 +91,9 @@ TASKS: dict[str, Callable[..., Task]] = {
     "logistic": logistic_task,
     "resnet20": resnet_task,
     "digits_mlp": partial(digits_task, "mlp(hidden=[64, 64])"),
+    "digits_mlp_clip": partial(digits_task, "mlp(hidden=[64, 64])", clip=1.0),
+    "digits_mlp_adam": partial(digits_task, "mlp(hidden=[64, 64])", optimizer="adam"),
+    "digits_mlp200": partial(digits_task, "mlp"),
     "digits_cnn": partial(digits_task, "digits_cnn"),
     "digits_logistic": partial(digits_task, "logistic"),
 }
@@ -163,13 +168,13 @@ def processor_seconds(engine: object) -> float:
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def measure(name: str, clients: int, engines: list[str], rounds: int) -> list[dict[str, Any]]:
+def measure(name: str, clients: int, engines: list[str], rounds: int, method: str) -> list[dict[str, Any]]:
     """One row for each engine; the first round of each warms up."""
     task = TASKS[name](clients)
     schedule = Schedule(rounds=rounds + 1, participation=1.0, evaluate_every=rounds + 9)
-    method, usual = FedAvg(), Schedule(rounds=300, participation=1.0)
-    made = {engine: make_engine(engine, task, usual, algorithm=method) for engine in engines}
-    runs = {engine: Federation(FedAvg(), task, made[engine], schedule) for engine in engines}
+    usual = Schedule(rounds=300, participation=1.0)
+    made = {engine: make_engine(engine, task, usual, algorithm=build(method)) for engine in engines}
+    runs = {engine: Federation(build(method), task, made[engine], schedule) for engine in engines}
     bare, tuned = (BareProcess(name, clients, tuned) for tuned in (False, True))
     plain: list[Cost] = []
     kept: list[Cost] = []
@@ -188,6 +193,7 @@ def measure(name: str, clients: int, engines: list[str], rounds: int) -> list[di
     return [
         {
             "task": name,
+            "method": method,
             "clients": clients,
             "threads": torch.get_num_threads(),
             "engine": engine,
@@ -213,6 +219,7 @@ def main() -> None:
     parser.add_argument("--engines", default="rows,stacked,processes,processes(inside=stacked)",
                         help=f"of {', '.join(entry.name for entry in engines)}, with options in brackets")  # fmt: skip
     parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--methods", default="fedavg", help="expressions, separated by ;")
     parser.add_argument("--clients", default="10,100")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -228,8 +235,8 @@ def main() -> None:
     keep_pages()
     rows = []
     for name in arguments.tasks.split(","):
-        for clients in map(int, arguments.clients.split(",")):
-            rows += measure(name, clients, re.split(r",(?![^(]*\))", arguments.engines), arguments.rounds)
+        for clients, method in product(map(int, arguments.clients.split(",")), arguments.methods.split(";")):
+            rows += measure(name, clients, re.split(r",(?![^(]*\))", arguments.engines), arguments.rounds, method)
     tell("round in each engine over the bare steps", rows)
 
 

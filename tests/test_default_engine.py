@@ -15,7 +15,6 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import fedloom as fl
-from every_method import EVERY_METHOD
 from fedloom.algorithm import build
 from fedloom.data.partition import Partition
 from fedloom.engines.base import Choice, LocalEngine
@@ -33,13 +32,10 @@ from fedloom.experiment.configuration import Configuration, configuration
 from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.progress import Lines
 from fedloom.experiment.run import run_configured, run_directory
-from fedloom.flat.linear_chain import FoldedSGD
-from fedloom.flat.stacked_module import StackedModule
 from fedloom.objectives.custom import build_objective
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
-from test_stacked import EVERYBODY
 
 SHORT, LONG = Schedule(rounds=2, participation=0.5), Schedule(rounds=10_000, participation=0.5)
 
@@ -61,10 +57,10 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> None:
         ("mlp(hidden=[16])", "fedavg", LONG, {}, "stacked"),
         ("mlp(hidden=[16])", "fedmr", SHORT, {"momentum": 0.9, "weight_decay": 0.01}, "stacked"),
         ("logistic", "stages(fedavg:1, fedmr)", SHORT, {}, "stacked"),
-        ("mlp(hidden=[16])", "fedavg", LONG, {"optimizer": "adam"}, "rows"),
-        ("mlp(hidden=[16])", "fedavg", LONG, {"clip": 1.0}, "rows"),
-        ("mlp(hidden=[16])", "fedprox", LONG, {}, "rows"),
-        ("mlp(hidden=[16])", "umf(feddc)", LONG, {}, "rows"),
+        ("mlp(hidden=[16])", "fedavg", LONG, {"optimizer": "adam"}, "stacked"),
+        ("mlp(hidden=[16])", "umf(feddc)", LONG, {"clip": 1.0}, "stacked"),
+        ("mlp(hidden=[16])", "fedavg", LONG, {"autocast": "bfloat16"}, "rows"),
+        ("mlp(hidden=[16])", "dp_sgd(fedavg, clip=1, noise=1)", LONG, {}, "rows"),
         ("digits_cnn", "fedavg", LONG, {}, "processes(workers=2)"),
         ("digits_cnn", "fedprox", LONG, {"optimizer": "adam"}, "processes(workers=2)"),
         ("digits_cnn", "fedavg", None, {}, "processes(workers=2)"),
@@ -136,34 +132,7 @@ def test_work_is_counted_in_multiply_adds() -> None:
         assert choice(own, replace(SHORT, rounds=rounds + more), False, None)[0].name == expected
 
 
-@pytest.mark.parametrize("method", [method for method in EVERY_METHOD if method != "fedbn"])  # it needs batch norm
-def test_methods_say_whether_their_clients_take_plain_steps(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`plain_steps` where all steps are folded, and not where none is; some have both kinds."""
-    kinds: list[bool] = []
-
-    def noted(owner: type, name: str, plain: bool) -> None:
-        before = getattr(owner, name)
-
-        def call(*arguments: Any, **named: Any) -> Any:
-            kinds.append(plain)
-            return before(*arguments, **named)
-
-        monkeypatch.setattr(owner, name, call)
-
-    own = task(batch_size=20)
-    engine = StackedEngine(own)
-    noted(FoldedSGD, "__call__", True)
-    for name in ("gradient", "tensor_gradients", "partial_gradient"):
-        noted(StackedModule, name, False)
-    schedule = Schedule(2, 1.0 if method.startswith(EVERYBODY) else 0.5, evaluate_every=9)
-    built = build(method)
-    Federation(built, own, engine, schedule).run()
-    assert kinds
-    told = all(one.plain_steps for one in built.nested())
-    assert told == all(kinds) or (any(kinds) and not all(kinds))
-
-
-@pytest.mark.parametrize(("method", "engine"), [("fedmr", "stacked"), ("fedprox", "rows")])
+@pytest.mark.parametrize(("method", "engine"), [("fedprox", "stacked"), ("dp_sgd(fedavg, clip=1, noise=1)", "rows")])
 def test_a_run_has_the_numbers_of_the_engine_that_the_rule_names(method: str, engine: str) -> None:
     own = task()
     one, other = (fl.run(method, own, rounds=3, participation=0.5, engine=name) for name in ("default", engine))

@@ -404,8 +404,8 @@ def test_stacks_in_half_precision_are_near_rows(method: str) -> None:
 
 def test_steps_in_half_precision_are_not_folded() -> None:
     task = digits("bfloat16")
-    assert not StackedEngine(task).proof.shortcuts.folded
-    assert StackedEngine(digits("none")).proof.shortcuts.folded
+    assert not StackedEngine(task).proof.shortcuts.linear
+    assert StackedEngine(digits("none")).proof.shortcuts.linear
 
 
 def test_precision_is_that_of_the_task_that_begins() -> None:

@@ -119,7 +119,7 @@ def test_every_part_of_a_module_trains_as_in_plain_pytorch(part: str, make: type
     assert (engine.proof.unstackable is None) == (stacks or make is RowsEngine)
     assert bool(engine.notices) == (engine.proof.unstackable is not None)
     if make is StackedEngine:
-        assert engine.proof.shortcuts.folded == (part in ("linear", "relu"))
+        assert engine.proof.shortcuts.linear == (part in ("linear", "relu"))
 
 
 SETTINGS = st.one_of(

@@ -176,8 +176,8 @@ def test_a_run_is_lengthened_where_that_leaves_the_rates_of_its_rounds(tmp_path:
 
 def test_linear_layers_are_not_folded_where_rates_change_from_step_to_step() -> None:
     def folded(**training: str) -> bool:
-        model = "mlp(hidden=[8])"
-        return StackedEngine(fl.make_task("digits", clients=4, model=model, training=training)).proof.shortcuts.folded
+        task = fl.make_task("digits", clients=4, model="mlp(hidden=[8])", training=training)
+        return StackedEngine(task).stack.folded(task.training, 0.1) is not None
 
     assert folded(schedule="cosine")
     assert not folded(local_schedule="cosine")

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -22,7 +23,7 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.flat.layout import Layout
 from fedloom.flat.linear_chain import linear_layers
-from fedloom.flat.module import Batch, data_loss
+from fedloom.flat.module import Batch, Shortcuts, data_loss
 from fedloom.flat.stacked_module import StackedModule
 from fedloom.local.cohort import Cohort
 from fedloom.local.optimizer import _Optimizer
@@ -356,8 +357,59 @@ def test_a_chain_folds_its_update_into_the_products(
     widths: tuple[int, ...], momentum: float, weight_decay: float
 ) -> None:
     task = replace(world(momentum=momentum, weight_decay=weight_decay), model=perceptron(*widths))
-    assert StackedEngine(task).proof.shortcuts.folded
+    assert StackedEngine(task).proof.shortcuts.linear
     assert_same(federated(RowsEngine, task, "fedavg"), federated(StackedEngine, task, "fedavg"))
+
+
+@pytest.mark.parametrize(
+    ("method", "training"),
+    [
+        ("fedprox(mu=0.3)", {}),
+        ("scaffold(option=1)", {"clip": 0.5}),
+        ("fedasam", {"optimizer": "adam", "momentum": 0.0}),
+        ("per_fedavg(variant='hessian_free')", {}),
+        ("pfedme(regularisation=5.0)", {}),
+        ("partialfed", {}),
+        ("apple", {}),
+        ("fedrep", {"local_schedule": "cosine"}),
+        ("ditto", {"optimizer": "adam", "momentum": 0.0}),
+    ],
+)
+def test_every_kind_of_step_takes_the_gradients_of_a_chain(
+    method: str, training: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = replace(world(**training), model=perceptron(5, 7, 4))
+    begin = StackedEngine.begin
+
+    def without_autograd(self: StackedEngine, task: Task, directory: Path | None) -> None:
+        monkeypatch.setattr(StackedModule, "_by_vmap", None)
+        begin(self, task, directory)
+
+    monkeypatch.setattr(StackedEngine, "begin", without_autograd)
+    assert_same(federated(RowsEngine, task, method), federated(StackedEngine, task, method))
+
+
+@pytest.mark.parametrize("only", [None, (slice(0, 35), slice(42, 70))], ids=["all", "two of three"])
+def test_the_gradient_of_a_chain_is_that_of_autograd_without_its_padding(only: tuple[slice, ...] | None) -> None:
+    module = perceptron(5, 7, 4)
+    layout, draw = Layout(module), torch.Generator().manual_seed(0)
+    rows = torch.randn(2, layout.size, generator=draw, dtype=torch.float64)
+    inputs, labels = torch.randn(2, 3, 5, generator=draw, dtype=torch.float64), torch.tensor([[0, 3, 1], [2, 2, 0]])
+    share = torch.tensor([[1 / 3, 1 / 3, 1 / 3], [1 / 2, 1 / 2, 0]], dtype=torch.float64)
+    stack = StackedModule(module, layout, Shortcuts(linear=True))
+    stack.begin(2, [])
+    stack.train_only(only)
+    loss, gradient = stack.gradient(rows, Batch(inputs, labels, share=share), data_loss, {})
+    kept = torch.ones(layout.size, dtype=torch.bool)
+    if only is not None:
+        kept[35:42] = kept[70:] = False
+    for k, count in enumerate((3, 2)):
+        copy = layout.copy(module)
+        layout.load(copy, rows[k], layout.flatten_integers(module))
+        expected = F.cross_entropy(copy(inputs[k, :count]), labels[k, :count])
+        parts = torch.autograd.grad(expected, list(copy.parameters()))
+        torch.testing.assert_close(loss[k], expected.detach())
+        torch.testing.assert_close(gradient[k], torch.cat([part.flatten() for part in parts]) * kept)
 
 
 def test_the_projects_own_models_of_linear_layers_are_chains() -> None:

@@ -220,7 +220,6 @@ class Algorithm:
     fixed_participants: ClassVar[bool] = False  # every round needs the same number of clients
     asynchronous: ClassVar[bool] = False  # a round need not wait for the replies of the clients selected in it
     stackable: ClassVar[bool] = True  # the client half treats every row by itself, so that clients may advance together
-    plain_steps: ClassVar[bool] = True  # most local steps are SGD on the loss alone, which stacks of linear layers fold
     variadic: ClassVar[bool] = False  # positional arguments are (method, last round) pairs of the first field
     averages: ClassVar[bool] = True  # the server half needs only the mean of the replies, or an estimate of it
     client_figures: ClassVar[tuple[str, ...]] = ("training_loss",)  # names that `train` writes to `cohort.metrics`

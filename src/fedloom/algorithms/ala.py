@@ -195,9 +195,7 @@ class Ala(Wrapper):
         while bool(active.any()) and len(losses) < self.max_epochs:
             before = state["weights"].clone()
             put_(state["model"], top, torch.addcmul(old, update, before))
-            mean = part.each_batch(
-                step, state, only=top, purpose="ala", epochs=1, shuffle=False, drop_last=False, active=active
-            )
+            mean = part.each_batch(step, state, only=top, purpose="ala", in_order=True, active=active)
             loss = state["last"] if self.epoch_loss == "last" else mean
             state["weights"] = torch.where(active.to(before.device).unsqueeze(1), state["weights"], before)
             losses.append(torch.where(active.to(loss.device), loss, torch.nan))

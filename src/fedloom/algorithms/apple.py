@@ -44,7 +44,6 @@ class Apple(PartlyShared):
     own_model: ClassVar[str] = "apple_model"
     single_download: ClassVar[bool] = False
     averages: ClassVar[bool] = False
-    plain_steps: ClassVar[bool] = False
 
     # --- the server half ---
 
@@ -79,7 +78,7 @@ class Apple(PartlyShared):
         state = {"core": cores[own, :count], "relation": relation, "shares": shares, "own": own.unsqueeze(1)}
         state["model"] = self.complete(cohort, relation @ cores)
         step = _RelationStep(self, cohort, cores)
-        cohort.metrics["training_loss"] = cohort.each_batch(step, state)
+        cohort.metrics["training_loss"] = cohort.each_batch(step, state, pad=True)
         step.mix(state)
         cohort.memory["apple_relation"], cohort.memory[self.own_model] = state["relation"], state["model"]
         uploaded = state["model"].clone()

@@ -31,7 +31,6 @@ class Ditto(PartlyShared):
     personal_epochs: Count = 2
 
     own_model: ClassVar[str] = "ditto_personal"
-    plain_steps: ClassVar[bool] = False
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         cohort.memory[self.own_model] = cohort.fit(

@@ -74,10 +74,6 @@ class DPSGD(AccountedByClient):
     def stackable(self) -> bool:  # type: ignore[override]
         return not self.protects
 
-    @property
-    def plain_steps(self) -> bool:  # type: ignore[override]
-        return not self.protects
-
     def select(self, round: Round) -> Selection:
         selection, training = super().select(round), torch.zeros_like(self.state["training"])
         training[[*selection.clients, *selection.idle]] = True

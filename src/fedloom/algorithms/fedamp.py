@@ -38,7 +38,6 @@ class FedAMP(PartlyShared):
 
     own_model: ClassVar[str] = "fedamp_model"
     averages: ClassVar[bool] = False
-    plain_steps: ClassVar[bool] = False
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)

@@ -6,7 +6,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,7 +30,6 @@ class SharpnessAware(Algorithm, ABC):
     falls (or rises) over each cycle in equal steps from the round's to that rate.
     """
 
-    plain_steps: ClassVar[bool] = False
     rho: NonNegative = 0.1
     statistics_once: bool = False
     swa: bool = False
@@ -87,7 +85,7 @@ class SharpnessAware(Algorithm, ABC):
             return loss, gradient
 
         rate = self._learning_rate(cohort.round)
-        return {"model": cohort.fit(inbox["model"], gradient_fn=gradient_fn, learning_rate=rate).model}
+        return {"model": cohort.fit(inbox["model"], gradient_fn=gradient_fn, pad=True, learning_rate=rate).model}
 
     @abstractmethod
     def ascent(self, layout: Layout, weights: Tensor, gradient: Tensor) -> Tensor:

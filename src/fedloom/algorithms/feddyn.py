@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ class Drifting(Algorithm):
     last upload (the server then holds N models).
     """
 
-    plain_steps: ClassVar[bool] = False
     alpha: NonNegative = 0.01
     evaluate: Evaluated = "cloud"
 

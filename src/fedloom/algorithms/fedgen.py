@@ -75,7 +75,6 @@ class FedGen(Algorithm):
     batch_ratio: bool = False
 
     averages: ClassVar[bool] = False
-    plain_steps: ClassVar[bool] = False
 
     # --- the server half ---
 

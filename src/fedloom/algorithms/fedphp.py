@@ -38,7 +38,6 @@ class FedPHP(PartlyShared):
     deployed: Literal["history", "local"] = "history"
 
     own_model: ClassVar[str] = "fedphp_history"
-    plain_steps: ClassVar[bool] = False
 
     @property
     def needs_total_rounds(self) -> bool:

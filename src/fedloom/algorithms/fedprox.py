@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,7 +23,6 @@ class FedProx(Algorithm):
     Use it when local training runs long or uneven and FedAvg jumps; `mu` costs nothing and needs tuning.
     """
 
-    plain_steps: ClassVar[bool] = False
     mu: NonNegative = 0.01
     prox_factor: Positive = 0.5
 

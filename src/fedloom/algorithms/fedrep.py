@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -26,7 +25,6 @@ class FedRep(PartlyShared):
     Use it when a common representation serves all and each client's labels need a head of their own.
     """
 
-    plain_steps: ClassVar[bool] = False
     head_epochs: NonNegativeInt = 5
 
     def private(self, module: nn.Module) -> frozenset[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -55,7 +55,6 @@ class FedProxC(FedAvgC):
     """
 
     mu: NonNegative = 0.001
-    plain_steps: ClassVar[bool] = False
 
     def descend(self, cohort: Cohort, start: Tensor, inbox: Message, *, purpose: str, epochs: int | None) -> Tensor:
         context = {"server_model": self.complete(cohort, server_model(inbox))[:, : cohort.layout.trainable]}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,7 +30,6 @@ class Moon(Algorithm):
     forward.
     """
 
-    plain_steps: ClassVar[bool] = False
     mu: NonNegative = 1.0
     temperature: Positive = 0.5
 

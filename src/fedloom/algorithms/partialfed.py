@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -35,7 +34,6 @@ class PartialFed(PartlyShared):
     Use it in cross-silo federations where nobody knows which layers are better shared and which kept.
     """
 
-    plain_steps: ClassVar[bool] = False
     model_batches: Count = 8
     strategy_batches: NonNegativeInt = 2
     temperature: Positive = 5.0
@@ -52,7 +50,7 @@ class PartialFed(PartlyShared):
             "logits": self._logits(cohort).clone(),
             "noise": step.noise(),
         }
-        cohort.metrics["training_loss"] = cohort.each_batch(step, state)
+        cohort.metrics["training_loss"] = cohort.each_batch(step, state, pad=True)
         model = torch.where(step.spread(_favours_global(state["logits"])), state["global"], state["local"])
         cohort.memory["partialfed_strategy"], cohort.memory["partialfed_model"] = state["logits"], model
         return model

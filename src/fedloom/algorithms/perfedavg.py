@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -28,7 +28,6 @@ class PerFedAvg(PartlyShared):
     Use it when clients arrive that never trained and a single step on their data must do.
     """
 
-    plain_steps: ClassVar[bool] = False
     alpha: NonNegative | None = None
     beta: Positive | None = None
     variant: Literal["first_order", "hessian_free"] = "first_order"

@@ -39,7 +39,6 @@ class PFedMe(PartlyShared):
     inner_weight_decay: NonNegative = 0.0
 
     own_model: ClassVar[str] = "pfedme_personal"
-    plain_steps: ClassVar[bool] = False
 
     def update(self, round: Round, aggregate: AggregatedReplies) -> None:
         before = self.state["model"]
@@ -64,7 +63,7 @@ class PFedMe(PartlyShared):
             return loss
 
         state = {"local": start.clone(), "personal": start.clone()}
-        cohort.metrics["training_loss"] = cohort.each_batch(step, state)
+        cohort.metrics["training_loss"] = cohort.each_batch(step, state, pad=True)
         # Only the personal model has seen data, so the statistics are its.
         state["local"][:, count:] = state["personal"][:, count:]
         cohort.memory[self.own_model] = state["personal"]

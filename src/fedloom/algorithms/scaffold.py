@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -39,7 +39,6 @@ class Scaffold(Algorithm):
     Use it when clients take many local steps on skewed data, take part often, and traffic may double.
     """
 
-    plain_steps: ClassVar[bool] = False
     option: Literal[1, 2] = 2
     server_learning_rate: Positive = 1.0
     momentum_aware: bool = True
@@ -108,5 +107,5 @@ def full_gradient(cohort: Cohort, rows: Tensor) -> Tensor:
 
     total = torch.zeros_like(rows[:, : cohort.layout.trainable])
     state = {"rows": rows.clone(), "total": total, "samples": torch.zeros_like(total[:, :1])}
-    cohort.each_batch(accumulate, state, epochs=1, shuffle=False, drop_last=False)
+    cohort.each_batch(accumulate, state, in_order=True)
     return state["total"] / state["samples"].clamp_min(1)

@@ -6,10 +6,10 @@ from fedloom.algorithm import Algorithm
 from fedloom.engines.base import Choice, LocalEngine, engines
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
-from fedloom.engines.stacked import StackedEngine
+from fedloom.engines.stacked import StackedEngine, apart
 from fedloom.engines.trial import START
 from fedloom.engines.work import CONVOLUTIONS, has_cores, mean_steps, most_workers, step_multiply_adds
-from fedloom.flat.linear_chain import FoldedSGD, linear_layers
+from fedloom.flat.linear_chain import linear_layers
 from fedloom.local.proof import Proof, prove
 from fedloom.rounds.schedule import Schedule
 from fedloom.state.store import BUDGET
@@ -32,7 +32,7 @@ def by_rule(
 ) -> LocalEngine:
     """The engine that is usually fastest on a task like this: the same one every time on the same kind of machine.
 
-    On a CPU, chains of linear layers train in stacks where the method's clients take plain steps of SGD, and convolutions in
+    On a CPU, chains of linear layers train in stacks where the method's clients can train together, and convolutions in
     worker processes, as many as there are threads, where training would take twice the start of these (without a `schedule`,
     rounds are taken to be many). On a GPU, models train in stacks of as many as fit in memory. Everything else trains row by row.
     With `in_process`, no process is started.
@@ -60,11 +60,11 @@ def choice(
 ) -> tuple[Choice, Proof | None]:
     """The rule's choice, and which shortcuts the task allows where that was found out."""
     cuda = task.initial.is_cuda
-    plain = algorithm is None or all(method.plain_steps for method in algorithm.nested())
-    folds = plain and task.objective.plain_cross_entropy and FoldedSGD.covers(task.training)
-    if cuda or (folds and linear_layers(task.model, task.layout)):
+    together = algorithm is None or apart(algorithm) is None
+    products = together and task.objective.plain_cross_entropy and task.training.autocast == "none"
+    if cuda or (products and linear_layers(task.model, task.layout)):
         proof = prove(task.model, task.dataset, task.train, task.training, stack=True)
-        if task.clients == 1 or proof.unstackable or not (cuda or proof.shortcuts.folded):
+        if task.clients == 1 or proof.unstackable or not (cuda or proof.shortcuts.linear):
             return Choice("rows", reason="models of this task cannot be stacked"), proof
         if not cuda:
             return Choice("stacked", reason="linear layers train fastest in stacks"), proof
@@ -78,8 +78,7 @@ def choice(
             workers = most_workers(task, schedule)
             return Choice(f"processes(workers={workers})", reason="convolutions outweigh the start of workers"), None
         return Choice("rows", reason="too few convolutions for the start of workers"), None
-    reason = "neither convolutions nor plain steps of linear layers, which stacks would fold"
-    return Choice("rows", reason=reason), None
+    return Choice("rows", reason="neither convolutions nor linear layers alone, whose clients train together"), None
 
 
 def training_seconds(task: Task, schedule: Schedule | None) -> float:

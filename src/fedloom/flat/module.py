@@ -154,7 +154,7 @@ class Shortcuts:
     """Faster ways to compute a local step that may be taken, since they were held against the plain way (`local.proof`)."""
 
     channels_last: bool = False  # images lie with the channels last
-    folded: bool = False  # linear layers are updated in the products that give their gradients
+    linear: bool = False  # linear layers' gradients are products, into which plain SGD is folded
     joint_optimizer: bool = False  # one optimizer of torch moves all rows of a stack
 
 
@@ -243,8 +243,12 @@ class FlatModule:
         return [piece(rows, part) for part in self._moving]
 
     def folded(self, settings: Training, rate: float) -> FoldedStep | None:
-        """A function that does a whole step of SGD at once, if there is one for this module and these settings."""
+        """A whole step of SGD on the data loss in one function, if there is one for this module and these settings."""
         return None
+
+    def heeds_share(self, loss_fn: LossFn) -> bool:
+        """Whether gradients of this loss heed `Batch.share`, so that batches may hold padding."""
+        return False
 
     def tensor_gradients(
         self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]

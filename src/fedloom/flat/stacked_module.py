@@ -11,9 +11,20 @@ from torch.func import vmap
 from fedloom.flat.compiled import CompiledGradient
 from fedloom.flat.device import moved
 from fedloom.flat.dropout import dropout_of
-from fedloom.flat.layout import Layout
-from fedloom.flat.linear_chain import FoldedSGD, linear_layers
-from fedloom.flat.module import PLAIN, Batch, CalledNet, FlatModule, FoldedStep, LossFn, Rows, Shortcuts, piece
+from fedloom.flat.layout import Layout, TensorSlice
+from fedloom.flat.linear_chain import FoldedSGD, backward, linear_layers, matrix
+from fedloom.flat.module import (
+    PLAIN,
+    Batch,
+    CalledNet,
+    FlatModule,
+    FoldedStep,
+    LossFn,
+    Rows,
+    Shortcuts,
+    data_loss,
+    piece,
+)
 from fedloom.flat.precision import stacked_autocast
 from fedloom.objectives import Objective
 from fedloom.objectives.classification import CLASSIFICATION
@@ -36,7 +47,8 @@ class StackedModule(FlatModule):
         objective: Objective = CLASSIFICATION,
     ) -> None:
         super().__init__(module, layout, shortcuts, autocast, objective)
-        self._layers = linear_layers(self.module, layout) if shortcuts.folded else []
+        linear = shortcuts.linear and objective.plain_cross_entropy
+        self._layers = linear_layers(self.module, layout) if linear else []
         self._statistics = layout.slices[len(self._slices) :]
         self._counts: Tensor | None = None
         self._places: tuple[Tensor, Tensor] | None = None  # some clients' places, and the same beside the counts
@@ -56,9 +68,34 @@ class StackedModule(FlatModule):
             FoldedSGD(self._layers, settings, rate) if self._layers and whole and FoldedSGD.covers(settings) else None
         )
 
+    def heeds_share(self, loss_fn: LossFn) -> bool:
+        return bool(self._layers) and loss_fn is data_loss and self.autocast is None
+
+    def gradient(
+        self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        if not self.heeds_share(loss_fn):
+            return super().gradient(rows, batch, loss_fn, context)
+        buffer = self._gradient[: len(rows)]
+        if len(self._moving) < len(self._slices):
+            buffer.zero_()
+        return self._by_layers(rows, batch, buffer), buffer
+
+    def _by_layers(self, rows: Tensor, batch: Batch, into: Tensor) -> Tensor:
+        """The loss `[k]`; its gradient by what moves is written `into [k, T]`."""
+
+        def keep(part: TensorSlice, delta: Tensor, x: Tensor) -> None:
+            if part in self._moving:
+                matrix(into, part).baddbmm_(delta.mT, x, beta=0)
+
+        return backward(self._layers, rows, batch, keep)
+
     def tensor_gradients(
         self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]
     ) -> tuple[Tensor, Sequence[Tensor]]:
+        if self.heeds_share(loss_fn):
+            found = self._gradient[: len(rows)]
+            return self._by_layers(rows, batch, found), self.pieces(found)
         trained = {part.name: piece(rows, part).detach().requires_grad_() for part in self._moving}
         names = trained.keys()
         others = {part.name: piece(rows, part).detach() for part in self._slices if part.name not in names}

@@ -205,12 +205,14 @@ class Cohort:
         batch_size: int | None = None,
         drop_last: bool | None = None,
         learning_rate: float | Tensor | None = None,
+        pad: bool = False,
     ) -> Trained:
         """Local SGD from `start [k, P]`, which is left as it is (FedAvg, algorithm 1).
 
         Each step takes one batch, the gradient of `loss_fn` (or what `gradient_fn` gives in its place), then `correction`,
         clipping, weight decay and momentum as `training` says. With `only`, just those slices of the parameters move.
-        `learning_rate` stands for that of the round, and may be one for each client, `[k]`.
+        `learning_rate` stands for that of the round, and may be one for each client, `[k]`. `pad` promises that `gradient_fn`
+        looks at its batch through `gradient` alone, so that short batches may be filled up where that is faster.
         """
         settings = self.training
         rate = self.round.learning_rate if learning_rate is None else learning_rate
@@ -238,7 +240,7 @@ class Cohort:
                 batch_size=batch_size,
                 drop_last=drop_last,
                 in_step=gradient_fn is not None or loss_fn is not data_loss,
-                pad=optimizer.folded is not None,
+                pad=(pad or gradient_fn is None) and self.flat_module.heeds_share(loss_fn),
             ):
                 part = group.take(state)
                 losses.add(group, optimizer.take(group, part, group.take(context or {})))
@@ -256,22 +258,27 @@ class Cohort:
         *,
         only: Unit | None = None,
         purpose: str = "batches",
-        epochs: int | None = None,
-        shuffle: bool = True,
-        drop_last: bool | None = None,
+        in_order: bool = False,
         active: Tensor | None = None,
+        pad: bool = False,
     ) -> Tensor:
         """Run `step` on every batch and return the mean of its losses `[k]`: for methods whose inner loop is not `fit`'s.
 
         Whatever belongs to a client goes into `state`, since a step is given only the clients that have its batch. With
-        `only`, gradients are taken for those slices alone, and zero elsewhere. With `active [k]` bool, only the clients marked
-        there take steps.
+        `only`, gradients are taken for those slices alone, and zero elsewhere. With `in_order`, each client passes once over all
+        of its samples as they lie. With `active [k]` bool, only the clients marked there take steps. `pad` promises that `step`
+        looks at its batch through `gradient` alone, as in `fit`.
         """
         losses = _Losses(len(self.clients))
         self.flat_module.train_only(only)
         try:
             for group in self.lock_steps(
-                purpose=purpose, epochs=epochs, shuffle=shuffle, drop_last=drop_last, active=active
+                purpose=purpose,
+                epochs=1 if in_order else None,
+                shuffle=not in_order,
+                drop_last=False if in_order else None,
+                active=active,
+                pad=pad and self.flat_module.heeds_share(data_loss),
             ):
                 part = group.take(state)
                 losses.add(group, [step(part, batch) for batch in group.batches])

@@ -78,7 +78,7 @@ class LocalOptimizer:
         sgd = settings.optimizer == "sgd"
         self.by_tensor = sgd and settings.clip is None and gradient_fn is None and correction is None
         self.shaped = self.by_tensor or settings.own_optimizer
-        folds = self.by_tensor and rates.constant and loss_fn is data_loss and flat_module.objective.plain_cross_entropy
+        folds = self.by_tensor and rates.constant and loss_fn is data_loss
         self.folded = flat_module.folded(settings, rates.base[0]) if folds else None
         joint = flat_module.shortcuts.joint_optimizer
         self.optimizers = None if sgd else TorchOptimizers(settings, rates.base[0], self._moved(weights), joint)

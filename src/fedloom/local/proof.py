@@ -14,7 +14,7 @@ from fedloom.config.rates import CONSTANT, rate_factor
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.errors import InvalidValue, error_text
 from fedloom.flat.layout import Layout
-from fedloom.flat.linear_chain import FoldedSGD, linear_layers
+from fedloom.flat.linear_chain import linear_layers
 from fedloom.flat.module import (
     PLAIN,
     FlatModule,
@@ -25,7 +25,7 @@ from fedloom.flat.module import (
 )
 from fedloom.flat.precision import autocast
 from fedloom.flat.stacked_module import StackedModule
-from fedloom.local.cohort import Cohort
+from fedloom.local.cohort import Cohort, Correction
 from fedloom.models.structure import copied
 from fedloom.randomness import global_stream, stream
 from fedloom.round import Round
@@ -91,9 +91,11 @@ def prove(module: nn.Module, dataset: Dataset, samples: Samples, training: Train
     unstackable = plain.stack(PLAIN)
     if unstackable is None and training.autocast != "none":
         unstackable = _Comparison(module, dataset, samples, training, training.autocast_dtype).stack(PLAIN)
-    if unstackable is None and FoldedSGD.covers(training) and linear_layers(plain.module, plain.layout):
-        folded = allowed("linear layers train by autograd: without it", plain.stack(Shortcuts(folded=True)))
-        shortcuts = replace(shortcuts, folded=folded)
+    linear = training.autocast == "none" and dataset.objective.plain_cross_entropy
+    if unstackable is None and linear and linear_layers(plain.module, plain.layout):
+        products = Shortcuts(linear=True)
+        difference = plain.stack(products) or plain.stack(products, correction=lambda weights, gradient, _: gradient)
+        shortcuts = replace(shortcuts, linear=allowed("linear layers train by autograd: without it", difference))
     if unstackable is None and training.optimizer != "sgd":
         if training.local_schedule != CONSTANT:  # with it, these two clients' rates differ, so that nothing is joint
             plain = _compared(module, dataset, samples, replace(training, local_schedule=CONSTANT))
@@ -163,15 +165,15 @@ class _Comparison:
 
         return self._difference(train)
 
-    def stack(self, shortcuts: Shortcuts) -> str | None:
-        """How clients that train in lock step differ, likewise."""
+    def stack(self, shortcuts: Shortcuts, correction: Correction | None = None) -> str | None:
+        """How clients that train in lock step differ, likewise. With a correction, steps are not folded."""
 
         def train() -> list[Tensor]:
             many = StackedModule(self.module, self.layout, shortcuts, self.kind, self.objective)
             many.begin(2, [stream(0, "layers", client=k) for k in range(2)] if self.draws else [])
             many.load_integers(self.integers)
             with no_loop_in_vmap():
-                return [*self._cohort([0, 1], many).fit(self.start), many.integers()]
+                return [*self._cohort([0, 1], many).fit(self.start, correction=correction), many.integers()]
 
         return self._difference(train)
 
