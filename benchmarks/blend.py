@@ -60,7 +60,7 @@ SETTINGS = (
     Setting("digits_cnn", 0.1, 0.0, 10, 1, 200),
     Setting("digits_cnn", 0.05, 0.0, 10, 1, 300),
     Setting("mlp(hidden=[200, 200])", 0.1, 0.0, 50, 5, 100, data="mnist"),
-    Setting("mlp(hidden=[200, 200])", 0.1, 0.9, 50, 5, 100, data="mnist"),
+    Setting("mlp(hidden=[200, 200])", 0.02, 0.9, 50, 5, 100, data="mnist"),
 )
 
 
