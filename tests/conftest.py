@@ -68,6 +68,12 @@ TOGETHER = {
 }
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No test reads what the user's cache folder holds, or leaves something there."""
+    os.environ["FEDLOOM_CACHE"] = str(tmp_path_factory.getbasetemp() / "cache")
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """A test that plays another number of cores leaves none of them to the next."""

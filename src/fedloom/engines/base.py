@@ -24,11 +24,13 @@ engines: Registry[Callable[..., Any]] = Registry("engine", "fedloom.engines")
 
 @dataclass(frozen=True)
 class Choice:
-    """Which engine was taken, and why where nobody named it: the rule's `reason`, or the seconds of a trial round in each."""
+    """Which engine was taken, and why where nobody named it: the rule's `reason`, or the seconds of a trial round in each, and
+    when that was, where an earlier run made it."""
 
     name: str
     seconds: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
+    kept_from: str = ""
 
     @property
     def named(self) -> bool:
@@ -37,7 +39,8 @@ class Choice:
 
     def __str__(self) -> str:
         measured = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in self.seconds.items())
-        return self.name if self.named else f"{self.name} ({self.reason or f'trial round: {measured}'})"
+        trial = f"trial round of an earlier run, {self.kept_from}" if self.kept_from else "trial round"
+        return self.name if self.named else f"{self.name} ({self.reason or f'{trial}: {measured}'})"
 
 
 def load_integers(cohort: Cohort, inbox: Message, initial: Tensor) -> bool:

@@ -17,7 +17,7 @@ from fedloom.flat.device import require_device
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
 
-WHERE = ("workers", "threads", "cpus", "gpus", "address", "memory_budget", "object_store")
+WHERE = ("workers", "threads", "cpus", "gpus", "address", "memory_budget", "object_store", "fresh")
 """Options that say where and how fast clients train, not what comes of it (but for the last digits of sums)."""
 
 
@@ -44,11 +44,12 @@ def make_engine(
     `default` looks at the task, the `schedule` and the `algorithm` and takes the same engine every time on the same kind of
     machine (`by_rule`); a run goes on in the engine that it was `begun` in. Where the run is not `alone`, but one of several that
     share the cores, the rule starts no processes.
-    `auto` runs a short round of plain averaging in each engine on this machine on this task and takes the fastest; options are
-    then those that all of these have. Worker processes are tried only where the rounds of the `schedule` are worth their start;
-    without one they are taken to be many. `in_process=True`: recorders hook client training, so engines with several processes
-    are excluded. Which engine was taken, and the seconds of each, stand in the engine's `chosen`. Engines agree to float
-    tolerance and not bit for bit, so a run that is to be repeated exactly names its engine.
+    `auto` runs a short round of plain averaging in each engine on this machine on this task and takes the fastest, or what an
+    earlier run found so on such a task, unless the trial is to be `fresh`; other options are those that all of these have. Worker
+    processes are tried only where the rounds of the `schedule` are worth their start; without one they are taken to be many.
+    `in_process=True`: recorders hook client training, so engines with several processes are excluded. Which engine was taken, and
+    the seconds of each, stand in the engine's `chosen`. Engines agree to float tolerance and not bit for bit, so a run that is to
+    be repeated exactly names its engine.
     Raises `UnknownName` for another name and `InvalidValue` for options that the engine does not take.
     """
     entry, given = read_engine(name, **options)

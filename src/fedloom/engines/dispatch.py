@@ -168,11 +168,11 @@ class WorkerEngine(LocalEngine, ABC):
     def _groups(self, algorithm: Algorithm, client_tasks: Sequence[ClientTask]) -> list[list[ClientTask]]:
         """The groups in which clients are handed out, in that order."""
 
-    def _proof_and_chunk(self, task: Task, chunk: int | None = None) -> tuple[Proof, int]:
-        """Which shortcuts a task allows, so that workers need not find out, and how many clients may advance together: one where
-        models of this task cannot be stacked."""
-        stack = StackedEngine(task, chunk=chunk) if self.inside == "stacked" else None
-        engine = stack or RowsEngine(task)
+    def _proof_and_chunk(self, task: Task, chunk: int | None = None, proof: Proof | None = None) -> tuple[Proof, int]:
+        """Which shortcuts a task allows, so that workers need not find out (the `proof`, where it is known), and how many clients
+        may advance together: one where models of this task cannot be stacked."""
+        stack = StackedEngine(task, proof, chunk=chunk) if self.inside == "stacked" else None
+        engine = stack or RowsEngine(task, proof)
         for text in engine.notices:
             self.notice(text)
         return engine.proof, 1 if stack is None or stack.proof.unstackable else stack.chunk

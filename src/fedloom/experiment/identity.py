@@ -7,9 +7,6 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from contextlib import suppress
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -18,6 +15,7 @@ import torch
 import fedloom
 from fedloom.algorithm import Algorithm
 from fedloom.data.lazy import in_memory
+from fedloom.flat.device import processor
 from fedloom.rounds.clock import Clock
 from fedloom.task import Task
 
@@ -60,19 +58,10 @@ def environment() -> dict[str, Any]:
         "numpy": numpy.__version__,
         "platform": platform.platform(),
         "machine": platform.machine(),
-        "processor": _processor(),
+        "processor": processor(),
         "processors": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
-
-
-@cache
-def _processor() -> str:
-    """The model of the processor, as Linux says; elsewhere what Python knows of it."""
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line for line in lines if line.startswith("model name")).partition(": ")[2]
-    return platform.processor()
 
 
 def version_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 import re
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -24,6 +28,15 @@ def present() -> list[str]:
     """The names of the devices that are here."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return ["cpu", *(f"cuda:{number}" for number in range(count))]
+
+
+@cache
+def processor() -> str:
+    """The model of the processor, as Linux says; elsewhere what Python knows of it."""
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line for line in lines if line.startswith("model name")).partition(": ")[2]
+    return platform.processor()
 
 
 def find_device(name: str) -> torch.device:

@@ -18,7 +18,8 @@ _FORMAT = "1"  # part of every key: raise it when what is kept changes
 
 
 def cache_folder() -> Path:
-    """Where decoded data is kept: the environment variable FEDLOOM_CACHE, or ~/.cache/fedloom."""
+    """Where decoded data, compiled steps and trials of engines are kept: the environment variable FEDLOOM_CACHE, or
+    ~/.cache/fedloom."""
     return Path(os.environ.get("FEDLOOM_CACHE") or Path.home() / ".cache" / "fedloom")
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
@@ -34,6 +35,7 @@ from fedloom.engines.processes.shared_memory import SharedMemory
 from fedloom.engines.processes.worker import VARIABLE
 from fedloom.engines.stacked import apart
 from fedloom.errors import FedloomError, InvalidValue
+from fedloom.local.proof import Proof
 from fedloom.rounds.engine import ClientTask
 from fedloom.state.store import BUDGET
 from fedloom.task import Task
@@ -55,6 +57,7 @@ class ProcessesEngine(WorkerEngine):
 
     The task's training samples are moved into shared memory, so there is one copy of them.
     `memory_budget`: bytes of client memory kept in this process; beyond it, the least recently used clients go to files.
+    `proof`: which shortcuts the task allows, stacks included, where that is known already.
 
     Raises `InvalidValue` for numbers out of range, a task that is not on the CPU, or something in it that cannot be pickled;
     `FedloomError` inside a worker, and where no worker can start.
@@ -68,6 +71,7 @@ class ProcessesEngine(WorkerEngine):
     def __init__(
         self,
         task: Task,
+        proof: Proof | None = None,
         *,
         workers: Workers = 2,
         threads: Workers = 1,
@@ -84,6 +88,7 @@ class ProcessesEngine(WorkerEngine):
             )
         super().__init__(workers, inside, memory_budget)
         self.threads, self.wanted_chunk = threads, chunk
+        self._proven = (task, proof)
         self.shared_memory = SharedMemory()
         weakref.finalize(self, end_all, self._handles)
         self._start_missing()  # workers import PyTorch while the task is looked at
@@ -100,8 +105,15 @@ class ProcessesEngine(WorkerEngine):
             if isinstance(tensor, Tensor) and self.shared_memory.find(tensor) is None:  # no lazy inputs
                 tensor.data = self.shared_memory.place([tensor])[0]
         self.shared_memory.trim()
-        proof, self.chunk = self._proof_and_chunk(task, self.wanted_chunk)
+        proof, self.chunk = self._proof_and_chunk(task, self.wanted_chunk, self._proof_of(task))
         return Setup(slim(task), "rows" if self.chunk == 1 else "stacked", self.chunk, proof)
+
+    def _proof_of(self, task: Task) -> Proof | None:
+        """What is known of the task: a proof holds however many steps clients make."""
+        other, proof = self._proven
+        settings = replace(task.training, steps=other.training.steps)
+        same = task.model is other.model and task.train is other.train and settings == other.training
+        return proof if same else None
 
     def _start(self) -> WorkerHandle:
         return WorkerProcess(self.threads, self.shared_memory)
