@@ -44,6 +44,7 @@ LONGEST = (
     "test_places.py",
     "test_compiled.py",
     "test_ray.py",
+    "test_ray_cluster.py",
     "test_ray_pool.py",
     "test_processes.py",
     "test_exported.py",
@@ -57,6 +58,7 @@ LONGEST = (
 TOGETHER = {
     "test_compiled.py": "compiled",
     "test_ray.py": "waiting",
+    "test_ray_cluster.py": "waiting",
     "test_ray_pool.py": "waiting",
     "test_flower_sites.py": "waiting",
     "test_flower_worker.py": "waiting",

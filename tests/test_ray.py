@@ -478,11 +478,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from fedloom.engines.ray.session import start_guard
+from fedloom.engines.ray.session import _ENDED, start_guard
 
 # With a stream of the program's it would hold the pipe open, and whoever reads it would wait for its hundred seconds.
 raylet = subprocess.Popen(["sleep", "100"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-guard = start_guard(raylet.pid, Path(sys.argv[2]))
+guard = start_guard(raylet.pid, _ENDED, sys.argv[2])
 if sys.argv[1] == "left":
     guard.communicate(b"left\\n")
 if sys.argv[1] != "killed":

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -82,16 +83,23 @@ _current: Session | None = None
 _GO_ON = "the same command goes on from the last checkpoint; if it happens again, look for a lack of memory, take fewer workers"
 DIED = f"the Ray node that was started here has died (its raylet crashed or was killed): {_GO_ON}"
 _ENDED = f"fedloom: ended together with the Ray node that it started (one of the two crashed or was killed): {_GO_ON}"
+_LOST = (
+    "fedloom: ended since the Ray cluster at %s was lost (its head, or its node on this machine, crashed or was stopped): "
+    "start it again, and the same command goes on from the last checkpoint, at another address too"
+)
 _GUARD = """
 read -r word
 [ -n "$word" ] && exit
 sleep 1
-kill -0 "$1" 2>/dev/null && ! grep -q "^State:.*Z" "/proc/$1/status" 2>/dev/null && exit
+if kill -0 "$1" 2>/dev/null && ! grep -q "^State:.*Z" "/proc/$1/status" 2>/dev/null; then
+    [ $# -lt 4 ] && exit
+    "$4" -c "$5" 2>/dev/null && exit
+fi
 echo "$2" >&2
 [ -z "$3" ] || rm -rf "$3"
 """
-"""A script that ends with a word. If its writer ended without, and the raylet is dead too, or a zombie, it says what it was told
-to, and removes the node's folder."""
+"""A script that ends with a word. If its writer ended without, and the raylet is dead too, or a zombie, or a probe fails, it says
+what it was told to, and removes the node's folder."""
 
 
 def load_ray() -> Any:
@@ -179,13 +187,14 @@ def _started(ray: Any, cpus: int, gpus: int, object_store: int) -> Session:
         raise FedloomError(f"engine 'ray' cannot start a cluster here: {first_line(error)}") from error
     _hush()
     raylet = ray._private.worker._global_node.all_processes["raylet"][0].process
-    return Session(LOCAL, True, folder, security, raylet=raylet, guard=start_guard(raylet.pid, folder))
+    guard = start_guard(raylet.pid, _ENDED, "" if folder is None else str(folder))
+    return Session(LOCAL, True, folder, security, raylet=raylet, guard=guard)
 
 
-def start_guard(raylet: int, folder: Path | None) -> subprocess.Popen[bytes]:
+def start_guard(raylet: int, message: str, *more: str) -> subprocess.Popen[bytes]:
     """A process that says how to go on, should this one end together with its raylet, and removes the node's folder: when the
     raylet dies, Ray leaves no time to do it here, and when this process is killed, nobody does."""
-    command = ["/bin/sh", "-c", _GUARD, "fedloom", str(raylet), _ENDED, "" if folder is None else str(folder)]
+    command = ["/bin/sh", "-c", _GUARD, "fedloom", str(raylet), message, *more]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0)
 
 
@@ -214,7 +223,21 @@ def _connected(ray: Any, address: str) -> Session:
             hint = f": {installing('ray')}"
         raise FedloomError(f"engine 'ray' cannot connect to {quoted(address)}: {first_line(error)}{hint}") from error
     _hush()
-    return Session(address, started=True, security=security)
+    return Session(address, started=True, security=security, guard=_guard_of(ray, address))
+
+
+def _guard_of(ray: Any, address: str) -> subprocess.Popen[bytes] | None:
+    """A guard for a cluster that others have started, by its node on this machine, which Ray ends this process with, and by its
+    head; none for a client (`ray://`), whose calls fail instead."""
+    node = ray._private.worker._global_node
+    if node is None or not hasattr(socket, "SO_PEERCRED"):
+        return None
+    with socket.socket(socket.AF_UNIX) as raylet:
+        raylet.connect(node.raylet_socket_name)
+        peer, *_ = struct.unpack("3i", raylet.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    host, _, port = node.gcs_address.rpartition(":")
+    probe = f"import socket; socket.create_connection(({host.strip('[]')!r}, {port}), {PROBE_SECONDS})"
+    return start_guard(peer, _LOST % quoted(address), "", sys.executable, probe)
 
 
 def _probe(address: str) -> None:

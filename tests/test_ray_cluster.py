@@ -1,0 +1,109 @@
+"""Runs on a Ray cluster of several nodes that others have started: one node dies in a round, then the head."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedloom.cli import main
+
+pytest.importorskip("ray", reason="Ray is not installed")
+
+JOB = """
+algorithm = "fedavg"
+model = "mlp(hidden=[16])"
+rounds = 9
+participation = 1.0
+checkpoint_every = 1
+
+[data]
+name = "digits"
+clients = 6
+
+[training]
+learning_rate = 0.1
+epochs = 5
+batch_size = 5
+"""
+
+
+def start(nodes: int) -> Any:
+    """A cluster whose nodes are processes of this machine, each with one core, beside a head with none."""
+    from ray.cluster_utils import Cluster
+
+    cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    for _ in range(nodes):
+        cluster.add_node(num_cpus=1)
+    return cluster
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    found = start(3)
+    yield found
+    found.shutdown()
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The model of a run without Ray."""
+    folder = tmp_path_factory.mktemp("rows")
+    (folder / "job.toml").write_text(JOB)
+    assert main(["run", str(folder / "job.toml"), "engine=rows", f"directory={folder / 'runs'}", "--quiet"]) == 0
+    return model(folder)
+
+
+def model(folder: Path) -> bytes:
+    return next(folder.glob("**/model.safetensors")).read_bytes()
+
+
+def begun(folder: Path, cluster: Any, workers: int) -> subprocess.Popen[str]:
+    """`fedloom run` on the cluster, in a process of its own."""
+    (folder / "job.toml").write_text(JOB)
+    engine = f'engine=ray(address="{cluster.address}", workers={workers})'
+    command = [sys.executable, "-m", "fedloom", "run", "job.toml", engine, "directory=runs", "--quiet"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def at_round(number: int, folder: Path, run: subprocess.Popen[str]) -> None:
+    """Wait until the run has ended this round, and not yet all."""
+    while not any(int(path.stem.rpartition("-")[2]) >= number for path in folder.glob("**/checkpoint-*.safetensors")):
+        assert run.poll() is None
+        time.sleep(0.01)
+    assert not list(folder.glob("**/model.safetensors"))
+
+
+def test_a_node_killed_in_a_round_changes_no_bit(cluster: Any, expected: bytes, tmp_path: Path) -> None:
+    run = begun(tmp_path, cluster, workers=3)
+    at_round(2, tmp_path, run)
+    cluster.remove_node(sorted(cluster.worker_nodes, key=id)[0], allow_graceful=False)
+    _, told = run.communicate()
+    assert run.returncode == 0, told
+    assert model(tmp_path) == expected
+
+
+def test_after_the_loss_of_the_head_the_same_command_goes_on(cluster: Any, expected: bytes, tmp_path: Path) -> None:
+    run = begun(tmp_path, cluster, workers=2)
+    at_round(2, tmp_path, run)
+    cluster.remove_node(cluster.head_node, allow_graceful=False)
+    _, told = run.communicate()
+    assert run.returncode == 1
+    assert told.count("start it again, and the same command goes on from the last checkpoint") == 1
+    reached = max(int(path.stem.rpartition("-")[2]) for path in tmp_path.glob("**/checkpoint-*.safetensors"))
+    assert 2 <= reached < 9
+    another = start(1)
+    try:
+        run = begun(tmp_path, another, workers=1)
+        _, told = run.communicate()
+    finally:
+        another.shutdown()
+    assert run.returncode == 0, told
+    assert model(tmp_path) == expected
