@@ -4,8 +4,7 @@ killed in the middle of a round.
     python benchmarks/ray_nodes.py [--clients 200] [--rounds 3]
 
 FedAvg, the MLP 784-200-200-10, ten samples a client in one step. `rows_received` are the models that come back to the process
-that directs the run, `same` whether the last model has the bits of one process. Blocks are of 16 slots here, so that four actors
-fold too.
+that directs the run, `same` whether the last model has the bits of one process.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 
-import fedloom.algorithm
 from fedloom.algorithm import Algorithm, build
 from fedloom.data import Dataset, Samples
 from fedloom.engines.base import LocalEngine
@@ -94,7 +92,6 @@ def main() -> None:
     parser.add_argument("--nodes", default="1,2,4")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    fedloom.algorithm.MOST_SLOTS = 16
     task = noise(chosen.clients)
     expected = run(task, RowsEngine(task), chosen.rounds)
     rows = [on_nodes(task, int(nodes), chosen.rounds, expected) for nodes in chosen.nodes.split(",")]

@@ -23,7 +23,7 @@ from fedloom.round import Round
 from fedloom.state.pool_files import PoolFiles
 from fedloom.training import Training
 
-BLOCK_BYTES, LEAST_SLOTS, MOST_SLOTS = 256 << 20, 16, 128
+BLOCK_BYTES, LEAST_SLOTS, MOST_SLOTS = 16 << 20, 16, 128
 """Models of a block of slots: about so many bytes of them, and how many at least and at most."""
 
 Message = dict[str, Tensor]
