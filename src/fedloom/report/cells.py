@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from fedloom.objectives import ACCURACY, Metric
 from fedloom.report.summary import LAST, Reach, Row, Spread, Target, TargetValue
@@ -70,6 +70,10 @@ class Table:
         return {k for k, value in numbers.items() if value == best}
 
 
+_Filled = tuple[Column, list[Cell]]
+"""A column and its cells, one a method."""
+
+
 def comparison(rows: Sequence[Row], marks: Mapping[str, Mapping[str, str]] | None = None, last: int = LAST) -> Table:
     """Rows of `summarise` as a table for people: per cent, bytes in decimal units, seconds; mean ± std over seeds.
 
@@ -77,40 +81,51 @@ def comparison(rows: Sequence[Row], marks: Mapping[str, Mapping[str, str]] | Non
     how many seeds did where not all. Columns about the clients' own test data stand there where there are such figures.
     `marks` are put behind the accuracies, by measure (`MEASURES`) and method; `last` evaluations are in the mean of the last.
     """
-    metric = rows[0].metric if rows else ACCURACY
-    targets = [target_text(metric, reach.target) for reach in rows[0].reaches] if rows else []
-    clients = any(row.personal is not None for row in rows)
-    private = any(row.epsilon is not None for row in rows)
-    clocked, timed = any(row.simulated is not None for row in rows), any(row.timed for row in rows)
-    in_percent = ", %" if metric.share else ""
-    best = ("largest", "descending") if metric.higher_is_better else ("smallest", "ascending")
-    columns = (
-        Column("Method", order="ascending"),
-        Column("Seeds"),
-        Column("Rounds"),
-        Column(f"Final {metric.noun}{in_percent}", *best, f"Final{metric.unit}", score=True),
-        Column(f"Best {metric.noun}{in_percent}", *best, f"Best{metric.unit}", score=True),
-        Column(f"Mean of last{in_percent}", *best, f"Last {last}{in_percent}", score=True),
-        *(
-            (
-                Column(f"Clients' own{in_percent}", *best, f"Clients{metric.unit}", score=True),
-                Column(f"Std over clients{in_percent}", "smallest", "ascending", "Spread", score=True),
-                Column(f"Worst tenth{in_percent}", *best, f"Worst{metric.unit}", score=True),
-            )
-            if clients
-            else ()
-        ),
-        *(Column(f"Rounds to {target}", "smallest", "ascending", target) for target in targets),
-        *(Column(f"Bytes to {target}", "smallest", "ascending", f"B {target}") for target in targets),
-        *(Column(f"Seconds to {target}", "smallest", "ascending", f"s {target}") for target in targets if timed),
-        *((Column("Epsilon", order="ascending"),) if private else ()),
-        *((Column("Simulated time", brief="Sim. time"),) if clocked else ()),
-        Column("Bytes down", brief="Down"),
-        Column("Bytes up", brief="Up"),
-        Column("Time"),
-        Column("Faults"),
-    )
-    return Table(columns, tuple(_line(row, rows[0], clients, private, clocked, timed, marks or {}) for row in rows))
+    metric, reaches = (rows[0].metric, rows[0].reaches) if rows else (ACCURACY, ())
+    unit, in_percent = metric.unit, ", %" if metric.share else ""
+    smallest = ("smallest", "ascending")
+    best = ("largest", "descending") if metric.higher_is_better else smallest
+
+    def score(title: str, measure: str, brief: str, order: tuple[str, str] = best) -> _Filled:
+        marked = (marks or {}).get(measure, {})
+        cells = [score_cell(getattr(row, measure), metric, marked.get(row.algorithm, "")) for row in rows]
+        return Column(f"{title}{in_percent}", *order, brief, score=True), cells
+
+    def to_targets(what: str, brief: str, cell: Callable[[Reach, Reach], Cell]) -> Iterator[_Filled]:
+        for k, reach in enumerate(reaches):
+            target = target_text(metric, reach.target)
+            column = Column(f"{what} to {target}", *smallest, f"{brief}{target}")
+            yield column, [cell(row.reaches[k], reach) for row in rows]
+
+    filled: list[_Filled] = [
+        (Column("Method", order="ascending"), [Cell(row.algorithm, row.algorithm) for row in rows]),
+        (Column("Seeds"), [Cell(str(row.seeds), row.seeds) for row in rows]),
+        (Column("Rounds"), [Cell(str(row.rounds), row.rounds) for row in rows]),
+        score(f"Final {metric.noun}", "final", f"Final{unit}"),
+        score(f"Best {metric.noun}", "best", f"Best{unit}"),
+        score("Mean of last", "last", f"Last {last}{in_percent}"),
+    ]
+    if any(row.personal is not None for row in rows):
+        filled += [
+            score("Clients' own", "personal", f"Clients{unit}"),
+            score("Std over clients", "client_std", "Spread", smallest),
+            score("Worst tenth", "client_worst", f"Worst{unit}"),
+        ]
+    filled += [*to_targets("Rounds", "", _rounds_to), *to_targets("Bytes", "B ", _bytes_to)]
+    if any(row.timed for row in rows):
+        filled += to_targets("Seconds", "s ", _seconds_to)
+    if any(row.epsilon is not None for row in rows):
+        filled.append((Column("Epsilon", order="ascending"), [_epsilon(row.epsilon) for row in rows]))
+    if any(row.simulated is not None for row in rows):
+        filled.append((Column("Simulated time", brief="Sim. time"), [_time(row.simulated) for row in rows]))
+    filled += [
+        (Column("Bytes down", brief="Down"), [_bytes(row.bytes_down) for row in rows]),
+        (Column("Bytes up", brief="Up"), [_bytes(row.bytes_up) for row in rows]),
+        (Column("Time"), [_time(row.seconds) for row in rows]),
+        (Column("Faults"), [Cell(str(row.faults), row.faults) for row in rows]),
+    ]
+    columns, cells = zip(*filled, strict=True)
+    return Table(columns, tuple(zip(*cells, strict=True)))
 
 
 def halves(table: Table) -> tuple[Table, Table]:
@@ -149,40 +164,9 @@ def target_text(metric: Metric, target: TargetValue) -> str:
     return f"{wanted.figure} {'≥' if wanted.upwards else '≤'} {value}" if isinstance(target, str) else value
 
 
-def _line(
-    row: Row,
-    first: Row,
-    clients: bool,
-    private: bool,
-    clocked: bool,
-    timed: bool,
-    marks: Mapping[str, Mapping[str, str]],
-) -> tuple[Cell, ...]:
-    shares = {"final": row.final, "best": row.best, "last": row.last, **({"personal": row.personal} if clients else {})}
-    return (
-        Cell(row.algorithm, row.algorithm),
-        Cell(str(row.seeds), row.seeds),
-        Cell(str(row.rounds), row.rounds),
-        *(
-            score_cell(spread, row.metric, marks.get(name, {}).get(row.algorithm, ""))
-            for name, spread in shares.items()
-        ),
-        *(score_cell(spread, row.metric) for spread in ((row.client_std, row.client_worst) if clients else ())),
-        *(_rounds(reach, base) for reach, base in zip(row.reaches, first.reaches, strict=True)),
-        *(_bytes(reach.bytes, NEVER if reach.measured else "–", reach.reached < reach.seeds) for reach in row.reaches),
-        *(_seconds_to(reach) for reach in row.reaches if timed),
-        *((_epsilon(row.epsilon),) if private else ()),
-        *((_time(row.simulated),) if clocked else ()),
-        _bytes(row.bytes_down),
-        _bytes(row.bytes_up),
-        _time(row.seconds),
-        Cell(str(row.faults), row.faults),
-    )
-
-
-def _rounds(reach: Reach, first: Reach) -> Cell:
+def _rounds_to(reach: Reach, first: Reach) -> Cell:
     if reach.rounds is None:
-        return Cell(NEVER if reach.measured else "–", None)
+        return _unreached(reach)
     mean, brief = reach.rounds.mean, f"{reach.rounds.mean:.0f}"
     text = brief if reach.rounds.count == 1 else f"{mean:.1f} ± {reach.rounds.std:.1f}"
     if reach.reached < reach.seeds:
@@ -193,20 +177,28 @@ def _rounds(reach: Reach, first: Reach) -> Cell:
     return Cell(text, mean, brief=brief)
 
 
-def _bytes(spread: Spread | None, missing: str = "–", partial: bool = False) -> Cell:
-    if spread is None:
-        return Cell(missing, None)
-    text = byte_text(spread.mean)
-    return Cell(text, spread.mean, partial, text + SOME if partial else "")
+def _bytes_to(reach: Reach, first: Reach) -> Cell:
+    if reach.bytes is None:
+        return _unreached(reach)
+    cell, partial = _bytes(reach.bytes), reach.reached < reach.seeds
+    return replace(cell, partial=partial, brief=cell.text + SOME if partial else "")
 
 
-def _seconds_to(reach: Reach) -> Cell:
+def _seconds_to(reach: Reach, first: Reach) -> Cell:
     if reach.seconds is None:
-        return Cell(NEVER if reach.measured else "–", None)
+        return _unreached(reach)
     partial = reach.reached < reach.seeds
     mean, std = f"{reach.seconds.mean:.3g}", f"{reach.seconds.std:.2g}"
     text = mean if reach.seconds.count == 1 else f"{mean} ± {std}"
     return Cell(text + SOME if partial else text, reach.seconds.mean, partial, mean + SOME if partial else mean)
+
+
+def _unreached(reach: Reach) -> Cell:
+    return Cell(NEVER if reach.measured else "–", None)
+
+
+def _bytes(spread: Spread | None) -> Cell:
+    return Cell("–", None) if spread is None else Cell(byte_text(spread.mean), spread.mean)
 
 
 def _epsilon(spread: Spread | None) -> Cell:
