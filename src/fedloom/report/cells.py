@@ -40,12 +40,22 @@ class Column:
     score: bool = False  # whether its values are of the metric that methods are judged by
 
 
+Filled = tuple[Column, Sequence[Cell]]
+"""A column and its cells, from the first line to the last."""
+
+
 @dataclass(frozen=True)
 class Table:
     """Columns and, in the order of the methods, one line of cells each."""
 
     columns: tuple[Column, ...]
     lines: tuple[tuple[Cell, ...], ...]
+
+    @classmethod
+    def of(cls, filled: Sequence[Filled]) -> Table:
+        """The table of these columns."""
+        columns, cells = zip(*filled, strict=True)
+        return cls(columns, tuple(zip(*cells, strict=True)))
 
     def part(self, kept: Sequence[int]) -> Table:
         """The table of these columns alone."""
@@ -70,10 +80,6 @@ class Table:
         return {k for k, value in numbers.items() if value == best}
 
 
-_Filled = tuple[Column, list[Cell]]
-"""A column and its cells, one a method."""
-
-
 def comparison(rows: Sequence[Row], marks: Mapping[str, Mapping[str, str]] | None = None, last: int = LAST) -> Table:
     """Rows of `summarise` as a table for people: per cent, bytes in decimal units, seconds; mean ± std over seeds.
 
@@ -86,18 +92,18 @@ def comparison(rows: Sequence[Row], marks: Mapping[str, Mapping[str, str]] | Non
     smallest = ("smallest", "ascending")
     best = ("largest", "descending") if metric.higher_is_better else smallest
 
-    def score(title: str, measure: str, brief: str, order: tuple[str, str] = best) -> _Filled:
+    def score(title: str, measure: str, brief: str, order: tuple[str, str] = best) -> Filled:
         marked = (marks or {}).get(measure, {})
         cells = [score_cell(getattr(row, measure), metric, marked.get(row.algorithm, "")) for row in rows]
         return Column(f"{title}{in_percent}", *order, brief, score=True), cells
 
-    def to_targets(what: str, brief: str, cell: Callable[[Reach, Reach], Cell]) -> Iterator[_Filled]:
+    def to_targets(what: str, brief: str, cell: Callable[[Reach, Reach], Cell]) -> Iterator[Filled]:
         for k, reach in enumerate(reaches):
             target = target_text(metric, reach.target)
             column = Column(f"{what} to {target}", *smallest, f"{brief}{target}")
             yield column, [cell(row.reaches[k], reach) for row in rows]
 
-    filled: list[_Filled] = [
+    filled: list[Filled] = [
         (Column("Method", order="ascending"), [Cell(row.algorithm, row.algorithm) for row in rows]),
         (Column("Seeds"), [Cell(str(row.seeds), row.seeds) for row in rows]),
         (Column("Rounds"), [Cell(str(row.rounds), row.rounds) for row in rows]),
@@ -124,8 +130,7 @@ def comparison(rows: Sequence[Row], marks: Mapping[str, Mapping[str, str]] | Non
         (Column("Time"), [_time(row.seconds) for row in rows]),
         (Column("Faults"), [Cell(str(row.faults), row.faults) for row in rows]),
     ]
-    columns, cells = zip(*filled, strict=True)
-    return Table(columns, tuple(zip(*cells, strict=True)))
+    return Table.of(filled)
 
 
 def halves(table: Table) -> tuple[Table, Table]:

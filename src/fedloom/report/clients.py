@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fedloom.report.cells import Cell, Column, Table
+from fedloom.report.cells import Cell, Column, Filled, Table
 from fedloom.report.summary import RunSummary
 
 LISTED = 200
@@ -62,29 +62,24 @@ def client_table(runs: Sequence[RunSummary]) -> Table:
     clients, names, several = _known(runs)
     metric, classes = runs[0].metric, any(len(one.counts) > 1 for one in clients)
     unit = ", %" if metric.share else ""
-    titles = [
-        "Client",
-        *([f"Mean{unit}"] if several and names else []),
-        *(f"{name}{unit}" for name in names),
-        "Samples",
-    ]
-    columns = [Column(title, order="ascending") for title in [*titles, *(["Classes"] if classes else [])]]
-    columns += [Column("Most frequent", order="")] if classes else []
-    class_names = same_data(runs)[0].class_names if clients else None
-    lines = []
-    for one in clients[:LISTED]:
-        samples, held = sum(one.counts), sum(count > 0 for count in one.counts)
-        accuracies = ([one.score] if several and names else []) + [one.accuracies.get(name) for name in names]
-        lines.append(
-            (
-                Cell(str(one.number), one.number),
-                *(Cell("", None) if value is None else Cell(metric.text(value, 1), value) for value in accuracies),
-                Cell(f"{samples:,}", samples),
-                *([Cell(str(held), held)] if classes else []),
-                *([Cell(_labels(one.counts, class_names), None)] if classes else []),
-            )
-        )
-    return Table(tuple(columns), tuple(lines))
+    listed = clients[:LISTED]
+    scores = [("Mean", [one.score for one in listed])] if several and names else []
+    scores += [(name, [one.accuracies.get(name) for one in listed]) for name in names]
+
+    def counts(title: str, values: Sequence[int], form: str = "") -> Filled:
+        return Column(title, order="ascending"), [Cell(f"{value:{form}}", value) for value in values]
+
+    filled = [counts("Client", [one.number for one in listed])]
+    for name, values in scores:
+        cells = [Cell("", None) if value is None else Cell(metric.text(value, 1), value) for value in values]
+        filled.append((Column(f"{name}{unit}", order="ascending"), cells))
+    filled.append(counts("Samples", [sum(one.counts) for one in listed], ","))
+    if classes:
+        class_names = same_data(runs)[0].class_names
+        labels = [Cell(_labels(one.counts, class_names), None) for one in listed]
+        filled.append(counts("Classes", [sum(count > 0 for count in one.counts) for one in listed]))
+        filled.append((Column("Most frequent", order=""), labels))
+    return Table.of(filled)
 
 
 def client_title(runs: Sequence[RunSummary]) -> str:
