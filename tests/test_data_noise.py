@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import fedloom as fl
-from fedloom.data.noise import LabelNoise, build_label_noise, label_noises
+from fedloom.data.noise import LabelNoise, label_noises
 from fedloom.data.partition import Partition
 from fedloom.engines.client_work import slim
 from fedloom.errors import FedloomError
@@ -203,7 +203,7 @@ def test_what_is_wrong_is_said_in_one_line(text: str, message: str) -> None:
 
 @pytest.mark.parametrize("text", ["none", " None "])
 def test_none_is_no_noise(text: str) -> None:
-    assert build_label_noise(text) is None
+    assert label_noises.build_unless_none(text) is None
 
 
 def test_a_file_names_it_and_settings_vary_it(tmp_path: Path) -> None:

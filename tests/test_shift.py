@@ -12,14 +12,14 @@ from torch import Tensor
 
 import fedloom as fl
 from fedloom.data.partition import Partition
-from fedloom.data.shift import Rotation, build_shift
+from fedloom.data.shift import Rotation, shifts
 from fedloom.errors import FedloomError, InvalidValue
 
 CLIENTS = 6
 
 
 def shifted(expression: str, inputs: Tensor, seed: int = 0, clients: int = CLIENTS) -> Tensor:
-    shift = build_shift(expression)
+    shift = shifts.build_unless_none(expression)
     assert shift is not None
     partition = Partition.of(np.array_split(np.arange(len(inputs)), clients))
     return shift.apply(fl.Samples(inputs, torch.zeros(len(inputs), dtype=torch.int64)), partition, seed).inputs
@@ -40,7 +40,7 @@ def test_a_shift_is_drawn_from_the_seed_and_the_client_alone(expression: str) ->
     first = shifted(expression, given, 3)
     assert torch.equal(first, shifted(expression, given, 3))
     assert not torch.equal(first, shifted(expression, given, 4))
-    shift = build_shift(expression)
+    shift = shifts.build_unless_none(expression)
     assert shift is not None
     mixed = Partition.of([part[::-1] for part in np.array_split(np.arange(12), CLIENTS)])
     samples = fl.Samples(given, torch.zeros(12, dtype=torch.int64))

@@ -16,9 +16,9 @@ from fedloom.data.convert import require_finite
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.formats.limits import VARIABLE
 from fedloom.data.lazy import LazyInputs
-from fedloom.data.noise import LabelNoise, build_label_noise
+from fedloom.data.noise import LabelNoise, label_noises
 from fedloom.data.partition import Partition, partitions, split_train_test
-from fedloom.data.shift import build_shift
+from fedloom.data.shift import InputShift, shifts
 from fedloom.errors import InvalidValue
 from fedloom.flat.device import find_device
 from fedloom.flat.layout import Layout, require_no_tensor_hooks
@@ -181,7 +181,8 @@ def make_task(
     Raises `InvalidValue` or `UnknownName` in one line for anything that does not fit.
     """
     place = find_device(device)
-    noise, shifted = build_label_noise(label_noise), build_shift(shift)
+    noise: LabelNoise | None = label_noises.build_unless_none(label_noise)
+    shifted: InputShift | None = shifts.build_unless_none(shift)
     learned = None if objective is None else build_objective(objective)
     if (target or group) and isinstance(data, str | Dataset):
         raise InvalidValue("target and group name columns of a table: in the name of a data set, as table(target=...)")

@@ -116,6 +116,10 @@ class Registry(Generic[T]):
         entry, options = self.read(expression)
         return entry.make(*data, **options)
 
+    def build_unless_none(self, expression: str) -> Any:
+        """As `build`, with None for the expression `none`."""
+        return None if expression.strip().lower() == "none" else self.build(expression)
+
     def read(self, expression: str | Call) -> tuple[Entry[T], dict[str, Any]]:
         """The entry that an expression names, and its options, of which those without a default are all there.
 

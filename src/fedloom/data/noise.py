@@ -82,11 +82,3 @@ class Paired(LabelNoise):
 
     def replacements(self, labels: Indices, classes: int, keys: npt.NDArray[np.uint64]) -> Indices:
         return (labels + 1) % classes
-
-
-def build_label_noise(expression: str) -> LabelNoise | None:
-    """The label noise of `symmetric(0.4)`, `paired([0.0, 0.6])` or `none`. Raises `UnknownName` or `InvalidValue`."""
-    if expression.strip().lower() == "none":
-        return None
-    made: LabelNoise = label_noises.build(expression)
-    return made

@@ -142,11 +142,3 @@ class Colour(PictureShift):
         rng = numpy_stream(seed, "shift", client=client)
         drawn = torch.from_numpy(rng.uniform(-1, 1, (2, inputs.shape[1], 1, 1))).to(inputs.dtype)
         return inputs * (1 + self.strength * drawn[0]) + self.strength / 2 * drawn[1]
-
-
-def build_shift(expression: str) -> InputShift | None:
-    """The shift of `rotation(45)`, `noise(0.1)`, `colour(0.3)` or `none`. Raises `UnknownName` or `InvalidValue`."""
-    if expression.strip().lower() == "none":
-        return None
-    made: InputShift = shifts.build(expression)
-    return made

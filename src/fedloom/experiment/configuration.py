@@ -19,9 +19,9 @@ from fedloom.config.expression import DEEPEST, Call, parse, parse_value, show
 from fedloom.config.fields import Count, NonNegativeInt, Positive, require_fields, require_plain, type_hints
 from fedloom.config.plugins import import_plugins
 from fedloom.data.dataset import Dataset, datasets
-from fedloom.data.noise import build_label_noise
+from fedloom.data.noise import label_noises
 from fedloom.data.partition import partitions
-from fedloom.data.shift import build_shift
+from fedloom.data.shift import shifts
 from fedloom.engines.choose import DEFAULT, require_engine_on, settled_by
 from fedloom.engines.dispatch import MOST_WORKERS
 from fedloom.errors import LONGEST_QUOTED, FedloomError, InvalidValue, UnknownName, one_line, quoted, shortened
@@ -364,8 +364,8 @@ def _check(found: Configuration) -> None:
         )
     _named("data.name", found.data.name, datasets.read)
     _named("data.partition", found.data.partition, partitions.read)
-    _named("data.label_noise", found.data.label_noise, build_label_noise)
-    _named("data.shift", found.data.shift, build_shift)
+    _named("data.label_noise", found.data.label_noise, label_noises.build_unless_none)
+    _named("data.shift", found.data.shift, shifts.build_unless_none)
     learned = None if found.objective is None else _named("objective", found.objective, build_objective)
     metrics = _metrics(found, learned)
     for given in found.targets:

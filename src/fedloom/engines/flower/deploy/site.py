@@ -19,7 +19,7 @@ from torch import Tensor
 
 import fedloom
 from fedloom.algorithm import Algorithm, Plan, build
-from fedloom.data.noise import build_label_noise
+from fedloom.data.noise import label_noises
 from fedloom.data.partition import Partition
 from fedloom.engines.flower.deploy.agreement import Deployment, deployment, described, layout_digest, read_configuration
 from fedloom.engines.flower.deploy.memory import SiteMemory
@@ -242,7 +242,7 @@ class Site:
         )
         if test is not None:
             task = replace(task, local_test=Partition.of([np.arange(len(train), len(samples))]))
-        noise = build_label_noise(settings.data.label_noise)
+        noise = label_noises.build_unless_none(settings.data.label_noise)
         if noise is not None:
             task = mislabelled(task, noise, stream_seed(settings.seed, "label noise", client=self.number))
         return task, 0
