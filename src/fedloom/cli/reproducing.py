@@ -186,9 +186,7 @@ def _list(folders: dict[str, str]) -> None:
     console.print("fedloom reproduce ID --estimate says how long one takes; docs/reproduce.md what the protocols are.")
 
 
-def _numbers(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
+def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -46,17 +47,14 @@ class _Variant:
 
         def read(place: Path) -> Parts | None:
             if (files := files_named(place, self.batches)) is not None:
-                train, test = (
-                    read_python_batches(part, f"{self.label}s", self.classes) for part in (files[:-1], files[-1:])
-                )
+                samples = partial(read_python_batches, label_key=f"{self.label}s", classes=self.classes)
             elif (files := files_named(place, binary)) is not None:
-                train, test = (
-                    read_binary_batches(part, self.label_bytes, self.label_at, self.classes)
-                    for part in (files[:-1], files[-1:])
+                samples = partial(
+                    read_binary_batches, label_bytes=self.label_bytes, label_at=self.label_at, classes=self.classes
                 )
             else:
                 return tables.read(place)
-            return train, test
+            return samples(files[:-1]), samples(files[-1:])
 
         parts = load(Origin(self.name, self.folders, wanted, read, tables.fetch), folder, hub)
         return image_dataset(self.name, parts, self.classes, normalise, self.scale, self.class_names)

@@ -96,11 +96,10 @@ def femnist(
 
     key = f"{fraction} {least} {test_fraction} {sample_seed} {split_seed}"
 
-    def decode() -> Parts:
-        return split(_hub_writers(hub_table(_REPOSITORY, "train"), fraction, sample_seed))
-
     def fetch() -> Parts:
-        return cached_parts("hub-femnist", key, decode)
+        return cached_parts(
+            "hub-femnist", key, lambda: split(_hub_writers(hub_table(_REPOSITORY, "train"), fraction, sample_seed))
+        )
 
     wanted = "LEAF's all_data/*.json (or train/*.json and test/*.json)"
     folders = ("femnist", "FEMNIST", "leaf/data/femnist")
@@ -193,8 +192,6 @@ def read_leaf_images(path: Path, classes: int) -> list[Writer]:
     """
 
     def convert(found: dict[str, Any]) -> dict[str, Any]:
-        # Called as each user's object closes: its numbers become arrays before the next user is parsed, so a file of
-        # millions of Python floats never stands in memory at once.
         if isinstance(found.get("x"), list) and isinstance(found.get("y"), list):
             return {"x": _pixels(found["x"], path), "y": class_labels(found["y"] or np.empty(0, int), classes, path)}
         return found

@@ -71,11 +71,10 @@ class MLflow:
         """One metric a figure, the round as the step; sent at once or with later ones."""
         from mlflow.entities import Metric
 
-        now = round_time = int(1000 * time.time())
+        now = int(1000 * time.time())
         if self._waiting and len(self._waiting) + len(figures) >= _MOST:
             self._send()
-        self._waiting += [Metric(name, value, round_time, round) for name, value in figures.items()]
-        self._waiting.append(Metric(_LAST, round, now, round))
+        self._waiting += [Metric(name, value, now, round) for name, value in (*figures.items(), (_LAST, round))]
         if time.monotonic() - self._sent >= self.every:
             self._send()
 
