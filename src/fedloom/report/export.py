@@ -6,7 +6,7 @@ import csv
 import dataclasses
 import io
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fedloom.report.cells import Table, halves
@@ -58,12 +58,7 @@ def to_csv(sheets: Sequence[Sheet]) -> str:
 
 def differences_to_csv(sheets: Sequence[Sheet]) -> str:
     """A line for each setting, measure and difference, with both tests."""
-    lines = [
-        {**_settings(one, keys(sheets)), "measure": name, **dataclasses.asdict(found)}
-        for one in sheets
-        for name, tests in one.tests.items()
-        for found in tests
-    ]
+    lines = [{**_settings(one, keys(sheets)), **line} for one in sheets for line in _differences(one)]
     return csv_text(lines, ["measure"])
 
 
@@ -71,12 +66,7 @@ def to_data(sheets: Sequence[Sheet]) -> dict[str, Any]:
     """The same as plain values for JSON: `methods` and `differences`, each with its setting."""
     return {
         "methods": [{**dataclasses.asdict(row), "setting": dict(one.changes)} for one in sheets for row in one.rows],
-        "differences": [
-            {"setting": dict(one.changes), "measure": name, **dataclasses.asdict(found)}
-            for one in sheets
-            for name, tests in one.tests.items()
-            for found in tests
-        ],
+        "differences": [{"setting": dict(one.changes), **line} for one in sheets for line in _differences(one)],
     }
 
 
@@ -156,6 +146,12 @@ def _settings(one: Sheet, names: Sequence[str]) -> dict[str, Any]:
     return {name: one.changes.get(name, "") for name in names}
 
 
+def _differences(one: Sheet) -> Iterator[dict[str, Any]]:
+    """The differences of a setting, measure by measure."""
+    for name, tests in one.tests.items():
+        yield from ({"measure": name, **dataclasses.asdict(found)} for found in tests)
+
+
 def _plain(row: Row) -> dict[str, Any]:
     line: dict[str, Any] = {"algorithm": row.algorithm, "seeds": row.seeds, "rounds": row.rounds}
     spreads = {"final": row.final, "best": row.best, "mean_of_last": row.last}
@@ -183,12 +179,16 @@ def _explained(sheets: Sequence[Sheet]) -> str:
 
 
 def _markdown(table: Table) -> str:
+    return markdown_table(*_heads_and_lines(table, escape_markdown))
+
+
+def _heads_and_lines(table: Table, shown: Callable[[str, bool], str]) -> tuple[list[str], list[list[str]]]:
+    """Titles and cells; `shown` makes text of a cell's, given whether it is the best of its column."""
     best = table.best_lines
     lines = [
-        [escape_markdown(cell.text, number in best[k]) for k, cell in enumerate(line)]
-        for number, line in enumerate(table.lines)
+        [shown(cell.text, number in best[k]) for k, cell in enumerate(line)] for number, line in enumerate(table.lines)
     ]
-    return markdown_table([_flat(column.title) for column in table.columns], lines)
+    return [_flat(column.title) for column in table.columns], lines
 
 
 def escape_markdown(text: str, bold: bool = False) -> str:
@@ -213,12 +213,7 @@ def _flat(text: str) -> str:
 
 
 def _latex(table: Table, caption: str, name: str, note: str = "") -> str:
-    best = table.best_lines
-    lines = [
-        [_latex_cell(cell.text, number in best[k]) for k, cell in enumerate(line)]
-        for number, line in enumerate(table.lines)
-    ]
-    return latex_table([_flat(column.title) for column in table.columns], lines, caption, name, note)
+    return latex_table(*_heads_and_lines(table, _latex_cell), caption, name, note)
 
 
 def _latex_note(text: str) -> str:
