@@ -125,13 +125,8 @@ class LedgerEntry:
         for record in self.records:
             for one, other in itertools.combinations(record.results, 2):
                 a, b = one.cell, other.cell
-                if (
-                    (a.column, a.measure) == (b.column, b.measure)
-                    and a.printed
-                    and b.printed
-                    and one.here
-                    and other.here
-                ):
+                alike = (a.column, a.measure) == (b.column, b.measure)
+                if alike and a.printed and b.printed and one.here and other.here:
                     printed = _beyond(a.printed.mean) - _beyond(b.printed.mean)
                     if printed != 0 and not math.isnan(printed):
                         total += 1

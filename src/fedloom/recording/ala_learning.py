@@ -42,10 +42,8 @@ class AlaLearning(Recorder):
         def listen(number: int, clients: tuple[int, ...], losses: list[Tensor]) -> None:
             if client in clients:
                 own = [float(loss[clients.index(client)]) for loss in losses]
-                known = [
-                    loss for loss in own if not math.isnan(loss)
-                ]  # NaN: finished before others, or nothing to learn
-                if known:
+                # NaN: finished before others, or nothing to learn
+                if known := [loss for loss in own if not math.isnan(loss)]:
                     reported[number] = known
 
         for part in method.nested():

@@ -131,16 +131,12 @@ def learning_curves(runs: Sequence[RunSummary], measure: str = "", x: str = "rou
             *([_band(name, looks[name], drawn)] if drawn.seeds > 1 else []),
             _line(name, looks[name], drawn, form),
         ]
+    simulated = x == "seconds" and simulated_seconds(runs[0]) is not None
+    title = "Simulated seconds" if simulated else AXES[x].format(unit=unit)
     return framed(
         traces,
         380,
-        xaxis={
-            "title": "Simulated seconds"
-            if x == "seconds" and simulated_seconds(runs[0]) is not None
-            else AXES[x].format(unit=unit),
-            "rangemode": "tozero",
-            "hoverformat": ".4~g",
-        },
+        xaxis={"title": title, "rangemode": "tozero", "hoverformat": ".4~g"},
         yaxis={"title": html.escape(title_of(measure, metric)), "hoverformat": form, **(SHARES if share else {})},
         hovermode="x unified" if len(looks) <= FEW and x == "round" else "closest",
     )

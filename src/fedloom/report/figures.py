@@ -102,11 +102,8 @@ def accuracy_by_seed(runs: Sequence[RunSummary], measure: str = "final") -> go.F
             **common,
         )
         traces += [mean, dots]
-    return _by_method(
-        traces,
-        runs,
-        {"title": f"{measure.capitalize()} test {metric.noun}", **({"tickformat": ".2~%"} if metric.share else {})},
-    )
+    ticks = {"tickformat": ".2~%"} if metric.share else {}
+    return _by_method(traces, runs, {"title": f"{measure.capitalize()} test {metric.noun}", **ticks})
 
 
 def label_distribution(
