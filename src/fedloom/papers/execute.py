@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 
 from fedloom.config.expression import parse
@@ -80,11 +81,8 @@ def execute(
     The `configuration` says how many go on at a time, with how many threads.
     """
     jobs = waiting(plan, fresh)
-    pool = make_pool(configuration, len(plan.jobs), len(jobs), tasks)
-    try:
+    with closing(make_pool(configuration, len(plan.jobs), len(jobs), tasks)) as pool:
         return pool.run(jobs, watch, fresh, stopped)
-    finally:
-        pool.close()
 
 
 def lines(plan: ReproducePlan, failed: Mapping[RunName, str]) -> list[CellResult]:

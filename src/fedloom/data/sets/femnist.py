@@ -24,14 +24,12 @@ from fedloom.errors import DataError, quoted
 from fedloom.randomness import numpy_stream
 
 _CLASSES = 62
+_SIDE = 28
 _NAMES = tuple("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")
 _WRITERS_A_FILE = 100
 _REPOSITORY = "flwrlabs/femnist"
 # (0.5 - x) / 0.5 of FedMR's code: ink, which LEAF stores dark, becomes the high value.
 _SCALE: Scale = ((0.5,), (-0.5,))
-
-
-_SIDE = 28
 
 
 @dataclass(frozen=True)
