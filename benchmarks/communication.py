@@ -69,10 +69,10 @@ def main() -> None:
     parser.add_argument("--participation", type=float, default=0.5)
     parser.add_argument("--data", default="digits")
     parser.add_argument("--model", default="mlp")
-    context = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    task = make_task(context.data, clients=context.clients, partition="iid", model=context.model)
-    schedule = Schedule(rounds=max(2, context.rounds), participation=context.participation)
+    task = make_task(arguments.data, clients=arguments.clients, partition="iid", model=arguments.model)
+    schedule = Schedule(rounds=max(2, arguments.rounds), participation=arguments.participation)
     names = [name for name in (*BASELINES, "scaffold", "fedgen") if name in algorithms]
     tell("a round's traffic and computing time", [measure(name, task, schedule) for name in names])
 

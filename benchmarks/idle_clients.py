@@ -49,12 +49,12 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--participation", type=float, default=0.1)
     parser.add_argument("--model", default="mlp")
-    context = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     task = make_task(
-        "digits", clients=context.clients, partition="iid", model=context.model, training={"batch_size": 5}
+        "digits", clients=arguments.clients, partition="iid", model=arguments.model, training={"batch_size": 5}
     )
-    schedule = Schedule(rounds=context.rounds, participation=context.participation)
+    schedule = Schedule(rounds=arguments.rounds, participation=arguments.participation)
     rows, models = [], []
     for expression in ("fedavg", "umf(fedavg, simulate_all=true)", "umf(fedavg)"):
         row, model = measure(expression, task, schedule)

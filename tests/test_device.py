@@ -192,16 +192,16 @@ def without_waiting() -> Iterator[list[int]]:
     each_batch, gradient = Cohort.each_batch, Cohort.gradient
 
     def watched(step: Callable[..., Any]) -> Callable[..., Any]:
-        def run_step(*context: Any) -> Any:
+        def run_step(*arguments: Any) -> Any:
             steps.append(1)
             with Nowait():
-                return step(*context)
+                return step(*arguments)
 
         return run_step
 
     def gathered(batches: Callable[..., Iterator[Batch]]) -> Callable[..., Iterator[Batch]]:
-        def gather(*context: Any) -> Iterator[Batch]:
-            found = batches(*context)
+        def gather(*arguments: Any) -> Iterator[Batch]:
+            found = batches(*arguments)
             while True:
                 with Nowait():
                     batch = next(found, None)

@@ -95,11 +95,11 @@ class Mortal(LocalGrid):
     grave: Path
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        context = list(messages)
-        if context[0].metadata.message_type == "train" and context[0].metadata.group_id == str(self.last):
+        sent = list(messages)
+        if sent[0].metadata.message_type == "train" and sent[0].metadata.group_id == str(self.last):
             shutil.copytree(self.output, self.grave)
             raise Killed
-        return super().push_messages(context)
+        return super().push_messages(sent)
 
 
 @pytest.mark.parametrize("algorithm", ["scaffold", "fedmr"])
@@ -129,10 +129,10 @@ class Interrupted(LocalGrid):
     """The server's process is sent SIGTERM when it asks for the work of round 4."""
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        context = list(messages)
-        if (context[0].metadata.message_type, context[0].metadata.group_id) == ("train", "4"):
+        sent = list(messages)
+        if (sent[0].metadata.message_type, sent[0].metadata.group_id) == ("train", "4"):
             signal.raise_signal(signal.SIGTERM)
-        return super().push_messages(context)
+        return super().push_messages(sent)
 
 
 def test_a_server_that_is_sent_sigterm_saves_the_last_finished_round(

@@ -100,7 +100,7 @@ def job(*trackers: str, **changes: Any) -> Configuration:
     return configuration({**JOB, **changes, "trackers": list(trackers)})
 
 
-def go(context: Configuration, stop_after: int | None = None, fresh: bool = False) -> list[Event]:
+def go(settings: Configuration, stop_after: int | None = None, fresh: bool = False) -> list[Event]:
     """Run it, or stop it after a round as Ctrl-C does; what was said."""
     said: list[Event] = []
 
@@ -110,7 +110,7 @@ def go(context: Configuration, stop_after: int | None = None, fresh: bool = Fals
             raise KeyboardInterrupt
 
     try:
-        run_configured(context, RunName("fedavg", 0), watch, fresh=fresh)
+        run_configured(settings, RunName("fedavg", 0), watch, fresh=fresh)
     except KeyboardInterrupt:
         assert stop_after is not None
     return said
@@ -172,11 +172,11 @@ def test_a_run_in_python_takes_trackers_as_objects_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kill", [False, True])
 def test_no_round_is_told_of_twice_when_a_run_goes_on(kill: bool) -> None:
     folder = Path("runs/job/fedavg/seed-0")
-    context = job("test_trackers_here:RecordingTracker", "tensorboard")
-    go(context, stop_after=5)
+    settings = job("test_trackers_here:RecordingTracker", "tensorboard")
+    go(settings, stop_after=5)
     if kill:
         forget(4, folder)
-    go(context)
+    go(settings)
     earlier, later = RecordingTracker.all[1:]  # the first was made for the check of the configuration
     assert list(earlier.rounds) == [1, 2, 3, 4, 5]
     assert earlier.result is None
@@ -193,26 +193,26 @@ def test_a_tracker_added_later_hears_of_the_rounds_before() -> None:
 
 def test_tensorboard_shows_the_figures_and_starting_afresh_replaces_them() -> None:
     folder = Path("runs/job/fedavg/seed-0")
-    context = job("tensorboard", "tensorboard(directory='elsewhere')")
-    go(context)
+    settings = job("tensorboard", "tensorboard(directory='elsewhere')")
+    go(settings)
     first = scalars(folder)
     records = RoundLog(folder / "metrics.jsonl").read()
     expected = {r["round"]: r["accuracy"] for r in records if r.get("accuracy") is not None}
     assert len(expected) == 3
     assert dict(first["accuracy"]) == pytest.approx(expected)
     assert dict(scalars(Path("elsewhere/job/fedavg/seed-0"))["accuracy"]) == pytest.approx(expected)
-    go(context, fresh=True)
+    go(settings, fresh=True)
     for place in (folder, Path("elsewhere/job/fedavg/seed-0")):
         assert [step for step, _ in scalars(place)["bytes_down"]] == [1, 2, 3, 4, 5, 6]
 
 
 def test_tensorboard_goes_on_after_an_event_file_that_was_cut_short() -> None:
     folder = Path("runs/job/fedavg/seed-0")
-    context = job("tensorboard")
-    go(context, stop_after=5)
+    settings = job("tensorboard")
+    go(settings, stop_after=5)
     (path,) = folder.glob("events.out.tfevents.*")
     path.write_bytes(path.read_bytes()[:-20])
-    go(context)
+    go(settings)
     steps = Counter(step for step, _ in scalars(folder)["last_round"])
     assert steps == dict.fromkeys(range(1, 7), 1)
 
@@ -221,15 +221,15 @@ def test_mlflow_keeps_parameters_metrics_and_files(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
     uri = f"sqlite:///{tmp_path}/store.db"
-    context = job(f"mlflow(uri='{uri}', every=0)")
-    go(context, stop_after=5)
+    settings = job(f"mlflow(uri='{uri}', every=0)")
+    go(settings, stop_after=5)
     client = MlflowClient(uri)
     place = client.get_experiment_by_name("job")
     assert place is not None
     (stopped,) = client.search_runs([place.experiment_id])
     assert stopped.info.status == "KILLED"
     forget(4, Path("runs/job/fedavg/seed-0"))
-    go(context)
+    go(settings)
     (found,) = client.search_runs([place.experiment_id])
     assert (found.info.status, found.info.run_name) == ("FINISHED", "fedavg/seed-0")
     assert found.data.params["data.partition"] == "iid"
@@ -241,7 +241,7 @@ def test_mlflow_keeps_parameters_metrics_and_files(tmp_path: Path) -> None:
     assert {file.path for file in client.list_artifacts(found.info.run_id)} == {
         "model.safetensors", "configuration.json", "metrics.jsonl", "result.json",
     }  # fmt: skip
-    go(context, fresh=True)
+    go(settings, fresh=True)
     assert len(client.search_runs([place.experiment_id])) == 2
 
 

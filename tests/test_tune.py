@@ -64,9 +64,9 @@ def searched(*texts: str) -> dict[str, Any]:
 RATES = "training.learning_rate=[0.001, 0.5]"
 
 
-def grid(context: dict[str, Any], *texts: str, events: list[Event] | None = None) -> tuple[Search, list[Trial]]:
+def grid(content: dict[str, Any], *texts: str, events: list[Event] | None = None) -> tuple[Search, list[Trial]]:
     heard: list[Event] = [] if events is None else events
-    search, tasks = Search(context, searched(*texts)), Tasks()
+    search, tasks = Search(content, searched(*texts)), Tasks()
     return search, search_grid(search, Runner(SerialPool(tasks), heard.append, lambda: False), tasks)
 
 
@@ -227,7 +227,7 @@ def test_optuna_suggests_the_same_trials_again_and_gives_up_hopeless_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("optuna")
-    context = table(tmp_path, seeds=[0, 1], rounds=3, data={**table(tmp_path)["data"], "clients": 2})
+    content = table(tmp_path, seeds=[0, 1], rounds=3, data={**table(tmp_path)["data"], "clients": 2})
     texts = (
         "training.learning_rate={from=0.02, to=1, scale=log}",
         "training.epochs={from=1, to=2}",
@@ -235,7 +235,7 @@ def test_optuna_suggests_the_same_trials_again_and_gives_up_hopeless_ones(
     )
 
     def search_again(events: list[Event]) -> list[Trial]:
-        search = Search(context, searched(*texts), steps_needed=False)
+        search = Search(content, searched(*texts), steps_needed=False)
         return search_optuna(search, Runner(SerialPool(), events.append, lambda: False), 10)
 
     events: list[Event] = []
@@ -259,8 +259,8 @@ def test_the_command_prints_trials_and_what_to_run_next(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    context = {key: value for key, value in table(tmp_path).items() if key not in ("name", "directory")}
-    Path("job.toml").write_text(tomli_w.dumps({**context, "workers": 1}))
+    content = {key: value for key, value in table(tmp_path).items() if key not in ("name", "directory")}
+    Path("job.toml").write_text(tomli_w.dumps({**content, "workers": 1}))
     command = ["tune", "job.toml", "rounds=1", "--quiet", "--search", RATES, "--search", "algorithm.mu=[0, 1]"]
     assert main(command) == 0
     out, progress = capsys.readouterr()

@@ -35,14 +35,14 @@ def small_run(
 ) -> Path:
     """A run of six rounds below `folder`, or its first rounds."""
     table = {"directory": str(folder), "rounds": 6, "participation": 0.5, "model": "logistic", "evaluate_every": 1}
-    context = configuration({**table, "data": {"name": data, "clients": 4, "partition": "iid"}})
+    settings = configuration({**table, "data": {"name": data, "clients": 4, "partition": "iid"}})
 
     def stop(event: Event) -> None:
         if event.kind == "round" and event.finished == stop_after:
             raise KeyboardInterrupt
 
     try:
-        run_configured(context, RunName(method, seed), stop)
+        run_configured(settings, RunName(method, seed), stop)
     except KeyboardInterrupt:
         assert stop_after is not None
     return folder / method / f"seed-{seed}"

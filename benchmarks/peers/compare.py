@@ -81,16 +81,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--limit", type=float, default=300, help="seconds after which a framework's turn is ended")
-    context = parser.parse_args()
-    if context.install:
-        install(context.environments)
-    names = context.contenders.split(";")
-    for workload in context.workloads.split(","):
+    arguments = parser.parse_args()
+    if arguments.install:
+        install(arguments.environments)
+    names = arguments.contenders.split(";")
+    for workload in arguments.workloads.split(","):
         turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
         trouble: dict[str, str] = {}
-        for _ in range(context.repeats):
+        for _ in range(arguments.repeats):
             for name in names:
-                found = measure(name, workload, context.environments, ["--rounds", str(context.rounds)], context.limit)
+                found = measure(
+                    name, workload, arguments.environments, ["--rounds", str(arguments.rounds)], arguments.limit
+                )
                 if isinstance(found, str):
                     trouble[name] = found
                 else:

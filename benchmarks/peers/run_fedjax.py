@@ -8,9 +8,9 @@ import workload as w
 
 
 def main() -> None:
-    context = w.arguments(__doc__ or "")
-    threads = "true" if context.cores > 1 else "false"
-    os.environ["XLA_FLAGS"] = f"--xla_cpu_multi_thread_eigen={threads} intra_op_parallelism_threads={context.cores}"
+    arguments = w.arguments(__doc__ or "")
+    threads = "true" if arguments.cores > 1 else "false"
+    os.environ["XLA_FLAGS"] = f"--xla_cpu_multi_thread_eigen={threads} intra_op_parallelism_threads={arguments.cores}"
     import jax
 
     jax.tree_map = jax.tree_util.tree_map  # which this FedJAX calls by the name that JAX has dropped
@@ -20,7 +20,7 @@ def main() -> None:
     from fedjax.algorithms import fed_avg
     from jax.example_libraries import stax
 
-    work = w.WORKLOADS[context.workload]
+    work = w.WORKLOADS[arguments.workload]
     inputs, labels = work.data()
     if len(work.shape) == 3:  # channels last, which is what XLA likes best
         inputs = np.ascontiguousarray(inputs.transpose(0, 1, 3, 4, 2))
@@ -36,7 +36,7 @@ def main() -> None:
             stax.Flatten, dense(128), relu, dense(10),
         ),
     }  # fmt: skip
-    init, apply = stax.serial(*layers[context.workload])
+    init, apply = stax.serial(*layers[arguments.workload])
     _, params = init(jax.random.PRNGKey(0), (-1, *inputs.shape[2:]))
 
     def loss(params, batch, rng):  # type: ignore[no-untyped-def]
@@ -56,7 +56,7 @@ def main() -> None:
     state = algorithm.init(params)
     ends: list[float] = []
     began = w.now()
-    for number in range(context.warm_up + context.rounds):
+    for number in range(arguments.warm_up + arguments.rounds):
         first = number * work.cohort
         chosen = [clients[(first + k) % work.users] for k in range(work.cohort)]
         keys = jax.random.split(jax.random.PRNGKey(number), work.cohort)
@@ -65,7 +65,7 @@ def main() -> None:
         ends.append(w.now())
     flat = inputs.reshape(-1, *inputs.shape[2:])[:2000]
     batch = {"x": flat, "y": labels.reshape(-1)[:2000].astype(np.int32)}
-    w.tell("fedjax", ends, began, context.warm_up, float(loss(state.params, batch, None)), jax=jax.__version__)
+    w.tell("fedjax", ends, began, arguments.warm_up, float(loss(state.params, batch, None)), jax=jax.__version__)
 
 
 if __name__ == "__main__":

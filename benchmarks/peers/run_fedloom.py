@@ -19,35 +19,35 @@ from fedloom.rounds.schedule import Schedule
 from fedloom.task import make_task
 
 if __name__ == "__main__":
-    context = w.arguments(__doc__ or "")
+    arguments = w.arguments(__doc__ or "")
     engine_name = os.environ.get("FEDLOOM_ENGINE", "auto")
-    torch.set_num_threads(context.cores)
+    torch.set_num_threads(arguments.cores)
     keep_pages()
-    work = w.WORKLOADS[context.workload]
+    work = w.WORKLOADS[arguments.workload]
     data = work.data()
     inputs, labels = (torch.from_numpy(part).flatten(0, 1) for part in data)
     samples = Samples(inputs, labels)
     task = make_task(
         Dataset("made", samples, samples[:10], 10),
         partition=Partition.from_sizes(np.arange(len(samples)), [work.samples] * work.users),
-        model=torch_models.model(context.workload),
+        model=torch_models.model(arguments.workload),
         training={"learning_rate": work.learning_rate, "batch_size": work.batch, "momentum": work.momentum},
     )
     began = w.now()
-    rounds = context.warm_up + context.rounds
+    rounds = arguments.warm_up + arguments.rounds
     schedule = Schedule(rounds=rounds, participation=work.cohort / work.users, seed=0, evaluate_every=rounds)
     engine = make_engine(engine_name, task)
     run = Federation(FedAvg(), task, engine, schedule)
     ends: list[float] = []
     run.run(lambda *_: ends.append(w.now()))
-    module = torch_models.model(context.workload)
+    module = torch_models.model(arguments.workload)
     task.layout.load(module, run.algorithm.model())
     probe = (torch.from_numpy(part) for part in work.probe(data))
     w.tell(
         f"fedloom {engine_name}",
         ends,
         began,
-        context.warm_up,
+        arguments.warm_up,
         torch_models.loss_of(module, *probe),
         chosen=engine.chosen.name,
     )

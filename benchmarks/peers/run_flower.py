@@ -18,11 +18,11 @@ from flwr.simulation import run_simulation
 
 
 def main() -> None:
-    context = w.arguments(__doc__ or "")
-    os.environ["PEERS_WORKLOAD"] = context.workload
+    arguments = w.arguments(__doc__ or "")
+    os.environ["PEERS_WORKLOAD"] = arguments.workload
     from flower_client import client
 
-    work = w.WORKLOADS[context.workload]
+    work = w.WORKLOADS[arguments.workload]
     ends: list[float] = []
     last: list[ArrayRecord] = []
 
@@ -38,8 +38,8 @@ def main() -> None:
     @server.main()
     def run(grid: Grid, context: Context) -> None:
         strategy = Timed(fraction_train=work.cohort / work.users, fraction_evaluate=0.0, min_train_nodes=1)
-        initial = ArrayRecord(torch_models.model(context.workload).state_dict())
-        strategy.start(grid=grid, initial_arrays=initial, num_rounds=context.warm_up + context.rounds)
+        initial = ArrayRecord(torch_models.model(arguments.workload).state_dict())
+        strategy.start(grid=grid, initial_arrays=initial, num_rounds=arguments.warm_up + arguments.rounds)
 
     began = w.now()
     run_simulation(
@@ -47,15 +47,15 @@ def main() -> None:
         client,
         num_supernodes=work.users,
         backend_config={
-            "client_resources": {"num_cpus": max(1, context.cores // context.processes)},
-            "init_args": {"num_cpus": context.cores, "include_dashboard": False},
+            "client_resources": {"num_cpus": max(1, arguments.cores // arguments.processes)},
+            "init_args": {"num_cpus": arguments.cores, "include_dashboard": False},
         },
     )
-    module = torch_models.model(context.workload)
+    module = torch_models.model(arguments.workload)
     module.load_state_dict(last[0].to_torch_state_dict())
     probe = (torch.from_numpy(part) for part in work.probe(work.data()))
     loss = torch_models.loss_of(module, *probe)
-    w.tell(f"flower, {context.processes} actor(s)", ends, began, context.warm_up, loss)
+    w.tell(f"flower, {arguments.processes} actor(s)", ends, began, arguments.warm_up, loss)
 
 
 if __name__ == "__main__":

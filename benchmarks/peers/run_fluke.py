@@ -30,9 +30,9 @@ class Clock(FederationObserver):
 
 
 def main() -> None:
-    context = w.arguments(__doc__ or "")
-    torch.set_num_threads(context.cores)
-    work = w.WORKLOADS[context.workload]
+    arguments = w.arguments(__doc__ or "")
+    torch.set_num_threads(arguments.cores)
+    work = w.WORKLOADS[arguments.workload]
     data = work.data()
     inputs, labels = (torch.from_numpy(part) for part in data)
     clients = [
@@ -53,16 +53,16 @@ def main() -> None:
             scheduler=DDict(name="StepLR", step_size=10**6, gamma=1.0),
         ),
         server=DDict(weighted=True),
-        model=torch_models.model(context.workload),
+        model=torch_models.model(arguments.workload),
     )
     container = DummyDataContainer(clients, [None] * work.users, None, 10)
     algorithm = FedAVG(work.users, DataSplitter(container), settings)
     clock = Clock()
     algorithm.set_callbacks(clock)
     began = w.now()
-    algorithm.run(context.warm_up + context.rounds, work.cohort / work.users, finalize=False)
+    algorithm.run(arguments.warm_up + arguments.rounds, work.cohort / work.users, finalize=False)
     probe = (torch.from_numpy(part) for part in work.probe(data))
-    w.tell("fluke", clock.ends, began, context.warm_up, torch_models.loss_of(algorithm.server.model, *probe))
+    w.tell("fluke", clock.ends, began, arguments.warm_up, torch_models.loss_of(algorithm.server.model, *probe))
 
 
 if __name__ == "__main__":

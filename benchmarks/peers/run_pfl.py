@@ -14,11 +14,17 @@ from torch.nn import functional as F
 
 
 def main() -> None:
-    context = w.arguments(__doc__ or "")
-    if context.processes > 1 and "LOCAL_RANK" not in os.environ:
-        launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={context.processes}", "--no_python"]
+    arguments = w.arguments(__doc__ or "")
+    if arguments.processes > 1 and "LOCAL_RANK" not in os.environ:
+        launch = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nproc_per_node={arguments.processes}",
+            "--no_python",
+        ]
         sys.exit(subprocess.call([*launch, sys.executable, *sys.argv]))
-    torch.set_num_threads(max(1, context.cores // context.processes))
+    torch.set_num_threads(max(1, arguments.cores // arguments.processes))
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.algorithm.base import NNAlgorithmParams
     from pfl.algorithm.federated_averaging import FederatedAveraging
@@ -29,10 +35,10 @@ def main() -> None:
     from pfl.metrics import Metrics, Weighted
     from pfl.model.pytorch import PyTorchModel
 
-    work = w.WORKLOADS[context.workload]
+    work = w.WORKLOADS[arguments.workload]
     data = work.data()
     inputs, labels = (torch.from_numpy(part) for part in data)
-    kind = torch_models.MODELS[context.workload]
+    kind = torch_models.MODELS[arguments.workload]
 
     class Trained(kind):  # type: ignore[misc, valid-type]
         def loss(self, x, y):  # type: ignore[no-untyped-def]
@@ -64,7 +70,7 @@ def main() -> None:
             ends.append(w.now())
             return False, Metrics()
 
-    rounds = context.warm_up + context.rounds
+    rounds = arguments.warm_up + arguments.rounds
     began = w.now()
     FederatedAveraging().run(
         algorithm_params=NNAlgorithmParams(
@@ -85,7 +91,7 @@ def main() -> None:
     if int(os.environ.get("RANK", 0)) == 0:
         probe = (torch.from_numpy(part) for part in work.probe(data))
         loss = torch_models.loss_of(module, *probe)
-        w.tell(f"pfl, {context.processes} process(es)", ends, began, context.warm_up, loss)
+        w.tell(f"pfl, {arguments.processes} process(es)", ends, began, arguments.warm_up, loss)
 
 
 if __name__ == "__main__":
