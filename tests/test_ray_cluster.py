@@ -85,7 +85,7 @@ def test_a_node_killed_in_a_round_changes_no_bit(cluster: Any, expected: bytes, 
     run = begun(tmp_path, cluster, workers=3)
     at_round(2, tmp_path, run)
     cluster.remove_node(sorted(cluster.worker_nodes, key=id)[0], allow_graceful=False)
-    _, told = run.communicate()
+    _, told = run.communicate(timeout=600)
     assert run.returncode == 0, told
     assert model(tmp_path) == expected
 
@@ -94,7 +94,7 @@ def test_after_the_loss_of_the_head_the_same_command_goes_on(cluster: Any, expec
     run = begun(tmp_path, cluster, workers=2)
     at_round(2, tmp_path, run)
     cluster.remove_node(cluster.head_node, allow_graceful=False)
-    _, told = run.communicate()
+    _, told = run.communicate(timeout=600)
     assert run.returncode == 1
     assert told.count("start it again, and the same command goes on from the last checkpoint") == 1
     reached = max(int(path.stem.rpartition("-")[2]) for path in tmp_path.glob("**/checkpoint-*.safetensors"))
@@ -102,7 +102,7 @@ def test_after_the_loss_of_the_head_the_same_command_goes_on(cluster: Any, expec
     another = start(1)
     try:
         run = begun(tmp_path, another, workers=1)
-        _, told = run.communicate()
+        _, told = run.communicate(timeout=600)
     finally:
         another.shutdown()
     assert run.returncode == 0, told

@@ -91,7 +91,7 @@ _GUARD = """
 read -r word
 [ -n "$word" ] && exit
 sleep 1
-if kill -0 "$1" 2>/dev/null && ! grep -q "^State:.*Z" "/proc/$1/status" 2>/dev/null; then
+if { kill -0 "$1" 2>/dev/null || [ -e "/proc/$1" ]; } && ! grep -q "^State:.*Z" "/proc/$1/status" 2>/dev/null; then
     [ $# -lt 4 ] && exit
     "$4" -c "$5" 2>/dev/null && exit
 fi
@@ -232,12 +232,15 @@ def _guard_of(ray: Any, address: str) -> subprocess.Popen[bytes] | None:
     node = ray._private.worker._global_node
     if node is None or not hasattr(socket, "SO_PEERCRED"):
         return None
-    with socket.socket(socket.AF_UNIX) as raylet:
-        raylet.connect(node.raylet_socket_name)
-        peer, *_ = struct.unpack("3i", raylet.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    try:
+        with socket.socket(socket.AF_UNIX) as raylet:
+            raylet.connect(node.raylet_socket_name)
+            found = raylet.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    except OSError:
+        return None
     host, _, port = node.gcs_address.rpartition(":")
     probe = f"import socket; socket.create_connection(({host.strip('[]')!r}, {port}), {PROBE_SECONDS})"
-    return start_guard(peer, _LOST % quoted(address), "", sys.executable, probe)
+    return start_guard(struct.unpack("3i", found)[0], _LOST % quoted(address), "", sys.executable, probe)
 
 
 def _probe(address: str) -> None:
