@@ -72,16 +72,24 @@ def naive_fedmr(
     tolerance: float | None = None,
 ) -> list[State]:
     """The global model after each round; with a `tolerance` the share of averaging is that of `blend="auto"`."""
+
+    def variance(models: list[State]) -> float:
+        center = average(models, uniform(range(len(models))))
+        distances = [float(((model[n] - center[n]) ** 2).sum()) for model in models for n in parameters]
+        return sum(distances) / len(models)
+
     pool = [world.initial() for _ in selected[0]]
     models = []
     for number, clients in enumerate(selected, start=1):
         missing = absent[number - 1] if absent else set()
-        uploads = []
+        sent, uploads = [dict(model) for model in pool], []
         for k, client in enumerate(clients):
             if client not in missing:
                 run = train(pool[k], number, client) if train else world.train(pool[k], number, client)[0]
                 pool[k] = run
                 uploads.append(run)
+        parameters = [name for name, _ in world.at(world.initial()).named_parameters()]
+        gained = [{name: new[name] - old[name] for name in parameters} for new, old in zip(pool, sent, strict=True)]
         pool = naive_recombine(pool, units, stream(world.seed, "recombine", round=number))
         for name, tensor in world.initial().items():
             if not tensor.is_floating_point():  # counters of batches: their maximum goes to everybody
@@ -91,13 +99,10 @@ def naive_fedmr(
         share = blend(number)
         if tolerance is not None:
             here = [client for client in clients if client not in missing]
-            center = average(pool, uniform(clients))
             mean = average(uploads, shares(world, here))
             start = world.initial()
-            parameters = [name for name, _ in world.at(start).named_parameters()]
             common = sum(float(((mean[n] - start[n]) ** 2).sum()) for n in parameters)
-            spread = sum(float(((model[n] - center[n]) ** 2).sum()) for model in pool for n in parameters) / len(pool)
-            share = max(0.0, 1 - tolerance * common / spread)
+            share = max(0.0, 1 - (tolerance * common) ** 2 / (variance(pool) * variance(gained)))
         for model in pool:
             for name in mean:
                 if mean[name].is_floating_point():
@@ -258,14 +263,19 @@ def test_a_chosen_blend_bounds_the_spread_and_knows_no_scale(
     generator = torch.Generator().manual_seed(seed)
     pool = torch.randn(count, 7, generator=generator, dtype=torch.float64)
     initial = torch.randn(7, generator=generator, dtype=torch.float64)
+    sent = pool + torch.randn(count, 7, generator=generator, dtype=torch.float64)
     average = pool.mean(0)
-    share = auto_blend(pool, average, initial, 5, tolerance)
+    share = auto_blend(pool, sent, average, initial, 5, tolerance)
     assert 0 <= share <= 1
+    gained = float(total_variance((pool - sent)[:, :5]))
+    assert float(total_variance(pool[:, :5], since=sent[:, :5])) == pytest.approx(gained)
     after, common = pool.lerp(average, share)[:, :5], float((average - initial)[:5].square().sum())
-    assert float(total_variance(after)) <= tolerance * common * (1 + 1e-9) + 1e-12
-    assert auto_blend(scale * pool, scale * average, scale * initial, 5, tolerance) == pytest.approx(share, abs=1e-9)
-    shuffled = recombine(pool, [(slice(0, 3),), (slice(3, 7),)], generator)
-    assert auto_blend(shuffled, average, initial, 5, tolerance) == pytest.approx(share, abs=1e-9)
+    assert float(total_variance(after)) * gained <= (tolerance * common) ** 2 * (1 + 1e-9) + 1e-12
+    scaled = auto_blend(scale * pool, scale * sent, scale * average, scale * initial, 5, tolerance)
+    assert scaled == pytest.approx(share, abs=1e-9)
+    units = [(slice(0, 3),), (slice(3, 7),)]
+    shuffled, before = (recombine(rows, units, torch.Generator().manual_seed(seed)) for rows in (pool, sent))
+    assert auto_blend(shuffled, before, average, initial, 5, tolerance) == pytest.approx(share, abs=1e-9)
 
 
 @pytest.mark.parametrize(

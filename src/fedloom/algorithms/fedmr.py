@@ -85,17 +85,20 @@ class FedMR(Indep):
     FedMR, 1 is FedAvg with equal weights from the next round on (a combination that the paper leaves open). It is a share, or
     [round, share] pairs, linear in between and constant outside: `blend=[[1, 1.0], [100, 0.0]]`.
 
-    `blend="auto"` lets the server choose b in each round from the pool alone, without data or traffic. With w_0 the model that
-    all started from, w_k the uploads, m their mean weighted by samples (FedAvg's model) and w their plain mean, over the
-    trainable parameters:
+    `blend="auto"` lets the server choose b in each round from what it sent and received, without data or traffic. With w_0 the
+    model that all started from, w_k the uploads, v_k what was sent for them, m the mean of the uploads weighted by samples
+    (FedAvg's model), and var(x) = (1/K) sum_k |x_k - mean(x)|^2, over the trainable parameters:
 
-        T = |m - w_0|^2,   S = (1/K) sum_k |w_k - w|^2,   b = max(0, 1 - tolerance T / S),   pool[k] <- (1 - b) pool[k] + b m
+        T = |m - w_0|^2,   S = var(w),   U = var(w - v),
+        b = max(0, 1 - (tolerance T)^2 / (S U)),   pool[k] <- (1 - b) pool[k] + b m
 
-    T is what the models have learned in common, S what each has learned by itself. The mean of the pool keeps the first and
-    loses the second, so it stops being a model where S is not small beside T: long steps, clients that differ much, the first
-    rounds. Blending divides the spread by (1 - b)^-2, which leaves (tolerance T / S) tolerance T of it: never more than
-    `tolerance` times T, and the less the further the pool has come apart. Once S is below that bound, b is 0 and the method
-    is FedMR. A tolerance of 0 is FedAvg. The figure `blend` records b.
+    T is what the models have learned in common, S what each has learned by itself, U the part of it that this round added. The
+    mean of the pool keeps T and loses S, so it stops being a model where S is not small beside T; and how small it must be
+    depends on how far training has come: models that part early end in different minima, models that part late in one. U / T,
+    which falls as training settles, tells early from late. So the geometric mean of S and U is held below `tolerance` times T:
+    blending multiplies S by (1 - b)^2, so that S U becomes (tolerance T)^4 / (S U), the less the further the pool has come apart.
+    Where S U is below (tolerance T)^2, as once rounds add little, b is 0 and the method is FedMR. A tolerance of 0 is FedAvg,
+    and 0.02 keeps more of what recombination wins but no longer holds every pool. The figure `blend` records b.
     Source: Hu et al., arXiv 2208.07677, algorithm 1; KDD 2024.
     Use it when clients' labels are skewed and averaging stalls in sharp minima; give it rounds, or averaging first
     (`stages`).
@@ -104,7 +107,7 @@ class FedMR(Indep):
     unit: UnitKind = "layer"
     fraction: Share = 1.0
     blend: Blend = 0.0
-    tolerance: NonNegative = 0.05
+    tolerance: NonNegative = 0.01
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -128,16 +131,17 @@ class FedMR(Indep):
             self.state |= {"initial": plan.initial.clone(), "blend": torch.zeros(1, dtype=torch.float64)}
 
     def receive(self, round: Round, replies: Replies) -> None:
+        sent = self.state["pool"]
         average = weighted_mean(replies["model"], replies.weights) if self.blend == "auto" else None
         super().receive(round, replies)
-        units = self.layout.units(self.unit, self.fraction)
-        # The matrix is this round's own, made by the federation for the replies: nobody else holds it.
-        pool = recombine_(self.state["pool"], units, round.stream("recombine"))
+        pool = self.state["pool"]
         if average is None:
             share = blend_at(self.blend, round.number)
         else:
-            share = auto_blend(pool, average, self.state["initial"], self.layout.trainable, self.tolerance)
+            share = auto_blend(pool, sent, average, self.state["initial"], self.layout.trainable, self.tolerance)
             self.state["blend"] = torch.tensor([share], dtype=torch.float64)
+        # The matrix is this round's own, made by the federation for the replies: nobody else holds it.
+        recombine_(pool, self.layout.units(self.unit, self.fraction), round.stream("recombine"))
         if share > 0:
             pool.lerp_(pool.mean(0) if average is None else average, share)
 
@@ -146,12 +150,13 @@ class FedMR(Indep):
         return super().diagnose() | chosen
 
 
-def auto_blend(pool: Tensor, average: Tensor, initial: Tensor, trainable: int, tolerance: float) -> float:
-    """b = max(0, 1 - tolerance T / S) over the first `trainable` numbers of the pool `[K, P]`, whose models started from
-    `initial [P]` and average to `average [P]` (`FedMR`); recombination changes none of it. 0 for models that are all equal."""
-    common = float((average - initial)[:trainable].square().sum())
-    spread = float(total_variance(pool[:, :trainable]))
-    return max(0.0, 1.0 - tolerance * common / spread) if spread > 0 else 0.0
+def auto_blend(pool: Tensor, sent: Tensor, average: Tensor, initial: Tensor, trainable: int, tolerance: float) -> float:
+    """b = max(0, 1 - (tolerance T)^2 / (S U)) over the first `trainable` numbers of the pool `[K, P]` (`FedMR`): of models that
+    were `sent [K, P]`, started from `initial [P]` and average to `average [P]`. 0 where all are equal or have gained the same."""
+    bound = tolerance * float((average - initial)[:trainable].square().sum())
+    pool, sent = pool[:, :trainable], sent[:, :trainable]
+    spread = float(total_variance(pool)) * float(total_variance(pool, since=sent))
+    return max(0.0, 1.0 - bound * bound / spread) if spread > 0 else 0.0
 
 
 def blend_at(blend: Blend, number: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, repeat
 
 import torch
 from torch import Tensor
@@ -103,11 +103,14 @@ def mean_cosine_similarity(rows: Tensor) -> Tensor:
     return mean.clamp(-1, 1).to(rows.dtype)
 
 
-def total_variance(rows: Tensor) -> Tensor:
-    """(1/K) sum_k |rows[k] - mean|^2 of `[K, P]`: the mean squared distance of the models from their mean."""
+def total_variance(rows: Tensor, since: Tensor | None = None) -> Tensor:
+    """(1/K) sum_k |rows[k] - mean|^2 of `[K, P]`: the mean squared distance of the models from their mean; with `since [K, P]`,
+    of what each has gained since it was that."""
     spread = torch.zeros((), dtype=rows.dtype, device=rows.device)
-    for block in _blocks(rows):
-        spread += (block - block.mean(0)).square_().sum()
+    earlier: Iterator[Tensor | float] = repeat(0.0) if since is None else _blocks(since)
+    for block, before in zip(_blocks(rows), earlier, strict=False):
+        gained = block - before
+        spread += (gained - gained.mean(0)).square_().sum()
     return spread / len(rows)
 
 
