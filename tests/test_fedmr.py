@@ -73,6 +73,8 @@ def naive_fedmr(
 ) -> list[State]:
     """The global model after each round; with a `tolerance` the share of averaging is that of `blend="auto"`."""
 
+    parameters = [name for name, _ in world.at(world.initial()).named_parameters()]
+
     def variance(models: list[State]) -> float:
         center = average(models, uniform(range(len(models))))
         distances = [float(((model[n] - center[n]) ** 2).sum()) for model in models for n in parameters]
@@ -82,14 +84,13 @@ def naive_fedmr(
     models = []
     for number, clients in enumerate(selected, start=1):
         missing = absent[number - 1] if absent else set()
-        sent, uploads = [dict(model) for model in pool], []
+        sent, uploads = list(pool), []
         for k, client in enumerate(clients):
             if client not in missing:
                 run = train(pool[k], number, client) if train else world.train(pool[k], number, client)[0]
                 pool[k] = run
                 uploads.append(run)
-        parameters = [name for name, _ in world.at(world.initial()).named_parameters()]
-        gained = [{name: new[name] - old[name] for name in parameters} for new, old in zip(pool, sent, strict=True)]
+        trained = pool
         pool = naive_recombine(pool, units, stream(world.seed, "recombine", round=number))
         for name, tensor in world.initial().items():
             if not tensor.is_floating_point():  # counters of batches: their maximum goes to everybody
@@ -101,6 +102,7 @@ def naive_fedmr(
             here = [client for client in clients if client not in missing]
             mean = average(uploads, shares(world, here))
             start = world.initial()
+            gained = [{n: new[n] - old[n] for n in parameters} for new, old in zip(trained, sent, strict=True)]
             common = sum(float(((mean[n] - start[n]) ** 2).sum()) for n in parameters)
             share = max(0.0, 1 - (tolerance * common) ** 2 / (variance(pool) * variance(gained)))
         for model in pool:

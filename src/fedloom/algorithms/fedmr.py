@@ -131,15 +131,16 @@ class FedMR(Indep):
             self.state |= {"initial": plan.initial.clone(), "blend": torch.zeros(1, dtype=torch.float64)}
 
     def receive(self, round: Round, replies: Replies) -> None:
-        sent = self.state["pool"]
-        average = weighted_mean(replies["model"], replies.weights) if self.blend == "auto" else None
-        super().receive(round, replies)
-        pool = self.state["pool"]
-        if average is None:
-            share = blend_at(self.blend, round.number)
-        else:
-            share = auto_blend(pool, sent, average, self.state["initial"], self.layout.trainable, self.tolerance)
+        pool = replies.by_slot("model", self.state["pool"])
+        if self.blend == "auto":
+            average = weighted_mean(replies["model"], replies.weights)
+            share = auto_blend(
+                pool, self.state["pool"], average, self.state["initial"], self.layout.trainable, self.tolerance
+            )
             self.state["blend"] = torch.tensor([share], dtype=torch.float64)
+        else:
+            average, share = None, blend_at(self.blend, round.number)
+        self.state["pool"] = pool  # what was sent is let go before the recombination, which needs memory of its own
         # The matrix is this round's own, made by the federation for the replies: nobody else holds it.
         recombine_(pool, self.layout.units(self.unit, self.fraction), round.stream("recombine"))
         if share > 0:

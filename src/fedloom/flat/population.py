@@ -107,9 +107,9 @@ def total_variance(rows: Tensor, since: Tensor | None = None) -> Tensor:
     """(1/K) sum_k |rows[k] - mean|^2 of `[K, P]`: the mean squared distance of the models from their mean; with `since [K, P]`,
     of what each has gained since it was that."""
     spread = torch.zeros((), dtype=rows.dtype, device=rows.device)
-    earlier: Iterator[Tensor | float] = repeat(0.0) if since is None else _blocks(since)
+    earlier: Iterator[Tensor | None] = repeat(None) if since is None else _blocks(since)
     for block, before in zip(_blocks(rows), earlier, strict=False):
-        gained = block - before
+        gained = block if before is None else block - before
         spread += (gained - gained.mean(0)).square_().sum()
     return spread / len(rows)
 
