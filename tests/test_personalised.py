@@ -17,6 +17,7 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import InvalidValue
+from fedloom.local.cohort import Cohort
 from fedloom.randomness import stream
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -190,6 +191,27 @@ def test_fedrep_without_head_epochs_leaves_the_heads() -> None:
     for row in run.moments[-1].personal:
         assert torch.equal(row[head], vector(world.module)[head])
     assert not torch.allclose(run.moments[-1].parameters[:-15], vector(world.module)[:-15])
+
+
+def test_one_pass_through_the_base_serves_all_epochs_of_fedreps_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = everybody()
+    method, passes, moments = build("fedrep(head_epochs=4)"), [], []
+    featured = Cohort.featured
+    for look in (featured, lambda cohort, rows: None):  # the second leaves every epoch its own passes
+        seen: list[bool] = []
+        monkeypatch.setattr(Cohort, "featured", lambda *given, look=look, seen=seen: note(look(*given), seen))
+        moments.append(world.run(method).moments[-1])
+        passes.append(seen)
+    assert passes[0]
+    assert all(passes[0])
+    assert passes[1] == [False] * len(passes[0])
+    same(moments[0].personal, moments[1].personal)
+    torch.testing.assert_close(moments[0].parameters, moments[1].parameters)
+
+
+def note(found: Cohort | None, seen: list[bool]) -> Cohort | None:
+    seen.append(found is not None)
+    return found
 
 
 def test_fedfomo_with_itself_alone_is_local_training_on_its_training_part() -> None:

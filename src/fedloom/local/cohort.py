@@ -99,7 +99,7 @@ class Cohort:
 
     def featured(self, rows: Tensor) -> Cohort | None:
         """The same clients with what enters the classifier of their model `[k, P]` in place of their inputs, for work on the
-        classifier alone (`head_loss`). None where features are not a function of each sample alone."""
+        classifier alone (`head_loss`). None where features are not a function of each sample alone, or that saves no time."""
         if self.training.augmentation != "none":
             return None
         seen = []
