@@ -17,7 +17,7 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import InvalidValue
-from fedloom.local.cohort import Cohort
+from fedloom.flat.module import FlatModule
 from fedloom.randomness import stream
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -195,23 +195,21 @@ def test_fedrep_without_head_epochs_leaves_the_heads() -> None:
 
 def test_one_pass_through_the_base_serves_all_epochs_of_fedreps_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     world = everybody()
-    method, passes, moments = build("fedrep(head_epochs=4)"), [], []
-    featured = Cohort.featured
-    for look in (featured, lambda cohort, rows: None):  # the second leaves every epoch its own passes
-        seen: list[bool] = []
-        monkeypatch.setattr(Cohort, "featured", lambda *given, look=look, seen=seen: note(look(*given), seen))
-        moments.append(world.run(method).moments[-1])
-        passes.append(seen)
-    assert passes[0]
-    assert all(passes[0])
-    assert passes[1] == [False] * len(passes[0])
-    same(moments[0].personal, moments[1].personal)
-    torch.testing.assert_close(moments[0].parameters, moments[1].parameters)
+    passed = []
+    whole = FlatModule.features
 
+    def counted(module: FlatModule, rows: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor | None:
+        found = whole(module, rows, inputs)
+        passed.append(0 if found is None else inputs.shape[1])
+        return found
 
-def note(found: Cohort | None, seen: list[bool]) -> Cohort | None:
-    seen.append(found is not None)
-    return found
+    monkeypatch.setattr(FlatModule, "features", counted)
+    once = world.run(build("fedrep(head_epochs=4)")).moments[-1]
+    assert sum(passed) == world.rounds * sum(world.sizes)
+    monkeypatch.setattr(FlatModule, "features", lambda *_: None)
+    by_epoch = world.run(build("fedrep(head_epochs=4)")).moments[-1]
+    same(once.personal, by_epoch.personal)
+    torch.testing.assert_close(once.parameters, by_epoch.parameters)
 
 
 def test_fedfomo_with_itself_alone_is_local_training_on_its_training_part() -> None:

@@ -18,7 +18,7 @@ from fedloom.config.fields import Count, NonNegative, Probability
 from fedloom.data.dataset import Samples
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Unit
-from fedloom.flat.module import Batch, data_loss, head_loss
+from fedloom.flat.module import Batch, LossFn, data_loss
 from fedloom.local.cohort import Cohort
 from fedloom.models.structure import block_parameters, head_name
 
@@ -173,13 +173,11 @@ class Ala(Wrapper):
         first: Tensor,
     ) -> tuple[Tensor, list[Tensor]]:
         """The blending weights after learning, and the loss of each epoch. `first [k]`: whose initial stage this is."""
-        part, loss_fn = cohort.subset(self._choose, "ala"), data_loss
+        loss_fn: LossFn = data_loss
+        part = cohort.subset(self._choose, "ala")
         head = head_name(cohort.module)
         if top == cohort.layout.unit(lambda part: f"{part.layer}.".startswith(f"{head}.".lstrip("."))):
-            # Everything below the classifier is held fixed, so that one forward pass serves every epoch.
-            featured = part.featured(whole)
-            if featured is not None:
-                part, loss_fn = featured, head_loss
+            part, loss_fn = part.for_classifier(whole)
 
         def step(state: dict[str, Tensor], batch: Batch) -> Tensor:
             loss, gradient = part.partial_gradient(state["model"], batch, loss_fn)

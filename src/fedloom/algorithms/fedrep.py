@@ -10,7 +10,6 @@ from fedloom.algorithm import Message, algorithms
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.config.fields import NonNegativeInt
 from fedloom.errors import InvalidValue
-from fedloom.flat.module import data_loss, head_loss
 from fedloom.local.cohort import Cohort
 from fedloom.models.structure import head_name, layer_finder
 
@@ -41,8 +40,6 @@ class FedRep(PartlyShared):
         layout, head = cohort.layout, self.private(cohort.module)
         if self.head_epochs:
             own = layout.unit(lambda part: part.layer in head)
-            # The base is held fixed, so that where it keeps no statistics one forward pass serves every epoch of the head.
-            featured = cohort.featured(start) if self.head_epochs > 1 else None
-            part, loss_fn = (cohort, data_loss) if featured is None else (featured, head_loss)
+            part, loss_fn = cohort.for_classifier(start)
             start = part.fit(start, loss_fn=loss_fn, only=own, purpose="head", epochs=self.head_epochs).model
         return cohort.fit(start, only=layout.unit(lambda part: part.layer not in head)).model

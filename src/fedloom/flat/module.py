@@ -70,7 +70,7 @@ def data_loss(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
 
 
 def head_loss(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
-    """The same for a batch whose inputs are features (`Cohort.featured`)."""
+    """The same for a batch whose inputs are what enters the classifier (`Cohort.for_classifier`)."""
     return net.objective.loss(net.head(batch.inputs), batch.labels)
 
 

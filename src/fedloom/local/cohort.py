@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fedloom.config.rates import CONSTANT
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.flat.layout import Layout, Unit
-from fedloom.flat.module import Batch, FlatModule, LossFn, data_loss
+from fedloom.flat.module import Batch, FlatModule, LossFn, data_loss, head_loss
 from fedloom.local.batches import ClientLoader, LockStep, alone, together
 from fedloom.local.optimizer import Context as Context
 from fedloom.local.optimizer import Correction as Correction
@@ -97,11 +97,12 @@ class Cohort:
         part.metrics = self.metrics
         return part
 
-    def featured(self, rows: Tensor) -> Cohort | None:
-        """The same clients with what enters the classifier of their model `[k, P]` in place of their inputs, for work on the
-        classifier alone (`head_loss`). None where features are not a function of each sample alone, or that saves no time."""
+    def for_classifier(self, rows: Tensor) -> tuple[Cohort, LossFn]:
+        """What to train the classifiers of models `[k, P]` with, their bases held fixed: the same clients with what enters the
+        classifier in place of their inputs, so that one forward pass serves every epoch, and the loss of that; or, where it is
+        not a function of each sample alone or would save no time, these clients and the data loss."""
         if self.training.augmentation != "none":
-            return None
+            return self, data_loss
         seen = []
         for place, held in enumerate(self._samples):
             found = []
@@ -109,10 +110,10 @@ class Cohort:
                 inputs = self._dataset.prepare(held[first : first + FEATURES_AT_ONCE].inputs)
                 features = self.flat_module.features(rows[place : place + 1], inputs.unsqueeze(0))
                 if features is None:
-                    return None
+                    return self, data_loss
                 found.append(features[0])
             seen.append(Samples(torch.cat(found), held.labels))
-        return self._with(seen)
+        return self._with(seen), head_loss
 
     @property
     def labels(self) -> list[Tensor]:
