@@ -60,7 +60,7 @@ def settings(resolved: Mapping[str, Any]) -> dict[str, Any]:
 
 def differences(cell: PaperCell, run: RunSummary) -> dict[str, Any]:
     """The settings of the run that are not those of the cell."""
-    whole = configuration({**cell.setting.table(cell.setting.rounds), "algorithm": cell.algorithm})
+    whole = configuration({**cell.setting.table(run.configuration["rounds"]), "algorithm": cell.algorithm})
     expected, own = settings(whole.resolved(cell.algorithm, run.seed)), settings(run.configuration)
     return {key: own[key] for key in own if key in expected and key not in APART and own[key] != expected[key]}
 
