@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import groupby, pairwise, product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,16 +137,17 @@ def tables(done: dict[Cell, dict[str, Any]]) -> None:
     print(f"{sum(cell in done for cell in cells)} of {len(cells)} runs\n")
     methods = dict.fromkeys(cell.method for cell in cells)
     rows: dict[tuple[str, str, float, str], dict[str, list[dict[str, Any]]]] = {}
-    for cell in sorted(cells, key=lambda one: (one.data, one.model, one.noise, one.partition)):
+    for cell in cells:
         if cell in done:
             row = rows.setdefault((cell.data, cell.model, cell.noise, cell.partition), {name: [] for name in methods})
             row[cell.method].append(done[cell])
+    ordered = sorted(rows.items(), key=itemgetter(0))
     header = ["data", "model", "replaced", "partition", *methods]
     print(f"| {' | '.join(header)} |\n|{' --- |' * len(header)}")
-    for (data, model, noise, partition), by_method in rows.items():
+    for (data, model, noise, partition), by_method in ordered:
         means = [summary(runs, by_method["fedavg"])["last ten"] for runs in by_method.values()]
         print(f"| {data} | `{model}` | {noise:.0%} | {partition} | {' | '.join(means)} |")
-    for (data, model, noise), block in groupby(rows.items(), lambda one: one[0][:3]):
+    for (data, model, noise), block in groupby(ordered, lambda one: one[0][:3]):
         print(f"\n{data}, `{model}`, {noise:.0%} of the labels replaced:\n")
         told = [
             {"partition": key[3], "method": method, **summary(runs, by_method["fedavg"])}

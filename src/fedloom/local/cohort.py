@@ -101,7 +101,9 @@ class Cohort:
         """What to train the classifiers of models `[k, P]` with, their bases held fixed: the same clients with what enters the
         classifier in place of their inputs, so that one forward pass serves every epoch, and the loss of that; or, where it is
         not a function of each sample alone or would save no time, these clients and the data loss."""
-        if self.training.augmentation != "none":
+        # Batched products through all linear layers take less time (0.85) than the classifier alone under vmap.
+        products = self.flat_module.heeds_share(data_loss)
+        if products or self.training.augmentation != "none":
             return self, data_loss
         seen = []
         for place, held in enumerate(self._samples):
