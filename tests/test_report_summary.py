@@ -177,17 +177,18 @@ def test_methods_are_ranked_and_tested_by_the_seconds_to_a_target() -> None:
 
     never = [timed("never", 0, 1.0), timed("never", 1, 1.0, reaches=9)]  # fast, but not with every seed
     slow, fast = ([timed(name, seed, pace) for seed in (0, 1)] for name, pace in (("slow", 20.0), ("fast", 10.0)))
+    late = [timed("never", seed, 15.0) for seed in (0, 1)]
     sheets = [
         sheet([*slow, *fast, *more], [0.8], measure="seconds", setting=name, changes={"rounds": name})
-        for name, more in (("one", never), ("two", [timed("never", seed, 15.0) for seed in (0, 1)]))
+        for name, more in (("one", never), ("two", late), ("three", never))
     ]
     table = overall(sheets)
     assert [[cell.value for cell in line] for line in table.lines] == [
-        ["slow", pytest.approx(60.005), pytest.approx(60.005), 2.5],
-        ["fast", pytest.approx(30.005), pytest.approx(30.005), 1.0],
-        ["never", None, pytest.approx(45.005), 2.5],
+        ["slow", *[pytest.approx(60.005)] * 3, pytest.approx(7 / 3)],
+        ["fast", *[pytest.approx(30.005)] * 3, 1.0],
+        ["never", None, pytest.approx(45.005), None, pytest.approx(8 / 3)],
     ]
-    assert table.best_lines == [set(), {1}, {1}, {1}]
+    assert table.best_lines == [set(), {1}, {1}, {1}, {1}]
     assert sheets[0].criterion.name == "seconds to 80 %"
     (found,) = sheets[0].tests["seconds"]  # of those that got there with every seed
     assert (found.method, found.other, found.mean) == ("slow", "fast", pytest.approx(30.0))

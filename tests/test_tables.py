@@ -33,7 +33,7 @@ from fedloom.papers.result_table import CellResult
 from fedloom.papers.result_table import to_latex as paper_latex
 from fedloom.report.export import differences_to_csv, escape_latex, to_csv, to_data, to_latex, to_markdown
 from fedloom.report.page import NO_BREAK, render
-from fedloom.report.sheet import NOT_SIGNIFICANT, T_TEST_ONLY, Sheet, overall, reading, sheet
+from fedloom.report.sheet import NOT_SIGNIFICANT, T_TEST_ONLY, Sheet, caption, overall, reading, sheet
 from fedloom.report.significance import (
     FLIPS,
     comparisons,
@@ -213,7 +213,7 @@ def test_fairness_is_read_from_the_clients_own_models_or_else_the_global_one() -
 
 
 def several() -> list[Sheet]:
-    """Two settings of three methods with three seeds."""
+    """Three settings of three methods with three seeds."""
     return [
         sheet(
             methods(3, **{"fedavg": 0.0, "ala(fedavg, s=80)": shift, "a_b|c": 0.1}),
@@ -222,28 +222,34 @@ def several() -> list[Sheet]:
             setting=f"data.partition={name}",
             changes={"data.partition": name},
         )
-        for name, shift in (("iid", 0.1), ("dirichlet(0.1)", 0.2))
+        for name, shift in (("iid", 0.1), ("dirichlet(0.1)", 0.2), ("dirichlet(1.0)", 0.3))
     ]
 
 
 def test_one_table_over_all_settings_ranks_the_methods() -> None:
-    table = overall(several())
-    assert [column.title for column in table.columns] == ["Method", "iid", "dirichlet(0.1)", "Mean rank"]
-    means = [[float(str(line[k].value)) for line in table.lines] for k in (1, 2)]
+    table, titles = overall(several()), ["Method", "iid", "dirichlet(0.1)", "dirichlet(1.0)"]
+    assert [column.title for column in table.columns] == [*titles, "Mean rank"]
+    means = [[float(str(line[k].value)) for line in table.lines] for k in (1, 2, 3)]
     ranks = [[1 + sum(other > mean for other in column) for mean in column] for column in means]
-    assert [line[3].value for line in table.lines] == [sum(both) / 2 for both in zip(*ranks, strict=True)]
+    assert [line[4].value for line in table.lines] == [sum(three) / 3 for three in zip(*ranks, strict=True)]
+    assert caption(several()).endswith("Rank 1 is the best.")
+    # Of two settings the mean rank says nothing: whoever wins one and loses the other is in the middle, like everybody.
+    two = several()[:2]
+    assert [column.title for column in overall(two).columns] == titles[:3]
+    assert {len(line) for line in overall(two).lines} == {3}
+    assert "ank" not in caption(two)
 
 
 def test_csv_and_json_hold_every_setting_with_plain_numbers() -> None:
     sheets = several()
     lines = list(csv.DictReader(io.StringIO(to_csv(sheets))))
-    assert [line["data.partition"] for line in lines] == ["iid"] * 3 + ["dirichlet(0.1)"] * 3
+    assert [line["data.partition"] for line in lines] == ["iid"] * 3 + ["dirichlet(0.1)"] * 3 + ["dirichlet(1.0)"] * 3
     expected = sheets[1].rows[1].last
     assert expected is not None
     assert float(lines[4]["mean_of_last"]) == expected.mean
     tested = list(csv.DictReader(io.StringIO(differences_to_csv(sheets))))
     assert {line["measure"] for line in tested} == {"final", "best", "last"}
-    assert len(tested) == 2 * 3 * 2
+    assert len(tested) == 3 * 3 * 2
     assert to_data(sheets)["differences"][0]["setting"] == {"data.partition": "iid"}
 
 
@@ -314,7 +320,7 @@ def test_latex_is_set_without_an_error(tmp_path: Path) -> None:
 
 def test_latex_is_booktabs_with_everything_escaped_and_balanced() -> None:
     text = to_latex(several(), "50 % & more")
-    assert text.count(r"\begin{table}") == text.count(r"\end{table}") == 5
+    assert text.count(r"\begin{table}") == text.count(r"\end{table}") == 7
     assert r"50 \% \& more, data.partition=iid" in text
     assert r"a\_b|c" in text
     assert r"\textbf{" in text

@@ -13,10 +13,10 @@ from fedloom.report.cells import Table as Plain
 from fedloom.report.sheet import (
     DIFFERENCE_HEADS,
     Sheet,
+    caption,
     difference_cells,
     difference_title,
     faults_in,
-    keys,
     overall,
 )
 
@@ -58,12 +58,12 @@ def comparison_tables(sheet: Sheet, width: int, *, explained: bool = True) -> li
 def overall_tables(sheets: Sequence[Sheet], width: int) -> list[Table]:
     """One measure of every method in every setting, as many settings beside each other as the terminal has room for."""
     full, brief = overall(sheets), width < WIDE
-    by = sheets[0].criterion
-    what = f"{by.name}{', %' if by.metric.share else ''}, by {', '.join(keys(sheets))}; rank 1 is the best"
-    sizes, rank = _sizes(full, brief), len(full.columns) - 1
-    *blocks, last = _blocks(sizes[:rank], width - min(sizes[0], _METHOD) - sizes[rank])
-    shown = [_shown(full.part([0, *block]), "", brief=brief, wrap=True) for block in blocks]
-    return [*shown, _shown(full.part([0, *last, rank]), what, brief=brief, wrap=True)]
+    sizes = _sizes(full, brief)
+    *parts, last = [full.part([0, *block]) for block in _blocks(sizes, width - min(sizes[0], _METHOD))]
+    return [
+        *(_shown(part, "", brief=brief, wrap=True) for part in parts),
+        _shown(last, caption(sheets), brief=brief, wrap=True),
+    ]
 
 
 def _fitting(table: Plain, width: int, caption: str = "") -> list[Table]:

@@ -174,7 +174,7 @@ def write_overview(
     rows = [row for one in sheets for row in one.rows]
     counts = (("Settings", len(sheets)), ("Methods", len({row.algorithm for row in rows})))
     drawn = effect_figures(runs, sheets[0].criterion)
-    shown = f"{_spread({row.seeds for row in rows})}{caption(sheets)} Rank 1 is the best."
+    shown = f"{_spread({row.seeds for row in rows})}{caption(sheets)}"
     text = _page(
         "overview.html",
         ReportOptions.of(title, sheets[0], command),

@@ -162,7 +162,7 @@ def faults_in(one: Sheet) -> str:
 
 
 def overall(sheets: Sequence[Sheet]) -> Table:
-    """One measure of every method (a line) in every setting (a column), and the mean of a method's ranks over the settings.
+    """One measure of every method (a line) in every setting (a column), and from three settings on the mean of a method's ranks.
 
     Rank 1 is the best mean; equal means share the mean of their ranks. Settings in which some method has no value are
     left out of the ranks; a method that did not reach the target with every seed comes last.
@@ -177,23 +177,31 @@ def overall(sheets: Sequence[Sheet]) -> Table:
         known.append([sign * spread.mean if spread else math.inf for spread in each if spread or never])
     whole = [means for means in known if len(means) == len(methods)]
     ranks = [_ranks(means) for means in whole]
-    columns = (
+    columns = [
         Column("Method", order="ascending"),
         *(
             Column(_heading(one.changes), "largest" if metric.higher_is_better else "smallest")
             for one, metric in zip(sheets, metrics, strict=True)
         ),
-        Column("Mean rank", "smallest", "ascending"),
-    )
+    ]
+    if _ranked(sheets):
+        columns.append(Column("Mean rank", "smallest", "ascending"))
     lines = []
     for k, method in enumerate(methods):
         cells = [
             score_cell(spreads.get(method), metric, one.marks[one.measure].get(method, ""))
             for one, metric, spreads in zip(sheets, metrics, found, strict=True)
         ]
-        rank = sum(float(one[k]) for one in ranks) / len(ranks) if ranks else None
-        lines.append((Cell(method, method), *cells, Cell("–" if rank is None else f"{rank:.1f}", rank)))
-    return Table(columns, tuple(lines))
+        if _ranked(sheets):
+            rank = sum(float(one[k]) for one in ranks) / len(ranks) if ranks else None
+            cells.append(Cell("–" if rank is None else f"{rank:.1f}", rank))
+        lines.append((Cell(method, method), *cells))
+    return Table(tuple(columns), tuple(lines))
+
+
+def _ranked(sheets: Sequence[Sheet]) -> bool:
+    """Whether the settings are enough for the mean of a method's ranks to tell anything."""
+    return len(sheets) > 2
 
 
 def _ranks(values: Sequence[float]) -> npt.NDArray[np.float64]:
@@ -206,7 +214,8 @@ def _ranks(values: Sequence[float]) -> npt.NDArray[np.float64]:
 def caption(sheets: Sequence[Sheet]) -> str:
     """What the table over several settings shows."""
     unit = ", in per cent" if sheets[0].criterion.metric.share else ""
-    return f"{sheets[0].criterion.title}{unit}, by {', '.join(keys(sheets))}."
+    ranks = " Rank 1 is the best." if _ranked(sheets) else ""
+    return f"{sheets[0].criterion.title}{unit}, by {', '.join(keys(sheets))}.{ranks}"
 
 
 def difference_title(one: Sheet) -> str:
