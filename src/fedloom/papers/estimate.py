@@ -33,7 +33,7 @@ PATIENCE = 2.0
 """Seconds after which no further step is timed, once there are two."""
 
 WORK = {
-    "moon": 1.7, "fedgen": 1.5, "fedasam": 2.0, "fedsam": 2.0, "fedrep": 3.5,
+    "moon": 1.7, "fedgen": 1.5, "fedasam": 2.0, "fedsam": 2.0, "fedrep": 1.5,
     "pfedme": 5.0, "ditto": 3.0, "fedphp": 1.4, "fedfomo": 2.5, "apple": 2.5, "fedala": 1.3,
 }  # fmt: skip
 """Time of a method's local training relative to plain SGD, by its passes over the data; 1 for those that are not listed."""
