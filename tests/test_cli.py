@@ -65,6 +65,12 @@ def test_run_says_the_result_and_where_it_lies(fed: Say, tmp_path: Path) -> None
     assert code == 0, err
     assert re.search(r"^fedavg, seed 0: test accuracy \d+\.\d\d %, best \d+\.\d\d %$", out, re.MULTILINE)
     assert re.search(r"^3 rounds, [\d.]+ kB down, [\d.]+ kB up, [\d.]+ s$", out, re.MULTILINE)
+    code, own, err = fed("run", "job.toml", "name=own", "algorithm=ditto", "data.local_test=0.25")
+    assert code == 0, err
+    assert re.search(
+        r"^ditto.*: test accuracy \d+\.\d\d %, best \d+\.\d\d %, clients' own \d+\.\d\d %$", own, re.MULTILINE
+    )
+    assert re.search(r" %, \d+\.\d % \(clients' own\) after 3 rounds", err)
     for name in ("model.safetensors", "report.html"):
         assert str(Path("runs/job/fedavg/seed-0") / name) in out
         assert (tmp_path / "runs/job/fedavg/seed-0" / name).exists()
@@ -381,10 +387,13 @@ def test_without_a_terminal_runs_at_the_same_time_each_have_their_lines_and_all_
     ]
     assert "failed: diverged" in tell(Event("failed", slow, text="diverged"))[0]
     now += 20
-    assert tell(Event("round", late, 1)) == [
+    assert tell(Event("round", late, 1, {"personal_accuracy": 0.875})) == [
         # 10 rounds in 40 s, 19 are left: 76 s; but this one took 28 s for 1
         "3 of 4 runs finished; about 8 min 52 s left for all",
-        "  fedala, seed 0: round 1 of 20, not measured yet",
+        "  fedala, seed 0: round 1 of 20, accuracy 87.5 % (clients' own)",
+    ]
+    assert tell(Event("ended", late, 20, {"accuracy": 0.25, "personal_accuracy": 0.75}, 60.0)) == [
+        "fedala, seed 0: accuracy 25.0 %, 75.0 % (clients' own) after 20 rounds, 1 min 00 s"
     ]
 
 

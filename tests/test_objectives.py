@@ -300,7 +300,7 @@ def test_a_comparison_follows_a_metric_of_which_less_is_better(tmp_path: Path) -
         engine="stacked",
     )
     assert Comparison.of(configuration(table)).run(events.append) == {}
-    assert {event.score for event in events if event.kind == "ended"} != {"not measured"}
+    assert {event.score for event in events if event.kind == "ended"} != {""}
     assert [event.text for event in events if event.kind == "notice"] == []
     runs = [run.summary for run in read_runs(tmp_path)]
     one = sheet(runs, [0.85, "loss <= 0.6", "nobodys >= 1"], measure="final")

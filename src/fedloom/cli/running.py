@@ -42,12 +42,14 @@ def run(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Qu
     page = place.path / "report.html"
     if fresh or not page.exists():
         write_report(page, str(name), [found], configuration.targets, this_command())
-    final, best, seconds = figures.final(found), figures.best(found), figures.seconds(found)
-    scores = "no test samples"
-    if final is not None and best is not None:
-        metric = found.metric
-        scores = f"test {metric.noun} {metric.text(final)}{metric.unit}, best {metric.text(best)}{metric.unit}"
-    print(f"{name}: {scores}")
+    metric, seconds = found.metric, figures.seconds(found)
+    scores = {
+        f"test {metric.noun}": figures.final(found),
+        "best": figures.best(found),
+        "clients' own": figures.personal(found),
+    }
+    told = [f"{what} {metric.text(value)}{metric.unit}" for what, value in scores.items() if value is not None]
+    print(f"{name}: {', '.join(told) or 'no test samples'}")
     print(f"{len(found.records)} rounds, {byte_text(figures.bytes_down(found))} down, ", end="")
     print(f"{byte_text(figures.bytes_up(found))} up, {time_text(seconds or 0)}")
     print(f"model:  {place.path / 'model.safetensors'}\nreport: {page}")

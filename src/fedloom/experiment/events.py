@@ -40,9 +40,10 @@ class Event:
 
     @property
     def score(self) -> str:
-        """What the record says of the metric, as text."""
-        value = self.record.get(self.metric.name)
-        return "not measured" if value is None else f"{self.metric.text(value, 1)}{self.metric.unit}"
+        """What the record says of the metric, for the global model and for the clients' own; empty where it says nothing."""
+        models = ((self.metric.name, ""), (f"personal_{self.metric.name}", " (clients' own)"))
+        known = [(value, of) for name, of in models if (value := self.record.get(name)) is not None]
+        return ", ".join(f"{self.metric.text(value, 1)}{self.metric.unit}{of}" for value, of in known)
 
 
 Watch = Callable[[Event], None]

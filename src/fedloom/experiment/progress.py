@@ -53,11 +53,12 @@ class Display:
         over = event.kind in ("ended", "failed")
         done = self.rounds(event.run) if over else event.finished
         self.finished[event.run] = done or self.finished.get(event.run, 0)
+        measured = f"{event.metric.noun} {event.score or 'not measured'}"
         texts = {
             "notice": event.text,
             "failed": f"failed: {event.text}",
             "skipped": "finished before",
-            "ended": f"{event.metric.noun} {event.score} after {event.finished} rounds, {time_text(event.seconds)}",
+            "ended": f"{measured} after {event.finished} rounds, {time_text(event.seconds)}",
         }
         if event.finished:
             texts["started"] = f"going on from round {event.finished} of {self.rounds(event.run)}"
@@ -111,7 +112,7 @@ class Lines(Display):
             self._done += 1
             run = self._under_way[event.run]
             run.done += 1
-            if event.record.get(event.metric.name) is not None:
+            if event.score:
                 run.score = f"{event.metric.noun} {event.score}"
             if now - self._spoke >= max(_PAUSE, _SHARE * (now - self._began)):
                 self._spoke = now
@@ -165,7 +166,7 @@ class Bars(Display):
             )
         elif event.kind == "round":
             self._progress.update(self._bars[event.run], completed=event.finished)
-            if event.metric.name in event.record:
+            if event.score:
                 self._progress.update(self._bars[event.run], accuracy=event.score)
         elif event.kind in ("ended", "failed") and event.run in self._bars:
             self._progress.remove_task(self._bars.pop(event.run))
