@@ -52,25 +52,24 @@ def comparison_tables(sheet: Sheet, width: int, *, explained: bool = True) -> li
             f"{targets}: rounds to {what} ({NEVER} never, {SOME} not with every seed; 2×: in half as many as the "
             "first method), B: bytes until then" + (", s: seconds" if any(row.timed for row in rows) else "")
         )
-    return [*_fitting(accuracy, width), *_fitting(cost, width, "; ".join(told))]
+    room = width - _SHORTEST - 2
+    return [*_fitting(accuracy, room), *_fitting(cost, room, "; ".join(told))]
 
 
 def overall_tables(sheets: Sequence[Sheet], width: int) -> list[Table]:
     """One measure of every method in every setting, as many settings beside each other as the terminal has room for."""
     full, brief = overall(sheets), width < WIDE
-    sizes = _sizes(full, brief)
-    *parts, last = [full.part([0, *block]) for block in _blocks(sizes, width - min(sizes[0], _METHOD))]
+    names = min(_sizes(full, brief)[0], _METHOD)
+    return _fitting(full, width - names, caption(sheets), brief=brief, wrap=True)
+
+
+def _fitting(table: Plain, room: int, caption: str = "", *, brief: bool = True, wrap: bool = False) -> list[Table]:
+    """The table in as many parts as the `room` beside the methods' names asks for, the caption below the last."""
+    *parts, last = [table.part([0, *block]) for block in _blocks(_sizes(table, brief), room)]
     return [
-        *(_shown(part, "", brief=brief, wrap=True) for part in parts),
-        _shown(last, caption(sheets), brief=brief, wrap=True),
+        *(_shown(part, "", brief=brief, wrap=wrap) for part in parts),
+        _shown(last, caption, brief=brief, wrap=wrap),
     ]
-
-
-def _fitting(table: Plain, width: int, caption: str = "") -> list[Table]:
-    """The table in brief, in as many parts as the width asks for, the caption below the last."""
-    sizes = _sizes(table, brief=True)
-    *parts, last = [table.part([0, *block]) for block in _blocks(sizes, width - _SHORTEST - 2)]
-    return [*(_shown(part, "", brief=True) for part in parts), _shown(last, caption, brief=True)]
 
 
 def _sizes(table: Plain, brief: bool) -> list[int]:
