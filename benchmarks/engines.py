@@ -1,6 +1,6 @@
 """Seconds of a FedAvg round in each engine over the same SGD steps on one bare module, in one run on one machine.
 
-    python benchmarks/engines.py [--engines rows,stacked,auto] [--tasks mlp,logistic] [--clients 10,100] [--rounds 5]
+    python benchmarks/engines.py [--engines rows,stacked,default] [--tasks mlp,logistic] [--clients 10,100] [--rounds 5]
     python benchmarks/engines.py --engines rows,default --tasks digits_mlp,digits_cnn,digits_logistic --clients 20
     python benchmarks/engines.py --engines rows,stacked --tasks digits_mlp --clients 20 --methods "fedavg;fedprox;scaffold"
 
@@ -9,7 +9,7 @@ it comes (`bare_s`, what ratios are over) and with the allocator keeping its pag
 `ratio` is the median over rounds of engine over bare of the same round, `best_ratio` the least over the least. `cpu_ratio` is
 the processors' time of a round, worker processes included, over that of the bare round: on a machine that others use too it
 says more; the bare steps are those of FedAvg with SGD, whatever the method. `rows_ratio` is the median of the rounds of `rows`
-over those of the engine. The engine that `default` or `auto` takes for a run of 300 rounds, and why, stands beside.
+over those of the engine. The engine that `default` takes for a run of 300 rounds, and why, stands beside.
 """
 
 from __future__ import annotations

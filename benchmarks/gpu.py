@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py [--device cuda] [--tasks mlp,resnet20] [--clients 10,100] [--rounds 5] [--autocast bfloat16]
 
-The engines run in turn in one process, round by round; the first round of each warms up (and compiles). `over_rows` is the median
+The engines run in turn in one process, round by round; the first round of each warms up. `over_rows` is the median
 over rounds of an engine over rows of the same round. `samples_per_s` are samples trained on. `share_of_peak`: the operations of
 products and convolutions, forward and backward, as torch's counter finds them in one step, per second, over what a product of two
 large matrices reaches on the same device in the same run and type. The last lines are rounds of FedMR on ResNet-20: 10 clients
@@ -34,7 +34,7 @@ from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
 from outcome import tell
 
-ENGINES = ("rows", "stacked", "stacked(compiled=true)")
+ENGINES = ("rows", "stacked")
 REPEATS = 10
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 import fedloom as fl
-from fedloom.algorithm import Plan, Replies, build
+from fedloom.algorithm import Plan, Replies, Selection, build
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.flat.layout import Layout
 from fedloom.report.page import write_report
@@ -97,9 +97,9 @@ def server_round(name: str, clients: int, weights: int) -> Callable[[], object]:
         return Replies(tensors, everybody, everybody, 1 + everybody % 7)
 
     def run(round: Any, given: Replies) -> None:
-        method.send(round)
-        method.receive(round, given)
-        method.finish(round)
+        exchange = method.exchange(round, Selection(round.selected))
+        method.receive(round, replace(given, exchange=exchange))
+        method.finish(round, exchange)
         method.model()
         method.diagnose()
 
@@ -108,7 +108,7 @@ def server_round(name: str, clients: int, weights: int) -> Callable[[], object]:
 
     def again() -> None:
         method.restore(before)
-        run(rounds[1], replace(second, tensors=dict(second.tensors)))
+        run(rounds[1], replace(second, matrices=dict(second.matrices)))
 
     return again
 

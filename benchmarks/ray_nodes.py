@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 
-from fedloom.algorithm import Algorithm, build
+from fedloom.algorithm import Algorithm, Exchange, build
 from fedloom.data import Dataset, Samples
 from fedloom.engines.base import LocalEngine
 from fedloom.engines.ray.driver import RayEngine
 from fedloom.engines.rows import RowsEngine
-from fedloom.round import Round
 from fedloom.rounds.engine import ClientTask, Fault, FoldedBlock, Reply
 from fedloom.rounds.federation import Federation, Schedule
 from fedloom.task import Task, make_task
@@ -45,12 +44,12 @@ class Counting(RayEngine):
     cluster: Any = None
 
     def train_folding(
-        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]
+        self, algorithm: Algorithm, exchange: Exchange, client_tasks: Sequence[ClientTask]
     ) -> Iterator[Reply | Fault | FoldedBlock]:
-        for result in super().train_folding(algorithm, round, client_tasks):
+        for result in super().train_folding(algorithm, exchange, client_tasks):
             self.received += isinstance(result, FoldedBlock) or (isinstance(result, Reply) and bool(result.tensors))
             yield result
-            if self.victim is not None and round.number == 2:
+            if self.victim is not None and exchange.round.number == 2:
                 self.cluster.remove_node(self.victim, allow_graceful=False)
                 self.victim = None
 

@@ -24,10 +24,10 @@ class WithinReach(Regression):
     metric = Metric("within", "Within reach", higher_is_better=True, share=True)
 
     def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-        """What is counted of each sample, `[b]`: clients and the whole test set are judged by its sums."""
-        _, found, wanted = self._each(outputs, targets)
-        near = (found - wanted).abs().le(self.reach).all(1)
-        return {**super().statistics(outputs, targets), "near": near.double()}
+        """Return what is counted of each sample, `[b]`: clients and the whole test set are judged by its sums."""
+        statistics = super().statistics(outputs, targets)
+        near = statistics["squared"].sqrt().le(self.reach).all(1)
+        return {**statistics, "near": near.double()}
 
     def shapes(self, outputs: int) -> dict[str, tuple[int, ...]]:
         return {**super().shapes(outputs), "near": ()}

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.training import epoch_orders
+from fedloom.training import Passes
 
 
 def batch_order(samples: int, generator: torch.Generator | None, **settings: Any) -> Iterator[Tensor]:
-    """Positions of each batch's samples, batch after batch; `settings` as in `epoch_orders`."""
-    for order, sizes in epoch_orders(samples, generator, **settings):
+    """Positions of each batch's samples, batch after batch; `settings` as in `Passes`."""
+    for order, sizes in Passes(**settings).orders(samples, generator):
         yield from order.split(sizes)

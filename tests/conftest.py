@@ -42,7 +42,6 @@ collect_ignore = (
 LONGEST = (
     "test_flower_sites.py",
     "test_places.py",
-    "test_compiled.py",
     "test_ray.py",
     "test_ray_cluster.py",
     "test_ray_pool.py",
@@ -56,7 +55,6 @@ LONGEST = (
 # Files whose tests share something that takes seconds to start or to import: one worker runs them all (`--dist loadgroup`). What
 # mostly waits, for sites and for Ray, is in one group, so that the other workers keep the cores busy meanwhile.
 TOGETHER = {
-    "test_compiled.py": "compiled",
     "test_ray.py": "waiting",
     "test_ray_cluster.py": "waiting",
     "test_ray_pool.py": "waiting",

@@ -21,16 +21,17 @@ from torch import Tensor, nn
 
 import fedloom
 from fedloom.algorithm import build, uniform
-from fedloom.engines.flower.deploy.agreement import Deployment, deployment, description, layout_digest
-from fedloom.engines.flower.deploy.client_app import app
-from fedloom.engines.flower.flower_engine import FlowerEngine
-from fedloom.engines.flower.known_sites import KnownSites
-from fedloom.engines.flower.mailbox import Mailbox
-from fedloom.engines.flower.messages import ARRAYS, PROTOCOL, RECORD, words_of
-from fedloom.engines.flower.site_messenger import SiteMessenger
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
+from fedloom.sites import messages
+from fedloom.sites.agreement import Deployment, deployment, description, layout_digest
+from fedloom.sites.client_app import app
+from fedloom.sites.flower_engine import FlowerEngine
+from fedloom.sites.known_sites import KnownSites
+from fedloom.sites.mailbox import Mailbox
+from fedloom.sites.messages import ARRAYS, FIGURES, PARCEL, PROTOCOL, RECORD, Words
+from fedloom.sites.site_messenger import SiteMessenger
 
 
 class NormNet(nn.Module):
@@ -244,6 +245,11 @@ def with_array(name: str, array: Array | np.ndarray[Any, Any]) -> Tamper:
         return reply
 
     return tamper
+
+
+def words_of(message: Message) -> Words:
+    """Return the words of any message, whatever else is in it."""
+    return messages.words_of(message, ARRAYS, FIGURES, PARCEL)
 
 
 def with_words(text: str, protocol: int = PROTOCOL) -> Tamper:

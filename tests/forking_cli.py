@@ -1,6 +1,6 @@
 """The command line in processes of its own that start at once: a server that has loaded everything forks one for each command.
 
-A command may be told to die (SIGKILL) in the middle of its n-th file operation.
+A command may be told to die (SIGKILL) in the middle of its n-th file operation, or (n = -1) to list its file operations.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from typing import Any, NoReturn
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # typer asks click for what newer ones are about to drop
     from fedloom.cli import main as main
+
+
+OPERATIONS = "operations.txt"
+"""The list of a command's file operations, in its folder: the names of the files, a line each."""
 
 
 class Command:
@@ -107,27 +111,30 @@ def _obey(request: dict[str, Any]) -> NoReturn:
 
 
 def _die_at(last: int) -> None:
-    """Half of the `last` write reaches its file; then the process is gone."""
+    """Half of the `last` write reaches its file; then the process is gone. -1 notes the names of all in `OPERATIONS` instead."""
     import fedloom.state.files as files
     from fedloom.rounds.checkpoint import RoundLog
 
     replacing, append, done = files.replacing, RoundLog.append, 0
 
-    def counted() -> bool:
+    def counted(path: Path) -> bool:
         nonlocal done
         done += 1
+        if last < 0:
+            with open(OPERATIONS, "a") as file:
+                file.write(f"{path.name}\n")
         return done == last
 
     @contextmanager
     def cut_replacing(path: Path, **how: Any) -> Iterator[Path]:
         with replacing(path, **how) as temporary:
             yield temporary
-            if counted():
+            if counted(path):
                 os.truncate(temporary, temporary.stat().st_size // 2)
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def cut_append(log: RoundLog, record: Any) -> None:
-        if counted():
+        if counted(log.path):
             text = json.dumps(record)
             with log.path.open("a") as file:
                 file.write(text[: len(text) // 2])

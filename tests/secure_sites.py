@@ -10,10 +10,10 @@ from typing import Any
 from flwr.app import ConfigRecord, Message
 from flwr.common.serde import message_to_proto
 
-from fedloom.engines.flower.deploy.keys import make_keys
-from fedloom.engines.flower.messages import PARCEL, parcel_of, words_of
 from fedloom.secure.wire import Letter, Request
-from flower_support import CLIENTS, LocalGrid, Node, nodes, travelled
+from fedloom.sites.keys import make_keys
+from fedloom.sites.messages import PARCEL, parcel_of
+from flower_support import CLIENTS, LocalGrid, Node, nodes, travelled, words_of
 
 Change = Callable[[tuple[Letter, ...]], tuple[Letter, ...]]
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, build
-from fedloom.engines.flower.deploy.template import write_app
 from fedloom.engines.rows import RowsEngine
 from fedloom.round import Round
 from fedloom.rounds.engine import ClientTask, Fault, Reply
 from fedloom.rounds.federation import Federation
+from fedloom.sites.template import write_app
 from fedloom.state.tensors import read_tensors
 from fedloom.task import Task
 from superlink_support import Deployment

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from fedloom.engines.flower.deploy.keys import Keys, make_keys
+from fedloom.sites.keys import Keys, make_keys
 
 needs_flower = pytest.mark.skipif(importlib.util.find_spec("flwr") is None, reason="Flower is missing")
 

@@ -12,12 +12,14 @@ from torch.nn import functional as F
 import naive_methods as methods
 from fedloom.algorithm import algorithms, build, describe
 from fedloom.algorithms.ala import Ala, FedALA
+from fedloom.algorithms.ala import Blend as LearnedBlend
 from fedloom.algorithms.compression import Compressed
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.module import FlatModule
+from fedloom.local.cohort import Cohort
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.training import Training
@@ -246,14 +248,20 @@ def test_the_backward_pass_goes_no_deeper_than_the_blended_blocks() -> None:
     assert set(reached) == {"head"}
 
 
-def test_the_loss_of_every_epoch_can_be_observed() -> None:
+def test_the_loss_of_every_epoch_can_be_observed(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(participation=1.0, rounds=3)
     method = build(f"fedala(epochs=6, {RATES})")
     assert isinstance(method, FedALA)
     seen: dict[tuple[int, int], list[float]] = {}
-    method.observe = lambda number, clients, losses: seen.update(
-        {(number, i): [float(loss[k]) for loss in losses] for k, i in enumerate(clients)}
-    )
+    report = method.report
+
+    def listen(cohort: Cohort, blend: LearnedBlend) -> None:
+        report(cohort, blend)
+        if blend.losses:
+            clients = enumerate(cohort.clients)
+            seen.update({(cohort.round.number, i): [float(loss[k]) for loss in blend.losses] for k, i in clients})
+
+    monkeypatch.setattr(method, "report", listen)
     run = world.run(method)
     assert sorted(seen) == [(number, i) for number in (2, 3) for i in range(5)]
     assert all(len(seen[3, i]) == 6 for i in range(5))

@@ -73,3 +73,17 @@ def test_a_descriptor_that_stays_open_is_reported(monkeypatch: pytest.MonkeyPatc
     assert "descriptors: " in wrong
     for file in files:
         file.close()
+
+
+def test_descriptors_that_a_trial_leaves_open_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    files = []
+
+    def leaking(trial: object, draw: object) -> str:
+        files.append((tmp_path / "one").open("a"))
+        return "leaks"
+
+    monkeypatch.setattr(chaos.trials.Inputs, "once", leaking)
+    wrong = run(seconds=0.3, seed=0, names=["inputs"])["inputs"].wrong
+    assert wrong[0].startswith("descriptors: ")
+    for file in files:
+        file.close()

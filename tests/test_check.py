@@ -15,12 +15,12 @@ import fedloom as fl
 import wrong_methods
 from every_method import EVERY_METHOD
 from fedloom.algorithm import Algorithm, algorithms, build, describe
+from fedloom.checker.check import examine, own_task, sample_of
 from fedloom.cli import main
 from fedloom.engines.client_work import _portable
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.errors import InvalidValue, RefusedReply, error_place
-from fedloom.experiment.check import examine, own_task, part_of
+from fedloom.errors import InvalidValue, RefusedReply, error_location
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from small_task import KeepsClientMemory, small_task
@@ -75,16 +75,16 @@ def wrong(name: str) -> Algorithm:
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_typical_mistake_is_found_in_its_line(name: str) -> None:
     (finding,) = fl.check(wrong(name))
-    assert MISTAKES[name] in finding.what
-    file, line = re.match(r"(.*wrong_methods\.py):(\d+)", finding.place).groups()  # type: ignore[union-attr]
+    assert MISTAKES[name] in finding.problem
+    file, line = re.match(r"(.*wrong_methods\.py):(\d+)", finding.location).groups()  # type: ignore[union-attr]
     assert Path(file).exists()
     assert inspect.getsourcelines(wrong_methods)[0][int(line) - 1].rstrip().endswith("# wrong")
 
 
 def test_fields_without_a_dataclass_are_found() -> None:
     (finding,) = fl.check(wrong("HasNoDataclass"))
-    assert finding.what.startswith("HasNoDataclass has step, but no @dataclass above its class")
-    assert "wrong_methods.py" in finding.place
+    assert finding.problem.startswith("HasNoDataclass has step, but no @dataclass above its class")
+    assert "wrong_methods.py" in finding.location
 
 
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "umf(feddc)", "stages(fedavg:1, fedmr)", "fedamp"])
@@ -114,7 +114,7 @@ def test_checking_leaves_everything_as_it_was() -> None:
 
 def test_a_task_of_the_users_is_made_small() -> None:
     task = fl.make_task("digits", clients=8, model="mlp(hidden=[4])", local_test=0.25)
-    part = part_of(task)
+    part = sample_of(task)
     assert part.clients == 8
     assert int(part.partition.sizes.max()) <= 24
     assert len(set(part.partition.sizes.tolist())) > 1
@@ -149,7 +149,7 @@ def test_the_place_of_an_error_outlives_its_traceback() -> None:
     except AttributeError as error:
         sent = pickle.loads(pickle.dumps(_portable(error)))
     assert sent.__traceback__ is None
-    assert re.fullmatch(r".*wrong_methods\.py:\d+ in train", error_place(sent))
+    assert re.fullmatch(r".*wrong_methods\.py:\d+ in train", error_location(sent))
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +209,7 @@ def test_an_error_in_a_users_code_shows_its_line(capsys: pytest.CaptureFixture[s
     code, text = said_by(capsys, "run", "job.toml", "algorithms=[my_own:Odd]", "--quiet")
     assert code == 1
     assert text == (
-        "fedloom: ValueError: no, not today (at my_own.py:22 in receive) (FEDLOOM_TRACEBACK=1 shows how it came there)\n"
+        "fedloom: ValueError: no, not today (at my_own.py:22 in receive) (FEDLOOM_TRACEBACK=1 prints the traceback)\n"
     )
     Path("my_broken.py").write_text("import torch\n\nmodel = torch.nothing\n")
     code, text = said_by(capsys, "run", "job.toml", "algorithm=fedavg", "model=my_broken:model", "--quiet")

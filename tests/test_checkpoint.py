@@ -59,7 +59,7 @@ class Disk:
 def disk(last: float = float("inf")) -> Iterator[Disk]:
     """Every function through which the run changes files goes through a `Disk`."""
     watched = Disk(last)
-    digest, replace, unlink = fedloom.state.tensors._digest, Path.replace, Path.unlink
+    digest, replace, unlink = fedloom.state.tensors._checksum, Path.replace, Path.unlink
     append, write_bytes, rmtree = RoundLog.append, Path.write_bytes, shutil.rmtree
 
     def written(tensors: dict[str, Tensor], about: str, write: Any = None) -> str:
@@ -82,7 +82,7 @@ def disk(last: float = float("inf")) -> Iterator[Disk]:
         pass
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fedloom.state.tensors, "_digest", written)
+        patch.setattr(fedloom.state.tensors, "_checksum", written)
         patch.setattr(RoundLog, "append", appended)
         patch.setattr(Path, "replace", lambda a, b: watched.operation(lambda: replace(a, b), nothing))
         patch.setattr(Path, "unlink", lambda a, **o: watched.operation(lambda: unlink(a, **o), nothing))

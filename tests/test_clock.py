@@ -181,7 +181,13 @@ def test_a_run_does_not_go_on_with_another_trace_of_the_same_name(tmp_path: Path
     ("table", "said"),
     [
         ({"speed": "lognormol(3)"}, "clock.speed: .*did you mean 'lognormal'"),
-        ({"speed": 0}, "clock.speed must be greater than 0"),
+        (
+            {"up": "lognormal(1e-308, 1)"},
+            "clock.up: lognormal: median must be at least 1e-09 and at most .*, not 1e-308",
+        ),
+        ({"up": "lognormal(5, 1000)"}, "clock.up: lognormal: sigma must be between 0 and 100, not 1000"),
+        ({"down": 1e-320}, "clock.down must be at least 1e-09 and at most .* or text, not 1e-320"),
+        ({"speed": 0}, "clock.speed must be at least 1e-09 .* not 0"),
         ({"deadline": 3.0}, "needs the clients' speed"),
         ({"sped": 3}, "did you mean 'clock.speed'"),
         ({"trace": "missing.csv"}, "cannot read"),
@@ -192,6 +198,14 @@ def test_mistakes_are_one_line(table: dict[str, Any], said: str) -> None:
     """Each names the value and what is allowed."""
     with pytest.raises(FedloomError, match=said):
         configuration({"clock": table})
+
+
+def test_every_rate_that_is_drawn_gives_a_finite_time() -> None:
+    device = Clock(up="lognormal(1e-9, 100)", hours=1).device
+    rates = [device(0, client).up for client in range(200)]
+    assert min(rates) >= 1e-9
+    assert max(rates) <= 3.4e38
+    assert all(math.isfinite(device(0, client).finish(5.0, 100, 1e9, 1e9)) for client in range(200))
 
 
 def test_targets_are_reached_in_simulated_seconds() -> None:

@@ -291,5 +291,5 @@ def test_the_parts_are_named_and_typed_as_the_method_says() -> None:
     opening = found.algorithm.plan.opening()
     names: Sequence[str] = sorted(code.expects(opening))
     assert names == ["model.indices", "model.rest", "model.values.levels", "model.values.scales"]
-    assert code.reply_dtypes == {"model.values.levels": torch.uint8}
+    assert code.reply_dtypes == {"model.values.levels": torch.uint8, "model.indices": torch.int32}
     assert code.method.reply_dtypes == {"model.indices": torch.int32}

@@ -48,9 +48,7 @@ def test_threads_do_not_depend_on_how_many_runs_go_on_at_a_time(workers: object)
 
 
 @pytest.mark.usefixtures("eight_cores")
-@pytest.mark.parametrize(
-    "more", [{"engine": "auto"}, {"engine": "processes(workers=2)"}, {"pool": "ray://there:10001"}]
-)
+@pytest.mark.parametrize("more", [{"engine": "ray"}, {"engine": "processes(workers=2)"}, {"pool": "ray://there:10001"}])
 def test_runs_that_use_several_cores_themselves_go_one_after_another(more: dict[str, str]) -> None:
     assert runs_side_by_side(table(**more), 100) == 1
     assert threads_each(table(**more), 100) == (8 if "engine" in more else 1)

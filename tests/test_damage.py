@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,6 @@ from damage import damages
 from fedloom.data.dataset import DataSpec
 from fedloom.data.formats.cache import cached
 from fedloom.data.partition import Partition
-from fedloom.engines.flower.deploy.memory import SiteMemory
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import CheckpointError, DamagedCheckpoint, FedloomError
 from fedloom.experiment.artifact import load_model, save_model
@@ -23,7 +24,7 @@ from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import configuration
 from fedloom.experiment.directory import RunDirectory, read_json, write_json
 from fedloom.experiment.events import RunName
-from fedloom.experiment.finished import add_landscapes, read_runs
+from fedloom.experiment.finished import add_landscapes, landscape_of, read_runs
 from fedloom.experiment.run import run_configured
 from fedloom.experiment.watch.live import Watched
 from fedloom.models.build import build_model
@@ -31,6 +32,8 @@ from fedloom.recording.landscape import Landscape
 from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, RoundLog
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
+from fedloom.sites.site import MEMORY_LABELS
+from fedloom.state.client_files import ClientFiles
 from fedloom.state.store import ClientStore
 from fedloom.state.tensors import read_tensors, write_tensors
 from small_task import KeepsClientMemory, small_task
@@ -86,8 +89,9 @@ def client(folder: Path) -> tuple[Path, Callable[[], Any]]:
 
 
 def site(folder: Path) -> tuple[Path, Callable[[], Any]]:
-    SiteMemory(folder, 3).write(4, TENSORS)
-    return next(folder.iterdir()), lambda: plain(SiteMemory(folder, 3).read(4))
+    memory = ClientFiles(folder, MEMORY_LABELS)
+    memory.write(3, 4, TENSORS)
+    return memory.path(3, 4), lambda: plain(memory.read(3, 4))
 
 
 def split(folder: Path) -> tuple[Path, Callable[[], Any]]:
@@ -175,7 +179,7 @@ def test_a_file_under_the_name_of_another_is_refused(kind: str, tmp_path: Path) 
     else:
         path.rename(tmp_path / "site-000003.v5.safetensors")
         with pytest.raises(DamagedCheckpoint, match="is of round 4, not 5"):
-            SiteMemory(tmp_path, 3).read(5)
+            ClientFiles(tmp_path, MEMORY_LABELS).read(3, 5)
 
 
 # --- finished runs ---
@@ -188,13 +192,14 @@ JOB = {
     "name": "job", "algorithm": "fedavg", "rounds": 2, "evaluate_every": 1, "participation": 1.0, "model": "logistic",
     "record": ["objective"],
 }  # fmt: skip
+TASK = {"data": {"clients": 3, "local_test": 0.25, "partition": "dirichlet(0.5)", "label_noise": "symmetric(0.3)"}}
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a comparison of one finished run, with all that a run may have."""
     folder = tmp_path_factory.mktemp("compared")
-    table = {**JOB, "directory": str(folder), "data": {"clients": 3, "local_test": 0.25, "partition": "dirichlet(0.5)"}}
+    table = {**JOB, **TASK, "directory": str(folder)}
     assert Comparison.of(configuration(table)).run(lambda event: None) == {}
     add_landscapes(read_runs(folder), ["all"], Landscape(grid=3))
     return folder
@@ -225,21 +230,50 @@ def test_whoever_reads_a_finished_run_sees_no_changed_figure(name: str, compared
     assert refused > 40
 
 
-def test_a_landscape_is_not_left_out_without_a_word(compared: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (path,) = compared.glob("*/seed-*/model.safetensors")
+@pytest.mark.parametrize("name", ["model.safetensors", "split.npz", "test-split.npz", "labels.safetensors"])
+def test_a_finished_run_with_a_damaged_model_or_split_is_not_used(name: str, compared: Path, tmp_path: Path) -> None:
+    """It is refused by whoever shows it, uses its model, or goes on with it, and shown as damaged by the watch."""
+    folder = tmp_path / "copy"
+    shutil.copytree(compared, folder)
+    (run,) = folder.glob("*/seed-*")
+    path, table = run / name, {**JOB, **TASK, "directory": str(folder)}
+    users: list[Callable[[], object]] = [
+        lambda: read_runs(folder),
+        lambda: run_configured(configuration(table), RunName("fedavg", 0), lambda event: None),
+        lambda: run_configured(configuration({**table, "rounds": 4}), RunName("fedavg", 0), lambda event: None),
+        lambda: Comparison.of(configuration(table)).run(lambda event: None),
+        lambda: landscape_of(run, Landscape(grid=3)),
+    ]
     content = path.read_bytes()
-    (whole,) = read_runs(compared)
-    assert not caplog.messages
-    try:
-        for _, damaged in damages(content, 4):
-            path.write_bytes(damaged)
-            (found,) = read_runs(compared)
-            (said,) = caplog.messages
-            assert said.startswith(f"{path} is damaged or was replaced: the loss landscape ")
-            assert len(found.summary.recorded) == len(whole.summary.recorded) - 1
-            caplog.clear()
-    finally:
+    for what, damaged in [*damages(content, 4), ("gone", None)]:
+        path.unlink() if damaged is None else path.write_bytes(damaged)
+        for use in users:
+            with pytest.raises(FedloomError, match=rf"{re.escape(name)} is not as it was written: [^\n]*$") as caught:
+                use()
+            assert "\n" not in str(caught.value), what
+        (watched,) = Watched(folder).state()["groups"][0]["runs"]
+        assert watched["state"] == "damaged", what
         path.write_bytes(content)
+    assert read_runs(folder)
+
+
+def test_a_landscape_of_another_model_is_left_out_with_a_word(compared: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (path,) = compared.glob("*/seed-*/landscape.json")
+    content, (run,) = path.read_bytes(), read_runs(compared)
+    assert not caplog.messages
+    write_json(path, {**read_json(path, dict), "model": "another"})
+    (same,) = read_runs(compared)
+    assert len(same.summary.recorded) == len(run.summary.recorded) - 1
+    assert "landscape.json belongs to another model than " in caplog.text
+    path.write_bytes(content)
+
+
+def test_an_engine_file_of_another_program_is_named(compared: Path) -> None:
+    (run,) = compared.glob("*/seed-*")
+    (run / "engine.json").write_text('{"version": "1.0", "cylinders": 8}')
+    with pytest.raises(CheckpointError, match=r"engine.json (holds what no run wrote|is missing or damaged)"):
+        read_runs(compared)
+    (run / "engine.json").unlink()
 
 
 def test_a_run_goes_on_from_no_changed_figure_of_its_end(compared: Path) -> None:
@@ -247,11 +281,7 @@ def test_a_run_goes_on_from_no_changed_figure_of_its_end(compared: Path) -> None
     path = place / "result.json"
     content = path.read_text()
     path.write_text(content.replace('"rounds": 2', '"rounds": 3'))
-    table = {
-        **JOB,
-        "directory": str(compared),
-        "data": {"clients": 3, "local_test": 0.25, "partition": "dirichlet(0.5)"},
-    }
+    table = {**JOB, **TASK, "directory": str(compared)}
     with pytest.raises(CheckpointError, match=r"result.json is missing or damaged: "):
         run_configured(configuration(table), RunName("fedavg", 0), lambda event: None)
     path.write_text(content)

@@ -281,7 +281,7 @@ def _ragged(path: Path) -> None:
     [
         ("a.csv", _ragged, "damaged csv (CSV parse error"),
         ("a.csv", lambda path: path.write_bytes(b"\xff\xfe\0\0"), "a.csv"),
-        ("a.csv", lambda path: path.write_text("y,y\n1,2\n"), "two columns have one name (y, y)"),
+        ("a.csv", lambda path: path.write_text("y,y\n1,2\n"), "two columns have one name: 'y'"),
         ("a.parquet", lambda path: path.write_bytes(b"PAR1 no"), "damaged parquet file"),
         ("a.xls", lambda path: path.write_text(""), "wanted a .csv, .tsv or .parquet file"),
         ("a", lambda path: path.mkdir(), "cannot be read"),

@@ -22,10 +22,9 @@ from fedloom.engines.choose import make_engine
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.processes.worker import VARIABLE
 from fedloom.engines.rows import RowsEngine
-from fedloom.engines.rule import choice, training_seconds
+from fedloom.engines.rule import START, choice, round_seconds
 from fedloom.engines.stacked import StackedEngine
-from fedloom.engines.trial import START
-from fedloom.engines.work import multiply_adds
+from fedloom.engines.work import mean_steps, multiply_adds
 from fedloom.errors import CheckpointError
 from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import Configuration, configuration
@@ -61,6 +60,9 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> None:
         ("mlp(hidden=[16])", "umf(feddc)", LONG, {"clip": 1.0}, "stacked"),
         ("mlp(hidden=[16])", "fedavg", LONG, {"autocast": "bfloat16"}, "rows"),
         ("mlp(hidden=[16])", "dp_sgd(fedavg, clip=1, noise=1)", LONG, {}, "rows"),
+        ("mlp(hidden=[400, 400])", "fedavg", LONG, {"epochs": 10}, "processes(workers=2, inside=stacked)"),
+        ("mlp(hidden=[400, 400])", "fedavg", SHORT, {"epochs": 10}, "stacked"),
+        ("mlp(hidden=[400, 400])", "dp_sgd(fedavg, clip=1, noise=1)", LONG, {"epochs": 10}, "rows"),
         ("digits_cnn", "fedavg", LONG, {}, "processes(workers=2)"),
         ("digits_cnn", "fedprox", LONG, {"optimizer": "adam"}, "processes(workers=2)"),
         ("digits_cnn", "fedavg", None, {}, "processes(workers=2)"),
@@ -74,6 +76,27 @@ def test_the_rule_looks_at_model_method_settings_and_work(
     assert found[0].name == expected
     assert found[0].reason
     assert found[0] == found[1]
+
+
+def test_small_low_rank_differences_of_frozen_layers_train_in_stacks() -> None:
+    class LowRank(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.base = nn.Linear(64, width).requires_grad_(False)
+            self.down, self.up = nn.Linear(64, 2, bias=False), nn.Linear(2, width, bias=False)
+            self.head = nn.Linear(width, 10)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            flat = inputs.flatten(1)
+            out: Tensor = self.head(torch.relu(self.base(flat) + self.up(self.down(flat))))
+            return out
+
+    for width, method, expected in (
+        (32, "fedavg", "stacked"),
+        (2000, "fedavg", "rows"),
+        (32, "dp_sgd(fedavg, clip=1, noise=1)", "rows"),
+    ):
+        assert choice(replace(task(), model=LowRank(width)), LONG, False, build(method))[0].name == expected
 
 
 @pytest.mark.usefixtures("cores")
@@ -121,9 +144,11 @@ def test_work_is_counted_in_multiply_adds() -> None:
     assert multiply_adds(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)), sample) == 36 * 4 * 9
     own = task("digits_cnn", batch_size=10, epochs=2)
     before = torch.random.get_rng_state()
-    once, more = (training_seconds(own, replace(SHORT, rounds=rounds)) for rounds in (1, 7))
+    once = round_seconds(own, SHORT)
     assert torch.equal(before, torch.random.get_rng_state())
-    assert more == pytest.approx(7 * once)
+    sizes = own.partition.sizes
+    for changes, expected_steps in (({"steps": 5}, 5), ({"batch_size": None}, 2), ({}, (2 * -(-sizes // 10)).mean())):
+        assert mean_steps(replace(own, training=replace(own.training, **changes))) == pytest.approx(expected_steps)
     step = 1e-3 + 3 * 10 * multiply_adds(own.model, sample) / 2e10
     steps = sum(2 * -(-int(size) // 10) for size in own.partition.sizes) / 6
     assert once == pytest.approx(3 * steps * step)
@@ -191,10 +216,17 @@ def test_a_run_whose_engine_was_named_goes_on_in_it_by_default(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("cores")
-def test_a_run_in_worker_processes_goes_on_where_none_may_start() -> None:
-    begun = Choice("processes(workers=2)", reason="convolutions outweigh the start of workers")
-    engine: LocalEngine = make_engine("default", task("digits_cnn"), LONG, alone=False, begun=begun)
-    assert type(engine) is RowsEngine
+@pytest.mark.parametrize(
+    ("name", "model", "kind"),
+    [
+        ("processes(workers=2)", "digits_cnn", RowsEngine),
+        ("processes(workers=2, inside=stacked)", "mlp(hidden=[16])", StackedEngine),
+    ],
+)
+def test_a_run_in_worker_processes_goes_on_where_none_may_start(name: str, model: str, kind: type[RowsEngine]) -> None:
+    begun = Choice(name, reason="it was worth it")
+    engine: LocalEngine = make_engine("default", task(model), LONG, alone=False, begun=begun)
+    assert type(engine) is kind
     assert engine.chosen == begun
     assert any("starts no processes here" in notice for notice in engine.notices)
 

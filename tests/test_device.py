@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from every_method import EVERY_METHOD
-from fedloom.algorithm import Plan, Replies, build
+from fedloom.algorithm import Plan, Replies, Selection, build
 from fedloom.config.registry import Entry
 from fedloom.engines.base import engines
-from fedloom.engines.choose import make_engine
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import InvalidValue
@@ -303,12 +302,13 @@ def test_a_server_works_on_another_device_and_reads_nothing_back(method: str) ->
         round = Round(number, 5, 0, clients, participants, 0.05, 0.05)
         selected = algorithm.select(round).clients
         round = replace(round, selected=selected)
-        algorithm.send(round)
+        exchange = algorithm.exchange(round, Selection(selected))
         expected = algorithm.expects(round)
-        tensors = {name: torch.empty(replied, *shape, device="meta") for name, shape in expected.items()}
+        tensors = {name: torch.empty(participants, *shape, device="meta") for name, shape in expected.items()}
         numbers = torch.tensor(selected[:replied])
-        algorithm.receive(round, Replies(tensors, numbers, torch.arange(replied), task.sizes(numbers)))
-        algorithm.finish(round)
+        slots = torch.arange(replied)
+        algorithm.receive(round, Replies(tensors, numbers, slots, task.sizes(numbers), exchange))
+        algorithm.finish(round, exchange)
         assert algorithm.model().is_meta
         assert all(tensor.is_meta for tensor in algorithm.deploy(round, selected).values())
 
@@ -419,19 +419,19 @@ def test_precision_is_that_of_the_task_that_begins() -> None:
     assert engine.flat_module.autocast is None
 
 
-# --- auto ---
+# --- recorders ---
 
 
-def test_auto_takes_no_engine_that_recorders_cannot_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_rule_is_told_that_recorders_hook_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Recorders that hook client training need it in this process; which recorder and method it is decides."""
     asked: list[bool] = []
 
-    def told(task: Task, schedule: Schedule, in_process: bool, **options: Any) -> RowsEngine:
+    def by_rule(task: Task, schedule: Schedule, in_process: bool, *_: Any) -> RowsEngine:
         asked.append(in_process)
         return RowsEngine(task)
 
-    monkeypatch.setattr("fedloom.engines.choose.fastest", told)
-    monkeypatch.setitem(engines._entries, "auto", Entry("auto", told))
+    monkeypatch.setattr("fedloom.engines.choose.by_rule", by_rule)
+    monkeypatch.setitem(engines._entries, "default", Entry("default", by_rule))
     task = make_task("digits", clients=4, partition="iid", model="logistic", local_test=0.25)
     cases: tuple[tuple[list[str], str, bool], ...] = (
         (["ala(client=3)"], "fedala", True),
@@ -439,18 +439,9 @@ def test_auto_takes_no_engine_that_recorders_cannot_use(monkeypatch: pytest.Monk
         ([], "fedala", False),
     )
     for record, method, _ in cases:
-        run(method, task, rounds=1, participation=0.5, engine="auto", record=record)
-    run("fedala", task, rounds=1, participation=0.5, engine="auto", record=["ala(client=3)"], directory=tmp_path)
+        run(method, task, rounds=1, participation=0.5, record=record)
+    run("fedala", task, rounds=1, participation=0.5, record=["ala(client=3)"], directory=tmp_path)
     assert asked == [*(expected for _, _, expected in cases), True]
-
-
-def test_auto_in_process_tries_no_worker_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.engines.trial.has_cores", lambda task: True)
-    monkeypatch.setattr("fedloom.engines.trial.SECONDS", 0.01)
-    task = make_task("digits", clients=4, partition="iid", model="logistic")
-    chosen = make_engine("auto", task, in_process=True).chosen
-    assert chosen is not None
-    assert chosen.seconds.keys() == {"rows", "stacked"}
 
 
 # --- on a GPU ---
@@ -470,18 +461,6 @@ def test_a_gpu_gives_the_numbers_of_the_cpu(method: str, engine: str) -> None:
     assert model.is_cuda
     assert not any(record["faults"] for record in there.history)
     assert torch.allclose(model.cpu(), here.algorithm.model(), atol=2e-3)
-
-
-@needs_gpu
-@pytest.mark.parametrize("engine", ["rows(compiled=true)", "stacked(compiled=true)"])
-@pytest.mark.parametrize("model", ["mlp(hidden=[16])", "digits_cnn"])
-def test_compiled_steps_on_a_gpu_give_the_numbers_of_the_cpu(model: str, engine: str) -> None:
-    training = Training(learning_rate=0.05, momentum=0.5, batch_size=7, epochs=2)
-    task = make_task("digits", clients=6, partition="iid", model=model, training=training)
-    here = run("fedmr", task, rounds=3, participation=1.0).federation
-    there = run("fedmr", task.to("cuda"), rounds=3, participation=1.0, engine=engine).federation
-    assert not any(record["faults"] for record in there.history)
-    assert torch.allclose(there.algorithm.model().cpu(), here.algorithm.model(), atol=2e-3)
 
 
 @needs_gpu

@@ -7,13 +7,16 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 import typer.main
 import yaml
 
 from fedloom.algorithm import algorithms
+from fedloom.algorithms.fedprox import FedProx
 from fedloom.cli import app
+from fedloom.config.registry import Entry
 from fedloom.engines.choose import require_engine_on
 from fedloom.experiment.configuration import _KEYS
 from fedloom.models import models
@@ -126,6 +129,13 @@ def test_every_method_says_when_to_use_it_and_where_it_comes_from() -> None:
             assert doc.source, entry.name
 
 
+def test_every_parameter_of_a_method_is_described() -> None:
+    described = {entry.name: entry.arguments for entry in algorithms if entry.make.__module__.startswith("fedloom.")}
+    assert [
+        (name, parameter) for name, texts in described.items() for parameter, text in texts.items() if not text
+    ] == []
+
+
 def test_every_method_is_on_one_page_with_all_its_parameters() -> None:
     listed = [entry.name for family in pages.FAMILIES for entry in pages.family(family)]
     assert sorted(listed) == sorted(entry.name for entry in algorithms)
@@ -165,6 +175,28 @@ def test_types_are_said_in_words() -> None:
     assert "| `local` | `none` | a method or none |" in described
     assert pages.kind(int | None) == "a whole number or none"
     assert "| `hidden` |" in pages.described(models["mlp"])
+    assert pages.kind(get_type_hints(FedProx, include_extras=True)["mu"]) == "a number ≥ 0"
+
+
+def test_the_args_of_a_docstring_describe_the_parameters() -> None:
+    def train(*, epochs: int = 1, rate: float = 0.1) -> None:
+        """Train a model.
+
+        Use it often.
+
+        Args:
+            epochs: Passes over the data,
+                at least one.
+            rate: Step size.
+
+        Raises:
+            ValueError: If it fails.
+        """
+
+    entry: Entry[Any] = Entry("train", train)
+    assert entry.text == "Train a model.\n\nUse it often."
+    assert entry.arguments == {"epochs": "Passes over the data, at least one.", "rate": "Step size."}
+    assert "| `rate` | `0.1` | a number | Step size. |" in pages.described(entry)
 
 
 def test_an_unknown_marker_is_an_error() -> None:

@@ -92,7 +92,7 @@ def test_what_clients_have_spent_is_looked_up_by_kinds_of_them(method: str, monk
         return asked[-1]
 
     monkeypatch.setattr(f"fedloom.algorithms.{type(found).__module__.rpartition('.')[2]}.epsilon", counted)
-    assert (found.cost(), found.cost(more=1)) == (max(each), max(after))
+    assert (found.cost(), found.cost(extra=1)) == (max(each), max(after))
     assert len(asked) <= 8
 
 

@@ -5,25 +5,34 @@ from __future__ import annotations
 import csv
 import json
 import statistics
+import sys
 import threading
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import fedloom as fl
+from fedloom.algorithm import build
+from fedloom.config.expression import parse
+from fedloom.config.fields import checked
 from fedloom.data.partition import Partition
 from fedloom.errors import CheckpointError, InvalidValue
 from fedloom.experiment.artifact import load_model, save_model
 from fedloom.experiment.comparison import Comparison
-from fedloom.experiment.configuration import Configuration, configuration
+from fedloom.experiment.configuration import Configuration, configuration, load
 from fedloom.experiment.directory import RunDirectory
 from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.identity import version_changes
 from fedloom.experiment.run import run_configured, run_directory
+from fedloom.recording.recorder import build_recorders
+from fedloom.rounds.checkpoint import RoundLog
 from fedloom.state.files import write_text
 from fedloom.state.tensors import read_tensors
+from fedloom.task import make_dataset
 from small_task import small_task
 
 
@@ -181,7 +190,7 @@ def test_a_finished_run_is_only_read(tmp_path: Path) -> None:
 
 
 def test_starting_afresh_removes_a_runs_files_and_no_others(tmp_path: Path) -> None:
-    job, name = plan(tmp_path, engine="auto"), RunName("fedavg", 0)
+    job, name = plan(tmp_path, engine="default"), RunName("fedavg", 0)
     run_configured(job, name, lambda event: None)
     place = run_directory(job, *name).path
     assert (place / "engine.json").exists()
@@ -360,3 +369,33 @@ def test_another_version_is_said_when_a_run_goes_on() -> None:
     before = {"torch": "2.12.0", "threads": 2, "platform": "a"}
     assert version_changes(before, {**before, "platform": "b"}) == ""
     assert version_changes(before, {**before, "torch": "2.13.0"}) == "torch 2.12.0 (now 2.13.0)"
+
+
+def test_a_configuration_is_parsed_and_built_once_a_run(tmp_path: Path) -> None:
+    """Counted from reading the file to the finished run."""
+    (tmp_path / "job.toml").write_text(
+        'algorithm = "fedmr"\nrounds = 2\nmodel = "logistic"\nrecord = ["objective"]\ndata.clients = 4'
+    )
+    limits: dict[Any, int] = {
+        build: 1,
+        parse.__wrapped__: 8,
+        checked: 30,
+        RoundLog.read: 10,
+        build_recorders: 1,
+        make_dataset: 1,
+    }
+    counted = {function.__code__: 0 for function in limits}
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code in counted:
+            counted[frame.f_code] += 1
+
+    parse.cache_clear()
+    sys.setprofile(count)
+    try:
+        experiment = load(tmp_path / "job.toml", [f"directory={tmp_path / 'run'}"])
+        run_configured(experiment, RunName("fedmr", 0), lambda event: None)
+    finally:
+        sys.setprofile(None)
+    calls = {function.__qualname__: counted[function.__code__] for function in limits}
+    assert all(0 < calls[function.__qualname__] <= most for function, most in limits.items()), calls

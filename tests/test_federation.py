@@ -17,9 +17,10 @@ import fedloom as fl
 from fedloom.algorithm import Algorithm, Message, Replies, Selection, build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import Diverged
+from fedloom.errors import Diverged, InvalidValue
 from fedloom.local.cohort import Cohort
 from fedloom.round import Round
+from fedloom.rounds.clock import Clock
 from fedloom.rounds.engine import ClientTask, Fault, Reply
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -265,3 +266,59 @@ def test_the_figures_of_rounds_do_not_stay_in_memory(tmp_path: Path) -> None:
     federation = result.federation
     assert len(federation.history) == len(federation.timings) == federation.finished == 9
     assert len(result.recorded) == 1
+
+
+# --- what stands between a method's tensors and the library's ---
+
+
+@dataclass
+class KeepsTheGraph(FedAvg):
+    """Forgets to detach what it returns and remembers."""
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        weights = super().train(cohort, inbox)["model"].clone().requires_grad_() * 1.0
+        cohort.memory["weights"] = weights
+        return {"model": weights}
+
+
+def test_no_reply_keeps_the_graph_of_its_training() -> None:
+    task = small_task()
+    run = federation(KeepsTheGraph(), task, 2)
+    run.run()
+    assert not run.algorithm.model().requires_grad
+    assert all(not tensor.requires_grad for tensor in run.engine.memory().values())
+
+
+@dataclass
+class NamesWithAt(FedAvg):
+    """Names a tensor as the library names its own."""
+
+    def send(self, round: Round) -> Message:
+        return {**super().send(round), "@integers": torch.zeros(1, 1)}
+
+
+def test_names_of_the_library_are_refused() -> None:
+    with pytest.raises(InvalidValue, match=r"NamesWithAt names a tensor '@integers': names that begin with @"):
+        federation(NamesWithAt(), small_task(), 1).run()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_a_reply_of_another_type_is_refused_by_client(dtype: torch.dtype) -> None:
+    class Converted(FedAvg):
+        def train(self, cohort: Cohort, inbox: Message) -> Message:
+            reply = super().train(cohort, inbox)
+            return {"model": reply["model"].to(dtype)} if cohort.clients[0] == 1 else reply
+
+    task = small_task()
+    run = Federation(Converted(), task, RowsEngine(task), Schedule(rounds=1, participation=1.0))
+    run.run()
+    (fault,) = run.history[0]["faults"]
+    assert fault["client"] == 1
+    assert f"Converted.train returned 'model' as {str(dtype).removeprefix('torch.')}, not float32" in fault["reason"]
+
+
+def test_rounds_that_take_the_first_replies_are_refused_where_epsilon_counts_on_all() -> None:
+    task = small_task()
+    schedule = Schedule(rounds=1, participation=0.5, clock=Clock(speed=100.0, over_selection=1.0))
+    with pytest.raises(InvalidValue, match=r"clock.over_selection takes the first replies of a round"):
+        Federation(build("private(fedavg, noise=1.0)"), task, RowsEngine(task), schedule)

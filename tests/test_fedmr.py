@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedloom.algorithm import Plan, Replies, algorithms, build, describe
+from fedloom.algorithm import Plan, Replies, Selection, algorithms, build, describe
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedmr import FedMR, Indep, auto_blend, blend_at
 from fedloom.engines.rows import RowsEngine
@@ -405,7 +405,8 @@ def recombined(module: nn.Module, uploads: Tensor, method: FedMR, seed: int) -> 
     plan = Plan(layout, layout.flatten(module), count, count, 1, seed, 2, lambda clients: clients + 1, module)
     method.setup(plan)
     every = torch.arange(count)
-    method.receive(plan.opening(), Replies({"model": uploads.clone()}, every, every, every + 1))
+    exchange = method.exchange(plan.opening(), Selection(plan.opening().selected))
+    method.receive(plan.opening(), Replies({"model": uploads.clone()}, every, every, every + 1, exchange))
     return method.state["pool"]
 
 
@@ -459,5 +460,6 @@ def test_models_of_the_pool_share_no_memory_with_each_other_or_the_past() -> Non
     pool[0] -= 1
     federation.algorithm.state["pool"] = pool
     round = method.plan.opening()
-    method.receive(round, Replies({"model": pool[:2] + 5}, torch.tensor([0, 1]), torch.tensor([0, 1]), torch.ones(2)))
+    exchange, both = method.exchange(round, Selection(round.selected)), torch.tensor([0, 1])
+    method.receive(round, Replies({"model": pool + 5}, both, both, torch.ones(2), exchange))
     assert torch.allclose(kept, before)  # the state before the round is still there

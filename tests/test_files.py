@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import stat
@@ -13,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedloom.errors import CheckpointError
-from fedloom.state.files import remove_unfinished, replacing, write_bytes, write_text
+from fedloom.errors import CheckpointError, DamagedCheckpoint, DiskFull
+from fedloom.state.files import remove, remove_unfinished, replacing, write_bytes, write_text
 from fedloom.state.tensors import read_tensors, write_tensors
 
 WRITER = """
@@ -117,3 +118,38 @@ def test_files_have_the_permissions_that_others_expect(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_said_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"missing/text cannot be written \(.*No such file or directory"):
         write_text(tmp_path / "missing" / "text", "hello")
+
+
+def no_space(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_says_how_many_bytes_a_file_without_tensors_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint whose only tensor is a pool in a file of its own has names alone."""
+    write_tensors(tmp_path / "names", {}, {"pool model": "rows-0000001"})
+    monkeypatch.setattr(Path, "mkdir", no_space)
+    size = (tmp_path / "names").stat().st_size
+    with pytest.raises(DiskFull, match=f"the disk is full, and the file needs {size} bytes"):
+        write_tensors(tmp_path / "again", {}, {"pool model": "rows-0000001"})
+
+
+@pytest.mark.skipif(not hasattr(os, "statvfs"), reason="inodes as POSIX has them")
+def test_a_disk_without_inodes_is_not_called_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    system = os.statvfs(tmp_path)
+    without = os.statvfs_result((*system[:4], 1000, 1000, 0, 0, *system[8:]))
+    monkeypatch.setattr(os, "statvfs", lambda _: without)
+    monkeypatch.setattr(Path, "mkdir", no_space)
+    with pytest.raises(DiskFull, match=r"text cannot be written: the disk holds as many files as it can \(no inodes"):
+        write_text(tmp_path / "text", "hello")
+
+
+def test_a_folder_in_the_place_of_a_file_is_said_in_one_line_and_stays(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(CheckpointError, match="model cannot be written"):
+        write_text(tmp_path / "model", "hello")
+    with pytest.raises(DamagedCheckpoint, match="model cannot be read"):
+        read_tensors(tmp_path / "model")
+    remove(tmp_path / "model")
+    assert (tmp_path / "model").is_dir()

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.engines.flower.deploy.template import EXAMPLE, _literal, write_app
 from fedloom.experiment.configuration import configuration
+from fedloom.sites.template import EXAMPLE, _literal, write_app
 from forking_cli import main
 from superlink_support import needs_flower
 

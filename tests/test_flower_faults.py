@@ -15,14 +15,15 @@ import torch
 from flwr.app import Array, Context, Message, RecordDict
 
 from fedloom.algorithm import build
-from fedloom.engines.flower.deploy.agreement import deployment
-from fedloom.engines.flower.deploy.client_app import app
-from fedloom.engines.flower.flower_engine import FlowerEngine
-from fedloom.engines.flower.messages import Refusal, decoded, encoded, pack, words_of
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue, RefusedReply
 from fedloom.flat.layout import Layout
+from fedloom.rounds.engine import INTEGERS
 from fedloom.rounds.federation import Federation
+from fedloom.sites.agreement import deployment
+from fedloom.sites.client_app import app
+from fedloom.sites.flower_engine import FlowerEngine
+from fedloom.sites.messages import Refusal, decoded, encoded, pack
 from flower_support import (
     CLIENTS,
     RUN,
@@ -38,6 +39,7 @@ from flower_support import (
     site,
     with_array,
     with_words,
+    words_of,
 )
 
 SIZE = Layout(NormNet()).size
@@ -261,7 +263,7 @@ def test_a_site_that_does_not_fit_ends_the_run_before_it_begins(
 
 def test_other_versions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = run_config("fedavg", tmp_path / "run")
-    monkeypatch.setattr("fedloom.engines.flower.deploy.site.fedloom.__version__", "9.9")
+    monkeypatch.setattr("fedloom.sites.site.fedloom.__version__", "9.9")
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
     monkeypatch.setattr("flower_support.VERSION", "0.1")
     with pytest.raises(InvalidValue, match=r"site \d: fedloom is '9.9' there and '0.1' here"):
@@ -290,10 +292,10 @@ ROUND = {
 
 ORDER: dict[str, Any] = {
     "site": 0, "client": 0, "round": ROUND, "federation": "0123456789abcdef", "memory": 0, "keep": [],
-    "expected": {"model": [SIZE], "integers": [1]},
+    "expected": {"model": [SIZE], INTEGERS: [1]},
 }  # fmt: skip
 
-INBOX = {"model": torch.zeros(1, SIZE), "integers": torch.zeros(1, 1, dtype=torch.int64)}
+INBOX = {"model": torch.zeros(1, SIZE), INTEGERS: torch.zeros(1, 1, dtype=torch.int64)}
 
 
 def test_a_site_does_what_it_is_asked(tmp_path: Path) -> None:
@@ -313,7 +315,7 @@ def test_a_site_does_what_it_is_asked(tmp_path: Path) -> None:
         ({}, {"model": torch.full((1, SIZE), torch.inf)}, "not finite"),
         ({}, {"model": torch.zeros(1, SIZE + 1)}, "not one of this task"),
         ({}, {"model": torch.zeros(2, SIZE)}, "not one row"),
-        ({}, {"integers": torch.zeros(1, 3, dtype=torch.int64)}, "integer buffers of another model"),
+        ({}, {INTEGERS: torch.zeros(1, 3, dtype=torch.int64)}, "integer buffers of another model"),
     ],
 )
 def test_a_site_checks_what_it_gets(

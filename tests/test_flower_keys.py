@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from fedloom.engines.flower.deploy.keys import AUTHORITY_DAYS, SERVER_DAYS, make_keys
 from fedloom.errors import DataError, InvalidValue
+from fedloom.sites.keys import AUTHORITY_DAYS, SERVER_DAYS, make_keys
 from forking_cli import main
 
 
@@ -110,15 +110,15 @@ def test_nothing_private_lies_where_it_does_not_belong(tmp_path: Path) -> None:
         "site-0": ["ca.crt", "peers.pub", "site.key"],
         "site-1": ["ca.crt", "peers.pub", "site.key"],
     }
-    assert sorted(keys.made) == sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    assert sorted(keys.written) == sorted(path for path in tmp_path.rglob("*") if path.is_file())
 
 
 def test_a_second_call_adds_what_is_missing_and_changes_nothing(tmp_path: Path) -> None:
     make_keys(tmp_path, 2, ["fl.example.org"])
     before = contents(tmp_path)
-    assert make_keys(tmp_path, 2).made == ()
+    assert make_keys(tmp_path, 2).written == ()
     more = make_keys(tmp_path, 3)
-    assert {path.name for path in more.made} == {"site.key", "ca.crt", "site-2.pub", "peers.pub"}
+    assert {path.name for path in more.written} == {"site.key", "ca.crt", "site-2.pub", "peers.pub"}
     after = contents(tmp_path)
     assert {name for name in before if before[name] != after[name]} == {"site-0/peers.pub", "site-1/peers.pub"}
 
@@ -128,7 +128,7 @@ def test_a_site_that_has_taken_its_folder_away_keeps_its_key(tmp_path: Path) -> 
     for path in keys.site(0).iterdir():
         path.unlink()
     public = keys.public(0).read_bytes()
-    assert make_keys(tmp_path, 2).made == ()
+    assert make_keys(tmp_path, 2).written == ()
     assert keys.public(0).read_bytes() == public
 
 
@@ -138,7 +138,7 @@ def test_a_certificate_is_renewed_for_more_hosts_with_the_same_key_and_authority
         make_keys(tmp_path, 1, ["fl.example.org"])
     before = contents(tmp_path)
     (keys.server / "server.crt").unlink()
-    assert make_keys(tmp_path, 1, ["fl.example.org"]).made == (keys.server / "server.crt",)
+    assert make_keys(tmp_path, 1, ["fl.example.org"]).written == (keys.server / "server.crt",)
     shake_hands(tmp_path, "fl.example.org")
     after = contents(tmp_path)
     assert {name for name in before if before[name] != after[name]} == {"server/server.crt"}
@@ -183,7 +183,7 @@ def test_a_certificate_that_has_run_out_is_named(tmp_path: Path, monkeypatch: py
             return datetime.now(UTC) + timedelta(days=SERVER_DAYS + 1)
 
     make_keys(tmp_path, 1)
-    monkeypatch.setattr("fedloom.engines.flower.deploy.keys.datetime", Later)
+    monkeypatch.setattr("fedloom.sites.keys.datetime", Later)
     with pytest.raises(InvalidValue, match=r"server\.crt expired on \d{4}-\d\d-\d\d: remove it"):
         make_keys(tmp_path, 1)
 
@@ -226,3 +226,13 @@ def test_the_command_says_what_goes_where(tmp_path: Path, capsys: pytest.Capture
         assert word in out
     assert main(command) == 0
     assert "already" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["server/ca.crt", "server/site-0.pub", "authority/ca.key"])
+def test_a_folder_in_the_place_of_a_key_is_said_in_one_line(name: str, tmp_path: Path) -> None:
+    make_keys(tmp_path, 2)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    (tmp_path / "server/server.crt").unlink()
+    with pytest.raises(DataError, match=rf"{name} cannot be read \(Is a directory\)"):
+        make_keys(tmp_path, 2)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fedloom.engines.flower.deploy.keys import make_keys
-from fedloom.engines.flower.deploy.node_config import FEWEST_PEERS, NodeConfig, read_peers
 from fedloom.errors import InvalidValue
+from fedloom.sites.keys import make_keys
+from fedloom.sites.node_config import FEWEST_PEERS, NodeConfig, read_peers
 
 
 def test_a_list_holds_what_the_keys_are(tmp_path: Path) -> None:

@@ -16,20 +16,20 @@ from flwr.app import Context, Message, RecordDict
 
 from fedloom.algorithm import build
 from fedloom.algorithms.fedmr import FedMR
-from fedloom.engines.flower.deploy.agreement import deployment
-from fedloom.engines.flower.deploy.client_app import app
-from fedloom.engines.flower.deploy.keys import make_keys
-from fedloom.engines.flower.flower_engine import require_supported
-from fedloom.engines.flower.messages import ARRAYS, Refusal, encoded, pack, parcel_of, words_of
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout
-from fedloom.rounds.engine import Reply
+from fedloom.rounds.engine import INTEGERS, Reply
 from fedloom.rounds.federation import Federation
 from fedloom.secure import Rules, to_layers
 from fedloom.secure.wire import Answer, Letter, Request, Terms, unpack
 from fedloom.secure.wire import pack as pack_parts
-from flower_support import RUN, NormNet, assert_close, flower, nodes, run_config, schedule, selected, site
+from fedloom.sites.agreement import deployment
+from fedloom.sites.client_app import app
+from fedloom.sites.flower_engine import require_supported
+from fedloom.sites.keys import make_keys
+from fedloom.sites.messages import ARRAYS, Refusal, encoded, pack, parcel_of
+from flower_support import RUN, NormNet, assert_close, flower, nodes, run_config, schedule, selected, site, words_of
 from secure_sites import Change, ExchangeGrid, PeerNode, on_the_wire, peers
 
 UNITS = Layout(NormNet()).units("layer")
@@ -180,11 +180,11 @@ def test_a_server_that_asks_for_a_model_before_the_exchange_does_not_get_it(tmp_
     config = run_config(SHORT, tmp_path / "run")
     grid = peers(tmp_path, config)
     task = deployment(config).configuration.task(3)
-    expected = {"model": [task.layout.size], "integers": [task.layout.integers]}
-    inbox = {"model": task.initial.unsqueeze(0), "integers": task.initial_integers.unsqueeze(0)}
+    expected = {"model": [task.layout.size], INTEGERS: [task.layout.integers]}
+    inbox = {"model": task.initial.unsqueeze(0), INTEGERS: task.initial_integers.unsqueeze(0)}
     reply = asked(grid, "train", client_task(expected=expected, exchanged=False), inbox)
     assert words_of(reply)["site"] == 0
-    assert sorted(reply.content.array_records[ARRAYS]) == ["integers"]
+    assert sorted(reply.content.array_records[ARRAYS]) == [INTEGERS]
     upload = client_task(run="mine", when="before_upload", upload=True)
     with pytest.raises(Refusal, match="this site is in no such exchange"):
         words_of(asked(grid, "query.exchange", upload))
@@ -198,7 +198,7 @@ def test_a_server_that_asks_for_a_model_before_the_exchange_does_not_get_it(tmp_
                 asked(grid, "query.exchange", client_task(run="mine", when="before_upload"), parcel=begun(**changes))
             )
     with pytest.raises(Refusal, match="this site is in no such exchange"):
-        words_of(asked(grid, "train", client_task(expected=expected, exchanged=True), {"integers": inbox["integers"]}))
+        words_of(asked(grid, "train", client_task(expected=expected, exchanged=True), {INTEGERS: inbox[INTEGERS]}))
 
 
 def begun(**changes: Any) -> bytes:
@@ -223,7 +223,7 @@ def asked(
 
 def test_a_step_of_an_exchange_loads_neither_pytorch_nor_data() -> None:
     code = (
-        "import sys, fedloom.engines.flower.deploy.client_app, fedloom.engines.flower.deploy.site_peer; "
+        "import sys, fedloom.sites.client_app, fedloom.sites.site_peer; "
         "print(sys.modules.keys() & {'torch', 'sklearn', 'scipy'})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
@@ -384,7 +384,7 @@ def test_a_site_that_fills_its_envelopes_with_garbage_spoils_only_what_it_was_to
     federation, _ = started(tmp_path, SHORT)
     federation.step()
     before, spoilt = pool(federation), selected(2)[0]
-    began = federation.engine.trained  # type: ignore[attr-defined]
+    began = federation.engine.train_at_sites  # type: ignore[attr-defined]
 
     def trained_otherwise(*arguments: Any, **options: Any) -> Any:
         for result in began(*arguments, **options):
@@ -398,7 +398,7 @@ def test_a_site_that_fills_its_envelopes_with_garbage_spoils_only_what_it_was_to
     def grid_number(reply: Reply) -> int:
         return int(federation.engine.numbers[reply.client_task.client])  # type: ignore[attr-defined]
 
-    federation.engine.trained = trained_otherwise  # type: ignore[attr-defined]
+    federation.engine.train_at_sites = trained_otherwise  # type: ignore[attr-defined]
     record, _ = federation.step()
     assert record["faults"] == []
     assert bool(pool(federation).isfinite().all())

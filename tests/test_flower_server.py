@@ -22,12 +22,6 @@ from torch import Tensor
 from fedloom.algorithm import build
 from fedloom.data.dataset import Samples
 from fedloom.data.partition import Partition
-from fedloom.engines.flower.deploy import server_app
-from fedloom.engines.flower.deploy.agreement import deployment, description
-from fedloom.engines.flower.deploy.node_config import default_folder
-from fedloom.engines.flower.deploy.site import Site
-from fedloom.engines.flower.deploy.site_data import own_data
-from fedloom.engines.flower.mailbox import Mailbox
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import CheckpointError, DataError, InvalidValue
 from fedloom.experiment.artifact import load_model
@@ -35,6 +29,12 @@ from fedloom.experiment.events import RunName
 from fedloom.experiment.finished import read_runs, rewrite_reports
 from fedloom.experiment.run import run_configured
 from fedloom.rounds.federation import Federation
+from fedloom.sites import server_app
+from fedloom.sites.agreement import deployment, description
+from fedloom.sites.mailbox import Mailbox
+from fedloom.sites.node_config import default_folder
+from fedloom.sites.site import Site
+from fedloom.sites.site_data import own_data
 from fedloom.state.tensors import read_tensors
 from fedloom.task import Task, make_dataset, make_task
 from flower_support import CLIENTS, RUN, LocalGrid, NormNet, nodes, run_config, schedule, site

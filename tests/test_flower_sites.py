@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.engines.flower.deploy.keys import make_keys
+from fedloom.sites.keys import make_keys
 from site_trial import PATIENCE, Trial, owner_settings
 from superlink_support import Deployment, deployed, needs_flower, needs_processes
 

@@ -16,12 +16,12 @@ import pytest
 from flwr.app import Context, Message, RecordDict
 from flwr.common.serde import recorddict_to_proto
 
-from fedloom.engines.flower.deploy import site_worker
-from fedloom.engines.flower.deploy.client_app import app
-from fedloom.engines.flower.deploy.node_config import NodeConfig
-from fedloom.engines.flower.messages import Refusal, words_of
 from fedloom.errors import InvalidValue
-from flower_support import RUN, LocalGrid, flower, nodes, run_config, site
+from fedloom.sites import site_worker
+from fedloom.sites.client_app import app
+from fedloom.sites.messages import Refusal
+from fedloom.sites.node_config import NodeConfig
+from flower_support import RUN, LocalGrid, flower, nodes, run_config, site, words_of
 
 PATIENCE = 60
 """Seconds for what takes less than one: no test is about time."""

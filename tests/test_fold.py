@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from every_method import EVERY_METHOD
-from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, block_slots, build
+from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, Selection, block_slots, build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
@@ -59,9 +59,10 @@ def given(method: Algorithm, round: Round, slots: Sequence[int]) -> Replies:
     tensors = {}
     for name, shape in method.expects(round).items():
         rows = torch.rand(CLIENTS, *shape, dtype=torch.float64) + 0.5
-        tensors[name] = (rows if name not in types else (9 * rows).to(types[name]))[list(slots)]
-    places = torch.tensor(slots)
-    return Replies(tensors, places, places, torch.tensor([9, 5, 12, 7, 3, 8, 1])[places])
+        tensors[name] = rows if name not in types else (9 * rows).to(types[name])
+    answered = torch.tensor(slots)
+    exchange = method.exchange(round, Selection(round.selected))
+    return Replies(tensors, answered, answered, torch.tensor([9, 5, 12, 7, 3, 8, 1])[answered], exchange)
 
 
 @pytest.mark.parametrize(
@@ -80,9 +81,10 @@ def test_a_method_makes_the_same_of_replies_block_by_block(name: str, monkeypatc
                 learning_rate=0.1,
                 initial_learning_rate=0.2,
             )
-            method.send(round)
-            method.receive(round, given(method, round, tuple(present)))
-            method.finish(round)
+            replies = given(method, round, tuple(present))
+            assert replies.exchange is not None
+            method.receive(round, replies)
+            method.finish(round, replies.exchange)
         states.append(method.full_state())
     for other in states[1:]:
         assert other.keys() == states[0].keys()
@@ -94,7 +96,8 @@ def test_which_methods_fold() -> None:
     assert {name for name in [*EVERY_METHOD, *VARIANTS] if not begun(name).folds} == KEEP_ALL
     staged = begun("stages(fedavg:1, fedmr)")
     assert staged.folds
-    staged.finish(staged.plan.opening())
+    opening = staged.plan.opening()
+    staged.finish(opening, staged.exchange(opening, Selection(opening.selected)))
     assert not staged.folds
     assert not begun("stages(fedavg:auto, fedmr)").folds
     assert not type("Own", (FedAvg,), {"receive": lambda *_: None})().folds

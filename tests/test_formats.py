@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fedloom.data.formats.arrow import image_samples, read_tables
+from fedloom.data.formats.arrow import image_samples, read_parquet
 from fedloom.data.formats.cache import cached, file_stamp
 from fedloom.data.formats.idx import read_idx
 from fedloom.data.formats.labels import class_labels
@@ -264,7 +264,7 @@ def test_parquet_of_pictures(tmp_path: Path) -> None:
     rows = [{"bytes": picture(image), "path": f"{at}.png"} for at, image in enumerate(pixels)]
     pq.write_table(pa.table({"img": rows, "label": [0, 1, 2, 1]}), tmp_path / "a.parquet", row_group_size=2)
     paths = [tmp_path / "a.parquet"] * 2
-    found = image_samples(read_tables(paths), "label", 3, 3, "here")
+    found = image_samples(read_parquet(paths), "label", 3, 3, "here")
     assert np.array_equal(found.inputs.numpy(), np.concatenate([pixels, pixels]).transpose(0, 3, 1, 2))
     plain = pa.table({"image": [row["bytes"] for row in rows], "label": [0, 1, 2, 1]})
     assert torch.equal(image_samples(plain, "label", 3, 3, "here").inputs, found.inputs[:4])
@@ -274,7 +274,7 @@ def test_damaged_tables_are_named(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(b"PAR1 nothing PAR1")
     with refused(path, "damaged parquet"):
-        read_tables([path])
+        read_parquet([path])
     good = {"bytes": picture(random_pixels(5, 5, 3)), "path": ""}
     cases: list[tuple[dict[str, object], str]] = [
         ({"image": [good], "target": [0]}, "no column 'label' (it has: image, target)"),

@@ -27,7 +27,7 @@ from fedloom.algorithm import algorithms
 from fedloom.cli import main
 from fedloom.config.expression import Call, show
 from fedloom.data.dataset import datasets
-from fedloom.data.formats.arrow import image_samples, read_tables
+from fedloom.data.formats.arrow import image_samples, read_parquet
 from fedloom.data.formats.idx import read_idx
 from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.formats.pictures import read_files
@@ -38,7 +38,6 @@ from fedloom.data.sets.cifar import read_binary_batches, read_python_batches
 from fedloom.data.sets.femnist import read_leaf_images
 from fedloom.data.shift import shifts
 from fedloom.engines.base import engines
-from fedloom.engines.flower.deploy.agreement import read_configuration
 from fedloom.errors import LONGEST_QUOTED, CheckpointError, DataError, FedloomError, InvalidValue, quoted
 from fedloom.experiment.artifact import load_model
 from fedloom.experiment.configuration import LONGEST_FILE, configuration, put, read_table
@@ -47,7 +46,8 @@ from fedloom.experiment.trackers.tracker import trackers
 from fedloom.models import models
 from fedloom.recording.recorder import recorders
 from fedloom.rounds.checkpoint import RoundLog
-from fedloom.state.tensors import _digest
+from fedloom.sites.agreement import read_configuration
+from fedloom.state.tensors import _checksum
 
 HEX = "0x" + "f" * 50_000  # which Python reads, but does not write in decimal figures
 LONG = "y " * 49_999 + "yy"
@@ -257,7 +257,7 @@ def picture_bytes(*shape: int) -> bytes:
 def model_bytes(metadata: str) -> bytes:
     """A model's file with any metadata, which are those that its digest is of."""
     tensors = {"weight": torch.zeros(10, 64)}
-    return save(tensors, {"fedloom": metadata, "digest": _digest(tensors, metadata)})
+    return save(tensors, {"fedloom": metadata, "digest": _checksum(tensors, metadata)})
 
 
 def leaf_bytes(users: Any, data: Any) -> bytes:
@@ -265,7 +265,7 @@ def leaf_bytes(users: Any, data: Any) -> bytes:
 
 
 def read_pictures(path: Path) -> Any:
-    return image_samples(read_tables([path]), "label", 10, 1, str(path))
+    return image_samples(read_parquet([path]), "label", 10, 1, str(path))
 
 
 def read_texts(path: Path) -> Any:

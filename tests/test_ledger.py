@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import mcmahan
 import record_runs
 from fedloom.errors import InvalidValue
 from fedloom.papers.ledger import STATES, ExhibitRecord, LedgerEntry, ledger, to_markdown
@@ -104,8 +105,18 @@ def test_records_of_long_runs_are_those_that_their_folder_gives_now() -> None:
         assert found.results == ExhibitRecord.read(RECORDS / f"{name}.json").results
         assert {result.cell.row for result in found.results} <= {"FedAvg", "FedMR"}
         for one in found.results:
-            assert one.here is not None
-            assert (f"{one.here.rounds} of 1,000 rounds" in one.left_out) == (one.here.rounds < 1000)
+            assert one.result is not None
+            assert (f"{one.result.rounds} of 1,000 rounds" in one.left_out) == (one.result.rounds < 1000)
+
+
+def test_a_cell_of_mcmahans_table_has_the_rate_that_the_search_chose() -> None:
+    done = mcmahan.recorded()
+    rates = {cell.column: cell.setting.training["learning_rate"] for cell in exhibit("mcmahan.table-1-2nn").cells}
+    record = mcmahan.record(done)
+    chosen = {column: mcmahan.rate(position) for column, (_, position) in mcmahan.tuned(done).items()}
+    assert {column: rates[column] for column in chosen} == chosen
+    kept = ExhibitRecord.read(RECORDS / "mcmahan.table-1-2nn.json")
+    assert kept.results == record.results
 
 
 def test_the_records_of_the_repository_are_explained_and_give_the_same_page_again() -> None:

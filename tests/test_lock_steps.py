@@ -13,8 +13,12 @@ from torch import Tensor
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
+from fedloom.errors import InvalidValue
 from fedloom.local.batches import ClientLoader, alone, together
-from fedloom.training import Training, epoch_orders
+from fedloom.round import Round
+from fedloom.rounds.engine import ClientTask
+from fedloom.training import Passes, PassOptions, Training
+from small_task import small_task
 from test_stacked import assert_same, federated, perceptron, world
 
 
@@ -29,9 +33,7 @@ def loaders(sizes: list[int]) -> list[ClientLoader]:
 
 def client_tasks(sizes: list[int], batch: int, epochs: int) -> list[list[tuple[Tensor, list[int]]]]:
     streams = [torch.Generator().manual_seed(client) for client in range(len(sizes))]
-    return [
-        list(epoch_orders(n, stream, batch_size=batch, epochs=epochs)) for n, stream in zip(sizes, streams, strict=True)
-    ]
+    return [list(Passes(epochs, batch_size=batch).orders(n, stream)) for n, stream in zip(sizes, streams, strict=True)]
 
 
 Steps = list[tuple[list[int], int]]
@@ -117,9 +119,7 @@ def test_local_steps_are_those_that_clients_make(
     samples: int, batch_size: int | None, epochs: int, steps: int | None, drop_last: bool, smallest: int
 ) -> None:
     training = Training(batch_size=batch_size, epochs=epochs, steps=steps, drop_last=drop_last)
-    made = epoch_orders(
-        samples, None, batch_size=batch_size, epochs=epochs, steps=steps, drop_last=drop_last, smallest=smallest
-    )
+    made = Passes(epochs, steps, batch_size, drop_last, smallest).orders(samples, None)
     expected = sum(len(sizes) for _, sizes in made)
     assert training.local_steps(torch.tensor([samples, samples]), smallest).tolist() == [expected, expected]
 
@@ -130,3 +130,19 @@ def test_a_mean_number_of_samples_makes_the_steps_of_its_parts() -> None:
     assert Training(batch_size=5, epochs=2).local_steps(mean).tolist() == [4, 6, 2]
     assert Training(batch_size=5, drop_last=True).local_steps(mean).tolist() == [2, 2, 1]
     assert Training(steps=7).local_steps(mean).tolist() == [7, 7, 7]
+
+
+@pytest.mark.parametrize("options", [{"epochs": 0}, {"steps": 0}])
+@pytest.mark.parametrize("local_schedule", ["constant", "cosine"])
+def test_no_epochs_and_no_steps_train_nothing(options: PassOptions, local_schedule: str) -> None:
+    """They are numbers a method asks for, not a request for the settings'."""
+    task = small_task()
+    task = replace(task, training=replace(task.training, epochs=2, local_schedule=local_schedule))
+    start = task.initial.unsqueeze(0)
+    cohort = RowsEngine(task).cohort(Round(1, 1, 0, task.clients, 1, 0.1, 0.1), ClientTask(0, 0, {}))
+    trained = cohort.fit(start, **options)
+    assert torch.equal(trained.model, start)
+    assert trained.steps.tolist() == [0]
+    assert trained.loss.isnan().all()
+    with pytest.raises(InvalidValue, match="batch_size of local training must be at least 1, not 0"):
+        cohort.fit(start, batch_size=0)

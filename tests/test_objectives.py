@@ -6,16 +6,18 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fedloom as fl
 from fedloom.data.dataset import Dataset, Samples
+from fedloom.data.partition import Partition
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import configuration
@@ -25,6 +27,8 @@ from fedloom.experiment.jobs import Tasks
 from fedloom.experiment.pools import SerialPool
 from fedloom.experiment.run import run_configured
 from fedloom.experiment.tune import Runner, Search, best_of, search_grid
+from fedloom.flat.layout import Layout
+from fedloom.local.cohort import score
 from fedloom.objectives import Objective, objectives, prediction
 from fedloom.objectives.classification import Classification
 from fedloom.objectives.custom import Custom, build_objective, expression_of
@@ -34,6 +38,7 @@ from fedloom.objectives.segmentation import Segmentation
 from fedloom.objectives.sequence import NextToken
 from fedloom.report.sheet import sheet
 from fedloom.report.summary import best, rounds_to
+from fedloom.rounds.scoring import Evaluator, Tally
 from objective_support import KINDS, absolute, draw, make
 
 # --- plain loops, sample by sample and number by number ---
@@ -86,7 +91,8 @@ def figures(objective: Objective, outputs: Any, targets: Tensor) -> dict[str, fl
     assert {name: tuple(values.shape[1:]) for name, values in counted.items()} == objective.shapes(
         prediction(outputs).shape[-1] if prediction(outputs).dim() == 2 else 3
     )
-    totals = {name: values.double().sum(0, keepdim=True) for name, values in counted.items()}
+    counts = {name: values.double() for name, values in counted.items()}
+    totals = objective.add_up(counts, lambda values: values.sum(0, keepdim=True))
     found = objective.figures({**totals, "samples": torch.tensor([float(len(targets))])})
     return {name: float(value) for name, value in found.items()}
 
@@ -132,6 +138,58 @@ def test_figures_of_pixels_leave_out_what_is_ignored() -> None:
     found = figures(Segmentation(), outputs, targets)
     assert found["accuracy"] == 3 / 4
     assert found["miou"] == pytest.approx((1 / 1 + 1 / 2 + 1 / 2) / 3)
+
+
+def test_pixels_that_are_ignored_count_nowhere_where_their_number_is_a_class() -> None:
+    generator = torch.Generator().manual_seed(2)
+    outputs = torch.randn(4, 3, 8, 8, generator=generator)
+    targets = torch.randint(3, (4, 8, 8), generator=generator)
+    predicted, counted = outputs.argmax(1), targets != 1
+    pairs = [(predicted[counted] == c, targets[counted] == c) for c in range(3)]
+    ious = [float((a & b).sum() / (a | b).sum()) for a, b in pairs]
+    assert ious[1] == 0
+    found = figures(Segmentation(ignore=1), outputs, targets)
+    assert found["miou"] == pytest.approx(sum(ious) / 3)
+    kept = figures(Segmentation(ignore=1), outputs, torch.where(counted, targets, 1))
+    shifted = figures(Segmentation(), outputs, torch.where(counted, targets, 255))
+    assert kept == shifted == found
+
+
+@pytest.mark.parametrize("clients", [1, 3])
+@pytest.mark.parametrize("centre", [0.0, 1e6, -3e8])
+def test_r2_does_not_cancel_where_targets_are_far_from_0(centre: float, clients: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    targets = centre + 0.01 * torch.randn(90, 2, generator=generator, dtype=torch.float64)
+    outputs = targets + 0.004 * torch.randn(90, 2, generator=generator, dtype=torch.float64)
+    exact = targets - targets[0]
+    spread = (exact - exact.mean(0)).square().sum(0)
+    expected = (1 - (outputs - targets).square().sum(0) / spread).mean()
+    assert 0.7 < float(expected) < 0.9
+    assert _pooled_r2(outputs, targets, clients) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("clients", [1, 3])
+@pytest.mark.parametrize("value", [0.1, 1e6 + 1 / 3, 1e-300, -1 / 7])
+def test_r2_of_a_constant_column_is_0(value: float, clients: int) -> None:
+    targets = torch.full((900, 1), value, dtype=torch.float64)
+    outputs = targets + torch.linspace(-1, 1, 900, dtype=torch.float64).unsqueeze(1)
+    assert _pooled_r2(outputs, targets, clients) == 0
+
+
+def _pooled_r2(outputs: Tensor, targets: Tensor, clients: int) -> float:
+    """r2 over all clients, each of which counts its own samples, of unequal number."""
+    data = Dataset("far", Samples(outputs, targets), Samples(outputs, targets), objective=Regression())
+    cuts = [0, *(len(targets) * k * k // clients**2 for k in range(1, clients)), len(targets)]
+    own = Partition.of([torch.arange(start, end).numpy() for start, end in pairwise(cuts)])
+    evaluator = Evaluator(nn.Identity(), Layout(nn.Linear(1, 1)), data, batch_size=7)
+    evaluator.__dict__["module"] = nn.Identity()
+    evaluator._loaded = lambda row, integers: evaluator.module  # type: ignore[method-assign]
+    tally = evaluator.tally(torch.zeros(2), data.test, own, range(clients))
+    alone = Tally.joined([evaluator.tally(torch.zeros(2), data.test, own, [k]) for k in range(clients)])
+    overall = tally.overall(data.objective)["r2"]
+    assert alone.overall(data.objective)["r2"] == pytest.approx(overall, rel=1e-9)
+    assert float(score(nn.Identity(), data, data.test, 7)["r2"]) == pytest.approx(overall, rel=1e-5)
+    return overall
 
 
 # --- training ---

@@ -24,6 +24,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "class_prior": {},
     "lognormal": {},
     "pathological": {},
+    "label_quantity": {},
     "shards": {},
     "natural": {},
     "quantity": {},
@@ -59,7 +60,7 @@ def test_a_partition_is_a_pure_function_of_the_seed(name: str) -> None:
 
 @PROPERTIES
 @given(
-    name=st.sampled_from(sorted(set(OPTIONS) - {"natural", "pathological"})),
+    name=st.sampled_from(sorted(set(OPTIONS) - {"natural", "pathological", "label_quantity"})),
     clients=st.integers(1, 12),
     samples=st.integers(150, 300),
     classes=st.integers(1, 7),
@@ -108,6 +109,7 @@ def test_too_few_samples_or_clients_are_refused_in_one_line(name: str) -> None:
         ("lognormal", {"sigma": math.inf}, "sigma must be between 0 and 100, not inf"),
         ("pathological", {"classes_per_client": 0}, "classes_per_client must be at least 1, not 0"),
         ("pathological", {"classes_per_client": 6}, "classes_per_client must be at most 5.*not 6"),
+        ("label_quantity", {"classes_per_client": 6}, "classes_per_client must be at most 5.*not 6"),
         ("pathological", {"least": 0}, "least must be at least 1"),
         ("quantity", {"alpha": 0.0}, "alpha must be between 1e-09"),
         ("exponential", {"rate": -1.0}, "rate must be between 0 and 100"),

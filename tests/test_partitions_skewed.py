@@ -211,6 +211,24 @@ def test_pathological_clients_form_groups_with_the_same_classes(
         assert len(set(parts[:, 0].tolist())) > 1
 
 
+@pytest.mark.parametrize(
+    ("classes", "per_client", "clients"), [(10, 2, 10), (10, 3, 10), (10, 1, 25), (4, 4, 6), (6, 2, 3)]
+)
+def test_label_quantity_gives_every_client_its_number_of_classes_in_equal_parts(
+    classes: int, per_client: int, clients: int
+) -> None:
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(classes), 125))
+    partition = make("label_quantity", labels, clients, 3, classes_per_client=per_client)
+    table = np.array(histogram_by_loops(partition, labels, classes))
+    assert ((table > 0).sum(axis=1) == per_client).all()
+    assert all(table[client, client % classes] > 0 for client in range(clients))
+    for column in table.T:
+        held = column[column > 0]
+        assert held.sum() in (0, 125)
+        assert len(held) == 0 or np.ptp(held) <= 1
+    assert len(set(partition.indices.tolist())) == len(partition.indices)
+
+
 def naive_pathological(
     sizes: list[int], clients: int, k: int, least: float, rng: np.random.Generator
 ) -> list[list[int]]:

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from every_method import EVERY_METHOD
 from fedloom.algorithm import build
-from fedloom.engines.flower.deploy.agreement import Deployment, deployment
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import InvalidValue
 from fedloom.rounds.engine import Engine
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
+from fedloom.sites.agreement import Deployment, deployment
 from fedloom.task import Task, make_task
 from fedloom.training import Training
 from flower_support import assert_close, flower, run_config, schedule

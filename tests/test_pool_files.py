@@ -1,4 +1,4 @@
-"""Pools that lie in files: the bits of those in memory, two copies at most, and whole whatever happens in a round."""
+"""Pools in files: the bits of those in memory, two copies between rounds, and intact whatever happens in a round."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch import Tensor
 
 import fedloom.algorithms.fedmr
 import fedloom.state.pool_files
-from fedloom.algorithm import Message, Replies, build
+from fedloom.algorithm import Exchange, Replies, Selection, build
 from fedloom.algorithms.fedmr import FedMR
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import DiskFull
+from fedloom.round import Round
 from fedloom.rounds.engine import Fault, Reply
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -78,7 +79,7 @@ def test_numbers_are_those_of_a_pool_in_memory(
     assert in_files(again) == held
 
 
-def test_files_beside_each_other_are_two_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_two_between_rounds_and_three_within_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     def counted(self: FedMR, round: Any, replies: Replies) -> None:
@@ -88,7 +89,8 @@ def test_files_beside_each_other_are_two_at_most(tmp_path: Path, monkeypatch: py
     received = FedMR.receive
     monkeypatch.setattr(FedMR, "receive", counted)
     federation("fedmr", tmp_path, dropout=0.4).run()
-    assert seen == [6 * ROW, 12 * ROW, 12 * ROW, 12 * ROW]
+    assert seen == [6 * ROW, 12 * ROW, 18 * ROW, 18 * ROW]
+    assert len(files(tmp_path)) == 2
     assert max(path.stat().st_size for path in tmp_path.glob("checkpoint-*")) < 6 * ROW + 1500
 
 
@@ -96,9 +98,9 @@ def test_what_has_not_changed_is_not_written_again(tmp_path: Path, monkeypatch: 
     run = federation("fedmr", tmp_path)
     run.run()
     digested = []
-    digest = fedloom.state.pool_files._digest
+    digest = fedloom.state.pool_files._checksum
     monkeypatch.setattr(
-        fedloom.state.pool_files, "_digest", lambda tensor: digested.append(1) or digest(tensor)  # type: ignore[func-returns-value]
+        fedloom.state.pool_files, "_checksum", lambda tensor: digested.append(1) or digest(tensor)  # type: ignore[func-returns-value]
     )  # fmt: skip
     before = files(tmp_path)
     run.save()
@@ -117,14 +119,14 @@ def test_a_killed_round_leaves_the_pool_before_it(when: str, tmp_path: Path, mon
     run.step()
     run.step()
     run.save()
-    (name,) = run._pools._kept
+    (name,) = run._pools._newest
     before = (tmp_path / "killed" / "pool" / name).read_bytes()
     with monkeypatch.context() as patch:
         _kill(patch, when)
         with pytest.raises(Killed):
             run.step()
     assert (tmp_path / "killed" / "pool" / name).read_bytes() == before
-    assert len(files(tmp_path / "killed")) == 2  # the other one was in the making
+    assert len(files(tmp_path / "killed")) == 2  # of the one checkpoint, and in the making
     del run
     again = federation(method, tmp_path / "killed")
     assert again.finished == 2
@@ -192,6 +194,33 @@ def test_a_damaged_file_sends_the_run_back_to_the_checkpoint_before(tmp_path: Pa
     assert not older.exists()
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_kill_in_a_round_leaves_the_pools_of_both_checkpoints(
+    resumed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = federation("fedmr", tmp_path / "whole")
+    whole.run()
+    run = federation("fedmr", tmp_path / "killed")
+    for _ in range(3):
+        run.step()
+        run.save()
+    for _ in range(2 if resumed else 1):
+        if resumed:
+            run = federation("fedmr", tmp_path / "killed")
+        with monkeypatch.context() as patch:
+            _kill(patch, "recombination")
+            with pytest.raises(Killed):
+                run.step()
+    del run
+    newest = max((tmp_path / "killed").glob("checkpoint-*"))
+    newest.write_bytes(newest.read_bytes()[:-1])
+    again = federation("fedmr", tmp_path / "killed")
+    assert again.finished == 2
+    again.run()
+    assert outcome(again) == outcome(whole)
+    assert len(files(tmp_path / "killed")) == 2
+
+
 def test_a_full_disk_is_said_in_one_line_and_leaves_the_round_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,17 +245,18 @@ def test_a_full_disk_is_said_in_one_line_and_leaves_the_round_before(
 
 
 def test_replies_by_slot_leave_others_as_they_were() -> None:
-    before = torch.arange(8.0).view(4, 2)
-    matrix = torch.full((4, 2), 9.0)
-    matrix[0], matrix[1] = torch.tensor([10.0, 10.0]), torch.tensor([30.0, 30.0])
-    slots = torch.tensor([1, 3])
-    expected = torch.tensor([[0.0, 1], [10, 10], [4, 5], [30, 30]])
-    message: Message = {"model": matrix[:2].clone()}
-    assert torch.equal(Replies(message, slots, slots, slots).by_slot("model", before), expected)
-    found = Replies({"model": matrix[:2]}, slots, slots, slots, matrices={"model": matrix}).by_slot("model", before)
-    assert torch.equal(found, expected)
-    assert found.data_ptr() == matrix.data_ptr()
-    assert torch.equal(before, torch.arange(8.0).view(4, 2))
+    slots, round = torch.tensor([1, 3]), Round(1, 1, 0, 4, 4, 0.1, 0.1, selected=(0, 1, 2, 3))
+    for sent in (torch.arange(8.0).view(4, 2), torch.tensor([[7.0, 8.0]])):
+        matrix = torch.tensor([[0.0, 0], [10, 10], [0, 0], [30, 30]])
+        expected = torch.stack([sent[0], matrix[1], sent[2 % len(sent)], matrix[3]])
+        before = sent.clone()
+        replies = Replies(
+            {"model": matrix}, slots, slots, slots, Exchange(round, Selection(round.selected), {"model": sent})
+        )
+        assert torch.equal(replies["model"], torch.tensor([[10.0, 10], [30, 30]]))
+        assert torch.equal(replies.by_slot("model"), expected)
+        assert replies.by_slot("model").data_ptr() == matrix.data_ptr()
+        assert torch.equal(sent, before)
 
 
 def test_a_run_that_goes_on_without_a_budget_leaves_no_files(tmp_path: Path) -> None:
@@ -239,3 +269,12 @@ def test_a_run_that_goes_on_without_a_budget_leaves_no_files(tmp_path: Path) -> 
     assert outcome(longer)[0] == outcome(whole)[0]
     assert in_files(longer) == set()
     assert files(tmp_path) == []
+
+
+def test_a_folder_among_the_files_stays_and_disturbs_nothing(tmp_path: Path) -> None:
+    (tmp_path / "pool" / "rows-0000002").mkdir(parents=True)
+    run, whole = federation("fedmr", tmp_path), federation("fedmr", tmp_path / "whole")
+    run.run()
+    whole.run()
+    assert outcome(run) == outcome(whole)
+    assert (tmp_path / "pool" / "rows-0000002").is_dir()

@@ -36,7 +36,7 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.local.cohort import Cohort
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask, Fault, FoldedBlock, Reply
+from fedloom.rounds.engine import INTEGERS, ClientTask, Fault, FoldedBlock, Reply
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
@@ -125,7 +125,7 @@ def test_replies_are_folded_block_by_block_and_few_blocks_are_begun(
     engine: ProcessesEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("fedloom.algorithm.MOST_SLOTS", 2)
-    monkeypatch.setattr(engine, "folds_there", False)
+    monkeypatch.setattr(engine, "workers_fold", False)
     samples = len(TASK.train)
     many = replace(TASK, partition=Partition.from_sizes(torch.arange(samples).numpy(), [2] * (samples // 2)))
     made: list[weakref.ref[Tensor]] = []
@@ -242,7 +242,7 @@ def test_the_servers_state_does_not_reach_clients(engine: ProcessesEngine) -> No
 
 
 def client_tasks(engine: ProcessesEngine) -> tuple[Round, list[ClientTask]]:
-    inbox = {"model": engine.task.initial.unsqueeze(0), "integers": engine.task.initial_integers.unsqueeze(0)}
+    inbox = {"model": engine.task.initial.unsqueeze(0), INTEGERS: engine.task.initial_integers.unsqueeze(0)}
     selected = tuple(range(CLIENTS))
     return Round(1, 1, 0, CLIENTS, CLIENTS, 0.1, 0.1, selected=selected), [ClientTask(k, k, inbox) for k in selected]
 

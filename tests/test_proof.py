@@ -27,7 +27,6 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import InvalidValue
 from fedloom.experiment.run import run
-from fedloom.flat import compiled
 from fedloom.flat.linear_chain import FoldedSGD
 from fedloom.flat.stacked_module import StackedModule
 from fedloom.local.optimizer import TorchOptimizers
@@ -183,7 +182,7 @@ def test_every_engine_trains_as_plain_pytorch(
         assert_plain(task, workers, seed, plain)
 
 
-@pytest.mark.parametrize("engine", ["rows", "stacked", "auto", "processes"])
+@pytest.mark.parametrize("engine", ["rows", "stacked", "default", "processes"])
 def test_complex_parameters_are_refused_in_one_line(engine: str) -> None:
     class Complex(nn.Module):
         def __init__(self) -> None:
@@ -275,25 +274,6 @@ def test_a_shortcut_that_gives_other_numbers_is_left_out_and_named(
     (notice,) = engine.notices
     assert notice.startswith(expected)
     assert_plain(task, engine)
-
-
-def test_compiled_steps_that_give_other_numbers_are_left_out_and_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def spoilt(function: Any, cuda: bool) -> Any:
-        def compiled_function(moving: Any, *rest: Any) -> Any:
-            gradients, others = function(moving, *rest)
-            return [gradient + 1e-6 for gradient in gradients], others
-
-        return compiled_function
-
-    monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path))
-    monkeypatch.setattr(compiled, "_compiled", spoilt)
-    task = task_of(build_module(("linear",)))
-    engine = RowsEngine(task, compiled=True)
-    assert_plain(task, engine)
-    (notice,) = engine.notices
-    assert notice.startswith("steps are not compiled: ")
 
 
 def test_what_is_proven_once_is_not_proven_again_by_workers(monkeypatch: pytest.MonkeyPatch) -> None:

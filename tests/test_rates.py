@@ -77,10 +77,14 @@ def test_what_does_not_fit_is_told_in_one_line(settings: dict[str, Any], message
     assert "\n" not in str(error.value)
 
 
-def run(algorithm: FedAvg | str, stacked: bool = False, rounds: int = 2, **settings: Any) -> Federation:
+def begun(algorithm: FedAvg | str, stacked: bool = False, rounds: int = 2, **settings: Any) -> Federation:
     task = replace(small_task(), training=Training(**{"learning_rate": 0.1, "batch_size": 4, "epochs": 2, **settings}))
     engine = StackedEngine(task) if stacked else RowsEngine(task)
-    federation = Federation(build(algorithm), task, engine, Schedule(rounds, 1.0, 3, evaluate_every=rounds))
+    return Federation(build(algorithm), task, engine, Schedule(rounds, 1.0, 3, evaluate_every=rounds))
+
+
+def run(algorithm: FedAvg | str, stacked: bool = False, rounds: int = 2, **settings: Any) -> Federation:
+    federation = begun(algorithm, stacked, rounds, **settings)
     federation.run()
     return federation
 
@@ -147,7 +151,18 @@ def test_each_client_may_have_a_rate_of_its_own(settings: dict[str, Any]) -> Non
 def test_methods_that_need_one_rate_a_round_say_so(method: str) -> None:
     name = method.partition("(")[0]
     with pytest.raises(FedloomError, match=rf"^{name}[^\n]+ local_schedule must be constant, not 'cosine'$"):
-        run(method, local_schedule="cosine")
+        begun(method, local_schedule="cosine")
+
+
+@pytest.mark.parametrize("method", ["scaffold", "feddc", "fednova", "ala(scaffold)", "stages(fedavg:1, feddc)"])
+def test_methods_that_read_gradients_off_the_steps_say_so_at_set_up(method: str) -> None:
+    with pytest.raises(FedloomError, match=r"optimizer must be sgd, not adam$"):
+        begun(method, optimizer="adam")
+
+
+def test_pfedme_refuses_a_rate_at_which_it_diverges_at_set_up() -> None:
+    with pytest.raises(FedloomError, match="from 2 on the local model diverges"):
+        begun("pfedme(regularisation=30)")
 
 
 def test_a_schedule_that_gives_no_rate_is_refused_before_the_first_round() -> None:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -35,7 +37,7 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue, MissingExtra
 from fedloom.experiment.run_process import RunActor
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask, Reply
+from fedloom.rounds.engine import INTEGERS, ClientTask, Reply
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
@@ -330,7 +332,7 @@ def test_a_round_left_early_disturbs_nothing(engine: RayEngine) -> None:
 
 
 def client_tasks(engine: RayEngine) -> tuple[Round, list[ClientTask]]:
-    inbox = {"model": engine.task.initial.unsqueeze(0), "integers": engine.task.initial_integers.unsqueeze(0)}
+    inbox = {"model": engine.task.initial.unsqueeze(0), INTEGERS: engine.task.initial_integers.unsqueeze(0)}
     selected = tuple(range(CLIENTS))
     return Round(1, 1, 0, CLIENTS, CLIENTS, 0.1, 0.1, selected=selected), [ClientTask(k, k, inbox) for k in selected]
 
@@ -499,7 +501,7 @@ def test_a_node_that_has_died_ends_the_run_with_how_to_go_on(
     """Where Ray leaves this process alive, its actors never answer."""
     algorithm = set_up(engine, FedAvg())
     list(engine.train(algorithm, *client_tasks(engine)))
-    monkeypatch.setattr(engine.session, "raylet", SimpleNamespace(poll=lambda: -signal.SIGKILL))
+    monkeypatch.setattr(engine.session, "raylet", SimpleNamespace(is_running=lambda: False))
     monkeypatch.setattr(engine._ray, "wait", lambda calls, **_: ([], calls))
     with pytest.raises(FedloomError, match="the same command goes on from the last checkpoint") as caught:
         list(engine.train(algorithm, *client_tasks(engine)))
@@ -513,33 +515,45 @@ def test_a_program_that_ends_with_its_raylet_leaves_a_line_and_no_files(how: str
     command = [sys.executable, "-c", ENDED, how, str(tmp_path / "node")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    if how == "killed":
-        os.kill(int(done.stdout), signal.SIGKILL)
     assert done.stderr.count("goes on from the last checkpoint") == told == len(done.stderr.splitlines())
-    assert (tmp_path / "node").exists() is not told
+    if how == "killed":
+        assert (tmp_path / "node").exists()
+        os.kill(int(done.stdout), signal.SIGKILL)
+        end = time.monotonic() + 30
+        while (tmp_path / "node").exists() and time.monotonic() < end:
+            time.sleep(0.1)
+    assert (tmp_path / "node").exists() is (how == "left")
 
 
-def test_actors_of_a_cluster_that_was_started_for_a_program_end_when_it_is_killed() -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-c", KILLED]
-    with subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as program:
-        assert program.stdout is not None
-        actors = [int(word) for word in program.stdout.readline().split()]
-        assert len(actors) == 1
-        program.kill()
-    assert gone_soon(actors), "an actor outlived the program"
+def test_a_killed_program_leaves_no_actor_and_no_folder_and_none_was_open_to_others() -> None:
+    path = os.pathsep.join(path for path in sys.path if path)
+    with tempfile.TemporaryDirectory(prefix="r") as folder:
+        environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": folder}
+        command = [sys.executable, "-c", KILLED]
+        with subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as program:
+            assert program.stdout is not None
+            actors = [int(word) for word in program.stdout.readline().split()]
+            assert len(actors) == 1
+            modes = [stat.S_IMODE(entry.stat().st_mode) for entry in Path(folder).glob("fedloom-ray-*")]
+            program.kill()
+        assert modes == [0o700]
+        assert gone_soon(actors), "an actor outlived the program"
+        end = time.monotonic() + 120
+        while list(Path(folder).glob("fedloom-ray-*")) and time.monotonic() < end:
+            time.sleep(0.2)
+        assert not list(Path(folder).glob("fedloom-ray-*"))
 
 
 ACTOR = """
 import os
-from fedloom.engines.ray.actor import end_with_the_node
+from fedloom.engines.worker_life import exit_with_parent
 
 child = os.fork()
 if child:
     os.waitpid(child, 0)
-end_with_the_node()
+exit_with_parent()
 print(os.getpid(), flush=True)
 while True:
     pass
@@ -565,6 +579,6 @@ def test_actors_watch_what_started_them_before_all_else(
     def begun() -> None:
         raise InterruptedError
 
-    monkeypatch.setattr(f"{kind.__module__}.end_with_the_node", begun)
+    monkeypatch.setattr(f"{kind.__module__}.exit_with_parent", begun)
     with pytest.raises(InterruptedError):
         kind(*arguments)

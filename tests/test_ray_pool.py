@@ -16,7 +16,7 @@ from fedloom.errors import InvalidValue
 from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import Configuration, configuration
 from fedloom.experiment.events import Event
-from fedloom.experiment.pools import _RunActorHandle
+from fedloom.experiment.pools import RunActorHandle
 from ray_support import descendants, gone
 
 pytest.importorskip("ray")
@@ -73,7 +73,7 @@ def test_a_node_that_has_died_is_told_with_how_to_go_on(noticed: str, tmp_path: 
     dead = Session(LOCAL, started=True, raylet=MagicMock(**{"poll.return_value": -signal.SIGKILL}))
     (job, *_) = Comparison.of(plan(tmp_path)).jobs()
     with pytest.raises(WorkerDied, match=r"^the Ray node .* has died .*: the same command goes on from the last"):
-        _RunActorHandle(ray, dead, threads=1).make(job, False, lambda event: None)
+        RunActorHandle(ray, dead, threads=1).make(job, False, lambda event: None)
 
 
 def test_a_pool_that_is_none_is_told(tmp_path: Path) -> None:

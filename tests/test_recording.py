@@ -19,9 +19,8 @@ from torch.nn import functional as F
 
 import fedloom as fl
 from fedloom.algorithm import Message, Replies, build
-from fedloom.algorithms.ala import Ala
+from fedloom.algorithms.ala import Ala, Blend
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.engines.flower.flower_engine import FlowerEngine
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.ray.driver import RayEngine
 from fedloom.engines.rows import RowsEngine
@@ -38,6 +37,7 @@ from fedloom.report.page import render
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
+from fedloom.sites.flower_engine import FlowerEngine
 from fedloom.task import Task
 from small_task import small_task
 
@@ -121,19 +121,19 @@ def test_clients_that_never_train_do_not_shift_the_numbers() -> None:
         recording_of(Witness(), task, (f"trajectory(client={newcomer})",), schedule)
 
 
-def test_ala_is_heard_epoch_by_epoch() -> None:
-    heard: list[tuple[int, list[float]]] = []
+def test_ala_is_recorded_epoch_by_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[tuple[int, list[float]]] = []
 
-    def listen(number: int, clients: tuple[int, ...], losses: list[Tensor]) -> None:
-        if clients == (3,):
-            heard.append((number, [float(loss[0]) for loss in losses]))
+    def listen(cohort: Cohort, blend: Blend) -> None:
+        if cohort.clients == (3,) and blend.losses:
+            reported.append((cohort.round.number, [float(loss[0]) for loss in blend.losses]))
 
     method = build("ala(fedavg, epochs=3, start_round=2, max_epochs=15)")
     assert isinstance(method, Ala)
-    method.observe = listen
+    monkeypatch.setattr(method, "report", listen)
     schedule = Schedule(rounds=6, participation=1.0, seed=1)
     _, found = recording_of(method, small_task(), ("ala(client=3)",), schedule)
-    assert list(zip(found["ala"]["rounds"], found["ala"]["losses"], strict=True)) == heard
+    assert list(zip(found["ala"]["rounds"], found["ala"]["losses"], strict=True)) == reported
     assert found["ala"]["rounds"] == [2, 3, 4, 5, 6]
     assert [len(losses) for losses in found["ala"]["losses"][1:]] == [3] * 4
     assert len(found["ala"]["losses"][0]) > 10

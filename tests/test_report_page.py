@@ -170,8 +170,8 @@ def test_every_label_distribution_can_be_chosen_also_where_settings_share_a_seed
 
 
 def test_a_page_begins_with_the_section_it_is_about() -> None:
-    def headings(first: str) -> list[str]:
-        return re.findall("<h2>(.*?)</h2>", render("A figure", [made_up_run("fedavg", 0)], (), first=first))
+    def headings(opening: str) -> list[str]:
+        return re.findall("<h2>(.*?)</h2>", render("A figure", [made_up_run("fedavg", 0)], (), opening=opening))
 
     usual = headings("")
     assert usual[:2] == ["Result", "Learning curves"]
@@ -198,3 +198,12 @@ def test_the_page_says_what_the_terminal_says_of_differences() -> None:
 def test_names_may_be_broken_but_no_number() -> None:
     page = render("a", [made_up_run("umf(feddc(alpha=0.01), clock=of.mine)", 0)])
     assert "umf(<wbr>feddc(<wbr>alpha=<wbr>0.01), clock=<wbr>of.<wbr>mine)" in page
+
+
+def test_publishing_the_participants_of_private_rounds_is_warned_of() -> None:
+    run = made_up_run("mine", 0, 3)
+    warned = render("t", [replace(run, configuration={**run.configuration, "algorithm": "private(fedavg, clip=1.0)"})])
+    text = "mine: its epsilon counts on amplification by sampling, which publishing who took part in which round voids"
+    assert text in warned
+    for other in ("local_private(fedavg)", "fedavg"):
+        assert text not in render("t", [replace(run, configuration={**run.configuration, "algorithm": other})])

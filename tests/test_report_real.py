@@ -208,7 +208,7 @@ def test_a_landscape_can_be_had_later(folder: Path, capsys: pytest.CaptureFixtur
     options = ["--landscape", "fedmr", "--landscape", "fedavg", "--landscape-options", "grid=3, data=test, samples=20"]
     assert main(["report", str(folder), *options]) == 0
     assert "loss landscape of fedmr, seed 0" in capsys.readouterr().err
-    found = {run.place: run.summary for run in read_runs(folder)}
+    found = {run.path: run.summary for run in read_runs(folder)}
     later = [next(one for one in found[place(folder, m)].recorded if one["kind"] == "landscape") for m in METHODS]
     assert [one["data"] for one in later] == ["test", "test", "train"]
     page = (folder / "report.html").read_text()
@@ -217,7 +217,7 @@ def test_a_landscape_can_be_had_later(folder: Path, capsys: pytest.CaptureFixtur
     for method in ("fedavg", "fedmr"):
         kept_there = place(folder, method) / "landscape.json"
         write_json(kept_there, read_json(kept_there, dict) | {"model": "another"})
-        summary = next(run.summary for run in read_runs(folder) if run.place == place(folder, method))
+        summary = next(run.summary for run in read_runs(folder) if run.path == place(folder, method))
         assert next(one for one in summary.recorded if one["kind"] == "landscape")["data"] == "train"
         kept_there.unlink()
     assert main(["report", str(folder)]) == 0

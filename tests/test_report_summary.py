@@ -120,7 +120,7 @@ def test_a_comparison_groups_seeds_by_method_in_order_of_appearance() -> None:
         run_of([0.9, 0.7], "b", 1),
         run_of([0.1, 0.8], "a", 1),
     ]
-    rows = summarise(runs, [0.85], last=2)
+    rows = summarise(runs, [0.85], evaluations=2)
     assert [row.algorithm for row in rows] == ["b", "a"]
     assert [row.seeds for row in rows] == [2, 2]
     assert rows[0].final is not None

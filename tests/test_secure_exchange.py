@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from torch import Tensor
 
-from fedloom.algorithm import Message, Replies, build, describe
+from fedloom.algorithm import Message, Replies, Selection, build, describe
 from fedloom.algorithms.secure_recombination import Secure, exchange_
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
@@ -205,7 +205,8 @@ def test_the_exchange_moves_what_is_sent_and_what_comes_back() -> None:
     run.step()
     pool = method.method.state["pool"].clone()
     units, round = run.task.layout.units("layer"), Round(2, 3, 3, 7, 4, 0.1, 0.1, selected=(5, 0, 6, 2))
-    sent = method.send(round)["model"]
+    exchange = method.exchange(round, Selection(round.selected))
+    sent = exchange.sent["model"]
     choices = stream_choices(lambda purpose, peer: stream(3, purpose, round=2, client=peer))
     expected = rehearse([5, 0, 6, 2], 3, Rules(3, 1, 3), choices, "before_train").sources
     for unit, source in zip(units, expected, strict=True):
@@ -213,22 +214,24 @@ def test_the_exchange_moves_what_is_sent_and_what_comes_back() -> None:
             assert all(torch.equal(sent[place, part], pool[origin, part]) for part in unit)
     assert not torch.equal(sent, pool)
     rows = torch.randn(3, run.task.layout.size, dtype=torch.float64)
-    replies = Replies({"model": rows.clone()}, torch.tensor([5, 6, 2]), torch.tensor([0, 2, 3]), torch.ones(3))
-    method.receive(round, replies)
+    slots = torch.tensor([0, 2, 3])
+    matrix = torch.zeros(4, rows.shape[1], dtype=rows.dtype).index_copy(0, slots, rows)
+    method.receive(round, Replies({"model": matrix}, torch.tensor([5, 6, 2]), slots, torch.ones(3), exchange))
     after = rehearse([5, 6, 2], 3, Rules(3, 1, 3), choices, "before_upload").sources
     assert torch.equal(method.method.state["pool"][1], pool[1])  # it dropped out: its slot is as it was
     for unit, source in zip(units, after, strict=True):
         for slot, origin in zip((0, 2, 3), source, strict=True):
             assert all(torch.equal(method.method.state["pool"][slot, part], rows[origin, part]) for part in unit)
-    method.finish(round)
+    method.finish(round, exchange)
     sizes = [sum(part.stop - part.start for part in unit) * 8 for unit in units]
     both = [
         rehearse(clients, 3, Rules(3, 1, 3), choices, when).bytes(sizes)
         for clients, when in (((5, 0, 6, 2), "before_train"), ((5, 6, 2), "before_upload"))
     ]
     assert method.diagnose()["peer_bytes"] == sum(both)
-    method.send(round)
-    method.finish(round)  # nobody replied: there was no exchange before upload
+    method.finish(
+        round, method.exchange(round, Selection(round.selected))
+    )  # nobody replied: there was no exchange before upload
     assert method.diagnose()["peer_bytes"] == both[0]
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import fedloom.state.store
-from fedloom.errors import DamagedCheckpoint, InvalidValue
+from fedloom.errors import CheckpointError, DamagedCheckpoint, InvalidValue
 from fedloom.state.store import VERSIONS, ClientStore, Memory
 
 CLIENTS = 4
@@ -100,7 +100,7 @@ def test_the_least_recently_used_clients_spill() -> None:
     for client in range(3):
         store.write(client, {"model": one + client})
         store.commit()
-    folder = store._folder()
+    folder = store._files().folder
     assert files(folder) == set()
     store.get(0, "model")  # now client 1 has waited for longest
     store.write(3, {"model": one + 3})
@@ -214,3 +214,22 @@ def test_what_is_stored_shares_no_memory_with_the_writer_or_reader() -> None:
     rows.fill_(7)
     Memory(store, [0]).get("w", torch.zeros(1, 3)).fill_(8)
     assert torch.equal(store.read(0)["w"], torch.zeros(3))
+
+
+def test_folders_and_files_in_each_others_place_are_said_in_one_line(tmp_path: Path) -> None:
+    folder = tmp_path / "client-000001.v7.safetensors"
+    folder.mkdir()
+    store = ClientStore(tmp_path, budget=0)
+    for value in (1.0, 2.0, 3.0):
+        store.write(1, {"model": torch.full((3,), value)})
+        store.commit()
+        state = store.state()
+        store.release()
+    assert folder.is_dir()
+    assert state[VERSIONS].tolist() == [[1, 10]]
+    with pytest.raises(DamagedCheckpoint, match=r"v7\.safetensors cannot be read"):
+        store.restore({VERSIONS: torch.tensor([[1, 7]])})
+    (tmp_path / "file").touch()
+    store = ClientStore(tmp_path / "file", budget=0)
+    with pytest.raises(CheckpointError, match=r"file cannot be made \(File exists\)"):
+        store.write(1, {"model": torch.zeros(3)})

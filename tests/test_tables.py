@@ -72,9 +72,9 @@ def methods(seeds: int, **shifts: float) -> list[RunSummary]:
 @settings(deadline=None, max_examples=60)
 @given(differing)
 def test_the_t_test_is_scipys(found: list[float]) -> None:
-    p = t_test(found)
+    p, low, high = t_test(found)
     if max(found) - min(found) < 1e-12:
-        assert p is None  # no spread: nothing to test with
+        assert (p, low, high) == (None, None, None)  # no spread: nothing to test with
     else:
         assert p == pytest.approx(stats.ttest_rel(found, [0.0] * len(found)).pvalue, rel=1e-9, abs=1e-300)
 
@@ -89,14 +89,6 @@ def test_the_sign_flip_test_counts_every_way_to_change_signs(found: list[float])
     assert sign_flip_test(found) == pytest.approx(hits / 2 ** len(found))
 
 
-def test_the_sign_flip_test_is_scipys_permutation_test() -> None:
-    found = [0.031, 0.012, -0.004, 0.027, 0.018, 0.009, 0.022]
-    theirs = stats.permutation_test(
-        (np.array(found),), np.mean, permutation_type="samples", n_resamples=np.inf, alternative="two-sided"
-    )
-    assert sign_flip_test(found) == pytest.approx(theirs.pvalue)
-
-
 def test_many_seeds_are_flipped_at_random_and_agree_with_all_ways() -> None:
     chance = np.random.default_rng(0)
     found = chance.normal(0.3, 1, 20).tolist()
@@ -106,7 +98,7 @@ def test_many_seeds_are_flipped_at_random_and_agree_with_all_ways() -> None:
     p = sign_flip_test(found)
     assert p is not None
     assert abs(p - exact) < 5 * math.sqrt(exact * (1 - exact) / FLIPS)
-    assert sign_flip_test([0.1] * 40) == pytest.approx(1 / (FLIPS + 1))  # never 0
+    assert sign_flip_test([0.1] * 40) == pytest.approx(2 / (FLIPS + 1))  # never 0
 
 
 @settings(deadline=None, max_examples=60)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -156,6 +158,21 @@ def test_a_full_disk_is_named_with_the_file_and_what_it_needs(
         assert not list(tmp_path.rglob("*.writing")), "what was half written is gone"
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
+    assert main(["run", "job.toml", "--quiet"]) == 0
+
+
+def test_a_limit_on_the_size_of_files_is_no_mistake_in_the_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text(JOB.format(more='engine = "rows"').replace("3000", "2"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        assert main(["run", "job.toml", "--quiet"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert re.search(r"cannot be written: its [\d,]+ bytes are more than the system allows", capsys.readouterr().err)
     assert main(["run", "job.toml", "--quiet"]) == 0
 
 

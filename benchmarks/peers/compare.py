@@ -32,7 +32,7 @@ PACKAGES = {
 
 CONTENDERS: dict[str, tuple[str, list[str], dict[str, str]]] = {
     # name: (script, arguments, environment)
-    "fedloom auto": ("fedloom", [], {"FEDLOOM_ENGINE": "auto"}),
+    "fedloom": ("fedloom", [], {"FEDLOOM_ENGINE": "default"}),
     "fedloom rows": ("fedloom", [], {"FEDLOOM_ENGINE": "rows"}),
     "pfl, 1 process": ("pfl", ["--processes", "1"], {}),
     "pfl, 2 processes": ("pfl", ["--processes", "2"], {}),

@@ -1,4 +1,4 @@
-"""fedloom: FedAvg in the engine that is named; `auto` measures and picks."""
+"""fedloom: FedAvg in the engine that is named; by `default` the rule's choice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedloom.task import make_task
 
 if __name__ == "__main__":
     arguments = w.arguments(__doc__ or "")
-    engine_name = os.environ.get("FEDLOOM_ENGINE", "auto")
+    engine_name = os.environ.get("FEDLOOM_ENGINE", "default")
     torch.set_num_threads(arguments.cores)
     keep_pages()
     work = w.WORKLOADS[arguments.workload]

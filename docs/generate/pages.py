@@ -14,12 +14,13 @@ import re
 from collections.abc import Iterable
 from html import escape
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from fedloom.algorithm import Algorithm, algorithms
 from fedloom.algorithms.families import FAMILIES, family_of
 from fedloom.cli.listing import signature
 from fedloom.config.expression import show
+from fedloom.config.fields import LARGEST_COUNT
 from fedloom.config.registry import Entry, Registry
 from fedloom.data.dataset import datasets
 from fedloom.data.noise import label_noises
@@ -103,13 +104,14 @@ class Doc:
     """The parts of an entry's docstring."""
 
     def __init__(self, entry: Entry[Any]) -> None:
-        text = inspect.getdoc(entry.make) or ""
-        text, _, when = text.partition("\nUse it ")
+        text, _, when = entry.text.partition("\nUse it ")
         self.when = f"Use it {' '.join(when.split())}" if when else ""
-        found = re.search(r"\s*\bSource: (.+?)(?:\n\n|\Z)", text, flags=re.S)
-        self.source = "" if found is None else " ".join(found[1].split())
-        rest = text if found is None else text[: found.start()] + "\n\n" + text[found.end() :]
-        self.summary, *self.paragraphs = [" ".join(part.split()) for part in re.split(r"\n{2,}", rest) if part.strip()]
+        source = re.search(r"\s*\bSource: (.+?)(?:\n\n|\Z)", text, flags=re.S)
+        self.source = "" if source is None else " ".join(source[1].split())
+        body = text if source is None else text[: source.start()] + "\n\n" + text[source.end() :]
+        self.summary, *self.paragraphs = [
+            " ".join(lines.split()) for lines in re.split(r"\n{2,}", body) if lines.strip()
+        ]
 
 
 def described(entry: Entry[Any]) -> str:
@@ -128,8 +130,8 @@ def described(entry: Entry[Any]) -> str:
 
 
 def _parameters(entry: Entry[Any]) -> str:
-    hints = get_type_hints(entry.make)
-    lines = ["| parameter | default | takes |", "| --- | --- | --- |"]
+    hints = get_type_hints(entry.make, include_extras=True)
+    lines = ["| parameter | default | takes | meaning |", "| --- | --- | --- | --- |"]
     for name, parameter in entry.parameters.items():
         default = parameter.default
         if default is inspect.Parameter.empty:
@@ -140,15 +142,21 @@ def _parameters(entry: Entry[Any]) -> str:
             text = f"`{type(default).__name__.lower()}`"
         else:
             text = f"`{default if isinstance(default, str) and default.isidentifier() else show(default)}`"
-        lines.append(f"| `{name}` | {text} | {kind(hints.get(name, Any))} |")
+        meaning = typeset(entry.arguments[name], entry.parameters)
+        cells = (f"`{name}`", text, kind(hints.get(name, Any)), meaning)
+        lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
     return "\n".join(lines)
 
 
 def kind(hint: Any) -> str:
-    """A type as people say it."""
+    """Return a type and its range in words."""
     plain = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "none"}
     if hint in plain:
         return plain[hint]
+    if get_origin(hint) is Annotated:
+        inner, *metadata = get_args(hint)
+        bounds = [bound for field in metadata for bound in getattr(field, "metadata", ())]
+        return " ".join([kind(inner), " and ".join(filter(None, map(_bound, bounds)))]).strip()
     if get_origin(hint) is Literal:
         return " or ".join(f"`{choice}`" for choice in get_args(hint))
     if inspect.isclass(hint) and issubclass(hint, Algorithm):
@@ -157,6 +165,12 @@ def kind(hint: Any) -> str:
         return "a list"
     arms = [kind(arm) for arm in get_args(hint)]
     return " or ".join(dict.fromkeys(arms)) if arms and get_origin(hint) is not dict else "a value"
+
+
+def _bound(bound: Any) -> str:
+    signs = {"ge": "≥", "gt": "&gt;", "le": "≤", "lt": "&lt;"}
+    limits = [(sign, getattr(bound, name)) for name, sign in signs.items() if hasattr(bound, name)]
+    return " ".join(f"{sign} {limit:g}" for sign, limit in limits if abs(limit) < LARGEST_COUNT)
 
 
 def typeset(text: str, names: Iterable[str] = ()) -> str:

@@ -51,13 +51,13 @@ from .algorithms.server_optimizers import FedYogi as FedYogi
 from .algorithms.silobn import SiloBN as SiloBN
 from .algorithms.stages import Stages as Stages
 from .algorithms.umf import Umf as Umf
+from .checker.check import check as check
 from .data import Dataset as Dataset
 from .data import DataSpec as DataSpec
 from .data import Partition as Partition
 from .data import Samples as Samples
 from .errors import FedloomError as FedloomError
 from .experiment.artifact import load_model as load_model
-from .experiment.check import check as check
 from .experiment.run import Result as Result
 from .experiment.run import run as run
 from .rounds.clock import Clock as Clock

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from typing import Any, ClassVar, NamedTuple, cast
@@ -15,7 +15,7 @@ from fedloom.config.expression import Call, parse, plain, show
 from fedloom.config.fields import require_fields
 from fedloom.config.plugins import found_at
 from fedloom.config.registry import Entry, Registry
-from fedloom.errors import InvalidValue, code_place, in_brackets, quoted
+from fedloom.errors import InvalidValue, code_location, in_brackets, quoted
 from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort
@@ -31,6 +31,11 @@ Message = dict[str, Tensor]
 without uploading are sent a row k + 1."""
 
 
+SERVER_MODEL = "@server_model"
+"""Name in an inbox of the model that the server sent, where a wrapper has changed `inbox["model"]`. Names that begin with @ are
+the library's own, which no method's tensors may have."""
+
+
 def server_model(inbox: Message) -> Tensor:
     """The model that the server sent, `[k, ...]`: the centre of a proximal term, the origin of a displacement.
 
@@ -38,17 +43,19 @@ def server_model(inbox: Message) -> Tensor:
     download with the client's old model, `umf` adds a stored update) and handed the download on under this name. A method
     that compares its weights with "the global model" asks for it here, and so stays right under every wrapper.
     """
-    return inbox.get("server_model", inbox["model"])
+    return inbox.get(SERVER_MODEL, inbox["model"])
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a method is told before the first round.
+    """The run as a method knows it before the first round.
 
     `initial [P]` is the model to start from; `sizes` gives the training samples of clients (`[k]` numbers to `[k]`);
     `module` is the architecture, whose own weights mean nothing. Where clients are `remote`, sites of their own, they exchange
     layers themselves, so that a method must not rehearse it on the server, and noise that hides anything must not be repeatable.
     `poisson` is as in `Round`. `pools` makes what holds many models. `training` are the settings of local training.
+    `awaited` is the number of replies that end a round: fewer than `participants` where more clients are selected than are
+    waited for.
     """
 
     layout: Layout
@@ -64,6 +71,7 @@ class Plan:
     poisson: bool = False
     pools: PoolFiles = field(default_factory=PoolFiles)
     training: Training = field(default_factory=Training)
+    awaited: int | None = None
 
     @cached_property
     def distinct_sizes(self) -> tuple[Tensor, Tensor]:
@@ -84,12 +92,12 @@ class Plan:
         (the learning rate is not known here)."""
         rate = float("nan")
         selected = tuple(range(self.participants))
-        more = {"selected": selected, "poisson": self.poisson}
-        return Round(1, self.rounds, self.seed, self.clients, self.participants, rate, rate, **more)  # type: ignore[arg-type]
+        options = {"selected": selected, "poisson": self.poisson}
+        return Round(1, self.rounds, self.seed, self.clients, self.participants, rate, rate, **options)  # type: ignore[arg-type]
 
 
 class AnyClient(NamedTuple):
-    """What there is to know of any client in a round, as on a `Cohort`, where there is no cohort."""
+    """Facts about any client in a round, under the names of a `Cohort`, where there is no cohort."""
 
     layout: Layout
     module: nn.Module
@@ -98,7 +106,7 @@ class AnyClient(NamedTuple):
 
 @dataclass(frozen=True)
 class Selection:
-    """Who trains and uploads, in the order of the slots, and who trains without uploading (FedUmf).
+    """The clients of a round: those that train and upload, in the order of the slots, and the idle ones that only train (FedUmf).
 
     `weights`, where given, replace the clients' sample counts when replies are averaged. `receivers` counts the clients that
     are sent the message, when that is more than those that train.
@@ -110,50 +118,124 @@ class Selection:
     receivers: int | None = None
 
 
-@dataclass
-class Replies:
-    """What came back: `tensors` by name, one row a client that replied, `[r, ...]`.
+@dataclass(frozen=True)
+class Exchange:
+    """One round as the server knows it, made once and read by everybody: who was selected, what was sent, who is awaited.
 
-    `clients [r]` are their numbers, `slots [r]` their places in the selection, `weights [r]` their sample counts (or what the
-    selection gives instead). Rows are in the order of the slots, whoever answered first. `matrices` have a row for every slot,
-    the first r of which are these tensors. `finish [r]` are the seconds of the simulated clock at which they are there.
+    `sent` holds named tensors, rows `[1, ...]` for all or one for each slot (and one more for those that train without
+    uploading). `awaited [K]` is False for clients that dropped out or are late. A wrapper's exchange has that of the method
+    inside it as `inner`, with what this one sent before the wrapper changed it.
     """
 
-    tensors: dict[str, Tensor]
+    round: Round
+    selection: Selection
+    sent: Message
+    inner: Exchange | None = None
+    awaited: Tensor | None = None
+
+    def awaiting(self, awaited: Tensor) -> Exchange:
+        """Return the exchange with the mask `awaited [K]`, on every level."""
+        return replace(self, awaited=awaited, inner=self.inner and self.inner.awaiting(awaited))
+
+    def among(self, clients: tuple[int, ...], sent: Message | None = None) -> Exchange:
+        """Return an exchange of the same messages (or of `sent`) with other clients, on every level."""
+        round, sent = replace(self.round, selected=clients), sent or self.sent
+        return Exchange(round, Selection(clients), sent, self.inner and self.inner.among(clients, sent))
+
+    @property
+    def shared(self) -> bool:
+        """Return True if everybody was sent the same, on every level."""
+        return all(len(rows) == 1 for rows in self.sent.values()) and (self.inner is None or self.inner.shared)
+
+    def within(self) -> Exchange:
+        """Return the exchange of the wrapped method."""
+        assert self.inner is not None, "a wrapper's exchange holds that of its method"
+        return self.inner
+
+
+@dataclass
+class Replies:
+    """Replies of a round, or of some consecutive slots of it: a matrix by slot for each name, and who answered.
+
+    `matrices [S, ...]` have a row for each slot, from slot `offset` on; they are never rearranged, and the rows of clients
+    without a reply are zero. Of the r clients that answered, `clients [r]` are the numbers, `slots [r]` the slots, ascending,
+    and `weights [r]` the sample counts (or what the selection gives instead); `replies[name]` are their rows, `[r, ...]`.
+    `exchange` is the round's record. `finish [r]` are the seconds of the simulated clock at which replies arrive.
+    """
+
+    matrices: dict[str, Tensor]
     clients: Tensor
     slots: Tensor
     weights: Tensor
+    exchange: Exchange | None = None
+    offset: int = 0
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    matrices: dict[str, Tensor] = field(default_factory=dict)
     finish: Tensor | None = None
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.tensors[name]
-
-    def by_slot(self, name: str, before: Tensor) -> Tensor:
-        """The tensors of that name in the rows of their slots, `[K, ...]`, and those `before` in all other rows. Where `matrices`
-        has room for them, rows are moved there, and `tensors` mean nothing afterwards."""
-        rows, matrix = self.tensors[name], self.matrices.get(name)
-        if len(rows) == len(before):
-            return rows
-        if matrix is None or matrix.data_ptr() != rows.data_ptr() or matrix.shape != before.shape:
-            return before.index_copy(0, self.slots.to(rows.device), rows)
-        places = {slot: place for place, slot in enumerate(self.slots.tolist())}
-        for slot in reversed(range(len(matrix))):
-            matrix[slot] = matrix[places[slot]] if slot in places else before[slot]
-        return matrix
 
     def __len__(self) -> int:
         return len(self.clients)
 
+    def __getitem__(self, name: str) -> Tensor:
+        """Return the rows `[r, ...]` of the clients that answered, in the order of their slots."""
+        matrix = self.matrices[name]
+        if len(matrix) == len(self):
+            return matrix
+        if matrix.stride()[:1] == (0,):  # the same row for everybody
+            return matrix[: len(self)]
+        return matrix[self.index.to(matrix.device)]
+
+    @property
+    def index(self) -> Tensor:
+        """Return the rows of the matrices that hold replies, `[r]`."""
+        return self.slots - self.offset
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the rows of all names, as `replies[name]` gives them."""
+        return {name: self[name] for name in self.matrices}
+
+    def sent(self, name: str) -> Tensor:
+        """Return the rows that the clients that answered were sent: `[1, ...]` for all, or `[r, ...]`."""
+        rows = self._sent[name]
+        return rows if len(rows) == 1 else rows[self.slots.to(rows.device)]
+
+    def sent_by_slot(self, name: str) -> Tensor:
+        """Return the rows that the clients of these slots were sent: `[1, ...]` for all, or `[S, ...]`."""
+        rows = self._sent[name]
+        return rows if len(rows) == 1 else rows[self.offset : self.offset + len(self.matrices[name])]
+
+    def by_slot(self, name: str) -> Tensor:
+        """Return the matrix `[S, ...]` in which whoever did not answer has what it was sent."""
+        matrix = self.matrices[name]
+        if len(self) < len(matrix):
+            sent = self.sent_by_slot(name)
+            for row in set(range(len(matrix))).difference(self.index.tolist()):
+                matrix[row] = sent[row if len(sent) > 1 else 0]
+        return matrix
+
+    def weights_by_slot(self) -> Tensor:
+        """Return the weights `[S]`, 0 for whoever did not answer."""
+        size = max((len(matrix) for matrix in self.matrices.values()), default=0)
+        return self.weights.new_zeros(size).index_copy_(0, self.index, self.weights)
+
+    def inward(self, matrices: dict[str, Tensor] | None = None) -> Replies:
+        """Return the replies as the wrapped method receives them, with other `matrices` where the wrapper changed them."""
+        inner = None if self.exchange is None else self.exchange.within()
+        return replace(self, exchange=inner, matrices=self.matrices if matrices is None else matrices)
+
     def aggregate(
         self, *, weighted: bool = True, mean: Message | None = None, total: Message | None = None
     ) -> AggregatedReplies:
-        """Means of the rows `mean` (by default of every tensor that is not in `total`), by weight or plain, and sums of the rows
-        `total`."""
+        """Return means and sums of rows `[r, ...]`.
+
+        Args:
+            weighted: weigh means by `weights`; False takes plain means.
+            mean: the rows to average; by default every tensor of the replies that is not in `total`.
+            total: the rows to add up.
+        """
         total = total or {}
         if mean is None:
-            mean = {name: rows for name, rows in self.tensors.items() if name not in total}
+            mean = {name: self[name] for name in self.matrices if name not in total}
         weights = self.weights if weighted else None
         return AggregatedReplies(
             {name: weighted_mean(rows, weights) for name, rows in mean.items()},
@@ -163,26 +245,37 @@ class Replies:
         )
 
     def blocks(self, slots: int) -> Iterator[Replies]:
-        """The replies from each run of so many slots (without their figures); views."""
+        """Yield the replies from each run of so many slots, without their figures; views."""
         start = 0
-        for count in torch.unique_consecutive(self.slots // slots, return_counts=True)[1].tolist():
-            part = slice(start, start := start + count)
-            tensors = {name: rows[part] for name, rows in self.tensors.items()}
-            yield Replies(tensors, self.clients[part], self.slots[part], self.weights[part])
+        numbers, counts = torch.unique_consecutive(self.slots // slots, return_counts=True)
+        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+            answered = slice(start, start := start + count)
+            offset = number * slots
+            matrices = {name: matrix[max(0, offset - self.offset) :][:slots] for name, matrix in self.matrices.items()}
+            numbered = self.clients[answered], self.slots[answered], self.weights[answered]
+            yield Replies(matrices, *numbered, self.exchange, max(offset, self.offset))
+
+    @property
+    def _sent(self) -> Message:
+        assert self.exchange is not None, "these replies are of no exchange"
+        return self.exchange.sent
 
 
 @dataclass(frozen=True)
 class AggregatedReplies:
-    """What a method needs of many replies at once: `count`, how many they are, and by name means and totals of their tensors,
-    without a client axis. In the means they weigh `weight` together."""
+    """Means and totals over many replies: `count` of them, by name, without a client axis. In the means they weigh `weight`
+    together. `exchange` is the round's record, for `update`; aggregates of blocks have none."""
 
     mean: Message
     total: Message
     weight: float
     count: int
+    exchange: Exchange | None = None
 
     def joined(self, other: AggregatedReplies) -> AggregatedReplies:
-        """The aggregate of both's replies."""
+        """Return the aggregate of both's replies."""
+        if not (self.count and other.count):
+            return self if self.count else other
         if self.weight and other.weight:
             share = other.weight / (self.weight + other.weight)
             mean = {name: value.lerp(other.mean[name], share) for name, value in self.mean.items()}
@@ -195,10 +288,50 @@ class AggregatedReplies:
             self.count + other.count,
         )
 
+    def inward(self) -> AggregatedReplies:
+        """Return the aggregate as the wrapped method's `update` receives it."""
+        return self if self.exchange is None else replace(self, exchange=self.exchange.within())
+
+    def sent(self, name: str) -> Tensor:
+        """Return what the round's clients were sent, `[1, ...]` or `[K, ...]`."""
+        assert self.exchange is not None, "this aggregate is of no exchange"
+        return self.exchange.sent[name]
+
+
+NOTHING = AggregatedReplies({}, {}, 0.0, 0)
+"""The aggregate of no replies."""
+
+CAPABILITIES: Mapping[str, tuple[bool, Callable[[Iterable[bool]], bool]]] = {
+    "single_download": (True, all),
+    "one_model_each": (False, any),
+    "fixed_participants": (False, any),
+    "asynchronous": (False, any),
+    "stackable": (True, all),
+    "fits_once": (True, all),
+    "averages": (True, all),
+    "anonymous_replies": (False, all),
+    "scores_start": (True, all),
+    "scheduled": (True, all),
+    "foreseeable": (True, all),
+    "needs_total_rounds": (False, any),
+    "needs_every_reply": (False, any),
+    "updates_without_replies": (False, any),
+    "spent": (False, any),
+    "releases_once": (False, any),
+}
+"""What a method can or needs, as it stands in a method that wraps none, and how it passes through wrappers that say nothing of
+their own: all wrapped methods must, or any may. `reply_dtypes` are joined; what else is delegated stands in `Wrapper`."""
+
+
+def source_of(method: Algorithm, capability: str) -> Algorithm | None:
+    """Return the innermost method for whose sake `capability` is not as in a method that wraps none; None where it is."""
+    default, _ = CAPABILITIES[capability]
+    return next((inner for inner in reversed([*method.nested()]) if getattr(inner, capability) != default), None)
+
 
 def block_slots(row_bytes: int) -> int:
-    """How many replies of models of so many bytes are aggregated at a time. Means depend on it in the last digit, so it is a
-    function of the model alone."""
+    """Return how many replies of models of so many bytes are aggregated at a time. Means depend on it in the last digit, so it is
+    a function of the model alone."""
     return min(MOST_SLOTS, max(LEAST_SLOTS, BLOCK_BYTES // row_bytes))
 
 
@@ -216,20 +349,15 @@ class Algorithm:
     state: dict[str, Tensor]
     plan: Plan
     wraps: ClassVar[tuple[str, ...]] = ()  # names of the fields that hold inner methods
-    single_download: ClassVar[bool] = True  # a client is sent one model, so that a wrapper can change where it starts
-    fixed_participants: ClassVar[bool] = False  # every round needs the same number of clients
-    asynchronous: ClassVar[bool] = False  # a round need not wait for the replies of the clients selected in it
-    stackable: ClassVar[bool] = True  # the client half treats every row by itself, so that clients may advance together
     variadic: ClassVar[bool] = False  # positional arguments are (method, last round) pairs of the first field
-    averages: ClassVar[bool] = True  # the server half needs only the mean of the replies, or an estimate of it
     client_figures: ClassVar[tuple[str, ...]] = ("training_loss",)  # names that `train` writes to `cohort.metrics`
 
     def __post_init__(self) -> None:
         """Check the hyper-parameters against the types of their fields, ranges included (`fedloom.config.fields`)."""
         require_fields(self)
         for method in self.inner():
-            for part in method.nested():
-                part.require_inside(self)
+            for nested in method.nested():
+                nested.require_inside(self)
 
     def require_inside(self, outer: Algorithm) -> None:
         """Raise `InvalidValue` in one line where `outer`, which wraps this method, however deep, would break what it does."""
@@ -242,13 +370,24 @@ class Algorithm:
         self.state = {"model": plan.initial.clone()}
 
     def select(self, round: Round) -> Selection:
-        """Which clients take part: `participants` of them, drawn uniformly without replacement. A function of the round alone, so
-        that the next selection can be known ahead."""
+        """Return the clients that take part: `participants` of them, drawn uniformly without replacement. A function of the round
+        alone, so that the next selection can be known ahead."""
         return Selection(uniform(round))
 
     def send(self, round: Round) -> Message:
-        """What the selected clients are sent."""
+        """Return what the selected clients are sent. A function of the round and the state, called once a round."""
         return {"model": self.state["model"].unsqueeze(0)}
+
+    def exchange(self, round: Round, selection: Selection) -> Exchange:
+        """Return the record of a round's exchange, with what is sent. Raises `InvalidValue` where a name begins with @."""
+        message = dict(self.send(round))
+        for name in (*message, *self.expects(round)):
+            if name.startswith("@"):
+                raise InvalidValue(
+                    f"{type(self).__name__} names a tensor {name!r}: names that begin with @ are fedloom's own"
+                    + in_brackets(code_location(type(self).send if name in message else type(self).expects))
+                )
+        return Exchange(round, selection, message)
 
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
         """Name and shape of each tensor in one client's reply; replies with others are refused."""
@@ -256,17 +395,22 @@ class Algorithm:
 
     @property
     def reply_dtypes(self) -> Mapping[str, torch.dtype]:
-        """Of tensors in a reply that are not of the model's dtype."""
-        return {}
+        """Return the types of tensors in a reply that are not of the model's dtype, with those of wrapped methods."""
+        return {name: dtype for method in self.inner() for name, dtype in method.reply_dtypes.items()}
 
     def returns_whole(self, round: Round) -> bool:
-        """Whether a client's reply stands for a whole model, which its integer buffers then accompany."""
-        whole = (self.layout.size,)
-        return self.expects(round).get("model", whole) == whole
+        """Return True if a client's reply stands for a whole model, which its integer buffers then accompany."""
+        shape = (self.layout.size,)
+        return self.expects(round).get("model", shape) == shape
+
+    def decoded(self, round: Round, tensors: Message) -> Message:
+        """Return what one client's reply, `[1, ...]`, stands for: itself, unless a wrapper has clients code it. Replies are
+        checked in this form."""
+        return tensors
 
     def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
-        """What `update` needs of some of the round's replies; by default the mean of each tensor, weighted by samples. The state
-        is that before the round."""
+        """Return what `update` needs of some of the round's replies; by default the mean of each tensor, weighted by samples.
+        The state is that before the round."""
         return replies.aggregate()
 
     def update(self, round: Round, aggregate: AggregatedReplies) -> None:
@@ -279,25 +423,31 @@ class Algorithm:
         A method that needs the single replies together overrides this, and then all are kept until the last one is there.
         """
         blocks = replies.blocks(block_slots(self.layout.row_bytes))
-        self.update(round, reduce(AggregatedReplies.joined, (self.fold(round, block) for block in blocks)))
+        folded = reduce(AggregatedReplies.joined, (self.fold(round, block) for block in blocks), NOTHING)
+        self.update(round, replace(folded, exchange=replies.exchange))
+
+    def merge_integers(self, rows: Tensor, current: Tensor) -> Tensor:
+        """Return the server's integer buffers `[Z]`, such as batch norm's counters, from those of the clients that answered,
+        `rows [r, Z]`, and its `current` ones `[Z]`: by default the largest, of which no growth counts as more than four times
+        the median one."""
+        growth = (rows.double() - current).clamp(0, 2.0**60).sort(0).values
+        return current + torch.minimum(growth[-1], 4 * growth[(len(rows) - 1) // 2]).long()
 
     @property
     def folds(self) -> bool:
-        """Whether replies may be folded as they come, so that the server need not hold all of them."""
+        """Return True if replies may be folded as they come, so that the server need not hold all of them."""
         return type(self).receive is Algorithm.receive
 
-    def finish(self, round: Round) -> None:
-        """Called at the end of every round, also of one without any reply, in which `receive` is not called."""
-        for method in self.inner():
-            method.finish(round)
+    def finish(self, round: Round, exchange: Exchange) -> None:
+        """End a round; called after every one, also after one without any reply, in which `receive` is not called."""
 
     def model(self) -> Tensor:
         """The global model `[P]` to deploy and to evaluate."""
         return self.state["model"]
 
     def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
-        """What these clients are sent in order to `personalise`, before `round` has begun; by default the global model. One row
-        for all or one each, as in `send`. Clients from number `plan.clients` on never train."""
+        """Return what these clients are sent in order to `personalise`, before `round` has begun; by default the global model.
+        One row for all or one each, as in `send`. Clients from number `plan.clients` on never train."""
         return {"model": self.model().unsqueeze(0)}
 
     def diagnose(self) -> dict[str, float]:
@@ -320,17 +470,11 @@ class Algorithm:
         return inner[0].personalise(cohort, inbox) if len(inner) == 1 else inbox["model"]
 
     @property
-    def scores_start(self) -> bool:
-        """Whether `personalise` depends on where training would start, and not on memory alone."""
-        inner = self.inner()
-        return inner[0].scores_start if len(inner) == 1 else True
-
-    @property
     def personal(self) -> bool:
-        """Whether a client may deploy another model than the global one. Where none does, all their test samples are scored in
-        one pass."""
-        own = [kind for kind in type(self).__mro__ if kind not in (Algorithm, Wrapper)]
-        changed = any({"personalise", "deploy"} & vars(kind).keys() for kind in own)
+        """Return True if a client may deploy another model than the global one. Where none does, all their test samples are
+        scored in one pass."""
+        kinds = [kind for kind in type(self).__mro__ if kind not in (Algorithm, Wrapper)]
+        changed = any({"personalise", "deploy"} & vars(kind).keys() for kind in kinds)
         return changed or any(method.personal for method in self.inner())
 
     def travels(self, cohort: Cohort | AnyClient) -> Unit:
@@ -351,12 +495,12 @@ class Algorithm:
 
     def inner(self) -> list[Algorithm]:
         """The methods that this one wraps."""
-        found: list[Algorithm] = []
+        methods: list[Algorithm] = []
         for name in self.wraps:
             value = getattr(self, name)
-            held = value if isinstance(value, list) else [] if value is None else [value]
-            found += [item[0] if isinstance(item, tuple) else item for item in held]
-        return found
+            values = value if isinstance(value, list) else [] if value is None else [value]
+            methods += [item[0] if isinstance(item, tuple) else item for item in values]
+        return methods
 
     def nested(self) -> Iterator[Algorithm]:
         """This method and all that it wraps, however deep."""
@@ -370,35 +514,93 @@ class Algorithm:
         for method in self.inner():
             yield from method.active(number)
 
+    # --- what a method can or needs; `CAPABILITIES` says how each passes through wrappers ---
+
+    def combined(self, capability: str) -> bool:
+        """Return a capability as the wrapped methods have it, by the rule of `CAPABILITIES`."""
+        default, combine = CAPABILITIES[capability]
+        inner = self.inner()
+        return combine(bool(getattr(method, capability)) for method in inner) if inner else default
+
     @property
-    def scheduled(self) -> bool:
-        """Whether a round's number alone decides which methods are `active` in it."""
-        return all(method.scheduled for method in self.inner())
+    def single_download(self) -> bool:
+        """Return True if a client is sent one model, so that a wrapper can change where it starts."""
+        return self.combined("single_download")
+
+    @property
+    def one_model_each(self) -> bool:
+        """Return True if every selected client is sent a model of its own, by its slot."""
+        return self.combined("one_model_each")
+
+    @property
+    def fixed_participants(self) -> bool:
+        """Return True if every round needs the same number of clients."""
+        return self.combined("fixed_participants")
+
+    @property
+    def asynchronous(self) -> bool:
+        """Return True if a round need not wait for the replies of the clients selected in it."""
+        return self.combined("asynchronous")
+
+    @property
+    def stackable(self) -> bool:
+        """Return True if the client half treats every row by itself, so that clients may advance together."""
+        return self.combined("stackable")
+
+    @property
+    def fits_once(self) -> bool:
+        """Return True if clients read their data by one plain `Cohort.fit` a round alone."""
+        return self.combined("fits_once")
+
+    @property
+    def averages(self) -> bool:
+        """Return True if the server half needs only the mean of the replies, or an estimate of it."""
+        return self.combined("averages")
 
     @property
     def anonymous_replies(self) -> bool:
-        """Whether the server half treats all replies of a round alike, and never asks whose a model is or what it weighs."""
-        return False
+        """Return True if the server half treats all replies alike, and never asks whose a model is or what it weighs."""
+        return self.combined("anonymous_replies")
+
+    @property
+    def scores_start(self) -> bool:
+        """Return True if `personalise` depends on where training would start, and not on memory alone."""
+        return self.combined("scores_start")
+
+    @property
+    def scheduled(self) -> bool:
+        """Return True if a round's number alone decides which methods are `active` in it."""
+        return self.combined("scheduled")
 
     @property
     def foreseeable(self) -> bool:
-        """Whether `select` gives the next round's selection before this round's replies are in."""
-        return all(method.foreseeable for method in self.inner())
+        """Return True if `select` gives the next round's selection before this round's replies are in."""
+        return self.combined("foreseeable")
 
     @property
     def needs_total_rounds(self) -> bool:
-        """Whether anything depends on the number of rounds, `round.rounds`. Such a run cannot be lengthened later."""
-        return any(method.needs_total_rounds for method in self.inner())
+        """Return True if anything depends on `round.rounds`, the number of rounds. Such a run cannot be lengthened later."""
+        return self.combined("needs_total_rounds")
+
+    @property
+    def needs_every_reply(self) -> bool:
+        """Return True if no reply may displace another one, as the first ones of an over-selected round do."""
+        return self.combined("needs_every_reply")
+
+    @property
+    def updates_without_replies(self) -> bool:
+        """Return True if a round in which nobody answers changes the state too: `receive` or `update` is called with nothing."""
+        return self.combined("updates_without_replies")
 
     @property
     def spent(self) -> bool:
-        """Whether no further round may be run, since that would cost more privacy than was allowed."""
-        return any(method.spent for method in self.inner())
+        """Return True if no further round may be run, since that would cost more privacy than was allowed."""
+        return self.combined("spent")
 
     @property
     def releases_once(self) -> bool:
-        """Whether no round may be repeated after a failure, so that each must be on the disk before the next begins."""
-        return any(method.releases_once for method in self.inner())
+        """Return True if no round may be repeated after a failure, so that each must be on the disk before the next begins."""
+        return self.combined("releases_once")
 
     def account(self) -> dict[str, float]:
         """Figures recorded after every round, whether or not anything is evaluated: what has been used up."""
@@ -421,7 +623,11 @@ class Algorithm:
 
 @dataclass
 class Wrapper(Algorithm):
-    """A method around another one: everything is left to `method` unless a subclass overrides it."""
+    """A method around another one: everything is left to `method` unless a subclass overrides it.
+
+    Args:
+        method: Inner method.
+    """
 
     method: Algorithm
 
@@ -435,8 +641,20 @@ class Wrapper(Algorithm):
     def select(self, round: Round) -> Selection:
         return self.method.select(round)
 
+    def outgoing(self, round: Round, message: Message) -> Message:
+        """Return what is sent in place of the wrapped method's message."""
+        return message
+
+    def incoming(self, round: Round, replies: Replies) -> Replies:
+        """Return the replies as the wrapped method receives them."""
+        return replies.inward()
+
     def send(self, round: Round) -> Message:
-        return self.method.send(round)
+        return self.outgoing(round, dict(self.method.send(round)))
+
+    def exchange(self, round: Round, selection: Selection) -> Exchange:
+        inner = self.method.exchange(round, selection)
+        return Exchange(round, selection, self.outgoing(round, dict(inner.sent)), inner)
 
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
         return self.method.expects(round)
@@ -444,22 +662,27 @@ class Wrapper(Algorithm):
     def returns_whole(self, round: Round) -> bool:
         return self.method.returns_whole(round)
 
-    def handed_on(self, round: Round, replies: Replies) -> Replies:
-        """The replies as the inner method takes them, row by row."""
-        return replies
+    def decoded(self, round: Round, tensors: Message) -> Message:
+        return self.method.decoded(round, tensors)
 
     def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
-        return self.method.fold(round, self.handed_on(round, replies))
+        return self.method.fold(round, self.incoming(round, replies))
 
     def update(self, round: Round, aggregate: AggregatedReplies) -> None:
-        self.method.update(round, aggregate)
+        self.method.update(round, aggregate.inward())
 
     def receive(self, round: Round, replies: Replies) -> None:
-        self.method.receive(round, self.handed_on(round, replies))
+        self.method.receive(round, self.incoming(round, replies))
+
+    def merge_integers(self, rows: Tensor, current: Tensor) -> Tensor:
+        return self.method.merge_integers(rows, current)
 
     @property
     def folds(self) -> bool:
         return type(self).receive is Wrapper.receive and self.method.folds
+
+    def finish(self, round: Round, exchange: Exchange) -> None:
+        self.method.finish(round, exchange.within())
 
     def model(self) -> Tensor:
         return self.method.model()
@@ -482,14 +705,14 @@ def uniform(round: Round) -> tuple[int, ...]:
     """
     generator = round.stream("select")
     if round.poisson:
-        drawn = torch.rand(round.clients, generator=generator, dtype=torch.float64)
-        return tuple((drawn < round.participants / round.clients).nonzero()[:, 0].tolist())
+        chances = torch.rand(round.clients, generator=generator, dtype=torch.float64)
+        return tuple((chances < round.participants / round.clients).nonzero()[:, 0].tolist())
     chosen: list[int] = []
-    seen: set[int] = set()
-    for last in range(round.clients - round.participants, round.clients):
-        candidate = int(torch.randint(last + 1, (), generator=generator))
-        candidate = last if candidate in seen else candidate
-        seen.add(candidate)
+    drawn: set[int] = set()
+    for largest in range(round.clients - round.participants, round.clients):
+        candidate = int(torch.randint(largest + 1, (), generator=generator))
+        candidate = largest if candidate in drawn else candidate
+        drawn.add(candidate)
         chosen.append(candidate)
     order = torch.randperm(len(chosen), generator=generator).tolist()
     return tuple(chosen[k] for k in order)
@@ -528,10 +751,10 @@ def _registered(path: str) -> str:
     kind = found_at(path, "algorithm", "a registered name or 'package.module:Class'")
     if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
         raise InvalidValue(f"algorithm {quoted(path)} is no method: a method is a class that extends fedloom.Algorithm")
-    known = algorithms.of(kind)
-    if known is None:
+    entry = algorithms.of(kind)
+    if entry is None:
         algorithms.register(path)(kind)
-    return path if known is None else known.name
+    return path if entry is None else entry.name
 
 
 def _require_dataclass(kind: type) -> None:
@@ -544,7 +767,7 @@ def _require_dataclass(kind: type) -> None:
         if names:
             raise InvalidValue(
                 f"{base.__name__} has {', '.join(names)}, but no @dataclass above its class to make parameters of that"
-                + in_brackets(code_place(base))
+                + in_brackets(code_location(base))
             )
 
 

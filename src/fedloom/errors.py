@@ -6,7 +6,7 @@ FedloomError                the user can act on it; the command line prints it a
 ├── DataError               a file of data that is missing, damaged or in another format
 ├── CheckpointError         a run directory or checkpoint that cannot be continued
 │   ├── DamagedCheckpoint   a file of a run that is missing, or not as it was written
-│   └── DiskFull            a file for which the disk has no room
+│   └── DiskFull            a file for which the disk has no room, or that is larger than the system allows
 ├── MissingExtra            an optional dependency that is not installed
 ├── RefusedReply            a client's reply that has a wrong name, shape, type or a value that is not finite
 │   └── NotFinite           a reply with a value that is not finite: the client's training diverged
@@ -44,8 +44,8 @@ class UnknownName(FedloomError, KeyError):
     unknown algorithm 'fedmrr': did you mean 'fedmr'? (there are: fedavg, fedmr)
     """
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
-        names = sorted(known)
+    def __init__(self, kind: str, name: str, registered: Iterable[str]) -> None:
+        names = sorted(registered)
         super().__init__(f"unknown {kind} {quoted(name)}{suggestion(name, names)} (there are: {', '.join(names)})")
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class DamagedCheckpoint(CheckpointError):
 
 
 class DiskFull(CheckpointError):
-    """A file for which the disk has no room; the text says how many bytes it needs."""
+    """A file for which the disk has no room, or that is larger than the system allows; the text says its bytes."""
 
 
 class MissingExtra(FedloomError, ImportError):
@@ -88,7 +88,7 @@ class Diverged(FedloomError):
 
 
 def installing(extra: str) -> str:
-    """How to install what `extra` brings.
+    """Return the command that installs an extra.
 
     >>> installing("ray")
     "pip install -e '.[ray]' in the clone of fedloom"
@@ -96,17 +96,17 @@ def installing(extra: str) -> str:
     return f"pip install -e '.[{extra}]' in the clone of fedloom"
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """`": did you mean 'x'?"` for the nearest known name, or nothing when none is near."""
-    near = difflib.get_close_matches(name[:LONGEST_QUOTED], list(known), n=1, cutoff=0.5)
+def suggestion(name: str, names: Iterable[str]) -> str:
+    """Return `": did you mean 'x'?"` for the nearest of the names, or "" when none is near."""
+    near = difflib.get_close_matches(name[:LONGEST_QUOTED], list(names), n=1, cutoff=0.5)
     return f": did you mean {near[0]!r}?" if near else ""
 
 
 def quoted(value: object, write: Callable[[Any], str] = repr) -> str:
-    """A value as an error quotes it: on one line, and no more than its first 200 characters.
+    r"""Return a value as errors quote it: on one line, and at most its first 200 characters.
 
-    >>> quoted("a\\n" * 150)[-40:]
-    "a\\\\na\\\\na\\\\na\\\\na\\\\na\\\\na\\\\n'... (300 characters)"
+    >>> quoted("a\n" * 150)[-40:]
+    "a\\na\\na\\na\\na\\na\\na\\n'... (300 characters)"
     """
     if isinstance(value, str):
         start = repr(value[:LONGEST_QUOTED])
@@ -119,99 +119,99 @@ def quoted(value: object, write: Callable[[Any], str] = repr) -> str:
 
 
 def shortened(text: str) -> str:
-    """The first 200 characters of a text, without control characters, and how long it is where there are more."""
+    """Return the first 200 characters of a text, without control characters, and its length where there are more."""
     start = _printable(text[:LONGEST_QUOTED])
     return start if len(text) <= LONGEST_QUOTED else f"{start}... ({len(text):,} characters)"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, cut at 200 characters; its type where it has none."""
+    """Return the first line of an error's text, cut at 200 characters; its type where it has none."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return text if len(text) <= LONGEST_QUOTED else f"{text[:LONGEST_QUOTED]}..."
 
 
 def error_text(error: BaseException) -> str:
-    """What an error that fedloom did not raise is, and what it says, on one line."""
+    """Return type and text of an error that fedloom did not raise, on one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def error_place(error: BaseException) -> str:
-    """Where an error, or what caused it, arose in the user's own code: `my_methods.py:12 in train`, or nothing.
+def error_location(error: BaseException) -> str:
+    """Return the line of the user's code in which an error or its cause arose, `my_methods.py:12 in train`, or "".
 
-    That is the innermost line outside of fedloom, Python and what is installed.
+    That is the innermost line outside of fedloom, Python and installed packages.
     """
-    for one in _causes(error):
-        if marked := getattr(one, _PLACE, ""):
+    for cause in _causes(error):
+        if marked := getattr(cause, _LOCATION, ""):
             return str(marked)
-        if isinstance(one, SyntaxError) and one.filename and is_own_code(one.filename):
-            return f"{shown_path(one.filename)}:{one.lineno}"
-        own = [frame for frame in traceback.extract_tb(one.__traceback__) if is_own_code(frame.filename)]
-        if own:
-            inside = "" if own[-1].name.startswith("<") else f" in {own[-1].name}"
-            return f"{shown_path(own[-1].filename)}:{own[-1].lineno}{inside}"
+        if isinstance(cause, SyntaxError) and cause.filename and is_user_code(cause.filename):
+            return f"{shown_path(cause.filename)}:{cause.lineno}"
+        frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if is_user_code(frame.filename)]
+        if frames:
+            function = "" if frames[-1].name.startswith("<") else f" in {frames[-1].name}"
+            return f"{shown_path(frames[-1].filename)}:{frames[-1].lineno}{function}"
     return ""
 
 
-def mark_place(error: BaseException) -> None:
-    """Keep the place of an error that is about to go to another process, which its traceback does not."""
-    if place := error_place(error):
-        setattr(error, _PLACE, place)
+def mark_location(error: BaseException) -> None:
+    """Store the location of an error in it before it goes to another process, without its traceback."""
+    if location := error_location(error):
+        setattr(error, _LOCATION, location)
 
 
 def located(error: BaseException, text: str) -> str:
-    """The text of an error, and where in the user's own code it arose."""
-    place = error_place(error)
-    return text if place in text else text + in_brackets(place)
+    """Return the text of an error with its location in the user's code."""
+    location = error_location(error)
+    return text if location in text else text + in_brackets(location)
 
 
-def in_brackets(place: str) -> str:
-    """A place as it follows a sentence, or nothing."""
-    return place and f" (at {place})"
+def in_brackets(location: str) -> str:
+    """Return a location as it follows a sentence; "" for ""."""
+    return location and f" (at {location})"
 
 
-def is_own_code(file: str) -> bool:
-    """Whether a file of code is the user's: not fedloom's, not Python's, and not installed."""
-    return not file.startswith(_foreign()) and os.path.isfile(file)
+def is_user_code(file: str) -> bool:
+    """Return True if a file of code is the user's: not fedloom's, not Python's, and not installed."""
+    return not file.startswith(_installed()) and os.path.isfile(file)
 
 
 def shown_path(file: str) -> str:
-    """A file as the user would call it from here: relative where it lies below the current folder."""
+    """Return a path relative to the current folder, if it is inside."""
     path = Path(file)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def code_place(thing: Any) -> str:
-    """Where a class or function of the user's stands, `my_methods.py:9`; nothing for fedloom's own."""
+def code_location(definition: Any) -> str:
+    """Return the line of a class or function of the user's, `my_methods.py:9`; "" for fedloom's."""
     try:
-        file, line = inspect.getsourcefile(thing) or "", inspect.getsourcelines(thing)[1]
-    except (OSError, TypeError):  # made at a prompt, or built in
+        file, line = inspect.getsourcefile(definition) or "", inspect.getsourcelines(definition)[1]
+    except (OSError, TypeError):  # typed at a prompt, or built in
         return ""
-    return f"{shown_path(file)}:{line}" if is_own_code(file) else ""
+    return f"{shown_path(file)}:{line}" if is_user_code(file) else ""
 
 
-_PLACE = "fedloom_place"
-"""The attribute of an error that keeps its place."""
+_LOCATION = "fedloom_location"
+"""The attribute of an error that stores its location."""
 
 
 @cache
-def _foreign() -> tuple[str, ...]:
-    known = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")]
-    return (os.path.dirname(os.path.abspath(__file__)) + os.sep, *(path + os.sep for path in known))
+def _installed() -> tuple[str, ...]:
+    paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")]
+    return (os.path.dirname(os.path.abspath(__file__)) + os.sep, *(path + os.sep for path in paths))
 
 
 def _causes(error: BaseException) -> Iterable[BaseException]:
-    """The error, what it was raised from, and so on."""
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        found = found.__cause__
+    """Yield the error, its cause, and so on."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
 
 
 def one_line(text: str, longest: int = 500) -> str:
-    """Foreign text as it may stand in a log: on one line, without control characters, and not endless."""
+    """Return foreign text for a log: on one line, without control characters, at most `longest` characters."""
     return " ".join(_printable(text[: 4 * longest]).split())[:longest]
 
 
 def _printable(text: str) -> str:
-    """The text with a space in the place of each control character."""
+    """Replace each control character by a space."""
     return "".join(c if c.isprintable() else " " for c in text)

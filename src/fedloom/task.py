@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from fedloom.config.expression import Call
 from fedloom.data.convert import require_finite
@@ -33,12 +34,17 @@ from fedloom.training import Training
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be learned, whatever the method.
+    """The data, how clients share them, the model and its local training, whatever the method.
 
-    `train` holds every client's samples, `partition` says whose they are; `test` is the global test set. With `local_test`,
-    each client also holds test samples of its own (also in `train`), distributed as its training samples are. On the server
-    of real sites `train` is empty, and the partitions only say how many samples there are. With label noise, `train` has the
-    labels that the clients are given, some of them wrong, and `true_labels` the right ones.
+    Attributes:
+        dataset: The data set with its objective and metrics.
+        train: The samples of all clients; empty on the server of real sites, where the partitions only count samples.
+        test: The global test set.
+        partition: The indices in `train` of each client's training samples.
+        model: The initial model.
+        training: The settings of local training.
+        local_test: The indices in `train` of each client's test samples, distributed as its training samples are.
+        true_labels: With label noise, the true labels; those of `train` are partly wrong.
     """
 
     dataset: Dataset
@@ -59,17 +65,17 @@ class Task:
 
     @property
     def objective(self) -> Objective:
-        """What is learned: the loss, and the figures by which models are judged."""
+        """The loss, and the figures by which models are judged."""
         return self.dataset.objective
 
     @property
     def clients(self) -> int:
-        """How many clients there are."""
+        """The number of clients."""
         return len(self.partition)
 
     @property
     def elsewhere(self) -> bool:
-        """Whether the clients' samples are at remote sites."""
+        """Return True if the clients' samples are at remote sites."""
         return self.partition.elsewhere
 
     @cached_property
@@ -92,17 +98,24 @@ class Task:
         return self.layout.frozen_digest(self.model)
 
     def sizes(self, clients: Tensor) -> Tensor:
-        """Numbers of training samples of the given clients, `[k]` int64."""
+        """Return the numbers of training samples of clients.
+
+        Args:
+            clients: Numbers of clients, `[k]` int64.
+
+        Returns:
+            `[k]` int64.
+        """
         index = clients.numpy()
         offsets = self.partition.offsets
         return torch.from_numpy(offsets[index + 1] - offsets[index])
 
     def samples(self, client: int) -> Samples:
-        """The training samples of one client."""
+        """Return the training samples of a client."""
         if self.train.labels.is_cpu:
             return self.train[torch.from_numpy(self.partition[client])]
-        first, behind = self.partition.offsets[client : client + 2].tolist()
-        return self.train[self._indices[first:behind]]
+        start, stop = self.partition.offsets[client : client + 2].tolist()
+        return self.train[self._indices[start:stop]]
 
     @cached_property
     def _indices(self) -> Tensor:
@@ -110,14 +123,20 @@ class Task:
         return torch.from_numpy(self.partition.indices).to(self.train.labels.device)
 
     def module(self, row: Tensor) -> nn.Module:
-        """A new module with the weights of `row`."""
+        """Return a new module with the weights of `row [P]`."""
         module = copied(self.model)
         self.layout.load(module, row)
         return module
 
     def to(self, device: torch.device | str) -> Task:
-        """The same task with data and model on `device`, such as `"cuda"` or `"auto"`; models and client memory are then there
-        too. Raises `InvalidValue` for a device that does not exist here."""
+        """Return the task with data and model, and so the clients' memory, on a device.
+
+        Args:
+            device: Such as `"cuda"`, or `"auto"`: a GPU where there is one.
+
+        Raises:
+            InvalidValue: There is no such device.
+        """
         target = find_device(device) if isinstance(device, str) else device
         return replace(
             self,
@@ -129,19 +148,60 @@ class Task:
 
 
 def make_dataset(expression: str | Call) -> Dataset:
-    """The data set of an expression such as `digits` or `synthetic(1, 1)`."""
+    """Return the data set of an expression such as `digits` or `synthetic(1, 1)`."""
     return cast(Dataset, datasets.build(expression))
 
 
 def make_partition(
     expression: str | Call, samples: Samples, clients: int, seed: int, objective: Objective = CLASSIFICATION
 ) -> Partition:
-    """The partition of an expression such as `dirichlet(0.1)` over the samples, by their labels or what the objective has in
-    their place. Where it has nothing all samples are of one class, so that `dirichlet` makes sizes differ."""
+    """Return the partition of an expression such as `dirichlet(0.1)` over the samples.
+
+    It goes by the labels or the objective's substitute for them. Without either all samples are of one class, so that
+    `dirichlet` makes sizes differ.
+    """
     groups = None if samples.groups is None else samples.groups.cpu().numpy()
     strata = objective.strata(samples.labels)
     labels = torch.zeros(len(samples), dtype=torch.int64) if strata is None else strata.cpu()
     return cast(Partition, partitions.build(expression, labels.numpy(), clients, seed, groups))
+
+
+class SharingOptions(TypedDict, total=False):
+    """Keywords of `make_task` for the clients' shares of the data."""
+
+    clients: int
+    partition: str | Partition
+    local_test: float | None
+    merge: bool
+    label_noise: str
+    shift: str
+
+
+@dataclass(frozen=True)
+class _Sharing:
+    """`SharingOptions` with their defaults."""
+
+    clients: int = 20
+    partition: str | Partition = "dirichlet(0.5)"
+    local_test: float | None = None
+    merge: bool = False
+    label_noise: str = "none"
+    shift: str = "none"
+
+    def checked(self, dataset: Dataset) -> tuple[LabelNoise | None, InputShift | None]:
+        """Return label noise and shift. Raise `InvalidValue` where the data set does not allow them."""
+        noise: LabelNoise | None = label_noises.build_unless_none(self.label_noise)
+        shift: InputShift | None = shifts.build_unless_none(self.shift)
+        if noise is not None and not dataset.objective.classes:
+            raise InvalidValue(f"label_noise={self.label_noise!r}: the targets of {dataset.name} are no classes")
+        if isinstance(dataset.train.inputs, LazyInputs) and (self.merge or shift is not None):
+            option = "merge=true" if self.merge else f"shift={self.shift!r}"
+            raise InvalidValue(
+                f"{option} needs data in memory, and {dataset.name} is read where clients train: set {VARIABLE}"
+            )
+        if self.merge and self.local_test is None:
+            raise InvalidValue("merge=true leaves no test data: give local_test, such as 0.25")
+        return noise, shift
 
 
 def make_task(
@@ -149,111 +209,112 @@ def make_task(
     *,
     target: str = "",
     group: str = "",
-    clients: int = 20,
-    partition: str | Partition = "dirichlet(0.5)",
     model: str | nn.Module = "mlp",
     training: Training | Mapping[str, Any] | None = None,
-    local_test: float | None = None,
-    merge: bool = False,
-    label_noise: str = "none",
-    shift: str = "none",
     objective: str | Objective | Callable[..., Any] | None = None,
     metrics: Sequence[str | Callable[..., Any]] = (),
     seed: int = 0,
     device: str = "cpu",
+    **sharing: Unpack[SharingOptions],
 ) -> Task:
-    """Make a task from names or from things of your own.
+    """Make a task from names or from your own data and model.
 
-    `data` is the name of a data set, a `Dataset`, `Samples`, a torch data set with a length, a table of pandas, Polars or Arrow,
-    or a Hugging Face `Dataset` or `DatasetDict`; a pair of them trains and tests. Of a table, `target` is the column to learn and
-    `group` the one that says whose a row is, for `partition="natural"`; see `table` for a file, and for more to choose.
-    `merge` joins the training and test part of the data before it is shared out, as FedALA does; it needs `local_test`,
-    the share of each client's samples that it keeps for testing (FedALA: 0.25), and the global test set is then the union
-    of the clients' own. `label_noise`, such as `symmetric(0.4)` or `paired([0.0, 0.6])`, makes some of the clients' training
-    labels wrong and leaves all test data as they are. `shift`, such as `rotation(45)` or `colour(0.3)`, changes each
-    client's inputs, those it tests on too, in a way of its own. `objective` is what is learned, such as
-    `regression(kind='huber')`, `module:function` or a function (outputs, targets) -> the loss of each sample; by default
-    what the data set says. `metrics` are recorded beside its figures: names of torchmetrics with options, such as
-    `f1(average='macro')`, `module:function` or functions (outputs, targets) -> a number. `seed` draws the partition, the label
-    noise, the shift and the initial weights, and nothing else. `device` is where data and models lie: `cpu`, `cuda`, `cuda:1`,
-    or `auto`, a GPU where there is one.
+    Args:
+        data: The name of a data set, a `Dataset`, `Samples`, a torch data set with a length, a table of pandas, Polars or Arrow,
+            or a Hugging Face `Dataset` or `DatasetDict`; a pair of them trains and tests.
+        target: The column of a table to learn (see `table` for a file, and for more to choose).
+        group: The column of a table that says whose a row is, for `partition="natural"`.
+        model: The expression of a model, such as `mlp(hidden=[64])`, or a module, which is copied.
+        training: The settings of local training, as a `Training` or a dictionary of its fields.
+        objective: The loss and the figures, such as `regression(kind='huber')`, `module:function` or a function
+            (outputs, targets) -> the loss of each sample; by default as the data set says.
+        metrics: Figures that are recorded beside the objective's: names of torchmetrics with options, such as
+            `f1(average='macro')`, `module:function` or functions (outputs, targets) -> a number.
+        seed: Draws the partition, the label noise, the shift and the initial weights, and nothing else.
+        device: The device of data and models: `cpu`, `cuda`, `cuda:1`, or `auto`, a GPU where there is one.
+        **sharing: How clients share the data. `clients` (20) is their number; `partition` (`dirichlet(0.5)`) a `Partition` or an
+            expression. `local_test`, in (0, 1), is the share of each client's samples that it keeps for testing (FedALA: 0.25).
+            `merge` joins the training and test part of the data first, as FedALA does; the global test set is then the union of
+            the clients' own. `label_noise`, such as `symmetric(0.4)` or `paired([0.0, 0.6])`, makes some of the clients' training
+            labels wrong and leaves all test data as they are. `shift`, such as `rotation(45)` or `colour(0.3)`, changes each
+            client's inputs in a way of its own, those it tests on too.
 
-    Raises `InvalidValue` or `UnknownName` in one line for anything that does not fit.
+    Returns:
+        The task.
+
+    Raises:
+        InvalidValue: An argument is out of range, or does not fit the data.
+        UnknownName: Nothing has that name; the text names the nearest.
     """
-    place = find_device(device)
-    noise: LabelNoise | None = label_noises.build_unless_none(label_noise)
-    shifted: InputShift | None = shifts.build_unless_none(shift)
-    learned = None if objective is None else build_objective(objective)
-    if (target or group) and isinstance(data, str | Dataset):
-        raise InvalidValue("target and group name columns of a table: in the name of a data set, as table(target=...)")
-    if isinstance(data, str | Dataset):
-        dataset = make_dataset(data) if isinstance(data, str) else data
-    else:
-        from fedloom.data.sets.foreign import foreign_dataset  # with Arrow, which takes a while to load
-
-        dataset = foreign_dataset(data, target, group, learned)
-    if learned is not None:
-        dataset = replace(dataset, objective=learned)
+    target_device = find_device(device)
+    settings = training if isinstance(training, Training) else Training(**(training or {}))
+    dataset = _dataset(data, target, group, None if objective is None else build_objective(objective))
     if metrics:
         dataset = replace(dataset, metrics=build_metrics(metrics, dataset.objective, dataset.spec.outputs))
-    if noise is not None and not dataset.objective.classes:
-        raise InvalidValue(f"label_noise={label_noise!r}: the targets of {dataset.name} are no classes")
-    if isinstance(dataset.train.inputs, LazyInputs) and (merge or shifted is not None):
-        option = "merge=true" if merge else f"shift={shift!r}"
-        raise InvalidValue(
-            f"{option} needs data in memory, and {dataset.name} is read where clients train: set {VARIABLE}"
-        )
-    if merge and local_test is None:
-        raise InvalidValue("merge=true leaves no test data: give local_test, such as 0.25")
-    pool = dataset.train.concatenate(dataset.test) if merge else dataset.train
-    shared = (
-        partition
-        if isinstance(partition, Partition)
-        else make_partition(partition, pool, clients, seed, dataset.objective)
-    )
-    whole, kept, test = shared, None, dataset.test
-    if local_test is not None:
-        shared, kept = split_train_test(shared, seed, local_test)
+    share = _Sharing(**sharing)
+    noise, shifted = share.checked(dataset)
+    pool = dataset.train.concatenate(dataset.test) if share.merge else dataset.train
+    partition = share.partition
+    if not isinstance(partition, Partition):
+        partition = make_partition(partition, pool, share.clients, seed, dataset.objective)
+    train, local_test, test = partition, None, dataset.test
+    if share.local_test is not None:
+        train, local_test = split_train_test(partition, seed, share.local_test)
     if isinstance(model, nn.Module):
         require_no_tensor_hooks(model)
     module = build_model(model, dataset.spec, seed) if isinstance(model, str) else copied(model)
     if dataset.standardised:
-        pool, test = standardise(dataset.standardised, pool, test, pool.inputs[torch.from_numpy(shared.indices)])
+        pool, test = standardise(dataset.standardised, pool, test, pool.inputs[torch.from_numpy(train.indices)])
     if shifted is not None:
-        pool = shifted.apply(pool, whole, seed)
-    if merge and kept is not None:
-        test = pool[torch.from_numpy(np.sort(kept.indices))]
+        pool = shifted.apply(pool, partition, seed)
+    if share.merge and local_test is not None:
+        test = pool[torch.from_numpy(np.sort(local_test.indices))]
     pool, test = (in_type_of(module, samples) for samples in (pool, test))
-    settings = training if isinstance(training, Training) else Training(**(training or {}))
-    task = Task(dataset, pool, test, shared, module, settings, kept)
+    task = Task(dataset, pool, test, train, module, settings, local_test)
     task = task if noise is None else mislabelled(task, noise, seed)
-    return task if place.type == "cpu" else task.to(place)
+    return task if target_device.type == "cpu" else task.to(target_device)
+
+
+def _dataset(data: Any, target: str, group: str, objective: Objective | None) -> Dataset:
+    """Return the data set of a name or of the user's data, with another objective where one is set."""
+    if not isinstance(data, str | Dataset):
+        from fedloom.data.sets.foreign import foreign_dataset  # with Arrow, which takes a while to load
+
+        dataset = foreign_dataset(data, target, group, objective)
+    elif target or group:
+        raise InvalidValue("target and group name columns of a table: in the name of a data set, as table(target=...)")
+    else:
+        dataset = make_dataset(data) if isinstance(data, str) else data
+    return dataset if objective is None else replace(dataset, objective=objective)
 
 
 def standardise(columns: tuple[int, ...], pool: Samples, test: Samples, trained_on: Tensor) -> tuple[Samples, Samples]:
-    """`pool` and `test` with some columns of the inputs less the mean and over the deviation of `trained_on`."""
-    which = torch.zeros(trained_on.shape[1], dtype=torch.bool).index_fill(0, torch.tensor(columns), True)
-    held = trained_on.double()
-    mean = torch.where(which, held.mean(0), 0)
-    deviation = torch.where(which, held.std(0, correction=0), 1)
+    """Return `pool` and `test` with some columns of the inputs less the mean and over the deviation of `trained_on`."""
+    chosen = torch.zeros(trained_on.shape[1], dtype=torch.bool).index_fill(0, torch.tensor(columns), True)
+    inputs = trained_on.double()
+    mean = torch.where(chosen, inputs.mean(0), 0)
+    deviation = torch.where(chosen, inputs.std(0, correction=0), 1)
     deviation = torch.where(deviation > 1e-9 * mean.abs().clamp_min(1e-300), deviation, 1)  # a column that never varies
-    one, two = (replace(part, inputs=((part.inputs.double() - mean) / deviation)) for part in (pool, test))
-    return one, two
+
+    def scaled(samples: Samples) -> Samples:
+        return replace(samples, inputs=(samples.inputs.double() - mean) / deviation)
+
+    return scaled(pool), scaled(test)
 
 
 def in_type_of(model: nn.Module, samples: Samples) -> Samples:
-    """The samples with float64 inputs in a type that the model has. Raises `InvalidValue` for NaN and infinity."""
+    """Return the samples with float64 inputs in a type that the model has. Raise `InvalidValue` for NaN and infinity."""
     if not samples.inputs.is_floating_point() or isinstance(samples.inputs, LazyInputs):
         return samples
     require_finite(samples.inputs, "inputs")
-    types = [one.dtype for one in model.parameters() if one.is_floating_point()]
+    types = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
     if samples.inputs.dtype != torch.float64 or torch.float64 in types or not types:
         return samples
     return replace(samples, inputs=samples.inputs.to(types[0]))
 
 
 def mislabelled(task: Task, noise: LabelNoise, seed: int) -> Task:
-    """The task with label noise in the clients' training samples; test data, the clients' own too, keep their labels."""
+    """Return the task with label noise in the clients' training samples; all test data keep their labels."""
     labels = task.train.labels
     noisy = noise.apply(labels.cpu().numpy(), task.partition, task.dataset.classes, seed)
     return replace(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import random
 import sys
@@ -30,6 +31,7 @@ class Tally:
     ends: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     longest: float = 0.0
+    descriptors: list[int] = field(default_factory=list)  # open after each repetition
 
     @property
     def tried(self) -> int:
@@ -37,7 +39,7 @@ class Tally:
 
 
 def run(seconds: float, seed: int, names: list[str] | None = None) -> dict[str, Tally]:
-    """Repeat the trials in turns, each for its share of the time, and once at least."""
+    """Repeat the trials in turns: each once at least, then those more that find more."""
     tallies = {name: Tally() for name in names or TRIALS}
     with tempfile.TemporaryDirectory(prefix="fedloom-chaos-") as folder, ExitStack() as stack:
         trials = {name: TRIALS[name](Path(folder) / name) for name in tallies}
@@ -47,7 +49,8 @@ def run(seconds: float, seed: int, names: list[str] | None = None) -> dict[str, 
         spent = dict.fromkeys(tallies, 0.0)
         end = time.monotonic() + seconds
         while time.monotonic() < end or any(tally.tried == 0 for tally in tallies.values()):
-            name = min(spent, key=lambda name: (tallies[name].tried > 0, spent[name]))
+            # Each once, then most time to those that find most.
+            name = min(spent, key=lambda name: (tallies[name].tried > 0, spent[name] / (1 + len(tallies[name].wrong))))
             began = time.monotonic()
             try:
                 tallies[name].ends[trials[name].once(draws[name])] += 1
@@ -55,10 +58,33 @@ def run(seconds: float, seed: int, names: list[str] | None = None) -> dict[str, 
                 tallies[name].wrong.append(str(error))
             except Exception:  # what the others have found must not be lost
                 tallies[name].wrong.append(traceback.format_exc())
+            if leak := leaked(tallies[name]):
+                tallies[name].wrong.append(leak)
             took = time.monotonic() - began
             spent[name] += took
             tallies[name].longest = max(tallies[name].longest, took)
     return tallies
+
+
+SLACK = 3
+"""Repetitions of a trial, and descriptors, before those that stay open count as a leak."""
+
+
+def leaked(tally: Tally) -> str:
+    """Say so where the repetitions of a trial leave more and more descriptors open."""
+    tally.descriptors.append(descriptors())
+    count = len(tally.descriptors)
+    begin, allowed = max(tally.descriptors[:SLACK]), count // 2
+    if count <= 2 * SLACK or tally.descriptors[-1] <= begin + allowed:
+        return ""
+    gc.collect()
+    now, tally.descriptors = descriptors(), []
+    return f"descriptors: {begin} at first, {now} after {count} repetitions" if now > begin + allowed else ""
+
+
+def descriptors() -> int:
+    """The descriptors that this process has open."""
+    return len(os.listdir("/proc/self/fd"))
 
 
 def table(tallies: dict[str, Tally]) -> str:

@@ -9,7 +9,8 @@ import numpy as np
 from flwr.app import Array, ConfigRecord, Message, MetricRecord
 
 from damage import mutated
-from fedloom.engines.flower.messages import ARRAYS, PROTOCOL, RECORD
+from fedloom.rounds.engine import INTEGERS
+from fedloom.sites.messages import ARRAYS, PROTOCOL, RECORD
 from flower_support import with_array, with_words, words_of
 
 HEADER = 128  # bytes before the numbers of an array, which is a .npy file
@@ -20,6 +21,7 @@ class Site:
 
     refused = True
     only_training = True
+    count = 1  # sites that do so together
 
     def __init__(self, draw: random.Random) -> None:
         self.draw = draw
@@ -28,23 +30,31 @@ class Site:
         """The answer that it sends in place of this one."""
         raise NotImplementedError
 
+    def floats(self, reply: Message) -> tuple[str, np.ndarray]:
+        """One of the arrays of floats of a reply: the model, or a part of one that is coded."""
+        arrays = {name: array.numpy() for name, array in reply.content.array_records[ARRAYS].items()}
+        name = self.draw.choice(sorted(name for name, array in arrays.items() if array.dtype.kind == "f"))
+        return name, arrays[name]
+
 
 class WrongShape(Site):
     def tamper(self, reply: Message) -> Message:
-        return with_array("model", np.zeros(self.draw.randrange(1, 9), np.float32))(reply)
+        name, values = self.floats(reply)
+        return with_array(name, np.zeros((*values.shape, self.draw.randrange(2, 9)), np.float32))(reply)
 
 
 class WrongType(Site):
     def tamper(self, reply: Message) -> Message:
-        model = reply.content.array_records[ARRAYS]["model"].numpy()
-        return with_array("model", model.astype(self.draw.choice((np.int64, np.float16, np.complex64))))(reply)
+        name, values = self.floats(reply)
+        return with_array(name, values.astype(self.draw.choice((np.int64, np.float16, np.complex64))))(reply)
 
 
 class NotFinite(Site):
     def tamper(self, reply: Message) -> Message:
-        model = reply.content.array_records[ARRAYS]["model"].numpy().copy()
-        model[self.draw.randrange(len(model))] = self.draw.choice((np.nan, np.inf, -np.inf))
-        return with_array("model", model)(reply)
+        name, values = self.floats(reply)
+        values = values.copy()
+        values.reshape(-1)[self.draw.randrange(values.size)] = self.draw.choice((np.nan, np.inf, -np.inf))
+        return with_array(name, values)(reply)
 
 
 class MoreTensors(Site):
@@ -82,6 +92,24 @@ class Claims(Site):
         return with_words(json.dumps({**words_of(reply), "samples": 10**9}))(reply)
 
 
+class Colluders(Claims):
+    """Two of them do."""
+
+    count = 2
+
+
+class Counters(Site):
+    """Says that it has trained on more batches than there are, or on fewer than none."""
+
+    refused = False
+
+    def tamper(self, reply: Message) -> Message:
+        counters = reply.content.array_records[ARRAYS][INTEGERS].numpy()
+        return with_array(INTEGERS, np.full_like(counters, self.draw.choice((2**63 - 1, 10**9, 0, -1, -(2**63)))))(
+            reply
+        )
+
+
 class Mutated(Site):
     """Answers, to whatever it is asked, with a few bytes changed in its words, or in the header, type or shape of an array. The
     numbers themselves stay, since nobody can tell a changed one from an honest one."""
@@ -107,5 +135,6 @@ class Mutated(Site):
 
 
 SITES: tuple[type[Site], ...] = (
-    WrongShape, WrongType, NotFinite, MoreTensors, OwnFigures, NoWords, Garbage, Claims, Mutated,
+    WrongShape, WrongType, NotFinite, MoreTensors, OwnFigures, NoWords, Garbage, Claims, Colluders, Counters,
+    Mutated,
 )  # fmt: skip

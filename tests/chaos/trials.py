@@ -16,10 +16,10 @@ import shutil
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
-from itertools import chain, count
+from itertools import chain, count, cycle
 from pathlib import Path
 from typing import ClassVar
 
@@ -46,7 +46,8 @@ from fedloom.secure.faults import ProtocolViolation
 from fedloom.secure.wire import Answer, Request
 from fedloom.state.tensors import read_tensors, write_tensors
 from flower_support import CLIENTS, EVERYBODY, LocalGrid, flower, nodes, run_config
-from forking_cli import Command, Server, serving
+from forking_cli import OPERATIONS, Command, Server, serving
+from hostile_files import Sets, changed
 from ray_support import descendants, gone_soon
 from secure_support import World
 from site_trial import Trial as SiteTrial
@@ -98,6 +99,7 @@ CLOCK = """
 speed = "stragglers(100, 10)"
 deadline = 12
 """
+OPTIONS = ('record=["similarity"]',)
 KEPT = ("metrics.jsonl", "clients.jsonl", "model.safetensors", "split.npz", "configuration.json", "task.json")
 METHODS = sorted({*EVERY_METHOD} - {"fedbn"})  # which wants batch norm; silobn is much the same without
 ENGINES = ("rows", "stacked")
@@ -114,6 +116,8 @@ class Runs(Trial):
     """Runs of a small job, whose files are compared with those of a run that nobody disturbed."""
 
     undisturbed: dict[tuple[str, str], dict[str, bytes]]
+    files: tuple[str, ...] = KEPT
+    options: tuple[str, ...] = ()
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -133,19 +137,29 @@ class Runs(Trial):
     def expected(self, method: str, engine: str) -> dict[str, bytes]:
         if (method, engine) not in self.undisturbed:
             server = self.server(method, engine)
-            if (code := server.run("run", "job.toml", "--quiet"))[0] != 0:
+            if (code := server.run("run", "job.toml", "--quiet", *self.options))[0] != 0:
                 raise Wrong(f"{method} on {engine} fails undisturbed: {code[1]}")
             place = place_of(server)
-            self.undisturbed[method, engine] = {name: (place / name).read_bytes() for name in KEPT}
+            self.undisturbed[method, engine] = {name: content_of(place / name) for name in self.files}
             shutil.rmtree(server.folder)
         return self.undisturbed[method, engine]
 
     def require_same(self, server: Server, expected: dict[str, bytes], what: str, place: Path | None = None) -> None:
         for name, content in expected.items():
-            if ((place or place_of(server)) / name).read_bytes() != content:
+            if content_of((place or place_of(server)) / name) != content:
                 raise Wrong(f"{what}: {name} differs from that of a run that was not disturbed")
         if left := list(server.folder.rglob("*.writing")):
             raise Wrong(f"{what}: {left[0].name} was left behind")
+
+
+def content_of(path: Path) -> bytes:
+    """The bytes of a file, or of what in the figures at the end is not measured time."""
+    if path.name != "result.json":
+        return path.read_bytes()
+    figures = json.loads(path.read_bytes())
+    files = {name: digest for name, digest in figures["files"].items() if name != "timings.jsonl"}
+    figures = {name: value for name, value in figures.items() if name not in ("seconds", "digest", "files")}
+    return json.dumps([figures, files]).encode()
 
 
 def place_of(server: Server) -> Path:
@@ -154,8 +168,48 @@ def place_of(server: Server) -> Path:
     return path
 
 
+class Cuts(Runs):
+    """A run that is cut in the middle of a write and started again: each write of its first, a middle and its last round in
+    turn."""
+
+    methods = ("fedavg", "scaffold", "fedmr", "ditto")
+    files = (*KEPT, "result.json", "recorded.jsonl")
+    options = OPTIONS
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.turns = chain.from_iterable(map(self.cuts, cycle(self.methods)))
+
+    def cuts(self, method: str) -> Iterator[tuple[str, int, str]]:
+        """The numbers of the writes to cut, and what they write."""
+        server = self.server(method, "rows")
+        server.run("run", "job.toml", "--quiet", *self.options, die_at=-1)
+        names = (server.folder / OPERATIONS).read_text().splitlines()
+        shutil.rmtree(server.folder)
+        finished = 0
+        for number, name in enumerate(names, start=1):
+            if finished in (0, 1, 5, 6, 11, 12):  # a checkpoint follows every third round
+                yield method, number, f"{name} after round {finished}"
+            finished += name == "metrics.jsonl"
+
+    def once(self, draw: random.Random) -> str:
+        method, number, what = next(self.turns)
+        expected, server = self.expected(method, "rows"), self.server(method, "rows")
+        code, output = server.run("run", "job.toml", "--quiet", *self.options, die_at=number)
+        if code != -signal.SIGKILL:
+            raise Wrong(f"{method}: write {number} ({what}) was not reached: {output}")
+        code, output = server.run("run", "job.toml", "--quiet", *self.options)
+        if code != 0:
+            raise Wrong(f"{method}, cut in {what}, does not go on: {output}")
+        self.require_same(server, expected, f"{method}, cut in {what}")
+        shutil.rmtree(server.folder)
+        return what.partition(" ")[0]
+
+
 class Kills(Runs):
     """A run of any method, killed at random moments or in the middle of writes, and started again each time."""
+
+    files = (*KEPT, "result.json")
 
     def once(self, draw: random.Random) -> str:
         method, engine = draw.choice(METHODS), draw.choice(ENGINES)
@@ -449,23 +503,7 @@ class Inputs(Trial):
 
     def once(self, draw: random.Random) -> str:
         kind = draw.choice(("expression", "file", "file", "request", "answer"))
-        began, before = time.monotonic(), peak()
-        try:
-            getattr(self, f"_{kind}")(draw)
-            said = "read"
-        except (FedloomError, ProtocolViolation) as error:
-            said = "refused"
-            if "\n" in str(error) or len(str(error)) > 2000:
-                raise Wrong(f"{kind}: refused at length: {str(error)[:300]!r}") from error
-        except Wrong:
-            raise
-        except Exception as error:
-            raise Wrong(f"{kind}: {type(error).__name__}: {str(error)[:300]}") from error
-        if time.monotonic() - began > SECONDS:
-            raise Wrong(f"{kind}: took {time.monotonic() - began:.0f} s")
-        if peak() - before > MEBIBYTES:
-            raise Wrong(f"{kind}: took {peak() - before} MiB")
-        return f"{kind} {said}"
+        return f"{kind} {bounded(kind, lambda: getattr(self, f'_{kind}')(draw))}"
 
     def _expression(self, draw: random.Random) -> None:
         text = mutated(draw.choice(self.expressions).encode(), draw).decode(errors="replace")
@@ -507,6 +545,50 @@ class Inputs(Trial):
         Answer.decode(answer, 12)
 
 
+class Files(Trial):
+    """A data set in any format of which one file is damaged: read, or refused in one line and in time."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.cache = os.environ.get("FEDLOOM_CACHE")
+        os.environ["FEDLOOM_CACHE"] = str(folder / "cache")
+        self.sets = Sets(folder / "sets")
+
+    def close(self) -> None:
+        os.environ.pop("FEDLOOM_CACHE")
+        if self.cache is not None:
+            os.environ["FEDLOOM_CACHE"] = self.cache
+
+    def once(self, draw: random.Random) -> str:
+        name = draw.choice(list(self.sets.expressions))
+        file = draw.choice(self.sets.files(name))
+        content = changed(self.sets.content(name, file), draw) if draw.random() < 0.95 else None
+        end = bounded(f"{name}, {file.name}", lambda: self.sets.build(name, file, content))
+        shutil.rmtree(self.folder / "cache", ignore_errors=True)
+        return f"{name} {end}"
+
+
+def bounded(kind: str, read: Callable[[], object]) -> str:
+    """Read an input: it is read, or refused in one short line, in time and in little memory. Raises `Wrong`."""
+    began, before = time.monotonic(), peak()
+    end = "read"
+    try:
+        read()
+    except (FedloomError, ProtocolViolation) as error:
+        end = "refused"
+        if "\n" in str(error) or len(str(error)) > 2100:
+            raise Wrong(f"{kind}: refused at length: {str(error)[:300]!r}") from error
+    except Wrong:
+        raise
+    except Exception as error:
+        raise Wrong(f"{kind}: {type(error).__name__}: {str(error)[:300]}") from error
+    if time.monotonic() - began > SECONDS:
+        raise Wrong(f"{kind}: took {time.monotonic() - began:.0f} s")
+    if peak() - before > MEBIBYTES:
+        raise Wrong(f"{kind}: took {peak() - before} MiB")
+    return end
+
+
 def peak() -> int:
     """The most memory, in MiB, that this process has ever had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
@@ -516,7 +598,17 @@ def peak() -> int:
 
 
 class Strangers(Trial):
-    """One of the sites of a federation answers what it likes: it is refused by name, or bounded, and the rounds go on."""
+    """One or two of the sites of a federation answer what they like: they are refused by name, or bounded, and the rounds go
+    on."""
+
+    methods = (
+        "fedavg",
+        "fedavg",
+        "quantised(fedavg)",
+        "sparse(fedavg, share=0.2)",
+        "robust(fedavg)",
+        "quantised(robust(fedavg))",
+    )
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -524,24 +616,27 @@ class Strangers(Trial):
 
     def once(self, draw: random.Random) -> str:
         kind, folder = draw.choice(SITES), self.folder / str(next(self.numbers))
-        site = kind(draw)
-        grid = LocalGrid(nodes(CLIENTS, folder), run_config("fedavg", folder / "run", rounds=2))
+        site, method = kind(draw), draw.choice(self.methods)
+        grid = LocalGrid(nodes(CLIENTS, folder), run_config(method, folder / "run", rounds=2))
         federation = flower(grid.run_config, grid)
-        liar = draw.choice(list(grid.nodes))
-        if site.only_training:
-            grid.nodes[liar].tamper = site.tamper
-        else:
-            grid.nodes[liar].tamper_all = site.tamper
-        number = grid.nodes[liar].config["partition-id"]
+        liars = draw.sample(list(grid.nodes), site.count)
+        for liar in liars:
+            if site.only_training:
+                grid.nodes[liar].tamper = site.tamper
+            else:
+                grid.nodes[liar].tamper_all = site.tamper
+        numbers = {grid.nodes[liar].config["partition-id"] for liar in liars}
         records: Iterable[dict[str, object]] = [federation.step()[0] for _ in range(2)]
         for record in records:
             faults = {fault["client"]: fault["reason"] for fault in record["faults"]}  # type: ignore[attr-defined]
-            if set(faults) - {number}:
-                raise Wrong(f"{kind.__name__}: honest sites were refused: {faults}")
-            if number in record["clients"] and site.refused and number not in faults:  # type: ignore[operator]
+            if set(faults) - numbers:
+                raise Wrong(f"{kind.__name__}, {method}: honest sites were refused: {faults}")
+            if site.refused and numbers.intersection(record["clients"]) - set(faults):  # type: ignore[call-overload]
                 raise Wrong(f"{kind.__name__} was not refused")
         if not torch.isfinite(federation.algorithm.model()).all():
-            raise Wrong(f"{kind.__name__} made the model not finite")
+            raise Wrong(f"{kind.__name__}, {method}: the model is not finite")
+        if not (0 <= int(federation.integers.min()) <= int(federation.integers.max()) < 1000):
+            raise Wrong(f"{kind.__name__}, {method}: integer buffers became {federation.integers.tolist()}")
         shutil.rmtree(folder, ignore_errors=True)
         return f"{kind.__name__} {'refused' if site.refused else 'bounded'}"
 
@@ -595,6 +690,7 @@ class Rounds(Trial):
 
 
 TRIALS: dict[str, type[Trial]] = {
-    "kills": Kills, "workers": Workers, "actors": Actors, "supernodes": SuperNodes, "damages": Damages,
-    "resumptions": Resumptions, "inputs": Inputs, "strangers": Strangers, "rounds": Rounds,
+    "inputs": Inputs, "files": Files, "resumptions": Resumptions, "strangers": Strangers, "cuts": Cuts, "kills": Kills,
+    "damages": Damages, "workers": Workers, "rounds": Rounds, "actors": Actors, "supernodes": SuperNodes,
 }  # fmt: skip
+"""The quickest first: each is tried once before any is repeated."""

@@ -1,4 +1,4 @@
-"""What differential privacy costs: epsilon after so many releases with Gaussian noise, by Google's dp-accounting."""
+"""Epsilon of differential privacy after a number of releases with Gaussian noise, by Google's dp-accounting."""
 
 from __future__ import annotations
 
@@ -11,16 +11,23 @@ import numpy as np
 from fedloom.errors import FedloomError, InvalidValue, installing
 
 ORDERS = (*range(2, 65), 80, 96, 128, 192, 256, 512, 1024)
-"""Orders of Renyi divergence that are looked at. Whole ones have a closed form; the smallest epsilon of any of them holds."""
+"""Orders of Renyi divergence. Integer orders have a closed form; the smallest epsilon over all orders holds."""
 
 
 @cache
 def epsilon(noise: float, share: float, releases: int, delta: float) -> float:
-    """The epsilon of `releases` sums with noise of standard deviation `noise` (in units of what one client may add), where each
-    client takes part in a release by itself with probability `share`; of (epsilon, `delta`)-privacy for adding or removing one.
+    """Return the epsilon of (epsilon, `delta`)-privacy for adding or removing one client; infinite without noise.
 
-    By Renyi divergences (Mironov et al. 2019), turned into epsilon as Canonne et al. 2020 do. Infinite without noise. Raises
-    `FedloomError` where dp-accounting is not installed.
+    Args:
+        noise: Standard deviation of the noise, in units of the most that one client adds to a sum.
+        share: Probability with which each client independently takes part in a release.
+        releases: Number of noisy sums.
+        delta: Probability of a larger loss.
+
+    Raises:
+        FedloomError: If dp-accounting is not installed.
+
+    Source: Mironov et al. 2019, Renyi divergences; Canonne et al. 2020, their conversion.
     """
     if releases == 0:
         return 0.0
@@ -32,8 +39,11 @@ def epsilon(noise: float, share: float, releases: int, delta: float) -> float:
 
 @cache
 def noise_for(target: float, share: float, releases: int, delta: float) -> float:
-    """The smallest noise, to a ten-thousandth, with which `releases` releases cost at most epsilon = `target`. Raises as
-    `epsilon`, and `InvalidValue` where no noise is enough."""
+    """Return the smallest noise, to a ten-thousandth, at which `releases` releases cost at most epsilon = `target`.
+
+    Raises:
+        InvalidValue: If no noise is enough.
+    """
     low, high = 0.0, 1.0
     while epsilon(high, share, releases, delta) > target:
         low, high = high, 2 * high
@@ -47,7 +57,7 @@ def noise_for(target: float, share: float, releases: int, delta: float) -> float
 
 @cache
 def _divergences(noise: float, share: float) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """The Renyi divergences of one release, of each of `ORDERS`: those of several add up."""
+    """Renyi divergence of one release at each of `ORDERS`. The divergences of several releases add up."""
     library = _library()
     event = library.PoissonSampledDpEvent(share, library.GaussianDpEvent(noise))
     return np.array(library.rdp.RdpAccountant(ORDERS).compose(event)._rdp)

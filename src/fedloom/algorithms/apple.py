@@ -1,4 +1,4 @@
-"""APPLE: each client learns how to mix everybody's core models into its own."""
+"""APPLE: each client learns its own mixture of all clients' core models."""
 
 from __future__ import annotations
 
@@ -22,17 +22,22 @@ from fedloom.round import Round
 @algorithms.register("apple")
 @dataclass
 class Apple(PartlyShared):
-    """APPLE: adaptive personalised cross-silo learning. A client's model is theta_i = sum_j q_ij c_j, from all core models c_j.
+    """APPLE: adaptive personalised cross-silo learning. Client i's model theta_i = sum_j q_ij c_j mixes all N core models c_j.
 
-    Per batch, with G = grad l(theta_i; b), a client trains its own core, c_i <- c_i - eta q_ii G, and its relation to the
-    others, q_ij <- q_ij - relation_rate (<G, c_j> + l(t) mu (q_ij - q0_j)), then mixes again; it uploads c_i.
-    q0_j = n_j / sum n; l(t) = (cos(pi t / (L T)) + 1) / 2 while t < L T, then 0, with t the rounds before this one.
-    `initial` is where q_i starts: at q0 (`shares`, the authors), at 1 / N (`uniform`, PFLlib), or at the client itself (`own`).
-    `variant=pfllib` multiplies eta by N, replaces <G, c_j> by the mean over tensors of mean(G * c_j) and uploads theta_i.
+    Per batch, with G = grad l(theta_i; b), a client trains its own core, c_i <- c_i - eta q_ii G, and its relations,
+    q_ij <- q_ij - relation_rate (<G, c_j> + l(t) mu (q_ij - q0_j)), and mixes again; it uploads c_i. q0_j = n_j / sum n;
+    l(t) = (cos(pi t / (L T)) + 1) / 2 while t < L T, then 0, with t the earlier rounds and L = `decline`.
     Steps are plain: momentum, weight decay and clipping of local training do not apply. Needs all clients in every round.
     theta_i is scored; the global model is the mean of the cores by samples. Traffic: 1 + N models.
     Source: Luo and Wu 2022, algorithm 1; FedALA, appendix G.
     Use it with few clients that are always there and fall into groups; every client downloads all core models.
+
+    Args:
+        relation_rate: Learning rate of the relations q.
+        mu: Weight of the pull of q towards the shares of data q0.
+        decline: Share of the rounds over which that pull falls to 0.
+        initial: Start of q_i: q0 (`shares`, the authors), 1 / N (`uniform`, PFLlib) or the client itself (`own`).
+        variant: `pfllib` multiplies eta by N, replaces <G, c_j> by the mean over tensors of mean(G * c_j), uploads theta_i.
     """
 
     relation_rate: NonNegative = 0.01
@@ -43,6 +48,7 @@ class Apple(PartlyShared):
 
     own_model: ClassVar[str] = "apple_model"
     single_download: ClassVar[bool] = False
+    fits_once: ClassVar[bool] = False
     averages: ClassVar[bool] = False
 
     # --- the server half ---
@@ -50,6 +56,7 @@ class Apple(PartlyShared):
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         require_everybody("apple", plan)
+        require_constant_rate("apple", plan.training)
         core = take(plan.initial.unsqueeze(0), self._unit)
         # A view without memory of its own, until the first cores arrive.
         self.state = {"initial": plan.initial.clone(), "cores": core.expand(plan.clients, length(self._unit))}
@@ -70,12 +77,11 @@ class Apple(PartlyShared):
     # --- the client half ---
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        require_constant_rate("apple", cohort.training)
         cores, shares = inbox["cores"][0], inbox["shares"]  # every client is sent the same cores [N, m]
         count = cohort.layout.trainable
-        own = torch.tensor(cohort.clients, device=cores.device)
-        relation = cohort.memory.get("apple_relation", self._first_relation(shares, own)).clone()
-        state = {"core": cores[own, :count], "relation": relation, "shares": shares, "own": own.unsqueeze(1)}
+        index = torch.tensor(cohort.clients, device=cores.device)
+        relation = cohort.memory.get("apple_relation", self._first_relation(shares, index)).clone()
+        state = {"core": cores[index, :count], "relation": relation, "shares": shares, "index": index.unsqueeze(1)}
         state["model"] = self.complete(cohort, relation @ cores)
         step = _RelationStep(self, cohort, cores)
         cohort.metrics["training_loss"] = cohort.each_batch(step, state, pad=True)
@@ -86,19 +92,19 @@ class Apple(PartlyShared):
             uploaded[:, :count] = state["core"]
         return self.upload(cohort, uploaded)
 
-    def _first_relation(self, shares: Tensor, own: Tensor) -> Tensor:
+    def _first_relation(self, shares: Tensor, index: Tensor) -> Tensor:
         if self.initial == "shares":
             return shares
         if self.initial == "uniform":
             return torch.full_like(shares, 1 / shares.shape[1])
-        return torch.eye(shares.shape[1], dtype=shares.dtype, device=shares.device)[own]
+        return torch.eye(shares.shape[1], dtype=shares.dtype, device=shares.device)[index]
 
     @property
     def needs_total_rounds(self) -> bool:
         return True
 
     def strictness(self, round: Round) -> float:
-        """l(t), how strongly relations are held to the shares of data."""
+        """Return l(t), the weight of the pull of the relations towards the shares of data."""
         end, passed = self.decline * round.rounds, round.number - 1
         return (math.cos(math.pi * passed / end) + 1) / 2 if passed < end else 0.0
 
@@ -115,23 +121,25 @@ class _RelationStep:
 
     def __call__(self, state: dict[str, Tensor], batch: Batch) -> Tensor:
         loss, gradient = self.cohort.gradient(state["model"], batch)
-        core, relation, own = state["core"], state["relation"], state["own"]
-        change = self._products(gradient, core, own) + self.hold * (relation - state["shares"])
-        core.addcmul_(relation.gather(1, own), gradient, value=-self.rate)
+        core, relation, index = state["core"], state["relation"], state["index"]
+        change = self._products(gradient, core, index) + self.hold * (relation - state["shares"])
+        core.addcmul_(relation.gather(1, index), gradient, value=-self.rate)
         relation.sub_(change, alpha=self.method.relation_rate)
         self.mix(state)
         return loss
 
     def mix(self, state: dict[str, Tensor]) -> None:
-        """theta_i from the downloaded cores, but the client's own as trained so far."""
-        relation, own = state["relation"], state["own"]
-        others = relation.scatter(1, own, 0.0)
-        state["model"][:, : self.count] = torch.addcmul(others @ self.cores, relation.gather(1, own), state["core"])
+        """Compute theta_i from the downloaded cores and the client's own core as trained so far."""
+        relation, index = state["relation"], state["index"]
+        weights = relation.scatter(1, index, 0.0)
+        state["model"][:, : self.count] = torch.addcmul(weights @ self.cores, relation.gather(1, index), state["core"])
 
-    def _products(self, gradient: Tensor, core: Tensor, own: Tensor) -> Tensor:
-        """<G, c_j> for every core, `[k, N]`, or what stands for it in the variant."""
+    def _products(self, gradient: Tensor, core: Tensor, index: Tensor) -> Tensor:
+        """Return <G, c_j> for every core, `[k, N]`, or its substitute in the variant."""
         if self.method.variant == "paper":
-            return (gradient @ self.cores.T).scatter(1, own, (gradient * core).sum(1, keepdim=True))
-        parts = [part for part in self.cohort.layout.slices if part.stop <= self.count]
-        scaled = torch.cat([gradient[:, part.slice] / (part.stop - part.start) for part in parts], 1) / len(parts)
-        return (scaled @ self.cores.T).scatter(1, own, (scaled * core).sum(1, keepdim=True))
+            return (gradient @ self.cores.T).scatter(1, index, (gradient * core).sum(1, keepdim=True))
+        tensors = [tensor for tensor in self.cohort.layout.slices if tensor.stop <= self.count]
+        scaled = torch.cat([gradient[:, tensor.slice] / (tensor.stop - tensor.start) for tensor in tensors], 1) / len(
+            tensors
+        )
+        return (scaled @ self.cores.T).scatter(1, index, (scaled * core).sum(1, keepdim=True))

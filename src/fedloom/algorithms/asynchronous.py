@@ -1,8 +1,8 @@
-"""Asynchronous methods: the server goes on when some clients have answered, while the others still train."""
+"""Asynchronous methods: the server proceeds when some clients have answered, while others still train."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedloom.algorithm import (
     Algorithm,
+    Exchange,
     Message,
     Plan,
     Replies,
@@ -28,37 +29,38 @@ from fedloom.errors import InvalidValue
 from fedloom.flat.population import recombine_
 from fedloom.round import Round
 
+CHANGE_ROUNDS = ("select", "send", "outgoing", "incoming", "exchange", "receive")
+"""Methods of a wrapper that change who trains, what is sent or what comes back."""
+
 
 class Asynchronous(Algorithm):
-    """The base of methods whose round is one step of the server: it ends when k of the C clients that train have answered.
+    """Base of methods whose round is one step of the server: it ends when k of the C clients that train have answered.
 
-    C is the number of participants. Then those that have answered are replaced by as many others, drawn uniformly from the
-    clients that do not train. A client's work is computed when it is sent the model, with that model, and its reply is kept
-    until the clock (`[clock]`) says that it is there; of replies at the same time those of lower-numbered clients come first.
-    Without a clock all work takes equally long. Bytes and losses are recorded with the round in which the work began. Rounds
-    and times depend on nothing else, so a run that was killed goes on bit for bit. With the clock's `deadline` the server goes
-    on with fewer than k.
+    C is the number of participants. Clients that have answered are replaced by as many others, drawn uniformly from the
+    clients that do not train. A client's work is computed when it is sent the model, and its reply is stored until its time
+    on the clock (`[clock]`); of simultaneous replies those of lower-numbered clients come first. Without a clock all work
+    takes equally long. Bytes and losses are recorded with the round in which the work began. With the clock's `deadline` the
+    server may proceed with fewer than k. A resumed run repeats all this bit for bit.
     """
 
     asynchronous: ClassVar[bool] = True
     fixed_participants: ClassVar[bool] = True
+    foreseeable: ClassVar[bool] = False
 
     def require_inside(self, outer: Algorithm) -> None:
-        """Only what changes the clients' half, or codes what travels, goes around."""
+        """Refuse all outer methods but those that change the client half alone, or code the traffic."""
         if not isinstance(outer, Compressed | AccountedByClient) and (
             not isinstance(outer, Wrapper)
-            or any(getattr(type(outer), name) is not getattr(Wrapper, name) for name in ("select", "send", "receive"))
+            or any(getattr(type(outer), name) is not getattr(Wrapper, name) for name in CHANGE_ROUNDS)
         ):
             raise InvalidValue(
                 f"{describe(self)} says itself who trains when: nothing that changes rounds goes around it"
             )
 
-    @property
-    def foreseeable(self) -> bool:
-        return False
-
     def waiting(self, plan: Plan, k: int) -> dict[str, Tensor]:
-        """The state before round 1, of C places: their clients (-1: nobody), since which round and until when they train."""
+        """Return the state of the C slots before round 1: their clients (-1: none), the version of the model that each client
+        trains from, and the time at which it answers.
+        """
         if k > plan.participants:
             raise InvalidValue(f"k must be at most the {plan.participants} clients that train at a time, not {k}")
         if plan.remote:
@@ -72,7 +74,7 @@ class Asynchronous(Algorithm):
         }
 
     def free(self) -> Tensor:
-        """The places of nobody."""
+        """Return the slots without a client."""
         return (self.state["client"] < 0).nonzero()[:, 0]
 
     def select(self, round: Round) -> Selection:
@@ -80,32 +82,32 @@ class Asynchronous(Algorithm):
         drawn = [client for client in uniform(round) if client not in busy]
         return Selection(tuple(drawn[: len(self.free())]))
 
-    def begin(self, round: Round, replies: Replies) -> Tensor:
-        """Note whose replies are under way; returns their places."""
-        places = self.free()[replies.slots]
+    def begin(self, version: int, replies: Replies) -> Tensor:
+        """Store whose replies, to this `version` of the model, are under way. Return their slots."""
+        slots = self.free()[replies.slots]
         until = torch.ones(len(replies), dtype=torch.float64) + self.state["now"]
-        since = torch.full_like(places, round.number)
-        self.state["client"] = self.state["client"].index_copy(0, places, replies.clients)
-        self.state["since"] = self.state["since"].index_copy(0, places, since)
+        since = torch.full_like(slots, version)
+        self.state["client"] = self.state["client"].index_copy(0, slots, replies.clients)
+        self.state["since"] = self.state["since"].index_copy(0, slots, since)
         self.state["until"] = self.state["until"].index_copy(
-            0, places, until if replies.finish is None else replies.finish
+            0, slots, until if replies.finish is None else replies.finish
         )
-        return places
+        return slots
 
     def arrived(self, round: Round, k: int) -> Tensor:
-        """The places, in ascending order, of the first k replies, which are free from now on; the clock moves to the last."""
-        client, until, now = (self.state[name].tolist() for name in ("client", "until", "now"))
-        order = sorted((until[place], client[place], place) for place in range(len(client)) if client[place] >= 0)
+        """Return the slots, ascending, of the first k replies, and advance the clock to the last of them."""
+        client, until, time = (self.state[name].tolist() for name in ("client", "until", "now"))
+        order = sorted((until[slot], client[slot], slot) for slot in range(len(client)) if client[slot] >= 0)
         taken = [entry for entry in order[:k] if entry[0] <= round.closes]
         waits = round.closes < float("inf") and len(taken) < min(k, len(order))
-        last = round.closes if waits else max([now[0], *(entry[0] for entry in taken)])
-        places = torch.tensor(sorted(place for _, _, place in taken), dtype=torch.int64)
-        self.state["now"] = torch.tensor([last], dtype=torch.float64)
-        return places
+        end = round.closes if waits else max([time[0], *(entry[0] for entry in taken)])
+        slots = torch.tensor(sorted(slot for _, _, slot in taken), dtype=torch.int64)
+        self.state["now"] = torch.tensor([end], dtype=torch.float64)
+        return slots
 
-    def clear(self, places: Tensor) -> None:
-        """Nobody trains at these places any more."""
-        self.state["client"] = self.state["client"].index_fill(0, places, -1)
+    def clear(self, slots: Tensor) -> None:
+        """Remove the clients from these slots."""
+        self.state["client"] = self.state["client"].index_fill(0, slots, -1)
 
     def account(self) -> dict[str, float]:
         return {"simulated_seconds": float(self.state["now"])} | super().account()
@@ -113,52 +115,59 @@ class Asynchronous(Algorithm):
 
 @dataclass
 class Buffered(Asynchronous, Wrapper):
-    """The base of asynchronous methods of one model, whose replies `method` averages: it is given `k` of them, the stale ones
-    discounted by s(tau) = (1 + tau)^-`staleness`, where tau is how many versions the server's model is ahead."""
+    """Base of asynchronous methods of one model: the inner method averages k replies at a time.
+
+    Stale replies are discounted by s(tau) = (1 + tau)^-`staleness`, with tau the versions by which the server's model is ahead.
+    """
 
     def setup(self, plan: Plan) -> None:
         Wrapper.setup(self, plan)
         opening = plan.opening()
-        for part in self.method.nested():
-            require_one_model(describe(self), part, opening)
-            more = sorted((part.expects(opening).keys() | part.send(opening).keys()) - {"model"})
-            own = type(part).select not in (Algorithm.select, Wrapper.select)
-            if more or own or not part.averages or part.expects(opening)["model"] != (plan.layout.size,):
-                reason = f"exchanges {more[0]!r} beside the model" if more else "does more than average whole models"
-                raise InvalidValue(f"{describe(self)}: {describe(part)} {reason}, which stale replies do not fit")
+        for inner in reversed([*self.method.nested()]):
+            require_one_model(describe(self), inner, opening)
+            extra = sorted((inner.expects(opening).keys() | inner.send(opening).keys()) - {"model"})
+            selects = type(inner).select not in (Algorithm.select, Wrapper.select)
+            if extra or selects or not inner.averages or inner.expects(opening)["model"] != (plan.layout.size,):
+                reason = f"exchanges {extra[0]!r} beside the model" if extra else "does more than average whole models"
+                raise InvalidValue(f"{describe(self)}: {describe(inner)} {reason}, which stale replies do not fit")
+            if inner.one_model_each:
+                reason = "sends each client a model of its own"
+                raise InvalidValue(f"{describe(self)}: {describe(inner)} {reason}, which stale replies do not fit")
         rows = torch.zeros(plan.participants, plan.layout.size, dtype=plan.initial.dtype, device=plan.initial.device)
         weights = torch.zeros(plan.participants, dtype=torch.int64)
         self.state = {**self.waiting(plan, self.goal), "replies": rows, "sent": rows.clone(), "weights": weights}
+        self.state["version"] = torch.zeros(1, dtype=torch.int64)
 
     @property
     def goal(self) -> int:
-        """k, how many replies make a step."""
+        """k, the number of replies in a step."""
         return 1
 
     def receive(self, round: Round, replies: Replies) -> None:
-        places, sent = self.begin(round, replies), self.method.send(round)["model"]
+        slots, sent = self.begin(int(self.state["version"]), replies), replies.sent("model")
         device = self.state["sent"].device
-        where, rows = places.to(device), replies["model"]
-        self.state["replies"] = self.state["replies"].index_copy(0, where, rows)
-        self.state["sent"] = self.state["sent"].index_copy(0, where, sent.expand(len(rows), -1))
-        self.state["weights"] = self.state["weights"].index_copy(0, places, replies.weights.to(torch.int64))
+        index, rows = slots.to(device), replies["model"]
+        self.state["replies"] = self.state["replies"].index_copy(0, index, rows)
+        self.state["sent"] = self.state["sent"].index_copy(0, index, sent.expand(len(rows), -1))
+        self.state["weights"] = self.state["weights"].index_copy(0, slots, replies.weights.to(torch.int64))
 
-    def finish(self, round: Round) -> None:
-        places = self.arrived(round, self.goal)
-        if len(places):
-            where = places.to(self.state["sent"].device)
-            model, rows = self.method.send(round)["model"], self.state["replies"][where]
-            stale = (round.number - self.state["since"][places]).to(rows)
-            rows = self.moved(model, self.state["sent"][where], rows, stale[:, None])
-            clients = self.state["client"][places]
-            round = replace(round, selected=tuple(clients.tolist()))
-            slots = torch.arange(len(places))
-            self.method.receive(round, Replies({"model": rows}, clients, slots, self.state["weights"][places]))
-            self.clear(places)
-        super().finish(round)
+    def finish(self, round: Round, exchange: Exchange) -> None:
+        slots = self.arrived(round, self.goal)
+        if len(slots):
+            index = slots.to(self.state["sent"].device)
+            model, rows = exchange.sent["model"], self.state["replies"][index]
+            stale = (self.state["version"] - self.state["since"][slots]).to(rows)
+            self.state["version"] = self.state["version"] + 1
+            rows = self.moved(model, self.state["sent"][index], rows, stale[:, None])
+            clients = self.state["client"][slots]
+            inner = exchange.within().among(tuple(clients.tolist()))
+            inner_slots, weights = torch.arange(len(slots)), self.state["weights"][slots]
+            self.method.receive(inner.round, Replies({"model": rows}, clients, inner_slots, weights, inner))
+            self.clear(slots)
+        super().finish(round, exchange)
 
     def moved(self, model: Tensor, sent: Tensor, rows: Tensor, stale: Tensor) -> Tensor:
-        """What stands for the replies `rows [k, P]` to the models `sent`, `stale [k, 1]` versions ago, beside `model [1, P]`."""
+        """Return models in place of replies `rows [k, P]` to `sent`, `stale [k, 1]` versions behind `model [1, P]`."""
         raise NotImplementedError
 
 
@@ -171,11 +180,15 @@ class FedBuff(Buffered):
 
         w_t + u_i (1 + tau_i)^-`staleness`
 
-    for the models of these k clients: `fedbuff(fedavg, k=10)` steps by their mean. Statistics of batch norm are moved from those
-    of w_t towards the client's. k = C is the inner method itself, bit for bit. Time is the clock's, `simulated_seconds`; see
-    `Asynchronous` for what a round is, and `fedavg(weighted=false)` for the paper's mean.
+    for the models of these k clients: `fedbuff(fedavg, k=10)` steps by their mean, `fedbuff(fedavg(weighted=false))` is the
+    paper's. Batch-norm statistics move from those of w_t towards the client's. k = C is the inner method, bit for bit. Time is
+    the clock's, `simulated_seconds`; see `Asynchronous` for rounds.
     Source: Nguyen et al. 2022, "Federated learning with buffered asynchronous aggregation", algorithm 1.
     Use it when a few slow clients hold up every round.
+
+    Args:
+        k: Replies in a step (paper: 10).
+        staleness: Exponent of the discount (paper: 0.5).
     """
 
     k: Count = 10
@@ -204,7 +217,11 @@ class FedAsync(Buffered):
     C clients train at a time (see `Asynchronous`). The client half is that of the inner method: `fedasync(fedprox)` keeps the
     paper's proximal term. Time is the clock's, `simulated_seconds`.
     Source: Xie et al. 2019, "Asynchronous federated optimization", algorithm 1, polynomial weighting.
-    Use it when single clients are to count at once; `fedbuff` moves less at random.
+    Use it when single clients are to count at once; `fedbuff` has less random steps.
+
+    Args:
+        alpha: Weight of a fresh reply (paper: 0.6).
+        staleness: Exponent of the discount (paper: 0.5).
     """
 
     alpha: Probability = 0.6
@@ -221,9 +238,12 @@ class FedMRAsync(Asynchronous, FedMR):
 
     The pool has C models, one at each client that trains. When k are back, every unit of layers is shuffled over these k alone
     (as in `fedmr`), and each goes to a new client. The global model is the mean of the pool, in which a model that is under way
-    counts as it was sent. No reply is stale: a model comes back to the pool that it left. k = C is FedMR, bit for bit.
+    counts as it was sent. No reply is stale: a model returns to the pool that it left. k = C is FedMR, bit for bit.
     Source: ours; FedMR is Hu et al., KDD 2024, algorithm 1.
     Use it where `fedmr` would, and a few slow clients hold up every round.
+
+    Args:
+        k: Models that are recombined at a time.
     """
 
     k: Count = 10
@@ -242,17 +262,17 @@ class FedMRAsync(Asynchronous, FedMR):
         return {"model": self.state["pool"][self.free()[: len(round.selected)].to(self.state["pool"].device)]}
 
     def receive(self, round: Round, replies: Replies) -> None:
-        places = self.begin(round, replies).to(self.state["pool"].device)
-        self.state["replies"] = self.state["replies"].index_copy(0, places, replies["model"])
+        slots = self.begin(round.number, replies).to(self.state["pool"].device)
+        self.state["replies"] = self.state["replies"].index_copy(0, slots, replies["model"])
 
-    def finish(self, round: Round) -> None:
+    def finish(self, round: Round, exchange: Exchange) -> None:
         arrived = self.arrived(round, self.k)
-        places = arrived.to(self.state["pool"].device)
-        if len(places):
+        slots = arrived.to(self.state["pool"].device)
+        if len(slots):
             units = self.layout.units(self.unit, self.fraction)
-            rows = recombine_(self.state["replies"][places], units, round.stream("recombine"))
+            rows = recombine_(self.state["replies"][slots], units, round.stream("recombine"))
             if (share := blend_at(self.blend, round.number)) > 0:
                 rows.lerp_(rows.mean(0), share)
-            self.state["pool"] = self.state["pool"].index_copy(0, places, rows)
+            self.state["pool"] = self.state["pool"].index_copy(0, slots, rows)
             self.clear(arrived)
-        super().finish(round)
+        super().finish(round, exchange)

@@ -1,9 +1,9 @@
-"""CluSamp: draw clients from clusters of like ones, so that every round represents the federation."""
+"""CluSamp: draw clients from clusters of similar ones, so that every round represents the federation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -15,12 +15,12 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.errors import InvalidValue
 from fedloom.round import Round
 
-TOGETHER = 1 << 23
-"""Numbers of remembered displacements that are compared at a time (64 MiB in double precision)."""
+BLOCK_NUMBERS = 1 << 23
+"""Numbers of stored displacements that are compared at a time (64 MiB in double precision)."""
 
 Distribution = dict[int, int]
-"""A cluster as the mass of each of its clients. Client i has mass n_i m over all clusters, a full cluster sum_j n_j, so that
-masses are whole numbers and sums of them exact."""
+"""Mass of each client of a cluster. Client i has mass n_i m over all clusters, a full cluster sum_j n_j: integers, whose sums
+are exact."""
 
 
 @algorithms.register("clustered")
@@ -29,17 +29,20 @@ class Clustered(Wrapper):
     """CluSamp's selection for any method: each of the m participants is drawn from a cluster of its own.
 
     Cluster k is a distribution W_k over clients with sum_i W_k[i] = 1 and sum_k W_k[i] = m n_i / sum_j n_j. Each draw weighs
-    1/m, so that averages are unbiased; a client drawn c times trains once and weighs c/m. `weight="size"` weighs a draw by the
-    client's samples (the form in FedMR's code, biased). Methods that average uniformly ignore weights. Where a method has a
-    model for each participant (FedMR, Indep, FedMut), the m clients must differ: a draw that is taken already is repeated in
-    its cluster without those taken, or uniformly among the others when the cluster has none left, and weights are equal.
-
-    `by="size"` fills cluster after cluster with the clients in falling order of samples (algorithm 1). `by="similarity"` groups
-    clients by their last displacements G_i (trained - sent, trainable parameters; 0 before the first): Ward linkage on the
-    rows of their distances, cut where a group would exceed a cluster; the m largest groups open the clusters, the other
-    clients fill them in random order (algorithm 2). `distance` is `cosine` (the angle; 0 beside a zero vector), `l1` or `l2`
-    (squared). The server holds G_i of the clients seen, and the N x N distances. Source: Fraboni et al. 2021.
+    1/m, so that averages are unbiased; a client drawn c times trains once and weighs c/m. Methods that average uniformly
+    ignore weights. Where a method has a model for each participant (FedMR, Indep, FedMut), the m clients must differ: a draw
+    of a taken client is repeated among the free ones of its cluster, or of all if none is left, and weights are equal.
+    The server stores the displacements G_i of the clients that took part, and the N x N distances.
+    Source: Fraboni et al. 2021.
     Use it when few of many clients take part in a round and similar ones should not crowd out the rest.
+
+    Args:
+        by: `size` fills the clusters in turn with the clients by falling number of samples (algorithm 1). `similarity` groups
+            clients by their last displacements G_i (trained - sent `[T]`, at first 0) with Ward linkage on the rows of their
+            distances, cut where a group would exceed a cluster; the m largest groups open the clusters, and the other clients
+            fill them in random order (algorithm 2).
+        distance: Between displacements: `cosine` (the angle; 0 for a zero vector), `l1` or `l2` (squared).
+        weight: `size` weighs a draw by the client's samples (FedMR's code, biased).
     """
 
     by: Literal["similarity", "size"] = "similarity"
@@ -68,11 +71,12 @@ class Clustered(Wrapper):
             if method.select(opening) != Selection(uniform(opening)):
                 hint = ": put clustered inside it" if method.inner() else ""
                 raise InvalidValue(f"clustered: {describe(method)} chooses its clients itself{hint}")
+        self._sends_each = any(len(rows) > 1 for rows in self.method.send(opening).values())
         self.sizes: list[int] = plan.sizes(torch.arange(plan.clients)).tolist()
         if self.by == "similarity":
-            whole = (plan.layout.size,)
+            shape = (plan.layout.size,)
             for method in self.method.nested():
-                if method.expects(opening).get("model") != whole or "model" not in method.send(opening):
+                if method.expects(opening).get("model") != shape or "model" not in method.send(opening):
                     raise InvalidValue(
                         f"clustered: clients of {describe(method)} do not exchange whole models: use by=size"
                     )
@@ -84,48 +88,44 @@ class Clustered(Wrapper):
         generator = round.stream("select")
         capacity = sum(self.sizes)
         clusters = self.clusters(round)
-        if self._one_model_each(round):
+        if self.method.one_model_each or self._sends_each:
             return Selection(_draw_distinct(clusters, capacity, round.clients, generator))
         drawn = [_draw(cluster, int(torch.randint(capacity, (), generator=generator))) for cluster in clusters]
         clients = tuple(dict.fromkeys(drawn))
         # Averages divide by the sum of the weights: a client drawn c times weighs c, which is c/m exactly.
-        each = {client: self.sizes[client] if self.weight == "size" else 1 for client in clients}
-        return Selection(clients, weights=tuple(float(drawn.count(client) * each[client]) for client in clients))
+        weights = {client: self.sizes[client] if self.weight == "size" else 1 for client in clients}
+        return Selection(clients, weights=tuple(float(drawn.count(client) * weights[client]) for client in clients))
 
     def clusters(self, round: Round) -> list[Distribution]:
-        """The m distributions of a round."""
+        """Return the m distributions of a round."""
         if self.by == "size":
             return self._clusters
         groups = similar_groups(self.state["distance"].numpy(), self.sizes, self.plan.participants)
         order = torch.randperm(round.clients, generator=round.stream("clusters")).tolist()
         return clusters_of_groups(groups, order, self.sizes, self.plan.participants)
 
-    def _one_model_each(self, round: Round) -> bool:
-        asked = replace(round, selected=tuple(range(round.participants)))
-        return any(len(rows) > 1 for rows in self.method.send(asked).values())
-
     def receive(self, round: Round, replies: Replies) -> None:
         if self.by == "similarity":
-            sent = self.method.send(round)["model"]
-            before = sent[replies.slots.to(sent.device)] if len(sent) > 1 else sent
             trainable = slice(self.layout.trainable)
-            moved = replies["model"][:, trainable] - before[:, trainable]
+            moved = replies["model"][:, trainable] - replies.sent("model")[:, trainable]
             clients = replies.clients.tolist()
             self.state |= {f"displacement{client}": moved[k].clone() for k, client in enumerate(clients)}
             self.state["distance"] = self._updated_distances(clients)
-        self.method.receive(round, replies)
+        super().receive(round, replies)
 
     def _updated_distances(self, clients: list[int]) -> Tensor:
-        """The N x N distances after new displacements of `clients`; those of clients not seen are 0."""
+        """Return the N x N distances after new displacements of `clients`; 0 for clients without one."""
         result = self.state["distance"].clone()
-        new = torch.stack([self.state[f"displacement{client}"] for client in clients]).double()
-        rows = displacement_distances(new, torch.zeros_like(new[:1]), self.distance).repeat(1, self.plan.clients)
-        seen = [other for other in range(self.plan.clients) if f"displacement{other}" in self.state]
-        together = max(1, TOGETHER // new.shape[1])
-        for first in range(0, len(seen), together):
-            others = seen[first : first + together]
-            stack = torch.stack([self.state[f"displacement{other}"] for other in others]).double()
-            rows[:, others] = displacement_distances(new, stack, self.distance)
+        displacements = torch.stack([self.state[f"displacement{client}"] for client in clients]).double()
+        rows = displacement_distances(displacements, torch.zeros_like(displacements[:1]), self.distance).repeat(
+            1, self.plan.clients
+        )
+        stored = [client for client in range(self.plan.clients) if f"displacement{client}" in self.state]
+        block = max(1, BLOCK_NUMBERS // displacements.shape[1])
+        for start in range(0, len(stored), block):
+            columns = stored[start : start + block]
+            stack = torch.stack([self.state[f"displacement{client}"] for client in columns]).double()
+            rows[:, columns] = displacement_distances(displacements, stack, self.distance)
         for client, row in zip(clients, rows.cpu(), strict=True):
             row[client] = 0
             result[client] = result[:, client] = row
@@ -138,7 +138,7 @@ class CluSamp(Clustered):
     """CluSamp: FedAvg whose participants are drawn from clusters of clients with similar updates.
 
     `clustered(fedavg)` with the papers' choices: clusters by the angle between the clients' last displacements, each draw
-    weighing 1/m. The parameters are those of `clustered`. Source: Fraboni et al. 2021; FedMR, section 5.
+    weighing 1/m. Source: Fraboni et al. 2021; FedMR, section 5.
     Use it when few of many unlike clients take part in a round: rounds represent the federation better than uniform
     draws do.
     """
@@ -147,8 +147,9 @@ class CluSamp(Clustered):
 
 
 def displacement_distances(a: Tensor, b: Tensor, distance: str) -> Tensor:
-    """Between the rows of `a [k, T]` and `b [c, T]`, `[k, c]`: the angle (0 where either row is zero), the sum of absolute
-    differences, or of their squares."""
+    """Return the distances between the rows of `a [k, T]` and `b [c, T]`, `[k, c]`: the angle (0 where either row is zero), the
+    sum of absolute differences, or of their squares.
+    """
     if distance == "l1":
         return torch.cdist(a, b, p=1)
     if distance == "l2":
@@ -159,7 +160,7 @@ def displacement_distances(a: Tensor, b: Tensor, distance: str) -> Tensor:
 
 
 def clusters_by_size(sizes: list[int], count: int) -> list[Distribution]:
-    """Algorithm 1: clients in falling order of samples fill one cluster after the other; what does not fit spills over."""
+    """Fill the clusters in turn with clients by falling number of samples (algorithm 1); a client may be split."""
     clusters: list[Distribution] = [{} for _ in range(count)]
     order = sorted(range(len(sizes)), key=lambda client: (-sizes[client], client))
     _pour(((client, sizes[client] * count) for client in order), clusters, sum(sizes))
@@ -167,8 +168,10 @@ def clusters_by_size(sizes: list[int], count: int) -> list[Distribution]:
 
 
 def similar_groups(distance: np.ndarray, sizes: list[int], count: int) -> list[list[int]]:
-    """Groups of clients of at most one cluster's mass: the largest subtrees of the Ward linkage that fit (a client that alone
-    exceeds it is a group). `distance [N, N]`: its rows are the observations, as in the reference code."""
+    """Return groups of clients of at most one cluster's mass: the largest subtrees of the Ward linkage that fit.
+
+    A client that alone exceeds a cluster is a group. The rows of `distance [N, N]` are the observations, as in FedMR's code.
+    """
     from scipy.cluster.hierarchy import ward  # a fifth of what PyTorch takes to import, and no other method needs it
     from scipy.spatial.distance import pdist
 
@@ -176,31 +179,31 @@ def similar_groups(distance: np.ndarray, sizes: list[int], count: int) -> list[l
         return [[0]]
     capacity = sum(sizes)
     members = [[client] for client in range(len(sizes))]
-    whole: list[int] = []  # subtrees that no larger one takes up
+    maximal: list[int] = []  # subtrees that fit, in no larger one that does
     fits = [size * count <= capacity for size in sizes]
-    for left, right in ward(pdist(distance))[:, :2].astype(int):
-        merged = members[left] + members[right]
-        fits.append(fits[left] and fits[right] and sum(sizes[client] for client in merged) * count <= capacity)
+    for a, b in ward(pdist(distance))[:, :2].astype(int):
+        merged = members[a] + members[b]
+        fits.append(fits[a] and fits[b] and sum(sizes[client] for client in merged) * count <= capacity)
         if not fits[-1]:
             # A client too heavy to fit stays a group of its own.
-            whole += [part for part in (left, right) if fits[part] or part < len(sizes)]
+            maximal += [tree for tree in (a, b) if fits[tree] or tree < len(sizes)]
         members.append(merged)
     if fits[-1]:
-        whole.append(len(members) - 1)
-    return [sorted(members[part]) for part in whole]
+        maximal.append(len(members) - 1)
+    return [sorted(members[tree]) for tree in maximal]
 
 
 def clusters_of_groups(groups: list[list[int]], order: list[int], sizes: list[int], count: int) -> list[Distribution]:
-    """Algorithm 2: the `count` heaviest groups open the clusters, the other clients fill them in the given order."""
+    """Open clusters with the `count` heaviest groups; the other clients fill them in this order (algorithm 2)."""
     capacity = sum(sizes)
     heaviest = sorted(groups, key=lambda group: (-sum(sizes[client] for client in group), group))[:count]
     clusters: list[Distribution] = [{} for _ in range(count)]
-    left = {client: size * count for client, size in enumerate(sizes)}
+    mass = {client: size * count for client, size in enumerate(sizes)}
     for cluster, group in zip(clusters, heaviest, strict=False):
         for client in group:
-            cluster[client] = min(left[client], capacity)  # a client heavier than a cluster overflows into others
-            left[client] -= cluster[client]
-    _pour(((client, left[client]) for client in order), clusters, capacity)
+            cluster[client] = min(mass[client], capacity)  # a client heavier than a cluster overflows into others
+            mass[client] -= cluster[client]
+    _pour(((client, mass[client]) for client in order), clusters, capacity)
     return clusters
 
 
@@ -212,14 +215,14 @@ def _pour(masses: Iterable[tuple[int, int]], clusters: list[Distribution], capac
         while mass:
             while not room[k]:
                 k += 1
-            part = min(mass, room[k])
-            clusters[k][client] = clusters[k].get(client, 0) + part
-            room[k] -= part
-            mass -= part
+            portion = min(mass, room[k])
+            clusters[k][client] = clusters[k].get(client, 0) + portion
+            room[k] -= portion
+            mass -= portion
 
 
 def _draw(cluster: Distribution, point: int) -> int:
-    """The client in whose share of the cluster's mass `point` lies."""
+    """Return the client in whose share of the cluster's mass `point` lies."""
     for client, mass in cluster.items():
         if point < mass:
             return client
@@ -230,7 +233,7 @@ def _draw(cluster: Distribution, point: int) -> int:
 def _draw_distinct(
     clusters: list[Distribution], capacity: int, clients: int, generator: torch.Generator
 ) -> tuple[int, ...]:
-    """One client from each cluster, all different, in a random order of slots."""
+    """Draw one client from each cluster, all different, in a random order of slots."""
     taken: dict[int, None] = {}
     for cluster in clusters:
         free = {client: mass for client, mass in cluster.items() if client not in taken}

@@ -11,59 +11,53 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedloom.algorithm import Message, Plan, Selection, algorithms, describe
+from fedloom.algorithm import Message, Plan, Selection, algorithms, describe, name_of, source_of
 from fedloom.algorithms.accounting import epsilon, noise_for
-from fedloom.algorithms.ala import Ala
-from fedloom.algorithms.private import AccountedByClient, kept_shares, normal, secret_uniforms
+from fedloom.algorithms.private import AccountedByClient, clip_factors, normal, secret_uniforms
 from fedloom.errors import InvalidValue
 from fedloom.flat.module import Batch, LossFn, data_loss
 from fedloom.local.batches import LockStep, alone
 from fedloom.local.cohort import Cohort, Context, GradientFn, Trained
-from fedloom.round import Round
 from fedloom.training import poisson_orders
 
 NUMBERS = 1 << 24
-"""Numbers of samples' gradients that are held at a time: 64 MiB as floats."""
+"""Floats of samples' gradients in memory at a time: 64 MiB."""
 
 COUNTED = {"correction", "context", "learning_rate"}
-"""Options of `Cohort.fit` with which it still reads the samples as epsilon counts it."""
+"""Options of `Cohort.fit` that leave the sampling that epsilon counts unchanged."""
 
 
 @algorithms.register("dp_sgd")
 @dataclass
 class DPSGD(AccountedByClient):
-    """Differential privacy of single samples: every client trains by DP-SGD, so that nothing that it uploads tells whether it has
-    a certain sample.
+    """Differential privacy of single samples: every client trains by DP-SGD, so that its uploads do not reveal any sample.
 
-    In each local step every one of the client's n samples enters the batch by itself with probability q = B / n, B = `batch_size`
-    (at most n). With g_i the gradient of sample i alone, C = `clip`, z = `noise`, the step's gradient is
+    In each local step every one of the client's n samples enters the batch independently with probability q = B / n,
+    B = `batch_size` (at most n). With g_i the gradient of sample i alone, C = `clip`, z = `noise`, the step's gradient is
 
         (sum_i g_i min(1, C / |g_i|) + z C m) / (q n),    m standard normal
 
-    What follows is as ever: a method's correction, weight decay, momentum, the optimizer. Each step is one release of the sampled
-    Gaussian mechanism, for adding or removing one sample of a client whose n is known; the steps of a round are as many as
-    `training` says. `epsilon` is that of the client that has spent most: of all its steps, in whatever rounds it trained.
+    A method's correction, weight decay, momentum and the optimizer follow as usual. Each step is one release of the sampled
+    Gaussian mechanism, for adding or removing one sample of a client whose n is known. `epsilon` is the largest of any
+    client, over all its steps in all rounds.
 
-    Losses of training are not recorded, and evaluations of clients' data are not private. Batches and noise come from the run's
-    streams in a simulation, and from the system's cryptographic generator over real sites. It goes around methods whose clients
-    train once a round by `cohort.fit` and upload the model alone; whatever else reads their data is refused.
+    Training losses are not recorded, and evaluations of clients' data are not private. Batches and noise come from the run's
+    streams in a simulation, and from the system's cryptographic generator over real sites. Inner methods must train once a
+    round by `cohort.fit` and upload the model alone; other reads of clients' data are refused.
     Source: Abadi et al. 2016, "Deep learning with differential privacy", algorithm 1; Mironov et al. 2019 (accounting).
     Use it where clients are few and hold data of many people each: hospitals rather than telephones.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.protects and any(isinstance(part, Ala) for part in self.method.nested()):
-            raise InvalidValue(_uncounted("ala"))
+        if self.protects and (source := source_of(self.method, "fits_once")) is not None:
+            raise InvalidValue(_uncounted(name_of(source)))
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        self.state["training"] = torch.zeros(
-            plan.clients, dtype=torch.bool
-        )  # in this round, also those that upload nothing
         if not self.protects:
             return
-        if any(isinstance(part, _BatchNorm) for part in plan.module.modules()):
+        if any(isinstance(layer, _BatchNorm) for layer in plan.module.modules()):
             raise InvalidValue("dp_sgd: batch norm mixes the samples of a batch: use group norm instead")
         if plan.remote and self.noise is None:
             raise InvalidValue(
@@ -71,30 +65,24 @@ class DPSGD(AccountedByClient):
             )
 
     @property
-    def stackable(self) -> bool:  # type: ignore[override]
-        return not self.protects
+    def stackable(self) -> bool:
+        return not self.protects and super().stackable
 
-    def select(self, round: Round) -> Selection:
-        selection, training = super().select(round), torch.zeros_like(self.state["training"])
-        training[[*selection.clients, *selection.idle]] = True
-        self.state["training"] = training
-        return selection
-
-    def trained(self, round: Round) -> tuple[int, ...]:
-        return tuple(self.state["training"].nonzero()[:, 0].tolist())
+    def counted(self, selection: Selection) -> tuple[int, ...]:
+        return (*selection.clients, *selection.idle)  # those that upload nothing too
 
     def epsilons(self) -> list[float]:
         sizes, of = self.plan.distinct_sizes
         return self._epsilons(sizes[of], self.state["releases"])
 
-    def cost(self, more: int = 0) -> float:
-        """Of clients with equally many samples, the one that trained most often has spent most."""
+    def cost(self, extra: int = 0) -> float:
+        """Return epsilon of the client that has spent most: among equal sizes, the one that trained most often."""
         sizes, of = self.plan.distinct_sizes
         most = torch.zeros_like(sizes).scatter_reduce(0, of, self.state["releases"], "amax")
-        return max(self._epsilons(sizes, most + more))
+        return max(self._epsilons(sizes, most + extra))
 
     def solve(self, target: float, rounds: int) -> float:
-        """The noise of the client with the fewest samples, whose share is the largest; more where another one spends more."""
+        """Return the noise for the client with the fewest samples, whose share is largest; more if another one spends more."""
         sizes, _ = self.plan.distinct_sizes
         noise, spent = 0.0, dict.fromkeys(self._kinds(sizes, torch.full_like(sizes, rounds)), 0.0)
         while noise == 0 or max(spent.values()) > target:
@@ -108,7 +96,7 @@ class DPSGD(AccountedByClient):
         return [epsilon(noise, share, steps, self.delta) for share, steps in self._kinds(sizes, rounds)]
 
     def _kinds(self, sizes: Tensor, rounds: Tensor) -> list[tuple[float, int]]:
-        """(q, steps) of clients with so many samples, `sizes [s]`, that have trained in so many `rounds [s]`."""
+        """Return (q, steps) for clients with `sizes [s]` samples that have trained in `rounds [s]` rounds."""
         steps = self.plan.training.local_steps(sizes) * rounds
         batch = sizes if self.plan.training.batch_size is None else sizes.clamp(max=self.plan.training.batch_size)
         return list(zip((batch / sizes.double()).tolist(), steps.long().tolist(), strict=True))
@@ -116,14 +104,14 @@ class DPSGD(AccountedByClient):
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         if not self.protects:
             return self.method.train(cohort, inbox)
-        held = PrivateCohort(cohort, self.bound(), self.noise_multiplier(), self.plan.remote, describe(self.method))
-        reply = self.method.train(held, inbox)
+        private = PrivateCohort(cohort, self.bound(), self.noise_multiplier(), self.plan.remote, describe(self.method))
+        reply = self.method.train(private, inbox)
         cohort.metrics.clear()  # losses are of the client's data too
         return reply
 
 
 class PrivateCohort(Cohort):
-    """One client whose `fit` is DP-SGD, once a round and as the settings say; its samples are not to be had in any other way."""
+    """One client whose `fit` is DP-SGD, once a round and by the settings; any other read of its samples is refused."""
 
     def __init__(self, cohort: Cohort, clip: float, noise: float, remote: bool, method: str) -> None:
         vars(self).update(vars(cohort))
@@ -147,14 +135,18 @@ class PrivateCohort(Cohort):
             raise InvalidValue("dp_sgd: class_weights are divided by those of the whole batch: leave them out")
         stream = None if self.remote else self.round.stream("dp_sgd noise", self.clients[0])
 
-        def noisy(rows: Tensor, batch: Batch, given: Context) -> tuple[Tensor, Tensor]:
+        def noisy(rows: Tensor, batch: Batch, context: Context) -> tuple[Tensor, Tensor]:
             loss, total = rows.new_zeros(1), torch.zeros_like(rows[:, : self.layout.trainable])
             size = max(1, NUMBERS // total.shape[1])
-            for first in range(0, batch.labels.shape[1], size):
-                part = slice(first, first + size)
-                some = Batch(batch.inputs[:, part], batch.labels[:, part], batch.step)
-                losses, gradients = self.flat_module.sample_gradients(rows, some, loss_fn, given)
-                shares, _ = kept_shares(gradients, self.clip)
+            for offset in range(0, batch.labels.shape[1], size):
+                columns = slice(offset, offset + size)
+                chunk = Batch(batch.inputs[:, columns], batch.labels[:, columns], batch.step)
+                losses, gradients = self.flat_module.sample_gradients(rows, chunk, loss_fn, context)
+                shares, lengths = clip_factors(gradients, self.clip)
+                if not bool(lengths.isfinite().all()):  # such a sample counts as zero: a refused reply would show it
+                    finite = lengths.isfinite()
+                    shares, gradients = shares.where(finite, 0), gradients.where(finite.unsqueeze(1), 0)
+                    losses = losses.where(finite, 0)
                 loss, total = loss + losses.sum(), total + shares.to(gradients).unsqueeze(0) @ gradients
             if self.noise:
                 total = total + (self.noise * self.clip * normal(total, stream)).to(total)
@@ -167,7 +159,7 @@ class PrivateCohort(Cohort):
             self._fitting = False
 
     def lock_steps(self, **options: Any) -> Iterator[LockStep]:
-        """The batches of `fit`, which each sample enters by chance."""
+        """Return the batches of `fit`, which each sample enters by chance."""
         if not self._fitting:
             _ = self._samples
         steps = int(self.training.local_steps(self.sizes))

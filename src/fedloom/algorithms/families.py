@@ -1,4 +1,4 @@
-"""Which family a method belongs to, for the lists of the command line and the pages of the documentation."""
+"""Families of methods, for the lists of the command line and the pages of the documentation."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ FAMILIES = {
 
 
 def family_of(entry: Entry[type[Algorithm]]) -> str:
-    """The name of a method's family: `composing` is what must be given another method."""
-    make, given = entry.make, entry.parameters
-    if any(name in given and given[name].default is inspect.Parameter.empty for name in make.wraps):
+    """Return the name of a method's family; `composing` is for methods that need an inner method."""
+    make, parameters = entry.make, entry.parameters
+    if any(name in parameters and parameters[name].default is inspect.Parameter.empty for name in make.wraps):
         return "composing"
     if issubclass(make, PartlyShared | Ala):
         return "personal"

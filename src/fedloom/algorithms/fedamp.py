@@ -1,4 +1,4 @@
-"""FedAMP: the server sends each client a mean of the models like its own."""
+"""FedAMP: the server sends each client a mean of the models similar to its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Message, Plan, Replies, algorithms, server_model
+from fedloom.algorithm import SERVER_MODEL, Message, Plan, Replies, algorithms, server_model
 from fedloom.algorithms.fedprox import proximal
 from fedloom.algorithms.sharing import PartlyShared, length, put, require_everybody, take
 from fedloom.config.fields import NonNegative, Positive
@@ -20,15 +20,20 @@ from fedloom.round import Round
 @algorithms.register("fedamp")
 @dataclass
 class FedAMP(PartlyShared):
-    """FedAMP: clients with like models pull each other, through a personalised mean u_i that the server makes for each.
+    """FedAMP: clients with similar models attract each other through a personalised mean u_i that the server makes for each.
 
-    u_i = sum_j xi_ij w_j with xi_ij = (alpha / sigma) exp(-||w_i - w_j||^2 / sigma) for j != i and xi_ii = 1 - sum of the others;
-    where the others exceed 1 they are scaled down to it (`diagnose` tells how many clients that concerns). A client trains its
-    own w_i, not u_i, on L_i(w) + (lambda / (2 alpha)) ||w - u_i||^2 and uploads it; w_i is what is scored.
-    `norm=plain` takes the norm unsquared, as PFLlib does. Needs all clients in every round.
-    The global model is the mean of the clients' models. Source: Huang et al. 2021, algorithm 1; FedALA, appendix G.
-    Use it in cross-silo federations whose clients, all present in every round, form groups that nobody knows
-    beforehand.
+    u_i = sum_j xi_ij w_j, xi_ij = (alpha / sigma) exp(-||w_i - w_j||^2 / sigma) for j != i and xi_ii = 1 - sum_{j != i} xi_ij;
+    where that sum exceeds 1, its xi_ij are scaled down to it (`diagnose` reports for how many clients). A client trains its
+    own w_i, not u_i, on L_i(w) + (lambda / (2 alpha)) ||w - u_i||^2, uploads it and is scored with it. The global model is
+    the mean of the clients' models. Needs all clients in every round.
+    Source: Huang et al. 2021, algorithm 1; FedALA, appendix G.
+    Use it in cross-silo federations with all clients in every round that form unknown groups.
+
+    Args:
+        alpha: Strength of the attraction (FedALA: 1000).
+        regularisation: lambda (FedALA: 1).
+        sigma: Scale of squared distances between models (FedALA: 0.1).
+        norm: `plain` takes the norm in a client's loss unsquared, as PFLlib does.
     """
 
     alpha: Positive = 1000.0
@@ -38,12 +43,13 @@ class FedAMP(PartlyShared):
 
     own_model: ClassVar[str] = "fedamp_model"
     averages: ClassVar[bool] = False
+    one_model_each: ClassVar[bool] = True
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         require_everybody("fedamp", plan)
         initial = take(self.state.pop("model").unsqueeze(0), self._unit)
-        # A view without memory of its own, until the first models arrive.
+        # A view that takes no memory until the first models arrive.
         self.state = {
             "initial": plan.initial.clone(),
             "models": initial.expand(plan.clients, length(self._unit)),
@@ -67,7 +73,7 @@ class FedAMP(PartlyShared):
         return {"fedamp_rescaled": float((self._pulls().sum(1) > 1).double().mean())}
 
     def _pulls(self) -> Tensor:
-        """xi_ij for j != i as the formula gives it, zero on the diagonal, `[N, N]` float64."""
+        """xi_ij for j != i before scaling, zero on the diagonal, `[N, N]` float64."""
         return ((self.alpha / self.sigma) * torch.exp(-self.state["distances"] / self.sigma)).fill_diagonal_(0)
 
     def _attention(self) -> Tensor:
@@ -77,23 +83,23 @@ class FedAMP(PartlyShared):
         return pulls + torch.diag(1 - pulls.sum(1))
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
-        # A wrapper that has made a start of its own means it; else a client goes on from its own model.
-        own = start if "server_model" in inbox else cohort.memory.get(self.own_model, start)
+        # The start that a wrapper has made counts; otherwise a client goes on from its own model.
+        model = start if SERVER_MODEL in inbox else cohort.memory.get(self.own_model, start)
         context = {"server_model": self.complete(cohort, server_model(inbox))[:, : cohort.layout.trainable]}
         strength = self.regularisation / self.alpha
         correction = proximal(strength) if self.norm == "squared" else _plain_proximal(strength / 2)
-        model = cohort.fit(own, correction=correction, context=context).model
+        model = cohort.fit(model, correction=correction, context=context).model
         cohort.memory[self.own_model] = model
         return model
 
 
 def _plain_proximal(strength: float) -> Correction:
-    """Adds the gradient of strength ||w - u||, u the `server_model` of the context: zero where they differ by rounding alone."""
+    """Return a correction by the gradient of strength ||w - u||, u the `server_model`; 0 where only rounding differs."""
 
     def correct(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:
-        away = weights - context["server_model"]
-        distance = away.norm(dim=1, keepdim=True)
-        rounding = 10 * torch.finfo(away.dtype).eps * weights.norm(dim=1, keepdim=True)
-        return gradient.add_(torch.where(distance > rounding, away / distance, 0), alpha=strength)
+        difference = weights - context["server_model"]
+        distance = difference.norm(dim=1, keepdim=True)
+        rounding = 10 * torch.finfo(difference.dtype).eps * weights.norm(dim=1, keepdim=True)
+        return gradient.add_(torch.where(distance > rounding, difference / distance, 0), alpha=strength)
 
     return correct

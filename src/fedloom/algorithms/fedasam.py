@@ -1,4 +1,4 @@
-"""FedASAM and FedSAM: local steps that look for flat minima, and optionally an average of the server's late models."""
+"""FedASAM and FedSAM: local steps towards flat minima, and optionally an average of the server's late models."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,12 +23,15 @@ from fedloom.round import Round
 class SharpnessAware(Algorithm, ABC):
     """FedAvg whose clients step with the gradient at w + e(w): the worst point near w, to first order, on the same batch.
 
-    Subclasses say what e(w) is, of size `rho`. Batch-norm statistics move in both passes; with `statistics_once` only in the
-    second. Models are averaged by samples.
+    Subclasses compute e(w). Models are averaged by samples.
 
-    `swa` evaluates the mean of the server's models at the end of every cycle of `swa_cycle` rounds, counted from round
-    `swa_start` * rounds on (before the first cycle ends, the server's model). With `swa_learning_rate` the clients' rate
-    falls (or rises) over each cycle in equal steps from the round's to that rate.
+    Args:
+        rho: Size of the perturbation e(w) (FedMR: 0.1; Caldarola et al.: 0.1 for SAM, 0.7 for ASAM).
+        statistics_once: Update batch-norm statistics in the second pass only, instead of in both.
+        swa: Evaluate the mean of the server's models at the ends of cycles (before the first end, the server's model).
+        swa_start: Share of the rounds after which cycles begin.
+        swa_cycle: Rounds of a cycle.
+        swa_learning_rate: Clients' rate at the end of a cycle, reached in equal steps; none keeps the round's.
     """
 
     rho: NonNegative = 0.1
@@ -37,6 +41,8 @@ class SharpnessAware(Algorithm, ABC):
     swa_cycle: Count = 1
     swa_learning_rate: Positive | None = None
 
+    fits_once: ClassVar[bool] = False
+
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         if self.swa:
@@ -45,7 +51,7 @@ class SharpnessAware(Algorithm, ABC):
 
     def update(self, round: Round, aggregate: AggregatedReplies) -> None:
         super().update(round, aggregate)
-        if self.swa and self._place_in_cycle(round) == self.swa_cycle:
+        if self.swa and self._round_in_cycle(round) == self.swa_cycle:
             count = int(self.state["swa_count"])
             mean = (count * self.state["swa_model"] + self.state["model"]) / (count + 1)
             self.state |= {"swa_model": mean, "swa_count": torch.full((1,), count + 1)}
@@ -58,30 +64,30 @@ class SharpnessAware(Algorithm, ABC):
     def needs_total_rounds(self) -> bool:
         return self.swa
 
-    def _place_in_cycle(self, round: Round) -> int:
-        """From 1 to `swa_cycle`; 0 before the first cycle."""
-        first = max(1, math.ceil(self.swa_start * round.rounds - 1e-9))
-        return 0 if round.number < first else (round.number - first) % self.swa_cycle + 1
+    def _round_in_cycle(self, round: Round) -> int:
+        """Return the position of a round in its cycle, from 1 to `swa_cycle`; 0 before the first cycle."""
+        start = max(1, math.ceil(self.swa_start * round.rounds - 1e-9))
+        return 0 if round.number < start else (round.number - start) % self.swa_cycle + 1
 
     def _learning_rate(self, round: Round) -> float | None:
-        """The rate of a round that is in a cycle with a rate of its own."""
-        place = self._place_in_cycle(round)
-        if not self.swa or self.swa_learning_rate is None or place == 0:
+        """Return the cyclic rate of a round; None for the round's usual one."""
+        position = self._round_in_cycle(round)
+        if not self.swa or self.swa_learning_rate is None or position == 0:
             return None
-        return round.learning_rate + (self.swa_learning_rate - round.learning_rate) * place / self.swa_cycle
+        return round.learning_rate + (self.swa_learning_rate - round.learning_rate) * position / self.swa_cycle
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         layout = cohort.layout
 
         def gradient_fn(rows: Tensor, batch: Batch, context: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
             weights, statistics = rows[:, : layout.trainable], rows[:, layout.trainable :]
-            before = (weights.clone(), statistics.clone())
+            current = (weights.clone(), statistics.clone())
             loss, gradient = cohort.gradient(rows, batch)
             weights.add_(self.ascent(layout, weights, gradient))
             if self.statistics_once:
-                statistics.copy_(before[1])
+                statistics.copy_(current[1])
             _, gradient = cohort.gradient(rows, batch)
-            weights.copy_(before[0])
+            weights.copy_(current[0])
             return loss, gradient
 
         rate = self._learning_rate(cohort.round)
@@ -89,7 +95,7 @@ class SharpnessAware(Algorithm, ABC):
 
     @abstractmethod
     def ascent(self, layout: Layout, weights: Tensor, gradient: Tensor) -> Tensor:
-        """e(w) `[k, T]` for the weights and gradients of k clients."""
+        """Return e(w) `[k, T]` for the weights and gradients of k clients."""
 
 
 @algorithms.register("fedsam")
@@ -97,7 +103,7 @@ class SharpnessAware(Algorithm, ABC):
 class FedSAM(SharpnessAware):
     """FedAvg with sharpness-aware local steps: the gradient is taken at w + rho g / ||g||, g the batch's gradient at w.
 
-    Each step costs two passes. `statistics_once` and the `swa` options as in FedASAM.
+    Each step costs two passes.
     Source: Caldarola et al. 2022; Foret et al. 2021.
     Use it when models overfit their clients and the average stays behind; it doubles the price of a step.
     """
@@ -112,20 +118,21 @@ class FedSAM(SharpnessAware):
 class FedASAM(SharpnessAware):
     """FedAvg with adaptive sharpness-aware local steps: the gradient is taken at w + rho T^2 g / ||T g||.
 
-    T(w) = |w| + `eta` for tensors with "weight" in their name (those of batch norm too), 1 for the others; so with eta = 0 a
-    weight of zero is not perturbed. Each step costs two passes. Batch-norm statistics move in both; with `statistics_once`
-    only in the second. `swa` evaluates the mean of the server's models at the end of every cycle of `swa_cycle` rounds, from
-    round `swa_start` * rounds on; `swa_learning_rate` is where the clients' rate arrives at the end of each cycle.
-    Source: Caldarola et al. 2022 (their ASAM: rho 0.7, eta 0.2); FedMR compares with rho 0.1, eta 0, no averaging.
+    T(w) = |w| + `eta` for tensors with "weight" in their name (those of batch norm too), 1 for the others. Each step costs
+    two passes. FedMR compares with rho 0.1, eta 0 and no averaging.
+    Source: Caldarola et al. 2022.
     Use it as FedSAM where layers have weights of very different size; `swa` steadies the curve late in a run.
+
+    Args:
+        eta: Offset of T (Caldarola et al.: 0.2); at 0 a weight of 0 is not perturbed.
     """
 
     eta: NonNegative = 0.0
 
     def ascent(self, layout: Layout, weights: Tensor, gradient: Tensor) -> Tensor:
         scale = torch.ones_like(weights)
-        for part in layout.unit(lambda part: part.stop <= layout.trainable and "weight" in part.name):
-            scale[:, part] = weights[:, part].abs() + self.eta
+        for columns in layout.unit(lambda tensor: tensor.stop <= layout.trainable and "weight" in tensor.name):
+            scale[:, columns] = weights[:, columns].abs() + self.eta
         scaled = scale * gradient
         ascent: Tensor = scale * scaled * (self.rho / (scaled.norm(dim=1, keepdim=True) + 1e-16))
         return ascent

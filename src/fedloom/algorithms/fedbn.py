@@ -16,7 +16,7 @@ from fedloom.errors import InvalidValue
 class FedBN(PartlyShared):
     """FedAvg over everything but the batch-norm layers, whose parameters and statistics stay with each client.
 
-    Raises `InvalidValue` for a model without batch-norm layers, where it would be FedAvg under another name.
+    A model without batch-norm layers is refused: there it is FedAvg.
     Source: Li et al. 2021 (FedBN), algorithm 1.
     Use it when clients' inputs look different (other devices, other sites) and the model has batch norm.
     """

@@ -1,4 +1,4 @@
-"""FedExP: extrapolate the averaged update as far as the clients' disagreement allows."""
+"""FedExP: extrapolate the mean update as far as the clients' disagreement allows."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ from fedloom.round import Round
 class FedExP(Algorithm):
     """FedAvg with an adaptive server step: w <- w_t + eta_g sum_i p_i D_i, with D_i = w_i - w_t and p_i by samples.
 
-    eta_g = max(1, sum_i p_i ||D_i||^2 / (2 (||sum_i p_i D_i||^2 + epsilon_t))), over the trainable parameters; statistics are
-    averaged and never extrapolated. epsilon_t = epsilon (eta_t / eta_1)^2 shrinks with the local learning rate;
-    `epsilon_by_clients` multiplies it by K, as the authors' code does. The global model is the mean of the server's last two
-    iterates (after round 1 the first alone). Source: Jhunjhunwala et al. 2023, algorithm 1 and section 5.
+    eta_g = max(1, sum_i p_i ||D_i||^2 / (2 (||sum_i p_i D_i||^2 + epsilon_t))) over the trainable parameters, with
+    epsilon_t = epsilon (eta_t / eta_1)^2 for learning rates eta; statistics are averaged, not extrapolated. The global
+    model is the mean of the server's last two iterates (after round 1 the first alone).
+    Source: Jhunjhunwala et al. 2023, algorithm 1 and section 5.
     Use it when FedAvg is stable but slow, and nothing is to be tuned on the server.
+
+    Args:
+        epsilon: Addend of the denominator that bounds the step (authors: 0.001 for CIFAR, 0.1 for EMNIST).
+        epsilon_by_clients: Multiply epsilon by the number of clients in the round, as the authors' code does.
     """
 
     epsilon: Positive = 1e-3

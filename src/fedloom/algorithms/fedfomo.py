@@ -21,17 +21,21 @@ from fedloom.round import Round
 @algorithms.register("fedfomo")
 @dataclass
 class FedFomo(PartlyShared):
-    """FedFomo: first-order model optimisation. A client weighs each downloaded model by how much better it does per distance.
+    """FedFomo: first-order model optimisation. A client weighs downloaded models by their gain on its data per distance.
 
     With w_n the M downloaded models and w the client's model after its last mixing, on the client's validation samples
     o_n = (L(w) - L(w_n)) / (||w_n - w|| + 1e-5). The client starts from sum_n o_n^+ w_n / sum_n o_n^+, or, where no o_n is
-    positive, from its own last model; trains, and uploads. The server keeps everybody's last model and the sums of o_n
-    (1 for a client and itself at first), and sends each client the M models it has valued most; M = `models`, all by default.
-    With chance `exploration` a client is sent M at random. `train_share` of a client's samples are trained on and the rest
-    validated on, the same in every round. In a client's first round there may be nothing to mix: it trains from the common start.
-    The last trained model is scored; the global model is the clients' mean. Traffic: 1 + M models.
+    positive, from its own last model; it trains and uploads. The server keeps every client's last model and the sums of o_n
+    (at first 1 for a client and itself), and sends each client the M models with its largest sums. A client in its first
+    round may be sent none; it trains from the common start. The last trained model is scored; the global model is the
+    clients' mean. Traffic: 1 + M models.
     Source: Zhang et al. 2021 (FedFomo), section 4; FedALA, appendix G.
     Use it when a client gains from some others and loses by the rest, and can download several models a round.
+
+    Args:
+        models: M, downloads of a client (none: all models; FedALA: all).
+        train_share: Share of a client's samples to train on, the same in every round; the rest validate (FedALA: 0.8).
+        exploration: Probability of M random downloads.
     """
 
     models: Count | None = None
@@ -40,7 +44,12 @@ class FedFomo(PartlyShared):
 
     own_model: ClassVar[str] = "fedfomo_model"
     single_download: ClassVar[bool] = False
+    fits_once: ClassVar[bool] = False
     averages: ClassVar[bool] = False
+
+    @property
+    def one_model_each(self) -> bool:
+        return self._sent() < len(self.state["known"])
 
     # --- the server half: S clients have uploaded, and only these have rows ---
 
@@ -68,15 +77,15 @@ class FedFomo(PartlyShared):
 
     def receive(self, round: Round, replies: Replies) -> None:
         chosen = self._chosen(round) if len(self.state["known"]) else None
-        known, relation = self.state["known"], self.state["relation"]
-        new = replies.clients[~torch.isin(replies.clients, known)]
-        count = len(known) + len(new)
+        clients, relation = self.state["known"], self.state["relation"]
+        newcomers = replies.clients[~torch.isin(replies.clients, clients)]
+        count = len(clients) + len(newcomers)
         grown = torch.eye(count, dtype=relation.dtype)
-        grown[: len(known), : len(known)] = relation
-        self.state["known"] = torch.cat([known, new])
+        grown[: len(clients), : len(clients)] = relation
+        self.state["known"] = torch.cat([clients, newcomers])
         models = replies["model"].new_empty(count, replies["model"].shape[1])
-        models[: len(known)] = self.state["models"]
-        rows = torch.tensor([self._place(int(client)) for client in replies.clients])
+        models[: len(clients)] = self.state["models"]
+        rows = torch.tensor([self._row(int(client)) for client in replies.clients])
         models[rows] = replies["model"]
         self.state["models"] = models
         if chosen is not None:
@@ -90,24 +99,24 @@ class FedFomo(PartlyShared):
         return put(self.state["initial"].unsqueeze(0), self._unit, mean.unsqueeze(0))[0]
 
     def _sent(self) -> int:
-        """How many models each client is sent."""
+        """Number of models that each client is sent."""
         count = len(self.state["known"])
         return count if self.models is None else min(self.models, count)
 
-    def _place(self, client: int) -> int | None:
-        found = (self.state["known"] == client).nonzero()
-        return int(found) if len(found) else None
+    def _row(self, client: int) -> int | None:
+        rows = (self.state["known"] == client).nonzero()
+        return int(rows) if len(rows) else None
 
     def _chosen(self, round: Round) -> Tensor:
-        """Which of the S models each selected client is sent, `[K, M]`."""
+        """Rows of the S models that each selected client is sent, `[K, M]`."""
         count, sent = len(self.state["known"]), self._sent()
         rows = []
         for client in round.selected:
-            place, generator = self._place(client), round.stream("explore", client)
+            row, generator = self._row(client), round.stream("explore", client)
             if self.exploration and float(torch.rand((), generator=generator)) < self.exploration:
                 order = torch.randperm(count, generator=generator)
             else:
-                valued = torch.zeros(count) if place is None else self.state["relation"][place]
+                valued = torch.zeros(count) if row is None else self.state["relation"][row]
                 order = valued.argsort(descending=True, stable=True)
             # All models go out as they lie, so that everybody is sent the same message.
             rows.append(torch.arange(count) if sent == count else order[:sent])
@@ -116,7 +125,7 @@ class FedFomo(PartlyShared):
     # --- the client half ---
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        own = cohort.memory.get(self.own_model, cohort.initial)
+        previous = cohort.memory.get(self.own_model, cohort.initial)
         reference = cohort.memory.get("fedfomo_mixed", cohort.initial)
         downloads = [self.complete(cohort, model) for model in inbox["models"].unbind(1)]
         values = self._values(cohort, reference, downloads)
@@ -126,19 +135,19 @@ class FedFomo(PartlyShared):
         mixed = torch.zeros_like(downloads[0])
         for weight, model in zip(weights.unbind(1), downloads, strict=True):
             mixed.addcmul_(weight.unsqueeze(1), model)
-        mixed = torch.where(total > 0, mixed, own)
+        mixed = torch.where(total > 0, mixed, previous)
         cohort.memory["fedfomo_mixed"] = mixed
         model = cohort.subset(self._training_part, "fedfomo", lasting=True).fit(mixed).model
         cohort.memory[self.own_model] = model
         return {**self.upload(cohort, model), "values": values}
 
     def _values(self, cohort: Cohort, reference: Tensor, downloads: list[Tensor]) -> Tensor:
-        """o_n for each download, `[k, M]`."""
+        """Return o_n for each download, `[k, M]`."""
         validation = cohort.subset(self._validation_part, "fedfomo", lasting=True)
         count = cohort.layout.trainable
-        before = validation.loss(reference)
+        reference_loss = validation.loss(reference)
         gains = [
-            (before - validation.loss(model)) / ((model - reference)[:, :count].norm(dim=1) + 1e-5)
+            (reference_loss - validation.loss(model)) / ((model - reference)[:, :count].norm(dim=1) + 1e-5)
             for model in downloads
         ]
         return torch.stack(gains, 1).to(reference)
@@ -149,8 +158,8 @@ class FedFomo(PartlyShared):
 
     def _validation_part(self, samples: Samples, generator: torch.Generator) -> Samples:
         order = torch.randperm(len(samples), generator=generator)
-        rest = order[self._cut(len(samples)) :]
-        return samples[rest if len(rest) else order]
+        held_out = order[self._cut(len(samples)) :]
+        return samples[held_out if len(held_out) else order]
 
     def _cut(self, count: int) -> int:
         return max(1, int(self.train_share * count + 1e-9))

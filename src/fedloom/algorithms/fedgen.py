@@ -1,4 +1,4 @@
-"""FedGen: a generator of features, learned on the server, teaches the clients what the others' classifiers know."""
+"""FedGen: a generator of features, trained on the server, teaches clients what other clients' classifiers have learned."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ from fedloom.round import Round
 
 
 class Generator(nn.Module):
-    """Features `[b, features]` of labels `[b]` and noise `[b, noise]`: the noise beside the label's one-hot code through one
-    hidden layer with batch norm and ReLU."""
+    """Features `[b, features]` from labels `[b]` and noise `[b, noise]`.
+
+    The noise beside the label's one-hot code passes through one hidden layer with batch norm and ReLU.
+    """
 
     def __init__(self, classes: int, noise: int, hidden: int, features: int) -> None:
         super().__init__()
@@ -53,12 +55,22 @@ class FedGen(Algorithm):
     exp(-mean(|noise - noise'|^2 |z - z'|)), z the features of two samples, both distances means over coordinates,
     rho_iy = q_i[y] / sum_j q_j[y], y uniform over labels of which some client has more than one sample; then the models are
     averaged by samples. Noise is uniform on [0, 1), as in the authors' code. Label counts tell the server about the data.
+    Source: Zhu et al. 2021, algorithm 1; FedMR's settings.
+    Use it when clients hold few classes each and may tell the server their label counts; nothing else is asked of the data.
 
-    In round t alpha and beta are multiplied by `coefficient_decay`^(t - 1), and with `batch_ratio` alpha by generator_batch
-    over the batch's size (the authors: 0.98 and true). `noise` and `hidden` are the generator's widths;
-    `generator_learning_rate` and `generator_weight_decay` are Adam's. Source: Zhu et al. 2021, algorithm 1; FedMR's settings.
-    Use it when clients hold few classes each and may tell the server their label counts; it asks nothing more of the
-    data.
+    Args:
+        alpha: Weight of the generated samples (FedMR: 0.2 for CIFAR-10, 10 for CIFAR-100 and FEMNIST).
+        beta: Weight of the distillation (FedMR: 0.2 for CIFAR-10, 1 for CIFAR-100, 10 for FEMNIST).
+        teacher: Weight of the heads' losses when the generator trains.
+        diversity: Weight of the diversity loss.
+        generator_learning_rate: Adam's (FedMR: 3e-4, for CIFAR-100 1e-4).
+        generator_weight_decay: Adam's.
+        generator_steps: Server's steps in each round (authors: 50).
+        generator_batch: Generated samples of a step, at least 2 for batch norm.
+        noise: Width of the noise.
+        hidden: Width of the generator's hidden layer.
+        coefficient_decay: Factor of alpha and beta from round to round (authors: 0.98).
+        batch_ratio: Multiply alpha by generator_batch over the batch's size (authors: true).
     """
 
     alpha: NonNegative = 0.2
@@ -68,7 +80,7 @@ class FedGen(Algorithm):
     generator_learning_rate: Positive = 3e-4
     generator_weight_decay: NonNegative = 1e-2
     generator_steps: Count = 50
-    generator_batch: Annotated[int, Field(ge=2)] = 128  # batch norm needs two
+    generator_batch: Annotated[int, Field(ge=2)] = 128
     noise: Count = 100
     hidden: Count = 512
     coefficient_decay: Share = 1.0
@@ -90,7 +102,7 @@ class FedGen(Algorithm):
         self.state["generator_trained"] = torch.zeros(1, dtype=torch.bool)
 
     def send(self, round: Round) -> Message:
-        # A generator that was never trained is not used, so it is not sent.
+        # Clients do not use an untrained generator.
         trained = bool(self.state["generator_trained"])
         return {name: self.state[name].unsqueeze(0) for name in (("model", "generator") if trained else ("model",))}
 
@@ -106,7 +118,7 @@ class FedGen(Algorithm):
         self.state["model"] = weighted_mean(replies["model"], replies.weights)
 
     def _train_generator(self, round: Round, models: Tensor, counts: Tensor) -> None:
-        """Adam on the generator, with the heads of `models [r, P]` and the label counts `[r, classes]` as teachers."""
+        """Train the generator by Adam; its teachers are the heads of `models [r, P]` with label counts `[r, classes]`."""
         qualified = (counts > 1).any(0).nonzero().squeeze(1)
         if not len(qualified):
             return
@@ -119,7 +131,7 @@ class FedGen(Algorithm):
         layout.load(module, self.state["generator"])
         for buffer in module.buffers():
             if not buffer.is_floating_point():
-                buffer.zero_()  # batch norm counts its batches, and nobody asks
+                buffer.zero_()  # batch norm's counter of batches is never read
         optimizer = torch.optim.Adam(
             module.parameters(), lr=self.generator_learning_rate, weight_decay=self.generator_weight_decay
         )
@@ -136,7 +148,7 @@ class FedGen(Algorithm):
         self.state |= {"generator": layout.flatten(module), "generator_trained": torch.ones(1, dtype=torch.bool)}
 
     def _server_draws(self, round: Round, labels: int, like: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each step positions among the qualified labels `[g]` and noise `[g, noise]`."""
+        """Yield, for each step, indices of qualified labels `[g]` and noise `[g, noise]`."""
         stream = round.stream("generator")
         for _ in range(self.generator_steps):
             chosen = torch.randint(labels, (self.generator_batch,), generator=stream)
@@ -151,7 +163,7 @@ class FedGen(Algorithm):
         return {"model": model, "labels": counts.to(torch.int32)}
 
     def _distilled(self, cohort: Cohort, inbox: Message) -> Tensor:
-        """Local training beside the generator."""
+        """Train locally beside the generator."""
         module = self._empty(*classifier(cohort.layout, cohort.module, cohort.classes))
         layout = Layout(module)
         module.eval().requires_grad_(False)
@@ -177,18 +189,18 @@ class FedGen(Algorithm):
         return cohort.fit(inbox["model"], loss_fn=loss_fn, context=context).model
 
     def _client_draws(self, cohort: Cohort, like: Tensor) -> dict[str, Tensor]:
-        """Random labels and noise for all steps of each client, `[k, steps, ...]`, padded to the most steps and largest batch."""
+        """Random labels and noise of every step, `[k, steps, ...]`, padded to the most steps and the largest batch."""
         batches = [min(cohort.training.batch_size or size, size) for size in cohort.sizes.tolist()]
         steps = cohort.training.local_steps(cohort.sizes).int().tolist()
         labels, imagined, noise = [], [], []
         for stream, count, batch in zip(cohort.stream("generator"), steps, batches, strict=True):
             missing = max(steps) - count
-            own = torch.randint(cohort.classes, (count, self.generator_batch), generator=stream)
-            labels.append(F.pad(own, (0, 0, 0, missing)))
-            own = torch.rand(count, self.generator_batch, self.noise, generator=stream)
-            imagined.append(F.pad(own, (0, 0, 0, 0, 0, missing)))
-            own = torch.rand(count, batch, self.noise, generator=stream)
-            noise.append(F.pad(own, (0, 0, 0, max(batches) - batch, 0, missing)))
+            drawn = torch.randint(cohort.classes, (count, self.generator_batch), generator=stream)
+            labels.append(F.pad(drawn, (0, 0, 0, missing)))
+            drawn = torch.rand(count, self.generator_batch, self.noise, generator=stream)
+            imagined.append(F.pad(drawn, (0, 0, 0, 0, 0, missing)))
+            drawn = torch.rand(count, batch, self.noise, generator=stream)
+            noise.append(F.pad(drawn, (0, 0, 0, max(batches) - batch, 0, missing)))
         return {
             "labels": torch.stack(labels).to(like.device),
             "imagined_noise": torch.stack(imagined).to(like),
@@ -202,36 +214,37 @@ class FedGen(Algorithm):
         return Generator(classes, self.noise, self.hidden, features)
 
     def _empty(self, weight: TensorSlice, bias: TensorSlice | None) -> Generator:
-        """The generator without weights, which are then loaded from a row: drawing them would be wasted."""
+        """The generator without weights, which are then loaded from a row."""
         with torch.device("meta"):
             return self._generator(weight, bias).to(weight.dtype)
 
 
 def classifier(layout: Layout, module: nn.Module, classes: int) -> tuple[TensorSlice, TensorSlice | None]:
-    """The slices of the classifier's weight `[classes, features]` and bias, if it has one.
+    """Return the slices of the classifier's weight `[classes, features]` and of its bias, if it has one.
 
-    Raises `InvalidValue` where the classifier is no linear layer onto the classes.
+    Raises:
+        InvalidValue: If the classifier is no linear layer onto the classes, or is frozen.
     """
     name = head_name(module)
     if not isinstance(module.get_submodule(name), nn.Linear):
         kind = type(module.get_submodule(name)).__name__
         raise InvalidValue(f"fedgen needs a linear classifier, but {name or 'the model'} is a {kind}")
-    parts = {part.name: part for part in layout.slices if part.layer == name}
-    weight = parts.get(f"{name}.weight".lstrip("."))
+    tensors = {tensor.name: tensor for tensor in layout.slices if tensor.layer == name}
+    weight = tensors.get(f"{name}.weight".lstrip("."))
     if weight is None:
         raise InvalidValue(f"fedgen learns from the classifiers of the clients, and {name} is frozen")
     if weight.shape[0] != classes:
         raise InvalidValue(
             f"fedgen needs a classifier onto {classes} classes, but {name} has {weight.shape[0]} outputs"
         )
-    return weight, parts.get(f"{name}.bias".lstrip("."))
+    return weight, tensors.get(f"{name}.bias".lstrip("."))
 
 
 def sameness(features: Tensor, noise: Tensor) -> Tensor:
-    """exp(-mean over all pairs of |noise - noise'|^2 |z - z'|) for `features [b, d]`: 1 when the generator ignores its noise.
+    """Return exp(-mean over all pairs of |noise - noise'|^2 |z - z'|) for `features [b, d]`: 1 if the noise has no effect.
 
     Both distances are means over coordinates.
     """
-    apart = torch.cdist(features, features, p=1) / features.shape[1]
-    drawn = torch.cdist(noise, noise, compute_mode="donot_use_mm_for_euclid_dist").square() / noise.shape[1]
-    return torch.exp(-(drawn * apart).mean())
+    distance = torch.cdist(features, features, p=1) / features.shape[1]
+    noise_distance = torch.cdist(noise, noise, compute_mode="donot_use_mm_for_euclid_dist").square() / noise.shape[1]
+    return torch.exp(-(noise_distance * distance).mean())

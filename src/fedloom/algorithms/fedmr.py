@@ -1,4 +1,4 @@
-"""FedMR: recombine the layers of the clients' models instead of averaging them; and Indep, the same without recombination."""
+"""FedMR: recombine the layers of the clients' models instead of averaging them; Indep: the same without recombination."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedloom.local.cohort import Cohort
 from fedloom.round import Round
 
 Blend = float | list[Annotated[tuple[int, float], Strict(False)]] | Literal["auto"]
-"""A share in [0, 1], [round, share] pairs between which it changes linearly, or "auto": chosen by the server in each round."""
+"""A share in [0, 1], [round, share] pairs with linear steps between them, or "auto": chosen by the server in each round."""
 
 
 @algorithms.register("indep")
@@ -28,13 +28,14 @@ Blend = float | list[Annotated[tuple[int, float], Strict(False)]] | Literal["aut
 class Indep(Algorithm):
     """Independent training (FedMR without recombination): K models that travel from client to client and never mix.
 
-    Slot k of the pool `[K, P]` goes to the k-th selected client and comes back trained; a client that drops out leaves its
-    slot as it was sent. The global model is the unweighted mean of the pool.
-
-    `local` is the method whose client half trains, such as `local=fedprox(mu=0.01)`; plain SGD by default. It may be any method
-    that is sent one model and returns one: its server half never runs, so a method that is sent more (SCAFFOLD's variate) or
-    whose work is done on the server alone (a server optimizer) is refused. Source: FedMR, section 3.
+    Slot k of the pool `[K, P]` goes to the k-th selected client and comes back trained; if that client drops out, the slot
+    stays as it was sent. The global model is the unweighted mean of the pool.
+    Source: FedMR, section 3.
     Use it to see what recombination itself brings to `fedmr`; it is no method to deploy.
+
+    Args:
+        local: Method whose client half trains, such as `fedprox(mu=0.01)`; none is plain SGD. Its server half never runs: it
+            must send and return one model (not SCAFFOLD) and work on the clients (not a server optimizer).
     """
 
     local: Algorithm | None = field(default=None, kw_only=True)
@@ -42,6 +43,7 @@ class Indep(Algorithm):
     wraps: ClassVar[tuple[str, ...]] = ("local",)
     averages: ClassVar[bool] = False
     fixed_participants: ClassVar[bool] = True
+    one_model_each: ClassVar[bool] = True
 
     @property
     def anonymous_replies(self) -> bool:
@@ -58,7 +60,7 @@ class Indep(Algorithm):
         return {"model": self.state["pool"][: len(round.selected)]}
 
     def receive(self, round: Round, replies: Replies) -> None:
-        self.state["pool"] = replies.by_slot("model", self.state["pool"])
+        self.state["pool"] = replies.by_slot("model")
 
     def model(self) -> Tensor:
         return self.state["pool"].mean(0)
@@ -75,33 +77,20 @@ class Indep(Algorithm):
 class FedMR(Indep):
     """Federated model recombination: every layer of the K uploaded models is shuffled over the models.
 
-    For each unit u an independent uniform permutation pi_u of {1..K}; new pool[k, u] = upload[pi_u(k), u]. All models start
-    equal; the global model is the unweighted mean of the pool, which recombination preserves (Lemma 4.4).
-    `unit` is what moves together: a `layer` (a module with its weight, bias and statistics), a single `tensor` (what the
-    authors' code shuffles), or a `segment` of layers: with N layers, layer j belongs to segment ceil(j / (fraction N))
-    (FedMR-px). `local` trains as Indep's does.
-
-    `blend` b then moves every model towards the mean m of the pool, pool[k] <- (1 - b) pool[k] + b m, statistics included: 0 is
-    FedMR, 1 is FedAvg with equal weights from the next round on (a combination that the paper leaves open). It is a share, or
-    [round, share] pairs, linear in between and constant outside: `blend=[[1, 1.0], [100, 0.0]]`.
-
-    `blend="auto"` lets the server choose b in each round from what it sent and received, without data or traffic. With w_0 the
-    model that all started from, w_k the uploads, v_k what was sent for them, m the mean of the uploads weighted by samples
-    (FedAvg's model), and var(x) = (1/K) sum_k |x_k - mean(x)|^2, over the trainable parameters:
-
-        T = |m - w_0|^2,   S = var(w),   U = var(w - v),
-        b = max(0, 1 - (tolerance T)^2 / (S U)),   pool[k] <- (1 - b) pool[k] + b m
-
-    T is what the models have learned in common, S what each has learned by itself, U the part of it that this round added. The
-    mean of the pool keeps T and loses S, so it stops being a model where S is not small beside T; and how small it must be
-    depends on how far training has come: models that part early end in different minima, models that part late in one. U / T,
-    which falls as training settles, tells early from late. So the geometric mean of S and U is held below `tolerance` times T:
-    blending multiplies S by (1 - b)^2, so that S U becomes (tolerance T)^4 / (S U), the less the further the pool has come apart.
-    Where S U is below (tolerance T)^2, as once rounds add little, b is 0 and the method is FedMR. A tolerance of 0 is FedAvg,
-    and 0.02 keeps more of what recombination wins but no longer holds every pool. The figure `blend` records b.
+    For each unit u of layers an independent uniform permutation pi_u of {1..K}; new pool[k, u] = upload[pi_u(k), u] for the
+    pool `[K, P]`. All models start equal; the global model is the unweighted mean of the pool, which recombination preserves
+    (Lemma 4.4).
     Source: Hu et al., arXiv 2208.07677, algorithm 1; KDD 2024.
     Use it when clients' labels are skewed and averaging stalls in sharp minima; give it rounds, or averaging first
     (`stages`).
+
+    Args:
+        unit: What is shuffled as one: a `layer` (a module with its weight, bias and statistics), a `tensor` (the authors'
+            code) or a `segment` of layers (FedMR-px).
+        fraction: Share x of the N layers in a segment: layer j belongs to segment ceil(j / (x N)).
+        blend: Share of the way that each model then moves to the pool's mean: 0 is FedMR, 1 FedAvg with equal weights.
+            [round, share] pairs are joined linearly; `auto` lets the server choose (docs/methods/recombination.md).
+        tolerance: Spread of the models that `auto` allows, relative to their common progress: 0 is FedAvg.
     """
 
     unit: UnitKind = "layer"
@@ -131,17 +120,22 @@ class FedMR(Indep):
             self.state |= {"initial": plan.initial.clone(), "blend": torch.zeros(1, dtype=torch.float64)}
 
     def receive(self, round: Round, replies: Replies) -> None:
-        pool = replies.by_slot("model", self.state["pool"])
+        pool = replies.by_slot("model")
         if self.blend == "auto":
-            average = weighted_mean(replies["model"], replies.weights)
+            average = weighted_mean(pool, replies.weights_by_slot())  # of the clients that answered
             share = auto_blend(
-                pool, self.state["pool"], average, self.state["initial"], self.layout.trainable, self.tolerance
+                pool,
+                replies.sent_by_slot("model"),
+                average,
+                self.state["initial"],
+                self.layout.trainable,
+                self.tolerance,
             )
             self.state["blend"] = torch.tensor([share], dtype=torch.float64)
         else:
             average, share = None, blend_at(self.blend, round.number)
-        self.state["pool"] = pool  # what was sent is let go before the recombination, which needs memory of its own
-        # The matrix is this round's own, made by the federation for the replies: nobody else holds it.
+        self.state["pool"] = pool  # releases the models that were sent, since recombination needs memory
+        # In place: the federation made this matrix for this round's replies, and nothing else uses it.
         recombine_(pool, self.layout.units(self.unit, self.fraction), round.stream("recombine"))
         if share > 0:
             pool.lerp_(pool.mean(0) if average is None else average, share)
@@ -152,8 +146,18 @@ class FedMR(Indep):
 
 
 def auto_blend(pool: Tensor, sent: Tensor, average: Tensor, initial: Tensor, trainable: int, tolerance: float) -> float:
-    """b = max(0, 1 - (tolerance T)^2 / (S U)) over the first `trainable` numbers of the pool `[K, P]` (`FedMR`): of models that
-    were `sent [K, P]`, started from `initial [P]` and average to `average [P]`. 0 where all are equal or have gained the same."""
+    """Return b = max(0, 1 - (tolerance T)^2 / (S U)) for a pool `[K, P]`; 0 if all models are equal or have gained the same.
+
+    T = |average - initial|^2 is the common progress, S the variance of the pool and U that of its updates in this round.
+
+    Args:
+        pool: Uploads `[K, P]`.
+        sent: Models that were sent, `[K, P]`.
+        average: Mean of the uploads by samples, `[P]`.
+        initial: Model that all started from, `[P]`.
+        trainable: Number of columns to compare.
+        tolerance: As in `FedMR`.
+    """
     bound = tolerance * float((average - initial)[:trainable].square().sum())
     pool, sent = pool[:, :trainable], sent[:, :trainable]
     spread = float(total_variance(pool)) * float(total_variance(pool, since=sent))
@@ -161,7 +165,7 @@ def auto_blend(pool: Tensor, sent: Tensor, average: Tensor, initial: Tensor, tra
 
 
 def blend_at(blend: Blend, number: int) -> float:
-    """The share of round `number`, where it is not chosen by the server."""
+    """Return the share of round `number` by a schedule."""
     if not isinstance(blend, list):
         return float(blend)
     rounds, shares = zip(*blend, strict=True)
@@ -169,14 +173,14 @@ def blend_at(blend: Blend, number: int) -> float:
 
 
 def _require_local(local: Algorithm, plan: Plan) -> None:
-    """Raise `InvalidValue` with the reason unless the client half of `local` can train a model of the pool."""
+    """Raise `InvalidValue` unless the client half of `local` can train a model of the pool."""
     name = describe(local)
     if local.inner():
         raise InvalidValue(f"local={name} wraps another method: put the wrapper around fedmr, as in ala(fedmr)")
     message, expected = local.send(plan.opening()), dict(local.expects(plan.opening()))
-    more = sorted(message.keys() - {"model"}) + sorted(expected.keys() - {"model"})
-    if more:
-        raise InvalidValue(f"local={name} exchanges {more[0]!r} beside the model, which recombination does not carry")
+    extra = sorted(message.keys() - {"model"}) + sorted(expected.keys() - {"model"})
+    if extra:
+        raise InvalidValue(f"local={name} exchanges {extra[0]!r} beside the model, which recombination does not carry")
     if expected.get("model") != (plan.layout.size,):
         raise InvalidValue(f"local={name} does not return a whole model, which recombination needs")
     trains_plainly = type(local).train is Algorithm.train and not isinstance(local, FedAvg)

@@ -14,11 +14,14 @@ from fedloom.config.fields import Count
 @algorithms.register("fedper")
 @dataclass
 class FedPer(PartlyShared):
-    """FedAvg over the base of the model; the `personal_blocks` highest blocks stay with each client and train with it.
+    """FedAvg over the base of the model; the highest blocks stay with each client and train with it.
 
-    Base and personal part train together. Blocks are those the model declares, else its layers.
+    Base and personal blocks train together.
     Source: Arivazhagan et al. 2019, algorithm 1.
     Use it when clients agree on features and differ in labels or in what labels mean; it sends less than FedAvg.
+
+    Args:
+        personal_blocks: Number of blocks that stay; blocks are those that the model declares, else its layers.
     """
 
     personal_blocks: Count = 1

@@ -25,11 +25,16 @@ class FedPHP(PartlyShared):
 
     Clients minimise (1 - lambda) L_i(w) + lambda MMD^2(features of w, features of h), h frozen in evaluation mode, with
     MMD^2 = mean [k(x, x) + k(y, y) - 2 k(x, y)] and k = sum over a in {10, 15, 20, 50} of exp(-d^2 / (2 a)). Afterwards
-    h <- (1 - m) w + m h, statistics included, with m = mu t / (participation * rounds), at most mu, and t the client's earlier
-    rounds (`clock=own`), or m = mu t / rounds with t the earlier rounds of all (`clock=round`, PFLlib). So the first h is the
-    first trained model. h is scored (`deployed=history`), or the trained model (`deployed=local`, PFLlib).
+    h <- (1 - m) w + m h, statistics included, so that the first h is the first trained model; m grows from 0 to mu.
     Reconstructed from the description in FedALA and from PFLlib. Source: Li et al. 2021 (FedPHP); FedALA, appendix G.
     Use it when clients come back often enough for a slowly moving model of their own to be worth keeping.
+
+    Args:
+        mu: Largest weight of the old h (FedALA: 0.9).
+        transfer: lambda (FedALA: 0.01).
+        clock: m = mu t / (participation * rounds), at most mu, with t the client's own earlier rounds (`own`), or mu t / rounds
+            with t the earlier rounds of all (`round`, PFLlib).
+        deployed: The model that is scored: h (`history`) or the trained model (`local`, PFLlib).
     """
 
     mu: Probability = 0.9
@@ -55,7 +60,7 @@ class FedPHP(PartlyShared):
         return model
 
     def _inherited(self, cohort: Cohort) -> Tensor:
-        """m, the share of the old h in the new one, `[k]`; counts the participation."""
+        """Return m, the weight of the old h in the new one, `[k]`, and count the participation."""
         round = cohort.round
         if self.clock == "round":
             share = self.mu * (round.number - 1) / round.rounds
@@ -78,7 +83,7 @@ class FedPHP(PartlyShared):
 
 
 def squared_mmd(x: Tensor, y: Tensor) -> Tensor:
-    """Squared maximum mean discrepancy of `x [n, d]` and `y [n, d]` under the sum of Gaussian kernels of `BANDWIDTHS`."""
+    """Return the squared maximum mean discrepancy of `x [n, d]` and `y [n, d]` under Gaussian kernels of `BANDWIDTHS`."""
     return (_kernel(x, x) + _kernel(y, y) - 2 * _kernel(x, y)).mean()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -17,15 +18,21 @@ from fedloom.models.structure import head_name, layer_finder
 @algorithms.register("fedrep")
 @dataclass
 class FedRep(PartlyShared):
-    """FedRep: each round a client trains its own head for `head_epochs`, then the shared base for the local epochs.
+    """FedRep: each round a client trains its own head, then the shared base for the local epochs.
 
     The base is held fixed while the head trains (its statistics move, as in training mode) and the head while the base does.
     Only the base travels and is averaged; heads start equal and never leave their clients. A client scores the received base
-    under its own head. Source: Collins et al. 2021, algorithm 1; FedALA, appendix G (5 head epochs, 1 of the base).
+    under its own head.
+    Source: Collins et al. 2021, algorithm 1; FedALA, appendix G.
     Use it when a common representation serves all and each client's labels need a head of their own.
+
+    Args:
+        head_epochs: Epochs of the head (FedALA: 5, and 1 epoch of the base).
     """
 
     head_epochs: NonNegativeInt = 5
+
+    fits_once: ClassVar[bool] = False
 
     def private(self, module: nn.Module) -> frozenset[str]:
         head = head_name(module)
@@ -39,7 +46,7 @@ class FedRep(PartlyShared):
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         layout, head = cohort.layout, self.private(cohort.module)
         if self.head_epochs:
-            own = layout.unit(lambda part: part.layer in head)
-            part, loss_fn = cohort.for_classifier(start)
-            start = part.fit(start, loss_fn=loss_fn, only=own, purpose="head", epochs=self.head_epochs).model
-        return cohort.fit(start, only=layout.unit(lambda part: part.layer not in head)).model
+            unit = layout.unit(lambda tensor: tensor.layer in head)
+            head_cohort, loss_fn = cohort.for_classifier(start)
+            start = head_cohort.fit(start, loss_fn=loss_fn, only=unit, purpose="head", epochs=self.head_epochs).model
+        return cohort.fit(start, only=layout.unit(lambda tensor: tensor.layer not in head)).model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -17,17 +17,22 @@ from fedloom.local.cohort import Cohort
 @algorithms.register("fedavg_c")
 @dataclass
 class FedAvgC(PartlyShared):
-    """FedAvg whose clients fine-tune the whole downloaded model for `finetune_epochs` before they use it.
+    """FedAvg whose clients fine-tune the whole downloaded model before they use it.
 
-    A client scores the fine-tuned model. With `finetune_scope=init` it then trains from it and uploads the result; with
-    `eval_only` fine-tuning is for scoring alone, and training starts from the download, as in FedAvg.
-    The paper gives no number of epochs: its times per round imply about 14 more than FedAvg's one.
+    A client scores the fine-tuned model.
     Source: Zhang et al. 2023 (FedALA), section "Experiments".
     Use it as the simplest personal model, and as the yardstick for the personalised methods.
+
+    Args:
+        finetune_epochs: Epochs of fine-tuning (no paper gives them; FedALA's times imply about 14).
+        finetune_scope: `init` trains from the fine-tuned model and uploads the result; `eval_only` fine-tunes for scoring alone
+            and trains from the download, as FedAvg does.
     """
 
     finetune_epochs: NonNegativeInt = 10
     finetune_scope: Literal["init", "eval_only"] = "init"
+
+    fits_once: ClassVar[bool] = False
 
     def initialise(self, cohort: Cohort, model: Tensor, inbox: Message) -> Tensor:
         if self.finetune_epochs == 0:
@@ -40,7 +45,7 @@ class FedAvgC(PartlyShared):
         return self.descend(cohort, start, inbox, purpose="batches", epochs=None)
 
     def descend(self, cohort: Cohort, start: Tensor, inbox: Message, *, purpose: str, epochs: int | None) -> Tensor:
-        """Local training, the same way in both phases."""
+        """Train locally, in the same way in both phases."""
         return cohort.fit(start, purpose=purpose, epochs=epochs).model
 
 
@@ -52,6 +57,9 @@ class FedProxC(FedAvgC):
     Fine-tuning as in `fedavg_c`; w_t in (mu / 2) ||w - w_t||^2 is the server's model.
     Source: Zhang et al. 2023 (FedALA), section "Experiments".
     Use it as `fedavg_c` where clients have so little data that fine-tuning runs away from the download.
+
+    Args:
+        mu: Strength of the proximal term (FedALA: 0.001).
     """
 
     mu: NonNegative = 0.001

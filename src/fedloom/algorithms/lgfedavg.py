@@ -14,11 +14,14 @@ from fedloom.config.fields import Count
 @algorithms.register("lg_fedavg")
 @dataclass
 class LgFedAvg(PartlyShared):
-    """FedAvg over the `global_blocks` highest blocks of the model; each client keeps its own representation below.
+    """FedAvg over the highest blocks of the model; each client keeps its own representation below.
 
-    Both parts train together. Blocks are those the model declares, else its layers.
+    Both train together.
     Source: Liang et al. 2020 (Think locally, act globally), algorithm 1.
     Use it when clients' inputs differ and labels mean the same everywhere: each client has features of its own.
+
+    Args:
+        global_blocks: Number of blocks that travel; blocks are those that the model declares, else its layers.
     """
 
     global_blocks: Count = 1

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Message, algorithms
+from fedloom.algorithm import Message, Plan, algorithms
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import Count, Finite, NonNegativeInt, Positive, Share
@@ -23,15 +24,22 @@ TINY = 1e-20
 class PartialFed(PartlyShared):
     """PartialFed-Adaptive: a learned strategy picks, layer by layer, the downloaded or the client's own weights.
 
-    A client holds its own model and for each layer two logits a. Per batch the working model takes each layer from the source
-    that a hard Gumbel-softmax of a at temperature tau draws. Batches alternate: `model_batches` of them train the weights that
-    were drawn, where they were drawn from; then `strategy_batches` train a alone, at the learning rate, by the straight-through
-    gradient <dl/dw_layer, downloaded - own> through the softmax. tau = temperature * cooling^(round - 1), at least
-    `coldest`. The model of the likelier sources is uploaded, is the client's own in its next round, and is scored (with the
-    download in its part). The download's logits start at `bias`, the client's own at 0 (ties go to the download). Steps are
-    plain: momentum, weight decay and clipping of local training do not apply.
+    A client has its own model and for each layer two logits a. Per batch the working model takes each layer from the source
+    that a hard Gumbel-softmax of a at temperature tau draws. Batches alternate: `model_batches` train the drawn weights where
+    they were drawn from; then `strategy_batches` train a alone, at the learning rate, by the straight-through gradient
+    <dl/dw_layer, downloaded - own> through the softmax. tau = temperature * cooling^(round - 1), at least `coldest`. The
+    model of the likelier sources (ties go to the download) is uploaded, starts the client's next round, and is scored with
+    the download in its layers. Steps are plain: momentum, weight decay and clipping of local training do not apply.
     Reconstructed from the paper's text. Source: Sun et al. 2021, section 3; FedALA, appendix G.
     Use it in cross-silo federations where nobody knows which layers are better shared and which kept.
+
+    Args:
+        model_batches: Batches of a turn on the weights (FedALA: 8).
+        strategy_batches: Batches of a turn on the logits (FedALA: 2).
+        temperature: tau in round 1 (FedALA: 5).
+        cooling: Factor of tau from round to round (FedALA: 0.965).
+        coldest: Least tau.
+        bias: Start of the download's logits; the client's own start at 0.
     """
 
     model_batches: Count = 8
@@ -41,8 +49,13 @@ class PartialFed(PartlyShared):
     coldest: Positive = 0.05
     bias: Finite = 0.0
 
+    fits_once: ClassVar[bool] = False
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        require_constant_rate("partialfed", plan.training)
+
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
-        require_constant_rate("partialfed", cohort.training)
         step = _StrategyStep(self, cohort)
         state = {
             "global": start.clone(),
@@ -56,9 +69,9 @@ class PartialFed(PartlyShared):
         return model
 
     def _logits(self, cohort: Cohort) -> Tensor:
-        first = cohort.initial.new_zeros(1, len(cohort.layout.layers), 2)
-        first[:, :, 0] = self.bias
-        return cohort.memory.get("partialfed_strategy", first)
+        initial = cohort.initial.new_zeros(1, len(cohort.layout.layers), 2)
+        initial[:, :, 0] = self.bias
+        return cohort.memory.get("partialfed_strategy", initial)
 
     def initialise(self, cohort: Cohort, model: Tensor, inbox: Message) -> Tensor:
         chosen = _favours_global(self._logits(cohort))[:, layer_of(cohort.layout)]
@@ -83,24 +96,24 @@ class _StrategyStep:
         return -torch.log(-torch.log(uniform + TINY) + TINY)
 
     def spread(self, choice: Tensor) -> Tensor:
-        """A choice per layer, `[k, L]`, for every number of a row, `[k, P]`."""
+        """Repeat a choice per layer, `[k, L]`, for every column of a row, `[k, P]`."""
         return choice[:, self.layer]
 
     def __call__(self, state: dict[str, Tensor], batch: Batch) -> Tensor:
-        server_model, own, logits = state["global"], state["local"], state["logits"]
+        server_model, local, logits = state["global"], state["local"], state["logits"]
         noisy = logits + state["noise"][:, batch.step]
         chosen = self.spread(_favours_global(noisy))
-        working = torch.where(chosen, server_model, own)
+        working = torch.where(chosen, server_model, local)
         loss, gradient = self.cohort.gradient(working, batch)
         rate, count = self.cohort.round.learning_rate, self.cohort.layout.trainable
         pattern = self.method.model_batches + self.method.strategy_batches
         if batch.step % pattern < self.method.model_batches:
             working[:, :count].sub_(gradient, alpha=rate)
             torch.where(chosen, working, server_model, out=server_model)
-            torch.where(chosen, own, working, out=own)
+            torch.where(chosen, local, working, out=local)
             return loss
         product = torch.zeros_like(noisy[:, :, 0])
-        product.index_add_(1, self.layer[:count], gradient * (server_model - own)[:, :count])
+        product.index_add_(1, self.layer[:count], gradient * (server_model - local)[:, :count])
         soft = torch.softmax(noisy / self.temperature, 2)
         derivative = soft[:, :, 0] * soft[:, :, 1] * product / self.temperature
         logits.sub_(torch.stack([derivative, -derivative], 2), alpha=rate)
@@ -108,14 +121,14 @@ class _StrategyStep:
 
 
 def _favours_global(logits: Tensor) -> Tensor:
-    """Where the download is at least as likely as the client's own weights, `[k, L]` bool of `[k, L, 2]`."""
+    """Return `[k, L]` bool from `[k, L, 2]`: True where the download is at least as likely as the own weights."""
     return logits[:, :, 0] >= logits[:, :, 1]
 
 
 def layer_of(layout: Layout) -> Tensor:
-    """The number of the layer that each number of a row belongs to, `[P]` int64."""
+    """Return the index of the layer that each column of a row belongs to, `[P]` int64."""
     owner = torch.empty(layout.size, dtype=torch.int64)
     for number, unit in enumerate(layout.units("layer")):
-        for part in unit:
-            owner[part] = number
+        for columns in unit:
+            owner[columns] = number
     return owner

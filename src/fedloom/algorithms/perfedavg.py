@@ -1,9 +1,9 @@
-"""Per-FedAvg: learn a model that one step on a client's own data makes good."""
+"""Per-FedAvg: learn a model that is good after one step on a client's own data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -20,12 +20,18 @@ class PerFedAvg(PartlyShared):
     """Per-FedAvg: clients minimise L_i(w - alpha grad L_i(w)), the loss after one step of their own.
 
     Per step, with batches b1 and b2: w' = w - alpha grad l(w; b1), then a step of size beta along d = grad l(w'; b2)
-    (`variant=first_order`), or along d - alpha (grad l(w + delta d; b3) - grad l(w - delta d; b3)) / (2 delta), which puts the
-    Hessian back without forming it (`variant=hessian_free`). Two (three) batches are drawn at once and an incomplete set is
-    left out; a client with less than one set divides what it has. `alpha` and `beta` are the learning rate where not given;
-    `passes` repeats the local epochs (PFLlib makes 2). A client scores the model after one step of size alpha on one batch.
+    (`first_order`), or along d - alpha (grad l(w + delta d; b3) - grad l(w - delta d; b3)) / (2 delta), which adds the
+    Hessian without forming it (`hessian_free`). Two (three) batches are drawn at once and an incomplete set is left out; a
+    client with less than one set divides its data. A client scores the model after one step of size alpha on one batch.
     Source: Fallah et al. 2020, algorithm 1 and section 5; FedALA, appendix G.
     Use it when clients arrive that never trained and a single step on their data must do.
+
+    Args:
+        alpha: Size of the inner step; none is the learning rate (FedALA).
+        beta: Size of the outer step; none is the learning rate (FedALA).
+        variant: `first_order` or `hessian_free`.
+        delta: Finite difference of `hessian_free`.
+        passes: Factor of the local epochs (PFLlib: 2).
     """
 
     alpha: NonNegative | None = None
@@ -33,6 +39,8 @@ class PerFedAvg(PartlyShared):
     variant: Literal["first_order", "hessian_free"] = "first_order"
     delta: Positive = 1e-3
     passes: Count = 1
+
+    fits_once: ClassVar[bool] = False
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         alpha = self._alpha(cohort)
@@ -52,19 +60,19 @@ class PerFedAvg(PartlyShared):
             learning_rate=self.beta,
         ).model
 
-    def _gradient(self, cohort: Cohort, weights: Tensor, parts: list[Batch], alpha: float) -> tuple[Tensor, Tensor]:
-        """Loss `[k]` after the inner step, and the gradient `[k, T]` that the outer step follows."""
+    def _gradient(self, cohort: Cohort, weights: Tensor, batches: list[Batch], alpha: float) -> tuple[Tensor, Tensor]:
+        """Return the loss `[k]` after the inner step and the gradient `[k, T]` of the outer step."""
         count = cohort.layout.trainable
-        _, gradient = cohort.gradient(weights, parts[0])
+        _, gradient = cohort.gradient(weights, batches[0])
         stepped = weights.clone()
         stepped[:, :count].sub_(gradient, alpha=alpha)
-        loss, direction = cohort.gradient(stepped, parts[1])
+        loss, direction = cohort.gradient(stepped, batches[1])
         weights[:, count:] = stepped[:, count:]  # the statistics that both batches have moved
         if self.variant == "first_order":
             return loss, direction
         direction = direction.clone()
-        change = self._gradient_at(cohort, weights, direction, self.delta, parts[2])
-        change -= self._gradient_at(cohort, weights, direction, -self.delta, parts[2])
+        change = self._gradient_at(cohort, weights, direction, self.delta, batches[2])
+        change -= self._gradient_at(cohort, weights, direction, -self.delta, batches[2])
         return loss, direction.sub_(change, alpha=alpha / (2 * self.delta))
 
     @staticmethod
@@ -82,9 +90,9 @@ class PerFedAvg(PartlyShared):
 
 
 def divided(batch: Batch, count: int, needs_pairs: bool) -> list[Batch]:
-    """A batch of `[k, b, ...]` in `count` equal parts, in order; with too few samples for that, each part is all of it."""
+    """Divide a batch of `[k, b, ...]` into `count` equal ones, in order; with too few samples, return it `count` times."""
     size = batch.labels.shape[1] // count
     if size < (2 if needs_pairs else 1):
         return [batch] * count
-    cuts = [slice(part * size, (part + 1) * size) for part in range(count)]
+    cuts = [slice(index * size, (index + 1) * size) for index in range(count)]
     return [batch._replace(inputs=batch.inputs[:, cut], labels=batch.labels[:, cut]) for cut in cuts]

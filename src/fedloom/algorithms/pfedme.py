@@ -1,4 +1,4 @@
-"""pFedMe: personal models held to a local model by a Moreau envelope."""
+"""pFedMe: personal models kept near a local model by a Moreau envelope."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Message, algorithms
+from fedloom.algorithm import AggregatedReplies, Message, Plan, algorithms
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import Count, NonNegative, Positive
@@ -25,11 +25,17 @@ class PFedMe(PartlyShared):
 
     Both start from the download. Per batch, `inner_steps` times theta <- theta - personal_rate (grad l(theta; b) +
     lambda (theta - w)), then w <- w - eta lambda (w - theta), with eta the learning rate of the round. w travels, theta is
-    scored. Server: w <- (1 - beta) w + beta * mean of the clients' w, by samples. `inner_weight_decay` (PFLlib: 0.001) pulls
-    theta towards 0 in the inner steps. Steps are plain: momentum, weight decay and clipping of local training do not apply.
-    w moves towards theta by the share lambda eta: beyond 1 it overshoots, which is warned of, and from 2 on it diverges,
-    which is refused. Source: T Dinh et al. 2020, algorithm 1; FedALA, appendix G.
+    scored. Server: w <- (1 - beta) w + beta * mean of the clients' w, by samples. Steps are plain: momentum, weight decay
+    and clipping of local training do not apply. lambda eta above 1 overshoots, with a warning; from 2 on w diverges, which
+    is refused. Source: T Dinh et al. 2020, algorithm 1; FedALA, appendix G.
     Use it when personal models should stay near a global one and clients can afford several gradients a batch.
+
+    Args:
+        regularisation: lambda (FedALA: 15).
+        personal_rate: Learning rate of theta (FedALA: 0.01).
+        inner_steps: Steps of theta for each batch (FedALA: 5).
+        beta: Share of the clients' mean in the server's model (FedALA: 1).
+        inner_weight_decay: Weight decay of theta (PFLlib: 0.001).
     """
 
     regularisation: NonNegative = 15.0
@@ -39,15 +45,20 @@ class PFedMe(PartlyShared):
     inner_weight_decay: NonNegative = 0.0
 
     own_model: ClassVar[str] = "pfedme_personal"
+    fits_once: ClassVar[bool] = False
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        require_constant_rate("pfedme", plan.training)
+        self._require_convergence(plan.training.rate(1, 1))
 
     def update(self, round: Round, aggregate: AggregatedReplies) -> None:
-        before = self.state["model"]
+        previous = self.state["model"]
         super().update(round, aggregate)
         if self.beta != 1:
-            self.state["model"] = before.lerp(self.state["model"], self.beta)
+            self.state["model"] = previous.lerp(self.state["model"], self.beta)
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
-        require_constant_rate("pfedme", cohort.training)
         share = self._share(cohort.round.learning_rate)
         count = cohort.layout.trainable
 
@@ -70,16 +81,21 @@ class PFedMe(PartlyShared):
         return state["local"]
 
     def _share(self, rate: float) -> float:
-        share = self.regularisation * rate
-        if share >= 2:
-            raise InvalidValue(
-                f"pfedme: regularisation {self.regularisation:g} times learning rate {rate:g} is {share:g}: "
-                "from 2 on the local model diverges"
-            )
+        share = self._require_convergence(rate)
         if share > 1:
             warnings.warn(
                 f"pfedme: regularisation times learning rate is {share:g}: above 1 the local model overshoots the "
                 "personal one in every step",
                 stacklevel=2,
+            )
+        return share
+
+    def _require_convergence(self, rate: float) -> float:
+        """Return lambda eta. Raise `InvalidValue` where the local model diverges."""
+        share = self.regularisation * rate
+        if share >= 2:
+            raise InvalidValue(
+                f"pfedme: regularisation {self.regularisation:g} times learning rate {rate:g} is {share:g}: "
+                "from 2 on the local model diverges"
             )
         return share

@@ -1,4 +1,4 @@
-"""Differential privacy of whole clients: noise on what the server releases (`private`), or on every upload (`local_private`)."""
+"""Differential privacy of whole clients: noise on the server's releases (`private`) or on uploads (`local_private`)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from fedloom.algorithm import (
     AggregatedReplies,
     Algorithm,
+    Exchange,
     Message,
     Plan,
     Replies,
@@ -25,6 +26,7 @@ from fedloom.algorithm import (
     describe,
     name_of,
     require_one_model,
+    source_of,
     uniform,
 )
 from fedloom.algorithms.accounting import epsilon, noise_for
@@ -40,13 +42,17 @@ OpenShare = Annotated[float, Field(gt=0, lt=1)]
 
 @dataclass
 class Accounted(Wrapper):
-    """The base of wrappers whose releases cost privacy: `clip` C bounds the length of an update, and the noise has standard
-    deviation `noise` C in every number.
+    """Base of wrappers whose releases cost privacy.
 
-    Each is (epsilon, `delta`)-private; epsilon grows with the releases and is in every round's figures. `target_epsilon` with
-    `noise` is a limit: the run ends before the round that would exceed it. Without, the noise is chosen before round 1, so that
-    all rounds together cost no more. What has been spent is in the checkpoints. With `clip=none, noise=0` nothing is protected,
-    and the inner method runs as it is.
+    Each release is (epsilon, `delta`)-private; epsilon grows with the releases, and every round records it. Checkpoints store
+    it and, over real sites, a ledger beside them (`fedloom.state.released`).
+
+    Args:
+        clip: C, the largest length of an update; `clip=none, noise=0` protects nothing and runs the inner method unchanged.
+        noise: Standard deviation of the noise in units of C; none chooses it before round 1 for `target_epsilon` after all
+            rounds.
+        delta: Probability of a larger loss, well below 1 over the number of clients.
+        target_epsilon: Largest epsilon; with `noise` the run ends before the round that would exceed it.
     """
 
     clip: Positive | None = 1.0
@@ -65,15 +71,15 @@ class Accounted(Wrapper):
             raise InvalidValue(
                 f"{name_of(self)}: without a clip no noise hides a client: only noise=0 goes with clip=none"
             )
-        for part in self.method.nested():
-            if isinstance(part, Compressed):
-                raise InvalidValue(f"{name_of(self)}: put {name_of(part)} around {name_of(self)}")
-            if isinstance(part, Accounted):
-                raise InvalidValue(f"{name_of(self)}: {name_of(part)} counts an epsilon of its own: take one of them")
+        for inner in self.method.nested():
+            if isinstance(inner, Compressed):
+                raise InvalidValue(f"{name_of(self)}: put {name_of(inner)} around {name_of(self)}")
+            if isinstance(inner, Accounted):
+                raise InvalidValue(f"{name_of(self)}: {name_of(inner)} counts an epsilon of its own: take one of them")
 
     @property
     def protects(self) -> bool:
-        """Whether there is anything to hide and to count."""
+        """True if updates are clipped and counted."""
         return self.clip is not None
 
     @property
@@ -85,19 +91,19 @@ class Accounted(Wrapper):
         return (self.protects and self.plan.remote) or super().releases_once
 
     def bound(self) -> float:
-        """The length of the longest update."""
+        """Return the length of the longest update."""
         return math.inf if self.clip is None else self.clip
 
     @abstractmethod
-    def cost(self, more: int = 0) -> float:
-        """Epsilon so far, or after so many `more` releases."""
+    def cost(self, extra: int = 0) -> float:
+        """Return epsilon so far, or after `extra` more releases."""
 
     @abstractmethod
     def solve(self, target: float, rounds: int) -> float:
-        """The noise with which so many rounds cost `target`."""
+        """Return the noise with which `rounds` rounds cost `target`."""
 
     def noise_multiplier(self) -> float:
-        """The noise in units of the clip."""
+        """Return the noise in units of the clip."""
         if self.noise is not None:
             return self.noise
         assert self.target_epsilon is not None  # else `__post_init__` raises
@@ -110,10 +116,10 @@ class Accounted(Wrapper):
         self.state["releases"] = torch.zeros(1, dtype=torch.int64)
         if not self.protects:
             return
-        more = sorted(self.method.expects(plan.opening()).keys() - {"model"})
-        if more:
+        extra = sorted(self.method.expects(plan.opening()).keys() - {"model"})
+        if extra:
             raise InvalidValue(
-                f"{name_of(self)}: clients of {describe(self.method)} upload {more[0]!r} beside the model, which would leak"
+                f"{name_of(self)}: clients of {describe(self.method)} upload {extra[0]!r} beside the model, which would leak"
             )
         require_one_model(name_of(self), self.method, plan.opening())
         if plan.layout.integers:
@@ -123,15 +129,18 @@ class Accounted(Wrapper):
 
     @property
     def spent(self) -> bool:
+        # Over real sites a round that is repeated costs again, so that the chosen noise may not last for all rounds.
+        limited = self.noise is not None or self.plan.remote
         return (
-            self.protects
-            and self.target_epsilon is not None
-            and self.noise is not None
-            and self.cost(more=1) > self.target_epsilon
+            self.protects and limited and self.target_epsilon is not None and self.cost(extra=1) > self.target_epsilon
         )
 
+    def counted(self, selection: Selection) -> tuple[int, ...] | None:
+        """Return the clients whom a round costs a release each; None if it is one release for all."""
+        return None
+
     def account(self) -> dict[str, float]:
-        return {"epsilon": self.cost()} if self.protects else {}
+        return super().account() | ({"epsilon": self.cost()} if self.protects else {})
 
 
 @algorithms.register("private")
@@ -144,20 +153,23 @@ class Private(Accounted):
 
         w + (sum_k u_k min(1, C / |u_k|) + z C n) / (q N),    n standard normal
 
-    so that nobody who sees the models can tell whether a client took part. All clients count alike, whatever their samples.
-    Each must take part by itself with probability q, as `participation_mode = "poisson"` draws them, or all in every round;
-    a round to which nobody came adds noise too. `delta` should be well below 1 / N. With `target_epsilon` alone the noise is
-    chosen so that all rounds together cost that much; with `noise` too, the run ends when it is spent.
-
-    `quantile` g lets C follow the lengths of the updates: with b_k = 1 where |u_k| <= C, else 0, after each round
-    C <- C exp(-`clip_learning_rate` (b - g)), where b = 1/2 + (sum_k (b_k - 1/2) + s n) / (q N), s = q N / 20. The noise of the
-    sum is raised to (z^-2 - (2 s)^-2)^(-1/2), so that both together cost what z says.
+    so that the models do not reveal whether a client took part. All clients count alike, whatever their samples. Each must
+    take part independently with probability q, as `participation_mode = "poisson"` draws them, or all in every round; a round
+    without replies adds noise too.
 
     Noise comes from the run's streams in a simulation, and from the system's cryptographic generator over real sites. The
-    server sees updates without noise, and is trusted. Losses and accuracies that it records are not private.
+    server sees updates without noise, and is trusted. Losses and accuracies that it records are not private, and neither are
+    the participants of each round: publishing them gives up the amplification by sampling, and epsilon is then that of
+    participation 1.
     Source: McMahan et al. 2018, "Learning differentially private recurrent language models", algorithm 1; Andrew et al. 2021,
     "Differentially private learning with adaptive clipping", algorithm 1.
     Use it when the model is given to others, and hundreds of clients can take part in a round.
+
+    Args:
+        quantile: g, the share of updates that C should not clip: with b_k = 1 where |u_k| <= C, else 0, each round ends with
+            C <- C exp(-`clip_learning_rate` (b - g)), b = 1/2 + (sum_k (b_k - 1/2) + s n) / (q N), s = q N / 20. The noise of
+            the sum is raised to (z^-2 - (2 s)^-2)^(-1/2), so that both together cost as much as z. None keeps C.
+        clip_learning_rate: Step size of C (Andrew et al.: 0.2).
     """
 
     quantile: OpenShare | None = None
@@ -165,12 +177,14 @@ class Private(Accounted):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for part in self.method.nested():
-            if isinstance(part, LayerExchange) and self.protects:
-                raise InvalidValue(f"private: in {describe(part)} an upload holds layers of several clients, unclipped")
-            if not part.averages and self.protects:
+        for inner in self.method.nested():
+            if isinstance(inner, LayerExchange) and self.protects:
                 raise InvalidValue(
-                    f"private: {describe(part)} passes on what single clients sent, so no noise on a sum hides them: "
+                    f"private: in {describe(inner)} an upload holds layers of several clients, unclipped"
+                )
+            if not inner.averages and self.protects:
+                raise InvalidValue(
+                    f"private: {describe(inner)} passes on what single clients sent, so no noise on a sum hides them: "
                     f"local_private({describe(self.method)}) has each client add its own"
                 )
 
@@ -183,14 +197,22 @@ class Private(Accounted):
         super().setup(plan)
         if self.quantile is not None:
             self.state["clip"] = torch.tensor([super().bound()], dtype=torch.float64)
+        if not self.protects:
+            return
+        if (inner := source_of(self.method, "one_model_each")) is not None:
+            raise InvalidValue(
+                f"private: {describe(inner)} sends every client a model of its own, by its place in the round, so that one "
+                f"client less changes what others are sent: local_private({describe(self.method)}) has each client add noise"
+            )
+        self.select(plan.opening())
 
     @property
     def share(self) -> float:
-        """q, the chance that a client takes part in a round."""
+        """q, the probability that a client takes part in a round."""
         return self.plan.participants / self.plan.clients
 
-    def cost(self, more: int = 0) -> float:
-        return epsilon(self.noise_multiplier(), self.share, int(self.state["releases"]) + more, self.delta)
+    def cost(self, extra: int = 0) -> float:
+        return epsilon(self.noise_multiplier(), self.share, int(self.state["releases"]) + extra, self.delta)
 
     def solve(self, target: float, rounds: int) -> float:
         return noise_for(target, self.share, rounds, self.delta)
@@ -206,8 +228,16 @@ class Private(Accounted):
             )
         if selection.clients != uniform(round) or selection.weights is not None:
             raise InvalidValue(f"private: {describe(self.method)} chooses its clients itself, which epsilon leaves out")
-        self.cost(more=1)  # where the noise is to be chosen or the library is missing, that shows before anybody trains
+        self.cost(extra=1)  # chooses the noise and needs the library: an error shows before training
         return selection
+
+    @property
+    def needs_every_reply(self) -> bool:
+        return self.protects or super().needs_every_reply
+
+    @property
+    def updates_without_replies(self) -> bool:
+        return self.protects or super().updates_without_replies
 
     @property
     def folds(self) -> bool:
@@ -217,7 +247,7 @@ class Private(Accounted):
         if not self.protects:
             return super().fold(round, replies)
         clip = self.bound()
-        updates, lengths = clipped(replies["model"] - self.method.send(round)["model"][0], clip)
+        updates, lengths = clipped(replies["model"] - replies.sent("model"), clip)
         below = (lengths <= clip).double().sum(0, keepdim=True) - len(replies) / 2
         return AggregatedReplies({}, {"update": updates.double().sum(0), "below": below}, len(replies), len(replies))
 
@@ -225,36 +255,35 @@ class Private(Accounted):
         if not self.protects:
             super().update(round, aggregate)
             return
-        sent, expected, clip = self.method.send(round)["model"][0], round.participants, self.bound()
-        multiplier, total = self.noise_multiplier(), aggregate.total["update"]
+        sent, expected, clip = aggregate.sent("model")[0], round.participants, self.bound()
+        nothing = torch.zeros_like(sent, dtype=torch.float64)  # for a round without replies
+        multiplier, total = self.noise_multiplier(), aggregate.total.get("update", nothing)
         if self.quantile is not None:
             spread = expected / 20
             if multiplier >= 2 * spread:
                 raise InvalidValue(
                     f"private: quantile needs more than {10 * multiplier:g} clients in a round, not {expected}"
                 )
-            below = aggregate.total["below"] + spread * self._normal(round, "clip", aggregate.total["below"])
+            below = aggregate.total.get("below", nothing[:1])
+            below = below + spread * self._normal(round, "clip", below)
             multiplier = (multiplier**-2 - (2 * spread) ** -2) ** -0.5 if multiplier else 0.0
             factor = math.exp(-self.clip_learning_rate * (0.5 + float(below) / expected - self.quantile))
             self.state["clip"] = self.state["clip"] * factor
         total = total + multiplier * clip * self._normal(round, "noise", total)
         mean = sent + (total / expected).to(sent)
-        each = torch.arange(expected)
+        slots = torch.arange(expected)
         rows = mean.expand(expected, *mean.shape)
         self.state["releases"] = torch.full((1,), round.number, dtype=torch.int64)
-        self.method.receive(round, Replies({"model": rows}, each, each, torch.ones(expected, dtype=torch.int64)))
+        assert aggregate.exchange is not None, "`receive` and the federation give it"
+        exchange = aggregate.exchange.within().among(tuple(range(expected)))
+        counts = torch.ones(expected, dtype=torch.int64)
+        self.method.receive(round, Replies({"model": rows}, slots, slots, counts, exchange))
 
     def receive(self, round: Round, replies: Replies) -> None:
         if self.protects:
             Algorithm.receive(self, round, replies)
         else:
             super().receive(round, replies)
-
-    def finish(self, round: Round) -> None:
-        if self.protects and int(self.state["releases"]) < round.number:  # nobody came
-            nothing = torch.zeros_like(self.method.send(round)["model"][0], dtype=torch.float64)
-            self.update(round, AggregatedReplies({}, {"update": nothing, "below": nothing[:1]}, 0, 0))
-        super().finish(round)
 
     def bound(self) -> float:
         return super().bound() if self.quantile is None else float(self.state["clip"])
@@ -269,59 +298,51 @@ class Private(Accounted):
 
 @dataclass
 class AccountedByClient(Accounted):
-    """The base of those whose noise the clients add. What holds for each upload holds for whatever becomes of it, so they go
-    around any method whose clients return an update of the one model that they are sent, FedMR too."""
+    """Base of wrappers whose clients add the noise.
+
+    They go around any method whose clients return an update of the one model that they are sent, FedMR too: each upload is
+    private, whatever becomes of it.
+    """
 
     def require_inside(self, outer: Algorithm) -> None:
         if self.protects and not isinstance(outer, Compressed | Accounted) and type(outer).train is not Wrapper.train:
-            own, name = name_of(self), name_of(outer)
-            raise InvalidValue(f"{own}: {name} works on the clients too: put {own} around {name}")
+            wrapper, name = name_of(self), name_of(outer)
+            raise InvalidValue(f"{wrapper}: {name} works on the clients too: put {wrapper} around {name}")
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         self.state["releases"] = torch.zeros(plan.clients, dtype=torch.int64)
 
-    @property
-    def anonymous_replies(self) -> bool:
-        return self.method.anonymous_replies
-
-    @property
-    def averages(self) -> bool:  # type: ignore[override]
-        return all(part.averages for part in self.method.nested())
+    @abstractmethod
+    def epsilons(self) -> list[float]:
+        """Return epsilon of each client so far. `cost` is the largest, at less expense."""
 
     def select(self, round: Round) -> Selection:
         if self.protects:
-            self.cost(more=1)
+            self.cost(extra=1)
         return self.method.select(round)
 
-    @abstractmethod
-    def epsilons(self) -> list[float]:
-        """Epsilon of each client so far. `cost` is the largest, which it finds without going over all clients."""
+    def counted(self, selection: Selection) -> tuple[int, ...]:
+        return selection.clients
 
-    def trained(self, round: Round) -> tuple[int, ...]:
-        """The clients whose work in the round is counted."""
-        return round.selected
-
-    def finish(self, round: Round) -> None:
-        super().finish(round)
+    def finish(self, round: Round, exchange: Exchange) -> None:
+        super().finish(round, exchange)
         counts = self.state["releases"].clone()
-        counts[list(self.trained(round))] += 1
+        counts[list(self.counted(exchange.selection))] += 1
         self.state["releases"] = counts
 
 
 @algorithms.register("local_private")
 @dataclass
 class LocalPrivate(AccountedByClient):
-    """Local differential privacy: every client clips its update and adds noise before it uploads, so that nobody is trusted.
+    """Local differential privacy: every client clips its update and adds noise before the upload, so no server need be trusted.
 
     With u the update, C = `clip` and z = `noise`, a client uploads w + u min(1, C / |u|) + z C n, n standard normal, and no
-    figures of its training. One upload is private for any two data sets that the client might have: their updates differ by at
-    most 2 C, so that it costs what noise z / 2 does. `epsilon` is that of the client that was selected most often, all its
-    uploads together.
+    figures of its training. One upload is private for any two data sets of a client: their updates differ by at most 2 C, so
+    that it costs as much as noise z / 2. `epsilon` is that of the client that was selected most often, over all its uploads.
 
-    It goes around any method whose clients return an update of the one model that they are sent, FedMR too: what holds for each
-    upload holds for whatever becomes of it. The same z costs far more accuracy than in `private`: the mean of K models keeps
-    noise z C / K^(1/2) where `private` adds z C / K.
+    It goes around any method whose clients return an update of the one model that they are sent, FedMR too. The same z costs
+    far more accuracy than in `private`: the mean of K models keeps noise z C / K^(1/2) where `private` adds z C / K.
     Source: Kasiviswanathan et al. 2011 (local privacy); Dwork and Roth 2014, appendix A (Gaussian mechanism).
     Use it when the server is not trusted, or when single models are passed on; expect to need very many clients.
     """
@@ -329,8 +350,8 @@ class LocalPrivate(AccountedByClient):
     def epsilons(self) -> list[float]:
         return [self._epsilon(count) for count in self.state["releases"].tolist()]
 
-    def cost(self, more: int = 0) -> float:
-        return self._epsilon(int(self.state["releases"].max()) + more)
+    def cost(self, extra: int = 0) -> float:
+        return self._epsilon(int(self.state["releases"].max()) + extra)
 
     def _epsilon(self, releases: int) -> float:
         return epsilon(self.noise_multiplier() / 2, 1.0, releases, self.delta)
@@ -352,29 +373,34 @@ class LocalPrivate(AccountedByClient):
 
 
 def clipped(updates: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """Each row u of `updates [k, m]` as u min(1, `clip` / |u|), and the lengths |u| `[k]`. A length beyond the floats counts as
-    infinite, and its row as zero."""
-    shares, lengths = kept_shares(updates, clip)
-    return (updates.double() * shares.unsqueeze(1)).to(updates), lengths
+    """Return each row u of `updates [k, m]` as u min(1, `clip` / |u|), and the lengths |u| `[k]`.
+
+    A row that is not finite counts as zero: refusing it would reveal something of the client's data.
+    """
+    shares, lengths = clip_factors(updates, clip)
+    scaled = updates.double() * shares.unsqueeze(1)
+    return torch.where(lengths.isfinite().unsqueeze(1), scaled, 0).to(updates), lengths
 
 
-def kept_shares(updates: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """min(1, `clip` / |u|) and |u| of each row u of `updates [k, m]`, `[k]` float64."""
+def clip_factors(updates: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """Return min(1, `clip` / |u|) and |u| of each row u of `updates [k, m]`, `[k]` float64."""
     lengths = torch.linalg.vector_norm(updates, dim=1, dtype=torch.float64)
     return (clip / lengths.clamp_min(torch.finfo(torch.float64).tiny)).clamp_max(1), lengths
 
 
 def normal(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Standard normal float64 numbers in the shape of `like` and on its device: from `generator`, or, where there is none, from
-    the system's cryptographic generator by the method of Box and Muller."""
+    """Return standard normal float64 numbers in the shape of `like` and on its device.
+
+    From `generator` or, without one, from the system's cryptographic generator by the method of Box and Muller.
+    """
     if generator is not None:
         return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.device)
     count = like.numel()
-    first, second = 1 - secret_uniforms(2 * count).reshape(2, count)  # in (0, 1]
-    numbers = np.sqrt(-2 * np.log(first)) * np.cos(2 * np.pi * second)
+    radius, angle = 1 - secret_uniforms(2 * count).reshape(2, count)  # in (0, 1]
+    numbers = np.sqrt(-2 * np.log(radius)) * np.cos(2 * np.pi * angle)
     return torch.from_numpy(numbers).reshape(like.shape).to(like.device)
 
 
 def secret_uniforms(count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """So many numbers in [0, 1) from the system's cryptographic generator."""
+    """Return `count` numbers in [0, 1) from the system's cryptographic generator."""
     return (np.frombuffer(secrets.token_bytes(8 * count), np.uint64) >> np.uint64(11)) / 2.0**53

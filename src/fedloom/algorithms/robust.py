@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithm import Plan, Replies, Wrapper, algorithms, describe
+from fedloom.algorithm import Plan, Replies, Wrapper, algorithms, describe, source_of
 from fedloom.config.fields import Count, Positive
 from fedloom.errors import InvalidValue
 from fedloom.flat.population import squared_distances
@@ -20,23 +20,26 @@ from fedloom.round import Round
 @algorithms.register("robust")
 @dataclass
 class Robust(Wrapper):
-    """Robust aggregation around any method that averages: what clients sent is replaced by an estimate of its mean.
+    """Robust aggregation around any method that averages: an estimate of the mean replaces what clients sent.
 
-    Of K models x_1 to x_K at most f = ceil(`malicious` K) are taken to be malicious. The `rule` is `median`, the median of
-    each coordinate; `trimmed_mean`, of each coordinate the mean without the f largest and the f smallest values; `krum`, the
-    model nearest to others, argmin_k of the sum of its K - f - 2 smallest |x_k - x_j|^2; `multi_krum`, the mean of the K - f
-    models with the lowest such sums; or `clipping`, c + mean_k (x_k - c) min(1, r / |x_k - c|) around the model c that was sent,
-    so that no update counts as longer than r = `radius`, by default the median length of the round's updates. With `steps` > 1
-    clipping is repeated around the estimate so far (centred clipping).
-
-    What a method's clients send beside the model (SCAFFOLD's variate) is estimated by the same rule, by Krum from the same
-    clients. The inner method receives the estimate in place of every reply. All clients count alike, whatever numbers of samples
-    they claim; where honest clients differ much, what is unusual is lost with what is malicious. Methods that need the single
-    replies (FedMR, FedGen, those with a model for each client) are refused. The median and the trimmed mean do not depend on
-    whose layer is whose, so `secure(robust(fedavg, rule=median))` works.
+    Of K models x_1 to x_K at most f = ceil(`malicious` K) are taken to be malicious. What a method's clients send beside the
+    model (SCAFFOLD's variate) is estimated by the same rule, by Krum from the same clients. The inner method receives the
+    estimate in place of every reply. All clients count alike, whatever numbers of samples they claim; where honest clients
+    differ much, unusual updates are lost with malicious ones. Methods that need the single replies (FedMR, FedGen, those with
+    a model for each client) are refused. The median and the trimmed mean do not depend on whose layer is whose, so
+    `secure(robust(fedavg, rule=median))` works.
     Source: Yin et al. 2018 (median, trimmed mean); Blanchard et al. 2017 (Krum); Sun et al. 2019 (norm clipping); Karimireddy et
     al. 2021, equation 3 (centred clipping).
     Use it over real sites that may be faulty or hostile.
+
+    Args:
+        rule: `median` of each coordinate; `trimmed_mean`, of each coordinate the mean without the f largest and the f smallest
+            values; `krum`, the model nearest to others, argmin_k of the sum of its K - f - 2 smallest |x_k - x_j|^2;
+            `multi_krum`, the mean of the K - f models with the lowest such sums; `clipping`,
+            c + mean_k (x_k - c) min(1, r / |x_k - c|) around the model c that was sent.
+        malicious: Largest share of malicious clients.
+        radius: r of clipping; none is the median length of the round's updates.
+        steps: Repetitions of clipping around the estimate so far (centred clipping).
     """
 
     rule: Literal["median", "trimmed_mean", "krum", "multi_krum", "clipping"] = "trimmed_mean"
@@ -46,12 +49,11 @@ class Robust(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for part in self.method.nested():
-            if not part.averages:
-                hint = f": put {type(part).__name__.lower()} around robust" if part.inner() else ""
-                raise InvalidValue(
-                    f"robust: {describe(part)} needs the single replies, not an estimate of their mean{hint}"
-                )
+        if (inner := source_of(self.method, "averages")) is not None:
+            hint = f": put {type(inner).__name__.lower()} around robust" if inner.inner() else ""
+            raise InvalidValue(
+                f"robust: {describe(inner)} needs the single replies, not an estimate of their mean{hint}"
+            )
         if self.rule != "clipping" and (self.radius is not None or self.steps != 1):
             raise InvalidValue(f"robust: radius and steps belong to rule=clipping, not to {self.rule}")
 
@@ -61,47 +63,66 @@ class Robust(Wrapper):
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        malicious = self.expected_malicious(plan.participants)
-        least = 2 * malicious + (3 if "krum" in self.rule else 1)
-        if plan.participants < least:
+        self.state["left_out"] = torch.zeros(1, dtype=torch.int64)
+        awaited = plan.participants if plan.awaited is None else plan.awaited
+        if awaited < self.least(awaited):
             raise InvalidValue(
-                f"robust: rule={self.rule} against {malicious} malicious clients needs at least {least} in a round, "
-                f"not {plan.participants}: select more, or lower malicious"
+                f"robust: rule={self.rule} against {self.expected_malicious(awaited)} malicious clients needs at least "
+                f"{self.least(awaited)} replies in a round, not {awaited}: select more, or lower malicious"
             )
 
     def expected_malicious(self, count: int) -> int:
-        """How many of `count` replies are taken to be malicious."""
+        """Return the number of replies out of `count` that are taken to be malicious."""
         return math.ceil(self.malicious * count - 1e-9)
 
+    def least(self, count: int) -> int:
+        """Return the least number of replies that outvotes the malicious ones among `count`."""
+        return 2 * self.expected_malicious(count) + (3 if "krum" in self.rule else 1)
+
     def receive(self, round: Round, replies: Replies) -> None:
-        sent, models = self.method.send(round)["model"][0], replies["model"]
-        chosen = self._chosen(models) if "krum" in self.rule else None
-        tensors = {}
-        for name, rows in replies.tensors.items():
+        if len(replies) < self.least(len(replies)):
+            self.state["left_out"] = self.state["left_out"] + 1
+            return
+        models, sent = replies["model"], replies.sent("model")
+        center = sent.mean(0)
+        if len(sent) > 1:  # updates are measured from what each client was sent
+            models = models - sent + center
+        count, malicious = len(models), self.expected_malicious(len(models))
+        chosen = (
+            krum(models, malicious, 1 if self.rule == "krum" else count - malicious) if "krum" in self.rule else None
+        )
+        matrices = {}
+        for name, matrix in replies.matrices.items():
+            rows = models if name == "model" else replies[name]
             flat = rows.reshape(len(rows), -1).to(models.dtype)
-            # What is sent beside the model is differences or counts.
-            center = sent.to(flat) if name == "model" else torch.zeros_like(flat[0])
-            estimate = self.estimate(flat, center) if chosen is None else flat[chosen].mean(0)
-            tensors[name] = estimate.to(rows.dtype).reshape(rows.shape[1:]).expand(rows.shape)
-        self.method.receive(round, replace(replies, tensors=tensors))
+            # Tensors beside the model are differences or counts.
+            origin = center.to(flat) if name == "model" else torch.zeros_like(flat[0])
+            estimate = self.estimate(flat, origin) if chosen is None else flat[chosen].mean(0)
+            matrices[name] = estimate.to(rows.dtype).reshape(rows.shape[1:]).expand(matrix.shape)
+        super().receive(round, replace(replies, matrices=matrices))
+
+    def merge_integers(self, rows: Tensor, current: Tensor) -> Tensor:
+        """Return the median of the clients' counters, which a minority cannot move beyond those of honest clients; the `current`
+        buffers where too few replied to outvote it.
+        """
+        enough = len(rows) >= self.least(len(rows))
+        return torch.maximum(current, rows.sort(0).values[(len(rows) - 1) // 2]) if enough else current
+
+    def diagnose(self) -> dict[str, float]:
+        left_out = float(self.state["left_out"])
+        return super().diagnose() | ({"rounds_left_out": left_out} if left_out else {})
 
     def estimate(self, rows: Tensor, center: Tensor) -> Tensor:
-        """The estimate `[P]` of the mean of `rows [K, P]`, coordinate by coordinate or by clipping around `center`."""
+        """Return an estimate `[P]` of the mean of `rows [K, P]`, by coordinate or by clipping around `center`."""
         if self.rule == "median":
             return coordinate_median(rows)
         if self.rule == "trimmed_mean":
-            return trimmed_mean(rows, min(self.expected_malicious(len(rows)), (len(rows) - 1) // 2))
+            return trimmed_mean(rows, self.expected_malicious(len(rows)))
         return centered_clipping(rows, center, self.radius, self.steps)
-
-    def _chosen(self, models: Tensor) -> Tensor:
-        """The clients that Krum takes. When clients drop out, fewer of them are taken to be malicious."""
-        count = len(models)
-        malicious = min(self.expected_malicious(count), max(0, (count - 3) // 2))
-        return krum(models, malicious, 1 if self.rule == "krum" else count - malicious)
 
 
 def coordinate_median(rows: Tensor) -> Tensor:
-    """median_k x_k[i] for every coordinate i; of an even number, the mean of the two in the middle.
+    """Return median_k x_k[i] for every coordinate i; for an even number, the mean of the two in the middle.
 
     Source: Yin et al. 2018, "Byzantine-robust distributed learning", definition 1.
     """
@@ -109,7 +130,7 @@ def coordinate_median(rows: Tensor) -> Tensor:
 
 
 def trimmed_mean(rows: Tensor, trimmed: int) -> Tensor:
-    """For every coordinate, the mean of the values that remain without the `trimmed` largest and the `trimmed` smallest.
+    """Return the mean of every coordinate without its `trimmed` largest and `trimmed` smallest values.
 
     Source: Yin et al. 2018, definition 2.
     """
@@ -117,9 +138,9 @@ def trimmed_mean(rows: Tensor, trimmed: int) -> Tensor:
 
 
 def krum(rows: Tensor, malicious: int, chosen: int = 1) -> Tensor:
-    """The `chosen` rows with the lowest scores: the sum of a row's K - f - 2 smallest squared distances to others, f malicious.
+    """Return the indices of the `chosen` rows with the lowest scores, the sums of their K - f - 2 smallest squared distances.
 
-    Source: Blanchard et al. 2017, "Machine learning with adversaries"; with several chosen, multi-Krum.
+    f is `malicious`. Source: Blanchard et al. 2017, "Machine learning with adversaries"; with several chosen, multi-Krum.
     """
     distances = squared_distances(rows).double().fill_diagonal_(torch.inf)
     nearest = distances.sort(1).values[:, : max(1, len(rows) - malicious - 2)]
@@ -127,7 +148,7 @@ def krum(rows: Tensor, malicious: int, chosen: int = 1) -> Tensor:
 
 
 def centered_clipping(rows: Tensor, center: Tensor, radius: float | None = None, steps: int = 1) -> Tensor:
-    """`steps` times c <- c + mean_k (x_k - c) min(1, r / |x_k - c|); without a `radius` r is the median of |x_k - c|.
+    """Return c after `steps` times c <- c + mean_k (x_k - c) min(1, r / |x_k - c|); r is `radius` or the median of |x_k - c|.
 
     Source: Karimireddy et al. 2021, "Learning from history for Byzantine robust optimization", equation 3; one step is the norm
     clipping of Sun et al. 2019, "Can you really backdoor federated learning?".

@@ -26,17 +26,20 @@ from fedloom.round import Round
 @algorithms.register("scaffold")
 @dataclass
 class Scaffold(Algorithm):
-    """SCAFFOLD: local steps follow g - c_i + c, with control variates c_i of the client and c of the server.
+    """SCAFFOLD: local steps follow g - c_i + c, with control variates c_i of the client and c of the server, both `[T]`.
 
     After tau steps from w_t to w_i: option 2 takes c_i+ = c_i - c + (w_t - w_i) / (tau eta), option 1 the gradient of the
     client's whole loss at w_t. Server, uniform over the round: w <- w_t + eta_g mean_i (w_i - w_t),
-    c <- c + (1/N) sum_i (c_i+ - c_i). Variates are over the trainable parameters; statistics are averaged.
-
-    `server_learning_rate` is eta_g. `momentum_aware` takes eta / (1 - momentum) for eta, since with momentum each step
-    carries that much further; false is the paper's letter. `size_scaled` weighs clients by a_i = n_i / mean n as FedDC's
-    code does: clients see c / a_i, the server adds a_i (c_i+ - c_i) / N. `divisor="base"` takes the first round's eta.
-    Source: Karimireddy et al. 2020, algorithm 1.
+    c <- c + (1/N) sum_i (c_i+ - c_i). Statistics are averaged. Source: Karimireddy et al. 2020, algorithm 1.
     Use it when clients take many local steps on skewed data, take part often, and traffic may double.
+
+    Args:
+        option: Update of the client's variate, 1 or 2 as in the paper.
+        server_learning_rate: eta_g (paper: 1).
+        momentum_aware: With momentum take eta / (1 - momentum) for eta, the distance of a step; `false` is the paper's letter.
+        size_scaled: Weigh clients by a_i = n_i / mean n as FedDC's code does: they receive c / a_i, the server adds
+            a_i (c_i+ - c_i) / N.
+        divisor: eta: the round's (`current`) or round 1's (`base`).
     """
 
     option: Literal[1, 2] = 2
@@ -47,6 +50,8 @@ class Scaffold(Algorithm):
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
+        if self.option == 2:
+            require_sgd("scaffold with option 2", plan.training)
         self.state["variate"] = torch.zeros_like(plan.initial[: plan.layout.trainable])
         if self.size_scaled:
             self.state["mean_size"] = mean_size(plan)
@@ -69,21 +74,20 @@ class Scaffold(Algorithm):
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         start = inbox["model"]
-        own = cohort.memory.get("scaffold_variate", torch.zeros_like(inbox["variate"]))
-        size = relative_sizes(cohort, inbox) if "mean_size" in inbox else torch.ones_like(own[:, :1])
-        general = inbox["variate"] / size
-        trained = cohort.fit(start, correction=_offset, context={"offset": general - own})
+        variate = cohort.memory.get("scaffold_variate", torch.zeros_like(inbox["variate"]))
+        size = relative_sizes(cohort, inbox) if "mean_size" in inbox else torch.ones_like(variate[:, :1])
+        server_variate = inbox["variate"] / size
+        trained = cohort.fit(start, correction=_offset, context={"offset": server_variate - variate})
         if self.option == 1:
-            new = full_gradient(cohort, server_model(inbox))
+            new_variate = full_gradient(cohort, server_model(inbox))
         else:
-            new = self._followed(cohort, start, trained).add_(own).sub_(general)
-        new = torch.where((trained.steps > 0).to(new.device).unsqueeze(1), new, own)
-        cohort.memory.write("scaffold_variate", new, cohort.uploads)
-        return {"model": trained.model, "variate": (new - own).mul_(size)}
+            new_variate = self._followed(cohort, start, trained).add_(variate).sub_(server_variate)
+        new_variate = torch.where((trained.steps > 0).to(new_variate.device).unsqueeze(1), new_variate, variate)
+        cohort.memory.write("scaffold_variate", new_variate, cohort.uploads)
+        return {"model": trained.model, "variate": (new_variate - variate).mul_(size)}
 
     def _followed(self, cohort: Cohort, start: Tensor, trained: Trained) -> Tensor:
-        """The mean corrected gradient of the local steps, `[k, T]`."""
-        require_sgd("scaffold with option 2", cohort.training)
+        """Return the mean corrected gradient of the local steps, `[k, T]`."""
         count, round = cohort.layout.trainable, cohort.round
         rate = round.learning_rate if self.divisor == "current" else round.initial_learning_rate
         gain = momentum_gain(cohort.training) if self.momentum_aware else 1.0
@@ -95,8 +99,10 @@ def _offset(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:
 
 
 def full_gradient(cohort: Cohort, rows: Tensor) -> Tensor:
-    """The gradient `[k, T]` of each client's mean loss over all of its samples at `rows [k, P]`, batch after batch in training
-    mode; the statistics that move are thrown away."""
+    """Return the gradient `[k, T]` of each client's mean loss over all of its samples at `rows [k, P]`.
+
+    Batches run in training mode; the statistics that move are discarded.
+    """
 
     def accumulate(state: dict[str, Tensor], batch: Batch) -> Tensor:
         samples = batch.labels.shape[1]

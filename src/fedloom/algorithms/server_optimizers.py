@@ -1,4 +1,4 @@
-"""FedAvgM, FedAdam, FedYogi: the averaged update as a gradient for an optimizer on the server."""
+"""FedAvgM, FedAdam, FedYogi: the mean update as a gradient for an optimizer on the server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from fedloom.round import Round
 class ServerOptimizer(Algorithm, ABC):
     """w <- w_t + step(D_t) with D_t = sum_i p_i (w_i - w_t) over the trainable parameters; statistics are averaged.
 
-    p_i by samples; `weighted=false` takes 1/K. Subclasses say what `step` is.
+    Args:
+        weighted: Weigh clients by their samples; `false` takes p_i = 1/K.
     """
 
     weighted: bool = True
@@ -37,7 +38,7 @@ class ServerOptimizer(Algorithm, ABC):
 
     @abstractmethod
     def step(self, update: Tensor) -> Tensor:
-        """How the server moves, `[T]`, for the clients' mean update `[T]`."""
+        """Return the server's displacement `[T]` from the clients' mean update `[T]`."""
 
 
 @algorithms.register("fedavgm")
@@ -47,6 +48,10 @@ class FedAvgM(ServerOptimizer):
 
     D_t is the mean update of the clients. momentum 0 and learning_rate 1 are FedAvg. Source: Hsu et al. 2019, section 4.3.
     Use it when skewed clients make the server's model swing from round to round.
+
+    Args:
+        learning_rate: Server's step size (paper: 1).
+        momentum: Server's momentum (paper: 0.9).
     """
 
     learning_rate: Positive = 1.0
@@ -66,9 +71,15 @@ class FedAvgM(ServerOptimizer):
 class FedAdam(ServerOptimizer):
     """FedAvg with Adam on the server: m <- b1 m + (1 - b1) D, v <- b2 v + (1 - b2) D^2, w <- w_t + eta m / (sqrt(v) + tau).
 
-    D is the mean update of the clients, b1, b2 are `beta1`, `beta2`, eta is `learning_rate`, and tau, the least scale of a
-    step, is `adaptivity`; v starts at tau^2 and nothing is bias-corrected. Source: Reddi et al. 2021, algorithm 2.
+    D is the mean update of the clients; v starts at tau^2 and nothing is bias-corrected.
+    Source: Reddi et al. 2021, algorithm 2.
     Use it when coordinates need steps of different size, as with embeddings and language models.
+
+    Args:
+        learning_rate: eta.
+        beta1: b1 (paper: 0.9).
+        beta2: b2 (paper: 0.99).
+        adaptivity: tau, the least scale of a step (paper: 1e-3).
     """
 
     learning_rate: Positive = 0.01
@@ -83,14 +94,14 @@ class FedAdam(ServerOptimizer):
         self.state["second_moment"] = torch.full_like(trainable, self.adaptivity**2)
 
     def step(self, update: Tensor) -> Tensor:
-        first = self.beta1 * self.state["first_moment"] + (1 - self.beta1) * update
-        second = self.second_moment(self.state["second_moment"], update.square())
-        self.state |= {"first_moment": first, "second_moment": second}
-        return self.learning_rate * first / (second.sqrt() + self.adaptivity)
+        mean = self.beta1 * self.state["first_moment"] + (1 - self.beta1) * update
+        square = self.second_moment(self.state["second_moment"], update.square())
+        self.state |= {"first_moment": mean, "second_moment": square}
+        return self.learning_rate * mean / (square.sqrt() + self.adaptivity)
 
-    def second_moment(self, before: Tensor, square: Tensor) -> Tensor:
-        """v after an update with the given squares."""
-        return self.beta2 * before + (1 - self.beta2) * square
+    def second_moment(self, moment: Tensor, square: Tensor) -> Tensor:
+        """Return v after an update with the squares `square`."""
+        return self.beta2 * moment + (1 - self.beta2) * square
 
 
 @algorithms.register("fedyogi")
@@ -98,10 +109,9 @@ class FedAdam(ServerOptimizer):
 class FedYogi(FedAdam):
     """FedAvg with Yogi on the server: FedAdam, with v <- v - (1 - b2) D^2 sign(v - D^2).
 
-    v thus moves by no more than the new squares, however large it is. Parameters as in FedAdam.
-    Source: Reddi et al. 2021, algorithm 2.
+    v thus changes by at most the new squares, however large it is. Source: Reddi et al. 2021, algorithm 2.
     Use it as `fedadam` where a burst of large updates would make Adam's steps small for long.
     """
 
-    def second_moment(self, before: Tensor, square: Tensor) -> Tensor:
-        return before - (1 - self.beta2) * square * torch.sign(before - square)
+    def second_moment(self, moment: Tensor, square: Tensor) -> Tensor:
+        return moment - (1 - self.beta2) * square * torch.sign(moment - square)

@@ -1,4 +1,4 @@
-"""The base of methods whose clients keep part of the model to themselves: only the rest travels, and only that is counted."""
+"""Base of methods whose clients keep part of the model: only the remaining layers travel and are counted."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from fedloom.round import Round
 
 
 def take(rows: Tensor, unit: Unit) -> Tensor:
-    """The slices of `rows [k, P]` side by side, `[k, m]`; the rows themselves where the unit is all of them."""
+    """Return the slices of `rows [k, P]` side by side, `[k, m]`; the rows themselves if the unit is all of them."""
     if unit == (slice(0, rows.shape[1]),):
         return rows
-    return torch.cat([rows[:, part] for part in unit], 1) if unit else rows[:, :0]
+    return torch.cat([rows[:, columns] for columns in unit], 1) if unit else rows[:, :0]
 
 
 def put(rows: Tensor, unit: Unit, values: Tensor) -> Tensor:
-    """A copy of `rows [k, P]` with `values [k, m]` in the slices of the unit: the inverse of `take`."""
+    """Return a copy of `rows [k, P]` with `values [k, m]` in the slices of the unit: the inverse of `take`."""
     return values if unit == (slice(0, rows.shape[1]),) else put_(rows.clone(), unit, values)
 
 
 def put_(rows: Tensor, unit: Unit, values: Tensor) -> Tensor:
-    """`put` in place."""
-    for part, piece in zip(unit, values.split([part.stop - part.start for part in unit], 1), strict=True):
-        rows[:, part] = piece
+    """Write `values [k, m]` into the slices of the unit of `rows [k, P]`, in place."""
+    for columns, block in zip(unit, values.split([columns.stop - columns.start for columns in unit], 1), strict=True):
+        rows[:, columns] = block
     return rows
 
 
 def length(unit: Unit) -> int:
-    """Numbers in the slices of a unit."""
-    return sum(part.stop - part.start for part in unit)
+    """Return the number of columns in the slices of a unit."""
+    return sum(columns.stop - columns.start for columns in unit)
 
 
 def block_layers(module: nn.Module, blocks: slice) -> frozenset[str]:
-    """The layers in some of the module's blocks, which are ordered from bottom to top (`models.structure.blocks`)."""
+    """Return the layers in a slice of the module's blocks, which are ordered from bottom to top (`models.structure.blocks`)."""
     return frozenset(map(layer_finder(module), itertools.chain(*block_parameters(module)[blocks])))
 
 
@@ -57,35 +57,42 @@ def require_everybody(method: str, plan: Plan) -> None:
 
 @dataclass
 class PartlyShared(Algorithm):
-    """Federated averaging of the part of the model that travels; the base of the personalised methods.
+    """Federated averaging of some layers; the base of the personalised methods.
 
-    `private` names the layers that stay with each client. `buffers` says what happens to floating-point buffers (batch-norm
-    statistics): `local` ones never leave the client, which is how FedALA's experiments were run, and the default here;
-    `average` lets those of the travelling layers travel. `eval_point` is the moment at which a client's model is scored:
-    `after_init`, as it stands before local training (FedALA's code), or `after_train`, as local training left it.
-    What travels is averaged by samples. Until it has trained, a client holds the task's initial model.
+    `private` names the layers that stay with each client. The layers that travel are averaged by samples. A client that has
+    not trained yet has the task's initial model.
+
+    Args:
+        buffers: `local` keeps floating-point buffers (batch-norm statistics) at the client, as FedALA's experiments do;
+            `average` lets those of the travelling layers travel.
+        eval_point: Time at which a client's model is scored: `after_init`, before local training (FedALA's code), or
+            `after_train`.
     """
 
     buffers: Literal["local", "average"] = field(default="local", kw_only=True)
     eval_point: Literal["after_init", "after_train"] = field(default="after_init", kw_only=True)
 
-    own_model: ClassVar[str] = ""  # under which name clients remember a model of their own, where they deploy that
+    own_model: ClassVar[str] = ""  # name in clients' memory of the personal model that they deploy, if any
 
     # --- what travels ---
 
     def private(self, module: nn.Module) -> frozenset[str]:
-        """The layers that stay with the client; none by default."""
+        """Return the layers that stay with the client; none by default."""
         return frozenset()
 
     def unit(self, module: nn.Module, layout: Layout) -> Unit:
-        """The slices of a row that travel. Raises `InvalidValue` when none do."""
+        """Return the slices of a row that travel.
+
+        Raises:
+            InvalidValue: If no slice travels, or the layers that stay are frozen.
+        """
         private = self.private(module)
         end = layout.trainable if self.buffers == "local" else layout.size
-        if private and all(part.layer not in private for part in layout.slices):
+        if private and all(tensor.layer not in private for tensor in layout.slices):
             raise InvalidValue(
                 f"{type(self).__name__.lower()}: what would stay with the clients is frozen in this model"
             )
-        unit = layout.unit(lambda part: part.layer not in private and part.stop <= end)
+        unit = layout.unit(lambda tensor: tensor.layer not in private and tensor.stop <= end)
         if not length(unit):
             raise InvalidValue(
                 f"{type(self).__name__.lower()}: all of {type(module).__name__} would stay with the clients"
@@ -99,10 +106,10 @@ class PartlyShared(Algorithm):
         unit = self.travels(cohort)
         if length(unit) == cohort.layout.size:
             return model
-        stays = _others(unit, cohort.layout)
-        kept = cohort.memory.get(_private(stays), take(cohort.initial, stays))
-        whole = model.new_empty(len(model), cohort.layout.size)
-        return put(put(whole, stays, kept), unit, model)
+        stays = _complement(unit, cohort.layout)
+        private = cohort.memory.get(_private(stays), take(cohort.initial, stays))
+        rows = model.new_empty(len(model), cohort.layout.size)
+        return put(put(rows, stays, private), unit, model)
 
     # --- the server half ---
 
@@ -129,14 +136,14 @@ class PartlyShared(Algorithm):
         return self.upload(cohort, self.work(cohort, self.complete(cohort, inbox["model"]), inbox))
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
-        """Local training from whole models `[k, P]` to whole models."""
+        """Train locally from whole models `[k, P]` to whole models."""
         return cohort.fit(start).model
 
     def upload(self, cohort: Cohort, model: Tensor) -> Message:
-        """The reply: what travels of `model [k, P]`; the rest is remembered."""
+        """Return the reply, the travelling slices of `model [k, P]`, and remember the remaining ones."""
         unit = self.travels(cohort)
         if length(unit) < cohort.layout.size:
-            stays = _others(unit, cohort.layout)
+            stays = _complement(unit, cohort.layout)
             cohort.memory[_private(stays)] = take(model, stays)
         if self.eval_point == "after_train":
             cohort.memory["trained"] = model
@@ -151,7 +158,7 @@ class PartlyShared(Algorithm):
         return cohort.memory.get("trained", initialised) if self.eval_point == "after_train" else initialised
 
     def initialise(self, cohort: Cohort, model: Tensor, inbox: Message) -> Tensor:
-        """What a client makes of the whole model it received `[k, P]` before it scores it; by default nothing."""
+        """Return the models that clients score, `[k, P]`, from the whole ones that they received; by default the same."""
         return model
 
     @property
@@ -161,17 +168,17 @@ class PartlyShared(Algorithm):
     @property
     def personal(self) -> bool:
         names = ("personalise", "initialise", "complete")
-        changed = any(getattr(type(self), name) is not getattr(PartlyShared, name) for name in names)
-        kept = bool(self.own_model) or length(self._unit) < self.layout.size
-        return changed or kept or self.eval_point == "after_train"
+        overridden = any(getattr(type(self), name) is not getattr(PartlyShared, name) for name in names)
+        private = bool(self.own_model) or length(self._unit) < self.layout.size
+        return overridden or private or self.eval_point == "after_train"
 
 
 def _private(stays: Unit) -> str:
-    """The name under which a client remembers what stays with it, with its size: under `stages` another part may stay."""
+    """The name in clients' memory of the layers that stay. It has their size, which may differ between `stages`."""
     return f"private_{length(stays)}"
 
 
-def _others(unit: Unit, layout: Layout) -> Unit:
-    """The slices of a row that are not in the unit."""
-    ends = [0, *(end for part in unit for end in (part.start, part.stop)), layout.size]
+def _complement(unit: Unit, layout: Layout) -> Unit:
+    """Return the slices of a row that are not in the unit."""
+    ends = [0, *(end for columns in unit for end in (columns.start, columns.stop)), layout.size]
     return tuple(slice(start, stop) for start, stop in zip(ends[::2], ends[1::2], strict=True) if start < stop)

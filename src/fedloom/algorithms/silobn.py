@@ -1,4 +1,4 @@
-"""SiloBN: federated averaging that leaves batch-norm statistics where they were measured."""
+"""SiloBN: federated averaging whose batch-norm statistics stay where they were measured."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from fedloom.algorithm import (
     AggregatedReplies,
     Algorithm,
     AnyClient,
+    Exchange,
     Message,
     Plan,
     Replies,
@@ -29,8 +30,11 @@ from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort
 from fedloom.round import Round
 
+STAGE, HELD_OUT_LOSS = "@stage", "@held_out_loss"
+"""Names in messages that no method can use."""
+
 HELD_OUT = 0.1
-"""Share of its samples that a client keeps back in a stage that ends by itself."""
+"""Share of a client's samples that are held out in a stage that ends by itself."""
 
 Stage = tuple[Algorithm, int | str | None]
 """A method and its last round: a number, "auto", or None for the end of the run."""
@@ -42,16 +46,18 @@ class Stages(Algorithm):
     """Several methods in turn: `stages(fedavg:100, fedmr)` is two-stage FedMR-100.
 
     The number after a method's colon is its last round; the next method starts from the global model of that round.
-    Source: FedMR, section 4.3 (two-stage training).
-
-    `stages(fedavg:auto, fedmr)` lets the run choose: a stage marked `auto` lasts until the held-out loss of the model that it
-    sends stops improving, that is until the mean over the last `patience` rounds is not lower, by the share `improvement`, than
-    the mean over the `patience` rounds before. The loss never sees the test set: in such a stage each client keeps back a tenth
-    of its training samples (the same ones in every round), trains on the others, and returns the loss on those kept back of the
-    model that it received; the server takes the mean weighted as replies are. Afterwards clients train on all their samples
-    again.
+    `stages(fedavg:auto, fedmr)` lets the run choose: an `auto` stage ends when the held-out loss of the model that it sends
+    stops improving, that is when the mean over the last `patience` rounds is not lower, by the share `improvement`, than over
+    the `patience` rounds before. In such a stage each client holds out a tenth of its training samples (the same in every
+    round), trains on the others, and returns the loss of the received model on the tenth; the server averages as it weighs
+    replies. Source: FedMR, section 4.3 (two-stage training).
     Use it to let averaging learn the coarse model fast and recombination finish it, or to hand over between any two
     methods.
+
+    Args:
+        stages: Methods with their last rounds; the last method runs to the end.
+        patience: Rounds of a mean of held-out losses.
+        improvement: Least relative decrease of that mean.
     """
 
     stages: list[Stage]
@@ -63,28 +69,30 @@ class Stages(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        lasts = [last for _, last in self.stages]
-        if not lasts:
+        ends = [end for _, end in self.stages]
+        if not ends:
             raise InvalidValue("stages needs at least one method, such as stages(fedavg:100, fedmr)")
-        if None in lasts[:-1]:
+        if None in ends[:-1]:
             raise InvalidValue(
                 "stages: every method but the last needs its last round, such as stages(fedavg:100, fedmr)"
             )
-        for last in lasts:
-            if isinstance(last, str) and last != "auto":
+        for end in ends:
+            if isinstance(end, str) and end != "auto":
                 raise InvalidValue(
-                    f"stages: a last round is a number or auto, not {quoted(last)}{suggestion(last, ['auto'])}"
+                    f"stages: a last round is a number or auto, not {quoted(end)}{suggestion(end, ['auto'])}"
                 )
-        if lasts[-1] == "auto":
+        if ends[-1] == "auto":
             raise InvalidValue("stages: the last method goes on to the end of the run, so it takes no :auto")
-        known = [0, *(last for last in lasts if isinstance(last, int))]
-        if known != sorted(set(known)):
-            raise InvalidValue(f"stages: last rounds must grow from 1 on, not {', '.join(map(str, known[1:]))}")
+        if self.automatic and any(isinstance(p, Stages) and p.automatic for m in self.inner() for p in m.nested()):
+            raise InvalidValue("stages: of stages inside each other only one may end by :auto")
+        rounds = [0, *(end for end in ends if isinstance(end, int))]
+        if rounds != sorted(set(rounds)):
+            raise InvalidValue(f"stages: last rounds must grow from 1 on, not {', '.join(map(str, rounds[1:]))}")
 
     @property
     def automatic(self) -> bool:
-        """Whether the run chooses when some method ends."""
-        return any(last == "auto" for _, last in self.stages)
+        """True if the run chooses when some method ends."""
+        return any(end == "auto" for _, end in self.stages)
 
     @property
     def scheduled(self) -> bool:
@@ -95,30 +103,40 @@ class Stages(Algorithm):
         return not self.automatic and super().foreseeable
 
     @property
-    def anonymous_replies(self) -> bool:
-        return all(method.anonymous_replies for method in self.inner())
-
-    @property
     def personal(self) -> bool:
         return self._current.personal
+
+    @property
+    def one_model_each(self) -> bool:
+        return self._current.one_model_each
+
+    @property
+    def updates_without_replies(self) -> bool:
+        return self._current.updates_without_replies
 
     def active(self, number: int) -> Iterator[Algorithm]:
         yield self
         yield from self._leading(number).active(number)
 
-    # --- the server half: the state is the number of the stage and, where the run chooses, its last held-out losses ---
+    # --- the server half: the state is the stage's index and, where the run chooses, its last held-out losses ---
 
     def setup(self, plan: Plan) -> None:
         self.plan, self.state = plan, self._at(0)
         for method in self.inner():
             method.setup(plan)
-            if self.automatic and method.expects(plan.opening()).get("model") != (plan.layout.size,):
+            if not self.automatic:
+                continue
+            if method.expects(plan.opening()).get("model") != (plan.layout.size,):
                 raise InvalidValue(
                     f"stages: clients of {describe(method)} do not return whole models, which staging by :auto needs"
                 )
+            if not method.single_download:
+                raise InvalidValue(
+                    f"stages: clients of {describe(method)} are sent several models, whose loss :auto cannot measure"
+                )
 
     def _at(self, stage: int) -> dict[str, Tensor]:
-        """The state when a stage begins."""
+        """Return the state at the beginning of a stage."""
         state = {"stage": torch.tensor([stage])}
         return state | {"losses": torch.empty(0, dtype=torch.float64)} if self.automatic else state
 
@@ -132,12 +150,12 @@ class Stages(Algorithm):
         return self._current if self.automatic else self.stages[self._stage_of(number)][0]
 
     def _stage_of(self, number: int) -> int:
-        """The first stage that lasts until round `number`; else the last one."""
-        return next((k for k, (_, last) in enumerate(self.stages) if _lasts(last, number)), len(self.stages) - 1)
+        """Return the index of the first stage that lasts until round `number`; else of the last one."""
+        return next((k for k, (_, end) in enumerate(self.stages) if _contains(end, number)), len(self.stages) - 1)
 
     @property
     def _waits(self) -> bool:
-        """Whether the current stage ends when its loss stops improving."""
+        """True if the current stage ends when its loss stops improving."""
         return self.stages[int(self.state["stage"])][1] == "auto"
 
     def select(self, round: Round) -> Selection:
@@ -146,46 +164,66 @@ class Stages(Algorithm):
     def send(self, round: Round) -> Message:
         return self._with_stage(self._current.send(round))
 
+    def exchange(self, round: Round, selection: Selection) -> Exchange:
+        inner = self._current.exchange(round, selection)
+        return Exchange(round, selection, self._with_stage(inner.sent), inner)
+
     def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
         return self._with_stage(self._current.deploy(round, clients))
 
     def _with_stage(self, message: Message) -> Message:
-        return message | {"stage": self.state["stage"].unsqueeze(0)} if self.automatic else message
+        return message | {STAGE: self.state["stage"].unsqueeze(0)} if self.automatic else message
 
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
         expected = dict(self._current.expects(round))
-        return expected | {"held_out_loss": ()} if self._waits else expected
+        return expected | {HELD_OUT_LOSS: ()} if self._waits else expected
+
+    @property
+    def reply_dtypes(self) -> Mapping[str, torch.dtype]:
+        return self._current.reply_dtypes
+
+    def decoded(self, round: Round, tensors: Message) -> Message:
+        # Workers, which decode too, have no state; stages that the run chooses return whole models, which are not encoded.
+        return tensors if self.automatic else self._leading(round.number).decoded(round, tensors)
+
+    def merge_integers(self, rows: Tensor, current: Tensor) -> Tensor:
+        return self._current.merge_integers(rows, current)
 
     def returns_whole(self, round: Round) -> bool:
         return self._current.returns_whole(round)
 
     def receive(self, round: Round, replies: Replies) -> None:
         if self._waits:
-            loss = weighted_mean(replies["held_out_loss"].double(), replies.weights)
-            self.state["losses"] = torch.cat([self.state["losses"], loss.reshape(1).cpu()])[-2 * self.patience :]
-            rest = {name: tensor for name, tensor in replies.tensors.items() if name != "held_out_loss"}
-            replies = replace(replies, tensors=rest)
-        self._current.receive(round, replies)
+            if len(replies):
+                loss = weighted_mean(replies[HELD_OUT_LOSS].double(), replies.weights)
+                self.state["losses"] = torch.cat([self.state["losses"], loss.reshape(1).cpu()])[-2 * self.patience :]
+            matrices = {name: matrix for name, matrix in replies.matrices.items() if name != HELD_OUT_LOSS}
+            replies = replace(replies, matrices=matrices)
+        self._current.receive(round, replies.inward())
 
     @property
     def folds(self) -> bool:
         return not self._waits and self._current.folds and type(self).receive is Stages.receive
 
     def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
-        return self._current.fold(round, replies)
+        return self._current.fold(round, replies.inward())
 
     def update(self, round: Round, aggregate: AggregatedReplies) -> None:
-        self._current.update(round, aggregate)
+        self._current.update(round, aggregate.inward())
 
-    def finish(self, round: Round) -> None:
-        self._current.finish(round)
+    def finish(self, round: Round, exchange: Exchange) -> None:
+        self._current.finish(round, exchange.within())
         stage, end = int(self.state["stage"]), len(self.stages) - 1
         over = self._waits and has_stopped_improving(self.state["losses"], self.patience, self.improvement)
-        # A stage whose last round went by while another waited is left out.
-        following = (k for k in range(stage + over, end) if _lasts(self.stages[k][1], round.number + 1))
-        if (after := next(following, end)) != stage:
-            self.stages[after][0].setup(self.plan.starting_from(self._current.model()))
-            self.state = self._at(after)
+        # A stage whose last round passed during an earlier one is skipped.
+        remaining = (k for k in range(stage + over, end) if _contains(self.stages[k][1], round.number + 1))
+        if (successor := next(remaining, end)) != stage:
+            following = self.stages[successor][0]
+            following.setup(self.plan.starting_from(self._current.model()))
+            for method in following.nested():
+                if isinstance(method, Stages):  # last rounds count from the first round of the run
+                    method.state = method._at(method._stage_of(round.number + 1))
+            self.state = self._at(successor)
 
     def model(self) -> Tensor:
         return self._current.model()
@@ -197,21 +235,21 @@ class Stages(Algorithm):
     # --- the client half: the server sends the stage where the run chooses it ---
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        (method, last), rest = self._told(cohort, inbox)
-        if last != "auto":
-            return method.train(cohort, rest)
+        (method, end), message = self._read_stage(cohort, inbox)
+        if end != "auto":
+            return method.train(cohort, message)
         loss = cohort.subset(held_out, "held_out", lasting=True).loss(server_model(inbox))
-        reply = method.train(cohort.subset(not_held_out, "held_out", lasting=True), rest)
-        return reply | {"held_out_loss": loss.to(inbox["model"].dtype)}
+        reply = method.train(cohort.subset(not_held_out, "held_out", lasting=True), message)
+        return reply | {HELD_OUT_LOSS: loss.to(inbox["model"].dtype)}
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
-        (method, _), rest = self._told(cohort, inbox)
-        return method.personalise(cohort, rest)
+        (method, _), message = self._read_stage(cohort, inbox)
+        return method.personalise(cohort, message)
 
-    def _told(self, cohort: Cohort, inbox: Message) -> tuple[Stage, Message]:
-        """The stage that a client is in, and the message without it."""
-        stage = int(inbox["stage"].max()) if self.automatic else self._stage_of(cohort.round.number)
-        return self.stages[stage], {name: rows for name, rows in inbox.items() if name != "stage"}
+    def _read_stage(self, cohort: Cohort, inbox: Message) -> tuple[Stage, Message]:
+        """Return the stage that a client is in, and the message without it."""
+        stage = int(inbox[STAGE].max()) if self.automatic else self._stage_of(cohort.round.number)
+        return self.stages[stage], {n: rows for n, rows in inbox.items() if n != STAGE or not self.automatic}
 
     def travels(self, cohort: Cohort | AnyClient) -> Unit:
         if self.automatic:
@@ -223,31 +261,32 @@ class Stages(Algorithm):
 
 
 def has_stopped_improving(losses: Tensor, patience: int, improvement: float) -> bool:
-    """Whether the mean of the last `patience` of the `losses` fails to be lower than that of the `patience` before by the share
-    `improvement`; False while there are fewer than twice as many."""
+    """Return True if the mean of the last `patience` losses is not lower, by the share `improvement`, than the mean of the
+    `patience` losses before; False while there are fewer than twice as many.
+    """
     if len(losses) < 2 * patience:
         return False
     older, newer = losses[-2 * patience :].chunk(2)
     return bool(newer.mean() >= (1 - improvement) * older.mean())
 
 
-def _lasts(last: int | str | None, number: int) -> bool:
-    """Whether a stage with this last round may contain round `number`."""
-    return not isinstance(last, int) or number <= last
+def _contains(end: int | str | None, number: int) -> bool:
+    """Return True if a stage with this last round may contain round `number`."""
+    return not isinstance(end, int) or number <= end
 
 
 def _split(samples: Samples, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     order = torch.randperm(len(samples), generator=generator).to(samples.labels.device)
-    kept = max(1, round(HELD_OUT * len(samples)))
-    return order[:kept], order[kept:]
+    count = max(1, round(HELD_OUT * len(samples)))
+    return order[:count], order[count:]
 
 
 def held_out(samples: Samples, generator: torch.Generator) -> Samples:
-    """The samples that a client keeps back: a tenth, one at least."""
+    """Return the tenth of a client's samples that is held out; at least one sample."""
     return samples[_split(samples, generator)[0]]
 
 
 def not_held_out(samples: Samples, generator: torch.Generator) -> Samples:
-    """The other samples; a client with a single one trains on it all the same."""
-    rest = _split(samples, generator)[1]
-    return samples[rest] if len(rest) else samples
+    """Return the samples to train on; a client with a single sample trains on it."""
+    training = _split(samples, generator)[1]
+    return samples[training] if len(training) else samples

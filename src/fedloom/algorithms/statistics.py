@@ -1,4 +1,4 @@
-"""What a client knows of its own local run: how large it is beside the others, and how far its steps carry."""
+"""Quantities of a client's local run: its relative size, and the gradients behind its displacement."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from fedloom.training import Training
 
 
 def mean_size(plan: Plan) -> Tensor:
-    """Training samples of a client on average over all of them, `[1]`: what the server sends as `mean_size`."""
+    """Return the mean number of training samples of all clients, `[1]`, which the server sends as `mean_size`."""
     return plan.sizes(torch.arange(plan.clients)).to(plan.initial).mean().reshape(1)
 
 
 def relative_sizes(cohort: Cohort, inbox: Message) -> Tensor:
-    """a_i = n_i / mean_j n_j, `[k, 1]`, from the `mean_size [k, 1]` of the message."""
+    """Return a_i = n_i / mean_j n_j, `[k, 1]`, from the `mean_size [k, 1]` of the message."""
     mean = inbox["mean_size"]
     return cohort.sizes.to(mean).unsqueeze(1) / mean
 
 
-def mean_gradient(before: Tensor, after: Tensor, steps: Tensor, rate: float) -> Tensor:
-    """(before - after) / (steps rate), `[k, T]`: what one local step followed on average; zero for a client without steps."""
-    return (before - after) / (steps.to(before).clamp_min(1) * rate).unsqueeze(1)
+def mean_gradient(start: Tensor, end: Tensor, steps: Tensor, rate: float) -> Tensor:
+    """Return (start - end) / (steps rate), `[k, T]`: the mean gradient of the local steps; 0 for a client without steps."""
+    return (start - end) / (steps.to(start).clamp_min(1) * rate).unsqueeze(1)
 
 
 def require_sgd(method: str, training: Training) -> None:
-    """Raise `InvalidValue` unless clients train by SGD whose rate stays for a round: otherwise a displacement says nothing of
-    gradients."""
+    """Raise `InvalidValue` unless clients train by SGD at a constant rate, so that displacements give gradients."""
     require_constant_rate(method, training)
     if training.optimizer != "sgd":
         raise InvalidValue(
@@ -39,7 +38,7 @@ def require_sgd(method: str, training: Training) -> None:
 
 
 def require_constant_rate(method: str, training: Training) -> None:
-    """Raise `InvalidValue` where the learning rate changes from one local step to the next."""
+    """Raise `InvalidValue` if the learning rate changes from one local step to the next."""
     if training.local_schedule != CONSTANT:
         raise InvalidValue(
             f"{method} takes all local steps at the round's learning rate: local_schedule must be {CONSTANT}, "
@@ -48,7 +47,7 @@ def require_constant_rate(method: str, training: Training) -> None:
 
 
 def momentum_gain(training: Training) -> float:
-    """How many times the rate one gradient moves the weights in the long run: (1 - dampening) / (1 - momentum)."""
+    """Return the factor by which momentum lengthens steps in the long run: (1 - dampening) / (1 - momentum)."""
     if not training.momentum:
         return 1.0
     if training.momentum >= 1:
@@ -57,10 +56,10 @@ def momentum_gain(training: Training) -> float:
 
 
 def accumulated_weights(training: Training, steps: Tensor) -> Tensor:
-    """||a_i||_1 `[k]` float64: the weights of all of a client's gradients in its displacement, in units of the rate.
+    """Return ||a_i||_1 `[k]` float64: the total weight of a client's gradients in its displacement, in units of the rate.
 
-    Plain SGD gives the number of steps tau; momentum m gives (tau - m (1 - m^tau) / (1 - m)) / (1 - m). Found by running the
-    optimizer on gradients of 1, so dampening and Nesterov are covered too. Source: Wang et al. 2020 (FedNova), section 4.
+    Plain SGD gives the number of steps tau; momentum m gives (tau - m (1 - m^tau) / (1 - m)) / (1 - m). Computed by running
+    the optimizer on gradients of 1, which covers dampening and Nesterov. Source: Wang et al. 2020 (FedNova), section 4.
     """
     momentum = training.momentum
     dampening = float(training.optimizer_options.get("dampening", 0.0))

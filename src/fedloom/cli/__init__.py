@@ -1,5 +1,8 @@
-"""The command line. Errors are one line on stderr: 2 where the input is to blame, 1 where a run failed or the disk is full, and
-130 after Ctrl-C or SIGTERM."""
+"""The command line.
+
+Errors are one line on stderr. The exit code is 2 for a mistake in the input, 1 where a run failed or the disk is full, and 130
+after Ctrl-C or SIGTERM.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ import typer
 
 import fedloom
 from fedloom.cli import checking, federation_files, listing, reproducing, running, showing, tuning
-from fedloom.cli.options import RunsFailed, again, first_line
+from fedloom.cli.options import RunsFailed, first_line, resuming_command
 from fedloom.errors import DiskFull, Diverged, FedloomError, error_text, located, one_line
 from fedloom.rounds.termination import sigterm_interrupts
 
@@ -59,15 +62,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:  # a process of its own
         gc.set_threshold(*STARTING)
         atexit.register(gc.freeze)  # else its end would go over all that it has imported
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     # PyTorch's threads read it once, at its import: those that wait for the others give up their core instead of spinning on it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         with sigterm_interrupts():
-            code = app(given, prog_name="fedloom", standalone_mode=False, obj=given)
+            code = app(words, prog_name="fedloom", standalone_mode=False, obj=words)
         if code == 130:  # a KeyboardInterrupt
-            goes_on = given[0] in ("run", "compare", "tune", "reproduce")
-            _say(f"stopped; to go on: {again(given)}" if goes_on else "stopped")
+            resumes = words[0] in ("run", "compare", "tune", "reproduce")
+            _print_error(f"stopped; to go on: {resuming_command(words)}" if resumes else "stopped")
         return code if isinstance(code, int) else 0
     except click.ClickException as error:
         if "\n" in error.format_message():
@@ -75,31 +78,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             # typer and click each add the same suggestion
             text = re.sub(r"( Did you mean [^?]*\?)\1", r"\1", error.format_message())
-            where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "fedloom"
-            _say(f"{text.rstrip('.')} (see {where} --help)")
+            command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "fedloom"
+            _print_error(f"{text.rstrip('.')} (see {command} --help)")
         return 2
     except (Diverged, DiskFull, RunsFailed) as error:
-        _say(str(error))
+        _print_error(str(error))
         return 1
     except FedloomError as error:
-        _say(located(error, str(error)))
+        _print_error(located(error, str(error)))
         return 2
     except OSError as error:
-        _say(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+        _print_error(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
         return 1
     except Exception as error:
         if "FEDLOOM_TRACEBACK" in os.environ:
             traceback.print_exc()
-        _say(f"{located(error, error_text(error))} (FEDLOOM_TRACEBACK=1 shows how it came there)")
+        _print_error(f"{located(error, error_text(error))} (FEDLOOM_TRACEBACK=1 prints the traceback)")
         return 1
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     print(f"fedloom: {one_line(text, _LONGEST_LINE)}", file=sys.stderr)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(show: bool) -> None:
+    if show:
         print(f"fedloom {fedloom.__version__}")
         raise typer.Exit
 

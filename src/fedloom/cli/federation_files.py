@@ -11,7 +11,7 @@ from fedloom.cli.options import Folder, first_line
 from fedloom.errors import InvalidValue
 
 if TYPE_CHECKING:
-    from fedloom.engines.flower.deploy.keys import Keys
+    from fedloom.sites.keys import Keys
 
 app = typer.Typer(
     name="flower",
@@ -37,23 +37,24 @@ def keys(
 
     Keys that are there are kept, so the same command with more sites adds what is missing.
     """
-    from fedloom.engines.flower.deploy.keys import make_keys
+    from fedloom.sites.keys import make_keys
 
     if sites is None:
         raise InvalidValue("how many sites? Give --sites, such as --sites 3")
-    _say_keys(make_keys(folder, sites, host or [], days, fresh), host or [])
+    _print_keys(make_keys(folder, sites, host or [], days, fresh), host or [])
 
 
-def _say_keys(found: Keys, hosts: list[str]) -> None:
-    """What was made and what goes where."""
-    server, first = found.server, found.site(0)
-    last = f" ... {found.site(found.sites - 1)}" if found.sites > 1 else ""
+def _print_keys(keys: Keys, hosts: list[str]) -> None:
+    """Print which files are new and the machine that each folder belongs to."""
+    folders = f"{keys.site(0)}" + (f" ... {keys.site(keys.sites - 1)}" if keys.sites > 1 else "")
     print(
-        f"{len(found.made)} files made in {found.folder}" if found.made else f"all keys were in {found.folder} already"
+        f"{len(keys.written)} files made in {keys.folder}"
+        if keys.written
+        else f"all keys were in {keys.folder} already"
     )
-    print(f"  {found.authority_key.parent}: signs certificates; keep it away from every machine of the federation")
-    print(f"  {server}: to the machine of the server (ca.crt, server.crt, server.key, the sites' public keys)")
-    print(f"  {first}{last}: each to its site alone (ca.crt, site.key, all public keys in peers.pub)")
+    print(f"  {keys.authority_key.parent}: signs certificates; keep it away from every machine of the federation")
+    print(f"  {keys.server}: to the machine of the server (ca.crt, server.crt, server.key, the sites' public keys)")
+    print(f"  {folders}: each to its site alone (ca.crt, site.key, all public keys in peers.pub)")
     print(f"The certificate is good for {', '.join(('localhost', '127.0.0.1', *hosts))}. Files *.key are secrets.")
 
 
@@ -67,13 +68,13 @@ def init(
     FILE.toml is the configuration, KEY=VALUE changes one of its keys, such as algorithm=fedavg or data.clients=5, the number
     of sites. Without a file it is an example with three sites. The app's README.md says how to go on.
     """
-    from fedloom.engines.flower.deploy.template import write_app
+    from fedloom.sites.template import write_app
 
-    given = list(arguments or [])
-    file = Path(given.pop(0)) if given and "=" not in given[0] else None
-    made = write_app(folder, file, given, fresh)
-    chosen = made.configuration
-    print(f"{folder}: {chosen.algorithm} on {chosen.data.name} over {made.sites} sites, {chosen.rounds} rounds")
+    overrides = list(arguments or [])
+    file = Path(overrides.pop(0)) if overrides and "=" not in overrides[0] else None
+    app = write_app(folder, file, overrides, fresh)
+    plan = app.configuration
+    print(f"{folder}: {plan.algorithm} on {plan.data.name} over {app.sites} sites, {plan.rounds} rounds")
     print(f"how to go on: {folder / 'README.md'}")
 
 

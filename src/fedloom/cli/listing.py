@@ -1,7 +1,7 @@
-"""`fedloom algorithms`, `models`, `datasets`, `partitions` and `objectives`: what there is, and what each is.
+"""`fedloom algorithms`, `models`, `datasets`, `partitions` and `objectives`: list the entries of a registry or describe one.
 
-What they say is taken from the code and kept in `listings.json`, so that they need not import PyTorch. After a change of what it
-says, `python docs/generate/listings.py` writes that file anew.
+The text is taken from the docstrings and kept in `listings.json`, so that the commands need not import PyTorch. After a change
+of a docstring run `python docs/generate/listings.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 from itertools import groupby
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from fedloom.cli.options import Name
@@ -30,15 +31,20 @@ KINDS = {
     "partitions": ("partition", "fedloom.data.partition"),
     "objectives": ("objective", "fedloom.objectives"),
 }
-"""What one of each kind is called, and the module of their registry."""
+"""Name of one entry of each kind, and the module of the registry."""
 
 
 class Listed(TypedDict):
-    """What there is to say of one thing: the title of a method's family, its parameters with their defaults, its docstring."""
+    """An entry of a list.
+
+    It has the title of a method's family, the parameters with their defaults, the docstring without its sections, and the
+    description of each parameter by name.
+    """
 
     family: str
     parameters: list[str]
     text: str
+    arguments: dict[str, str]
 
 
 def algorithms(name: Name = None) -> None:
@@ -59,8 +65,8 @@ def algorithms(name: Name = None) -> None:
         table = Table(box=None, show_header=False, padding=(0, 0, 0, 2), title=title, title_justify="left")
         table.add_column(style="bold", no_wrap=True, width=13)
         table.add_column()
-        for method, found in methods:
-            table.add_row(method, Text(_first_line(found)))
+        for method, entry in methods:
+            table.add_row(method, Text(_first_line(entry)))
         console.print(table)
     console.print("\nfedloom algorithms NAME shows a method's parameters.")
 
@@ -86,16 +92,15 @@ def objectives(name: Name = None) -> None:
 
 
 def listed(kind: str) -> dict[str, Listed]:
-    """All there is of a kind by name, in the order of the lists: as `listings.json` has it or, where plugins may add to it, as
-    the registry has it."""
+    """Return all entries of a kind by name, from `listings.json` or, if there may be plugins, from the registry."""
     if os.environ.get(VARIABLE):
         return registered(kind)
-    found: dict[str, Listed] = json.loads(LISTINGS.read_text(encoding="utf-8"))[kind]
-    return found
+    entries: dict[str, Listed] = json.loads(LISTINGS.read_text(encoding="utf-8"))[kind]
+    return entries
 
 
 def registered(kind: str) -> dict[str, Listed]:
-    """The same from the registry."""
+    """Return all entries of a kind from the registry."""
     from fedloom.algorithms.families import FAMILIES, family_of
 
     entries = list(getattr(importlib.import_module(KINDS[kind][1]), kind))
@@ -105,14 +110,15 @@ def registered(kind: str) -> dict[str, Listed]:
         entry.name: {
             "family": families[entry.name],
             "parameters": signature(entry),
-            "text": inspect.getdoc(entry.make) or "",
+            "text": entry.text,
+            "arguments": {name: text for name, text in entry.arguments.items() if text},
         }
         for entry in entries
     }
 
 
 def signature(entry: Entry[Any]) -> list[str]:
-    """Each parameter with its default, as a configuration writes it."""
+    """Return each parameter with its default, as a configuration writes it."""
     if getattr(entry.make, "variadic", False):
         return ["method:last round, ..., method"]
     return [_parameter(name, parameter) for name, parameter in entry.parameters.items()]
@@ -130,11 +136,16 @@ def _parameter(name: str, parameter: inspect.Parameter) -> str:
 
 
 def _list(kind: str, name: str | None) -> None:
-    found = listed(kind)
+    entries = listed(kind)
     if name is not None:
-        if name not in found:
-            raise UnknownName(KINDS[kind][0], name, found)
-        print(f"{name}({', '.join(found[name]['parameters'])})\n\n{found[name]['text']}")
+        if name not in entries:
+            raise UnknownName(KINDS[kind][0], name, entries)
+        entry = entries[name]
+        print(f"{name}({', '.join(entry['parameters'])})\n\n{entry['text']}")
+        if entry["arguments"]:
+            print("\nParameters:")
+        for parameter, text in entry["arguments"].items():
+            print(fill(f"{parameter}: {text}", 100, initial_indent="    ", subsequent_indent="        "))
         return
     from rich import box
     from rich.console import Console
@@ -145,10 +156,10 @@ def _list(kind: str, name: str | None) -> None:
     table.add_column("Name", style="bold", no_wrap=True)
     table.add_column("What it is", ratio=3)
     table.add_column("Parameters", ratio=2)
-    for each, one in found.items():
-        table.add_row(each, Text(_first_line(one)), Text(", ".join(one["parameters"])))
+    for title, entry in entries.items():
+        table.add_row(title, Text(_first_line(entry)), Text(", ".join(entry["parameters"])))
     Console().print(table)
 
 
-def _first_line(one: Listed) -> str:
-    return one["text"].partition("\n")[0]
+def _first_line(entry: Listed) -> str:
+    return entry["text"].partition("\n")[0]

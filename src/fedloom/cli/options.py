@@ -46,21 +46,20 @@ def require_finished(failed: Mapping[RunName, str], runs: int) -> None:
         raise RunsFailed(f"{len(failed)} of {runs} runs failed, the first ({name}): {reason}")
 
 
-def again(arguments: Sequence[str]) -> str:
-    """The command that goes on: the same, but never from the start."""
-    left_out = ("--fresh", "--quiet", "-q")
-    return shlex.join(["fedloom", *(argument for argument in arguments if argument not in left_out)])
+def resuming_command(arguments: Sequence[str]) -> str:
+    """Return the command that resumes this one: the same, but never from the start."""
+    dropped = ("--fresh", "--quiet", "-q")
+    return shlex.join(["fedloom", *(argument for argument in arguments if argument not in dropped)])
 
 
 def this_command() -> str:
-    """The command under way, as it goes on, for its report."""
-    return again(click.get_current_context().obj)
+    """Return the command under way, as it resumes, for its report."""
+    return resuming_command(click.get_current_context().obj)
 
 
 @contextmanager
 def shown(runs: int, rounds: Rounds, quiet: bool) -> Iterator[Display]:
-    """Progress on stderr, so that stdout holds the result alone. What is imported by now is no garbage, and runs collect theirs
-    as Python does by default."""
+    """Show progress on stderr: stdout holds the result alone. Garbage is collected with Python's thresholds from now on."""
     from rich.console import Console
 
     from fedloom.experiment.progress import display
@@ -75,25 +74,25 @@ def shown(runs: int, rounds: Rounds, quiet: bool) -> Iterator[Display]:
 
 @contextmanager
 def patient(watch: Display) -> Iterator[Any]:
-    """Ctrl-C lets the round under way finish; a second one, or one before the first round, stops at once."""
-    asked = False
+    """Let the round under way finish on Ctrl-C; stop at once on another one, or before the first round."""
+    stopping = False
 
-    def ask(number: int, frame: object) -> None:
-        nonlocal asked
-        if asked or not watch.finished:
+    def stop(number: int, frame: object) -> None:
+        nonlocal stopping
+        if stopping or not watch.finished:
             raise KeyboardInterrupt
-        asked = True
+        stopping = True
         watch.line("finishing the round; Ctrl-C again stops at once")
 
-    here = threading.current_thread() is threading.main_thread()  # only there does Python take signals
-    before = signal.signal(signal.SIGINT, ask) if here else None
+    takes_signals = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, stop) if takes_signals else None
     try:
-        yield lambda: asked
+        yield lambda: stopping
     finally:
-        if here:
-            signal.signal(signal.SIGINT, before)
+        if takes_signals:
+            signal.signal(signal.SIGINT, handler)
 
 
 def first_line(command: Callable[..., Any]) -> str:
-    """What a list of commands says of one: the first line of its help, whole."""
+    """Return the first line of a command's help."""
     return (command.__doc__ or "").split("\n")[0]

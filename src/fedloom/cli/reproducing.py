@@ -47,7 +47,7 @@ def reproduce(
         typer.Option("--directory", help="Where runs and results go: runs/reproduce by default.", show_default=False),
     ] = Path("runs/reproduce"),
     hour: Annotated[
-        bool, typer.Option("--hour", help="Of fedmr, fedumf or fedala what two cores check in about an hour.")
+        bool, typer.Option("--hour", help="Of one paper, such as fedmr, what two cores check in about an hour.")
     ] = False,
     estimate: Annotated[bool, typer.Option("--estimate", help="Say how long it would take, and stop.")] = False,
     fresh: Fresh = False,
@@ -65,54 +65,55 @@ def reproduce(
 
     if which is None:
         if hour:
-            raise InvalidValue("--hour needs a paper: fedmr, fedumf or fedala")
+            raise InvalidValue("--hour needs a paper, such as fedmr")
         _list(_folders(data))
         return
-    part: Mapping[str, Any] = hour_of(which) if hour else {"exhibit": which}
+    selection: Mapping[str, Any] = hour_of(which) if hour else {"exhibit": which}
     if workers is not None and workers < 1:
         raise InvalidValue(f"--workers must be at least 1, not {workers}")
     options = ReproduceOptions(
-        rows=tuple(rows or part.get("rows", ())),
-        columns=tuple(columns or part.get("columns", ())),
-        rounds=part.get("rounds") if rounds is None else rounds,
-        seeds=part.get("seeds") if seeds is None else _numbers(seeds),
-        samples=part.get("samples") if samples is None else samples,
+        rows=tuple(rows or selection.get("rows", ())),
+        columns=tuple(columns or selection.get("columns", ())),
+        rounds=selection.get("rounds") if rounds is None else rounds,
+        seeds=selection.get("seeds") if seeds is None else _numbers(seeds),
+        samples=selection.get("samples") if samples is None else samples,
         folders=_folders(data),
         changes=tuple(changes or ()),
         directory=directory,
     )
-    wanted = plan(exhibit(part["exhibit"]), options)
+    reproduction = plan(exhibit(selection["exhibit"]), options)
     if hour:
-        print(f"shows {part['can']}", f"does not show {part['cannot']}", sep="\n", file=sys.stderr)
+        print(f"shows {selection['can']}", f"does not show {selection['cannot']}", sep="\n", file=sys.stderr)
     if not estimate:
-        require_files(wanted, fresh)
-    configuration = next(iter(wanted.configurations.values()))
+        require_files(reproduction, fresh)
+    configuration = next(iter(reproduction.configurations.values()))
     configuration = replace(configuration, workers=workers or configuration.workers)
-    configuration = replace(configuration, workers=runs_side_by_side(configuration, len(wanted.jobs)))
-    _print_estimate(wanted, configuration, explained=estimate)
+    configuration = replace(configuration, workers=runs_side_by_side(configuration, len(reproduction.jobs)))
+    _print_estimate(reproduction, configuration, explained=estimate)
     if not estimate:
-        _run(wanted, configuration, fresh, quiet, this_command())
+        _run(reproduction, configuration, fresh, quiet, this_command())
 
 
-def _run(wanted: ReproducePlan, configuration: Configuration, fresh: bool, quiet: bool, command: str) -> None:
+def _run(plan: ReproducePlan, configuration: Configuration, fresh: bool, quiet: bool, command: str) -> None:
     from rich.console import Console
 
     from fedloom.papers import execute
     from fedloom.papers.result_table import to_table
 
-    tasks = execute.require_data(wanted, fresh)
-    rounds = {job.name: job.configuration.rounds for job in execute.waiting(wanted, fresh)}
+    tasks = execute.require_data(plan, fresh)
+    rounds = {job.name: job.configuration.rounds for job in execute.waiting(plan, fresh)}
     with shown(len(rounds), rounds, quiet) as watch, patient(watch) as stopped:
-        failed = execute.execute(wanted, configuration, watch, tasks, fresh=fresh, stopped=stopped)
-    table = execute.lines(wanted, failed)
-    Console().print(to_table(execute.title(wanted), table, execute.notes(wanted)))
-    for place in execute.write(wanted, table, command):
-        print(place)
-    require_finished(failed, len(wanted.jobs))
+        failed = execute.execute(plan, configuration, watch, tasks, fresh=fresh, stopped=stopped)
+    summaries = execute.summaries_of(plan)
+    table = execute.lines(plan, summaries, failed)
+    Console().print(to_table(execute.title(plan), table, execute.notes(plan)))
+    for path in execute.write(plan, table, summaries, command):
+        print(path)
+    require_finished(failed, len(plan.jobs))
 
 
-def _print_estimate(wanted: ReproducePlan, configuration: Configuration, explained: bool) -> None:
-    """The estimate, on stderr, setting by setting where there are a few; what it rests on where `explained`."""
+def _print_estimate(plan: ReproducePlan, configuration: Configuration, explained: bool) -> None:
+    """Print the estimate on stderr, setting by setting where there are a few, and its assumptions where `explained`."""
     from rich.console import Console
 
     from fedloom.experiment.cores import threads_each
@@ -120,20 +121,22 @@ def _print_estimate(wanted: ReproducePlan, configuration: Configuration, explain
     from fedloom.report.units import time_text
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    busy = min(configuration.runs_at_a_time, max(1, len(wanted.jobs)))
-    threads = threads_each(configuration, len(wanted.jobs))
-    found = estimate(wanted, threads)
-    left = [one for one in found if one.seconds > 0]
-    for one in left if len(left) > 1 else []:
-        console.print(f"{one.setting}: {_runs(one.runs - one.finished)}, about {time_text(one.seconds)}")
-    finished, runs = sum(one.finished for one in found), sum(one.runs for one in found)
-    seconds, steps = sum(one.seconds for one in left) / busy, sum(one.steps for one in left)
+    busy = min(configuration.runs_at_a_time, max(1, len(plan.jobs)))
+    threads = threads_each(configuration, len(plan.jobs))
+    estimates = estimate(plan, threads)
+    unfinished = [setting for setting in estimates if setting.seconds > 0]
+    for setting in unfinished if len(unfinished) > 1 else []:
+        console.print(
+            f"{setting.setting}: {_runs(setting.runs - setting.finished)}, about {time_text(setting.seconds)}"
+        )
+    finished, runs = sum(setting.finished for setting in estimates), sum(setting.runs for setting in estimates)
+    seconds, steps = sum(setting.seconds for setting in unfinished) / busy, sum(setting.steps for setting in unfinished)
     done = f" ({finished} finished before)" if finished else ""
-    if not left:
-        console.print(f"{wanted.exhibit.id}: {_runs(runs)}, all finished before" if runs else "nothing to run")
+    if not unfinished:
+        console.print(f"{plan.exhibit.id}: {_runs(runs)}, all finished before" if runs else "nothing to run")
         return
     console.print(
-        f"{wanted.exhibit.id}: {len(wanted.cells)} cells, {_runs(runs)}{done}, {steps:,} local steps: "
+        f"{plan.exhibit.id}: {len(plan.cells)} cells, {_runs(runs)}{done}, {steps:,} local steps: "
         f"about {time_text(seconds)} on this machine" + (f" with {busy} workers" if busy > 1 else "")
     )
     if explained:
@@ -150,7 +153,7 @@ def _runs(count: int) -> str:
 
 
 def _list(folders: dict[str, str]) -> None:
-    """Every table and figure: what it shows, its cells and the data it needs."""
+    """Print every table and figure with its subject, its cells and the data it needs."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -165,23 +168,24 @@ def _list(folders: dict[str, str]) -> None:
     missing: dict[str, None] = {}
     for paper, full in titles().items():
         table.add_row(Text(paper, style="bold"), Text(full, style="bold"))
-        for one in exhibits().values():
-            if one.id.partition(".")[0] != paper:
+        for exhibit in exhibits().values():
+            if exhibit.id.partition(".")[0] != paper:
                 continue
-            names = dict.fromkeys(data_of(cell.setting.data) for cell in one.cells)
-            words = []
+            names = dict.fromkeys(data_of(cell.setting.data) for cell in exhibit.cells)
+            labels = []
             for name in names:
-                here = at_hand(name, folders.get(family(name)))
-                words.append(facts()[name].label if here else f"({facts()[name].label})")
-                if not here:
+                label = facts()[name].label
+                if not at_hand(name, folders.get(family(name))):
                     missing[family(name)] = None
-            table.add_row(one.id, one.shows, str(len(one.cells)), ", ".join(words))
+                    label = f"({label})"
+                labels.append(label)
+            table.add_row(exhibit.id, exhibit.shows, str(len(exhibit.cells)), ", ".join(labels))
     console = Console()
     console.print(table)
     if missing:
-        wanted = ", ".join(missing)
         console.print(
-            f"In brackets: not at hand. Give --data NAME=FOLDER ({wanted}), or set FEDLOOM_DATA to the folder of all data."
+            f"In brackets: not at hand. Give --data NAME=FOLDER ({', '.join(missing)}), "
+            "or set FEDLOOM_DATA to the folder of all data."
         )
     console.print("fedloom reproduce ID --estimate says how long one takes; docs/reproduce.md what the protocols are.")
 
@@ -194,11 +198,11 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _folders(texts: Texts) -> dict[str, str]:
-    """`--data mnist=FOLDER` by name, as absolute paths, so that runs are found again from anywhere."""
-    found = {}
+    """Return `--data mnist=FOLDER` by name, as absolute paths, so that runs are found from anywhere."""
+    folders = {}
     for text in texts or ():
         name, equals, folder = text.partition("=")
         if not equals or not folder:
             raise InvalidValue(f"--data {quoted(text)} is not NAME=FOLDER, such as mnist=data/MNIST")
-        found[name] = str(Path(folder).expanduser().resolve())
-    return found
+        folders[name] = str(Path(folder).expanduser().resolve())
+    return folders

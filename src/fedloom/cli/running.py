@@ -30,29 +30,29 @@ def run(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Qu
     configuration = load(file, overrides or [])
     algorithm = configuration.only_method("run")
     name = RunName(str(parse(algorithm)), configuration.seed)
-    place = run_directory(configuration, algorithm, configuration.seed)
+    path = run_directory(configuration, algorithm, configuration.seed).path
     with shown(1, configuration.rounds, quiet) as watch, patient(watch) as stopped:
 
-        def passing(event: Any) -> None:
+        def watch_or_stop(event: Any) -> None:
             watch(event)
             if stopped():
                 raise KeyboardInterrupt
 
-        found = run_configured(configuration, name, passing, fresh=fresh)
-    page = place.path / "report.html"
+        summary = run_configured(configuration, name, watch_or_stop, fresh=fresh)
+    page = path / "report.html"
     if fresh or not page.exists():
-        write_report(page, str(name), [found], configuration.targets, this_command())
-    metric, seconds = found.metric, figures.seconds(found)
+        write_report(page, str(name), [summary], configuration.targets, this_command())
+    metric, seconds = summary.metric, figures.seconds(summary)
     scores = {
-        f"test {metric.noun}": figures.final(found),
-        "best": figures.best(found),
-        "clients' own": figures.personal(found),
+        f"test {metric.noun}": figures.final(summary),
+        "best": figures.best(summary),
+        "clients' own": figures.personal(summary),
     }
-    told = [f"{what} {metric.text(value)}{metric.unit}" for what, value in scores.items() if value is not None]
-    print(f"{name}: {', '.join(told) or 'no test samples'}")
-    print(f"{len(found.records)} rounds, {byte_text(figures.bytes_down(found))} down, ", end="")
-    print(f"{byte_text(figures.bytes_up(found))} up, {time_text(seconds or 0)}")
-    print(f"model:  {place.path / 'model.safetensors'}\nreport: {page}")
+    texts = [f"{title} {metric.text(value)}{metric.unit}" for title, value in scores.items() if value is not None]
+    print(f"{name}: {', '.join(texts) or 'no test samples'}")
+    print(f"{len(summary.records)} rounds, {byte_text(figures.bytes_down(summary))} down, ", end="")
+    print(f"{byte_text(figures.bytes_up(summary))} up, {time_text(seconds or 0)}")
+    print(f"model:  {path / 'model.safetensors'}\nreport: {page}")
 
 
 def compare(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Quiet = False) -> None:
@@ -86,7 +86,7 @@ def compare(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet
 
 
 def print_tables(sheets: Sequence[Sheet]) -> None:
-    """Each setting by itself, then all in one table, and what their seeds show."""
+    """Print each setting, then all in one table, and the reading of their tests."""
     from rich.console import Console
     from rich.text import Text
 

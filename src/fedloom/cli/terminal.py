@@ -31,49 +31,48 @@ _SHORTEST = 8
 
 
 def comparison_tables(sheet: Sheet, width: int, *, explained: bool = True) -> list[Table]:
-    """The comparison of one setting, the best values bold: accuracies and what they cost in tables that fit a narrow terminal,
-    two as a rule, or one on a wide terminal. The files have everything. Below stands how often clients failed, and, where
-    `explained`, how to read it."""
+    """Return the comparison of one setting, the best values bold.
+
+    Accuracies and costs are tables that fit a narrow terminal, or one table on a wide terminal; the files have everything. The
+    caption says how often clients failed and, where `explained`, how to read the tables.
+    """
     rows = sheet.rows
     seeds, rounds = max(row.seeds for row in rows), max(row.rounds for row in rows)
-    told = [(f"mean ± std over {seeds} seeds, " if seeds > 1 else "") + f"{rounds} rounds"] if explained else []
-    told += [text for text in [faults_in(sheet)] if text]
+    notes = [(f"mean ± std over {seeds} seeds, " if seeds > 1 else "") + f"{rounds} rounds"] if explained else []
+    notes += [text for text in [faults_in(sheet)] if text]
     if width >= WIDE:
-        return [_shown(sheet.table, "; ".join(told))]
+        return [_shown(sheet.table, "; ".join(notes))]
     accuracy, cost = halves(sheet.table)
     if len(rows[0].reaches) > 2:
-        cost = cost.part([k for k, column in enumerate(cost.columns) if not column.title.startswith("Bytes to")])
+        cost = cost.select([k for k, column in enumerate(cost.columns) if not column.title.startswith("Bytes to")])
     if explained and rows[0].reaches:
         targets = ", ".join(target_text(sheet.metric, reach.target) for reach in rows[0].reaches)
-        what = (
-            f"that {sheet.metric.noun}" if all(isinstance(reach.target, float) for reach in rows[0].reaches) else "that"
-        )
-        told.append(
-            f"{targets}: rounds to {what} ({NEVER} never, {SOME} not with every seed; 2×: in half as many as the "
+        scores = all(isinstance(reach.target, float) for reach in rows[0].reaches)
+        noun = f" {sheet.metric.noun}" if scores else ""
+        notes.append(
+            f"{targets}: rounds to that{noun} ({NEVER} never, {SOME} not with every seed; 2×: in half as many as the "
             "first method), B: bytes until then" + (", s: seconds" if any(row.timed for row in rows) else "")
         )
     room = width - _SHORTEST - 2
-    return [*_fitting(accuracy, room), *_fitting(cost, room, "; ".join(told))]
+    return [*_fitting(accuracy, room), *_fitting(cost, room, "; ".join(notes))]
 
 
 def overall_tables(sheets: Sequence[Sheet], width: int) -> list[Table]:
-    """One measure of every method in every setting, as many settings beside each other as the terminal has room for."""
+    """Return one measure of every method in every setting, as many settings side by side as the terminal has room for."""
     full, brief = overall(sheets), width < WIDE
     names = min(_sizes(full, brief)[0], _METHOD)
     return _fitting(full, width - names, caption(sheets), brief=brief, wrap=True)
 
 
 def _fitting(table: Plain, room: int, caption: str = "", *, brief: bool = True, wrap: bool = False) -> list[Table]:
-    """The table in as many parts as the `room` beside the methods' names asks for, the caption below the last."""
-    *parts, last = [table.part([0, *block]) for block in _blocks(_sizes(table, brief), room)]
-    return [
-        *(_shown(part, "", brief=brief, wrap=wrap) for part in parts),
-        _shown(last, caption, brief=brief, wrap=wrap),
-    ]
+    """Divide the table by the `room` beside the methods' names, with the caption below the bottom table."""
+    tables = [table.select([0, *block]) for block in _blocks(_sizes(table, brief), room)]
+    captions = [*("" for _ in tables[1:]), caption]
+    return [_shown(t, text, brief=brief, wrap=wrap) for t, text in zip(tables, captions, strict=True)]
 
 
 def _sizes(table: Plain, brief: bool) -> list[int]:
-    """The columns of a terminal that each column takes."""
+    """Return the columns of a terminal that each column takes."""
     texts = [
         [*_title(column, brief).splitlines(), *(_text(line[k], brief) for line in table.lines)]
         for k, column in enumerate(table.columns)
@@ -82,7 +81,7 @@ def _sizes(table: Plain, brief: bool) -> list[int]:
 
 
 def _blocks(sizes: Sequence[int], room: int) -> list[list[int]]:
-    """The columns of these sizes, after the first, in as many blocks as the room for one asks for."""
+    """Divide the columns of these sizes, without the first, into blocks that fit the room."""
     blocks: list[list[int]] = [[]]
     for k, size in enumerate(sizes[1:], start=1):
         if blocks[-1] and sum(sizes[j] for j in blocks[-1]) + size > room:
@@ -92,20 +91,20 @@ def _blocks(sizes: Sequence[int], room: int) -> list[list[int]]:
 
 
 def difference_table(sheet: Sheet) -> Table:
-    """The differences of the sheet's measure from the reference, with the corrected p of both tests."""
+    """Return the differences of the sheet's measure from the reference, with the corrected p of both tests."""
     tests = sheet.tests[sheet.measure]
     table = _frame(f"minus {tests[0].other}", difference_title(sheet))
     *figures, verdict = DIFFERENCE_HEADS
     for title in ("Diff.", *figures[1:]):
         table.add_column(title.replace(", ", ",\n"), justify="right", no_wrap=True)
     table.add_column(verdict, no_wrap=True)
-    for found in tests:
-        table.add_row(Text(found.method), *map(Text, difference_cells(found, sheet.criterion.metric)))
+    for test in tests:
+        table.add_row(Text(test.method), *map(Text, difference_cells(test, sheet.criterion.metric)))
     return table
 
 
 def trial_table(columns: Sequence[str], lines: Sequence[Sequence[str]], best: int, caption: str) -> Table:
-    """Trials of a search, the chosen one bold."""
+    """Return the trials of a search, the best in bold."""
     table = _frame(columns[0], caption)
     for title in columns[1:]:
         table.add_column(title, justify="right", overflow="fold")
@@ -123,7 +122,7 @@ def _frame(title: str, caption: str) -> Table:
 
 
 def _shown(table: Plain, caption: str, *, brief: bool = False, wrap: bool = False) -> Table:
-    """A table of the report for the terminal, with `brief` titles and cells; titles may `wrap`."""
+    """Return a table of the report for the terminal, with `brief` titles and cells; titles may `wrap`."""
     shown = _frame(table.columns[0].title, caption)
     for column in table.columns[1:]:
         shown.add_column(Text(_title(column, brief)), justify="right", no_wrap=not wrap, overflow="fold")

@@ -59,69 +59,67 @@ def tune(
     searched: dict[str, Any] = {}
     for text in search or []:
         put(searched, text, "algorithm.mu=[0.01,0.1] or training.learning_rate=[0.01,0.1]")
-    asked = Search(read_table(file, overrides or []), searched, steps_needed=not optuna)
-    told = asked.told
-    count = (trials or TRIALS) if optuna else len(asked.grid(trials))
-    runs = count * len(told.seeds or [told.seed])
+    space = Search(read_table(file, overrides or []), searched, steps_needed=not optuna)
+    plan = space.configuration
+    count = (trials or TRIALS) if optuna else len(space.grid(trials))
+    runs = count * len(plan.seeds or [plan.seed])
     tasks = Tasks()
-    together = told.runs_at_a_time if optuna else runs_side_by_side(told, runs)  # Optuna waits for the trials under way
-    pool = make_pool(replace(told, workers=together), together if optuna else runs, runs, tasks)
+    workers = plan.runs_at_a_time if optuna else runs_side_by_side(plan, runs)  # Optuna waits for the trials under way
+    pool = make_pool(replace(plan, workers=workers), workers if optuna else runs, runs, tasks)
     try:
-        with shown(runs, told.rounds, quiet) as watch, patient(watch) as stopped:
+        with shown(runs, plan.rounds, quiet) as watch, patient(watch) as stopped:
             runner = Runner(pool, watch, stopped)
-            found = (
-                search_optuna(asked, runner, count, together) if optuna else search_grid(asked, runner, tasks, trials)
-            )
-        best = best_of(found)
-        path = write_trials(asked, found)
-        _print(asked, found, best)
-        _print_choice(asked, best, path, [str(file), *(overrides or [])])
+            made = search_optuna(space, runner, count, workers) if optuna else search_grid(space, runner, tasks, trials)
+        best = best_of(made)
+        path = write_trials(space, made)
+        _print(space, made, best)
+        _print_choice(space, best, path, [str(file), *(overrides or [])])
         if test:
-            with shown(len(best.seeds), told.rounds, quiet) as watch, patient(watch) as stopped:
-                _print_test(score_on_test(asked, best, Runner(pool, watch, stopped)))
+            with shown(len(best.seeds), plan.rounds, quiet) as watch, patient(watch) as stopped:
+                _print_test(score_on_test(space, best, Runner(pool, watch, stopped)))
     finally:
         pool.close()
 
 
-def _print(search: Search, found: Sequence[Trial], best: Trial) -> None:
-    """The best trials first, then those without a figure."""
+def _print(search: Search, trials: Sequence[Trial], best: Trial) -> None:
+    """Print the best trials, then those without a figure."""
     from rich.console import Console
 
     from fedloom.cli.terminal import trial_table
     from fedloom.experiment.settings import plain_text
-    from fedloom.report.sheet import words
+    from fedloom.report.sheet import measure_name
 
-    ranked = sorted(found, key=lambda trial: (trial.score is None, -(trial.score or 0.0), trial.number))[:_SHOWN]
+    ranked = sorted(trials, key=lambda trial: (trial.score is None, -(trial.score or 0.0), trial.number))[:_SHOWN]
     keys = list(search.axes)
     lines = [
         [str(trial.number), *(plain_text(trial.changes[key]) for key in keys), _score(trial)] for trial in ranked
     ]  # fmt: skip
-    named = words(search.told.measure, search.told.last, best.metric)
-    what = f"{named} on validation data{', %' if best.metric.share else ''}"
-    count = f"{len(ranked)} best of {len(found)} trials; " if len(found) > len(ranked) else ""
+    measure = measure_name(search.configuration.measure, search.configuration.last, best.metric)
+    caption = f"{measure} on validation data{', %' if best.metric.share else ''}"
+    if len(trials) > len(ranked):
+        caption = f"{len(ranked)} best of {len(trials)} trials; {caption}"
     console = Console(highlight=False)
-    console.print(trial_table(["Trial", *keys, "Validation"], lines, ranked.index(best), count + what))
+    console.print(trial_table(["Trial", *keys, "Validation"], lines, ranked.index(best), caption))
 
 
 def _print_choice(search: Search, best: Trial, path: Path, arguments: Sequence[str]) -> None:
-    """The best choice as a command and as a file."""
+    """Print the best choice as a command and as a file."""
     from fedloom.experiment.parameters import PREFIX
     from fedloom.experiment.settings import plain_text
 
     keys = [f"{key}={plain_text(value)}" for key, value in best.changes.items() if not key.startswith(PREFIX)]
-    settings = [f"algorithm={best.algorithm}", *keys, f"name={search.told.name}-best"]
+    settings = [f"algorithm={best.algorithm}", *keys, f"name={search.configuration.name}-best"]
     print(f"trials: {search.folder / 'trials.csv'}")
     print(f"best:   {shlex.join(['fedloom', 'run', *arguments, *settings])}")
     print(f"or:     fedloom run {shlex.quote(str(path))}")
 
 
 def _print_test(tested: Trial) -> None:
-    from fedloom.report.sheet import words
+    from fedloom.report.sheet import measure_name
 
-    told = tested.configuration
     seeds = f" over {len(tested.values)} seeds" if len(tested.values) > 1 else ""
-    named = words(told.measure, told.last, tested.metric)
-    print(f"test:   {_score(tested)}{tested.metric.unit}{seeds}, {named}, trained on all training data")
+    measure = measure_name(tested.configuration.measure, tested.configuration.last, tested.metric)
+    print(f"test:   {_score(tested)}{tested.metric.unit}{seeds}, {measure}, trained on all training data")
 
 
 def _score(trial: Trial) -> str:

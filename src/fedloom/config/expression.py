@@ -1,11 +1,12 @@
-"""What a configuration names: `dirichlet(0.1)`, `stages(fedavg:100, fedmr(unit=segment, fraction=0.5))`.
+r"""Expressions of a configuration: `dirichlet(0.1)`, `stages(fedavg:100, fedmr(unit=segment, fraction=0.5))`.
 
-    value = number | 'text' | true | false | none | [value, ...] | call    (text with Python's escapes, such as \\' and \\n)
+    value = number | 'text' | true | false | none | [value, ...] | call    (text with Python's escapes, such as \' and \n)
     call  = path [ "(" argument, ... ")" ] [ ":" (number | name) ]
     path  = name [ ":" Name ]                                     (a class of the user's own, package.module:Class)
     argument = [ name "=" ] value
 
-A bare word is a call without arguments; whoever builds the thing decides whether it is a name or a piece of text.
+A bare word is a call without arguments; the reader decides whether it is a name or a piece of text. Python's `ast` reads neither
+`fedavg:100` nor names such as `f1-macro`, so the grammar has a parser.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import ast
 import re
 import warnings
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from fedloom.errors import InvalidValue, quoted
@@ -25,12 +27,12 @@ _TOKEN = re.compile(
 )
 _WORDS = {"true": True, "false": False, "none": None}
 DEEPEST = 50
-"""Levels, at most, of what stands in lists, tables and arguments."""
+"""Levels of nested lists, tables and arguments, at most."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A name, or `module:Class`, with its arguments; `until` is what follows a colon (the last round of a stage)."""
+    """A name, or `module:Class`, with its arguments; `until` is the value after a colon (the last round of a stage)."""
 
     name: str
     positional: tuple[Any, ...] = ()
@@ -45,7 +47,7 @@ class Call:
 
 
 def show(value: Any) -> str:
-    """A value as the grammar writes it; `parse(show(value)) == value`."""
+    """Return a value as the grammar writes it; `parse(show(value)) == value`."""
     if isinstance(value, bool) or value is None:
         return str(value).lower()
     if isinstance(value, str):
@@ -56,15 +58,16 @@ def show(value: Any) -> str:
 
 
 def parse_value(text: str) -> Any:
-    """Read one value. Raises `InvalidValue` that shows where the text stops making sense."""
+    """Read one value. Raise `InvalidValue`, which quotes the text from the first character that does not fit."""
     parser = _Parser(text)
     value = parser.value()
     parser.expect_end()
     return value
 
 
+@lru_cache(maxsize=1024)
 def parse(text: str) -> Call:
-    """Read one call. Raises as `parse_value`, and where the value is none."""
+    """Read one call. Raises as `parse_value`, and for another value."""
     value = parse_value(text)
     if not isinstance(value, Call):
         raise InvalidValue(f"{quoted(text)} is not a name with arguments, such as fedmr or dirichlet(0.1)")
@@ -86,16 +89,16 @@ class _Parser:
         self.depth = 0
 
     def _error(self, position: int) -> InvalidValue:
-        rest = quoted(self.text[position:])
-        return InvalidValue(f"cannot read {quoted(self.text)} from character {position + 1} on: {rest}")
+        remainder = quoted(self.text[position:])
+        return InvalidValue(f"cannot read {quoted(self.text)} from character {position + 1} on: {remainder}")
 
     def _fail(self) -> InvalidValue:
         return self._error(self.tokens[self.next][2] if self.next < len(self.tokens) else len(self.text))
 
     def _take(self, mark: str) -> bool:
-        found = self.next < len(self.tokens) and self.tokens[self.next][:2] == ("mark", mark)
-        self.next += found
-        return found
+        matches = self.next < len(self.tokens) and self.tokens[self.next][:2] == ("mark", mark)
+        self.next += matches
+        return matches
 
     def expect_end(self) -> None:
         if self.next < len(self.tokens):
@@ -105,9 +108,9 @@ class _Parser:
         self.depth += 1
         if self.depth > DEEPEST:
             raise InvalidValue(f"{quoted(self.text)} nests more than {DEEPEST} levels deep")
-        found = self._value()
+        value = self._value()
         self.depth -= 1
-        return found
+        return value
 
     def _value(self) -> Any:
         if self._take("["):
@@ -169,7 +172,7 @@ class _Parser:
 
 
 def plain(value: Any) -> Any:
-    """Bare words as text, inside lists too; anything that is not a bare word or plain value is refused."""
+    """Return a value with bare words as text, inside lists too. Raise `InvalidValue` for any other call."""
     if isinstance(value, Call):
         if value.positional or value.named or value.until is not None:
             raise InvalidValue(f"{quoted(value, str)} is not allowed here: a number, text or list is")

@@ -1,4 +1,4 @@
-"""What the fields of a dataclass and the options of a function may be: their types say it, ranges and choices included.
+"""The values that fields of a dataclass and options of a function may have: their types declare ranges and choices.
 
     @dataclass
     class FedProx(Algorithm):
@@ -6,7 +6,7 @@
         rule: Literal["mean", "median"] = "mean"
 
 The same types are checked whether a value comes from Python (`require_fields`), from an expression or from a file (`checked`).
-Nothing is converted but whole numbers to floats and NumPy's numbers to Python's: text is no number, and true is not 1.
+Only whole numbers are converted to floats and NumPy's numbers to Python's: text is no number, and true is not 1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LARGEST = 3.4e38
 """About the largest 32-bit float: a larger setting becomes infinite in the computation."""
 
 LARGEST_COUNT = 2**63 - 1
-"""What a 64-bit integer holds."""
+"""The largest 64-bit integer."""
 
 Finite = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
 Positive = Annotated[float, Field(gt=0, le=LARGEST)]
@@ -46,46 +46,75 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 def _in_bytes(value: object) -> object:
     if not isinstance(value, str):
         return value
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(i?)B?", value)
+    match = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?) ?([kKMGT]?)(i?)B?", value)
     if match is None:
         raise PydanticCustomError("bytes", "bytes")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** " kMGT".index(match[2].replace("K", "k") or " "))
 
 
-Bytes = Annotated[int, Field(ge=0), BeforeValidator(_in_bytes)]
+Bytes = Annotated[int, Field(ge=0, le=LARGEST_COUNT), BeforeValidator(_in_bytes)]
 """A number of bytes, also with a unit: 500MB or "4GiB"."""
 
 
 _PATHS = ("path", "folder", "file", "directory")
-"""Options that hold a file's path, whatever has them."""
+"""Options that hold a file's path, whatever they belong to."""
 
 
 def require_fields(instance: Any) -> None:
-    """Check the fields of a dataclass, in its `__post_init__`. Raises `InvalidValue` for a value that its type does not allow."""
+    """Check the fields of a dataclass, in its `__post_init__`. Raise `InvalidValue` for a value that its type does not allow."""
     values = {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance) if field.init}
     for name, value in checked(type(instance), values).items():
         object.__setattr__(instance, name, value)  # also of a frozen one
 
 
 def checked(make: Any, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`values` for options of a function, fields of a dataclass or keys of a `TypedDict`, as their types want them.
+    """Return values for options of a function, fields of a dataclass or keys of a `TypedDict`, converted to their types.
 
     Raises `InvalidValue`, which begins with `prefix` and the name, for the first that is not allowed.
     """
-    given = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
-    for name, value in given.items():
+    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
+    for name, value in plain.items():
         require_plain(value, f"{prefix}{name}")
-        if name in _PATHS and isinstance(value, str) and any(len(part.encode()) > 255 for part in value.split("/")):
+        if name in _PATHS and isinstance(value, str) and any(len(word.encode()) > 255 for word in value.split("/")):
             raise InvalidValue(f"{prefix}{name} must be a path of names of at most 255 bytes, not {quoted(value)}")
     try:
-        return dict(_adapter(make).validate_python(given))
+        return dict(_adapter(make).validate_python(plain))
     except ValidationError as error:
         raise InvalidValue(f"{prefix}{_explained(error, type_hints(make))}") from None
 
 
+def require_at_least(name: str, value: float, least: float) -> None:
+    """Raise `InvalidValue` unless value >= least."""
+    if not value >= least:
+        raise InvalidValue(f"{name} must be at least {least}, not {quoted(value)}")
+
+
+def require_between(name: str, value: float, low: float, high: float) -> None:
+    """Raise `InvalidValue` unless low <= value <= high."""
+    if not low <= value <= high:
+        raise InvalidValue(f"{name} must be between {low} and {high}, not {quoted(value)}")
+
+
+def require_share(name: str, value: float) -> None:
+    """Raise `InvalidValue` unless 0 < value <= 1."""
+    if not 0 < value <= 1:
+        raise InvalidValue(f"{name} must be in (0, 1], not {quoted(value)}")
+
+
+def require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise `InvalidValue`, with the nearest allowed word, unless value is allowed."""
+    if value not in allowed:
+        raise InvalidValue(
+            f"{name} {quoted(value)} is not allowed{suggestion(value, allowed)} (allowed: {', '.join(allowed)})"
+        )
+
+
 def require_plain(value: object, name: str, level: int = 1) -> None:
-    """Raise `InvalidValue` for what no option can be: text that no file's name may hold, a whole number beyond
-    the floats, and lists and tables that nest deeper than `DEEPEST`."""
+    """Raise `InvalidValue` for a value that no option can have.
+
+    That is text that no file's name may hold, a whole number beyond the floats, and lists and tables that nest deeper than
+    `DEEPEST`.
+    """
     if isinstance(value, str) and (odd := re.search("[\0\ud800-\udfff]", value)):
         kind = "NUL characters" if odd[0] == "\0" else "halves of characters"
         raise InvalidValue(f"{name} must be text without {kind}, not {quoted(value)}")
@@ -94,20 +123,20 @@ def require_plain(value: object, name: str, level: int = 1) -> None:
     if isinstance(value, (list, tuple, Mapping)):
         if level > DEEPEST:
             raise InvalidValue(f"{name} nests more than {DEEPEST} levels deep")
-        for one in value.values() if isinstance(value, Mapping) else value:
-            require_plain(one, name, level + 1)
+        for entry in value.values() if isinstance(value, Mapping) else value:
+            require_plain(entry, name, level + 1)
 
 
 def parameters(make: Any) -> dict[str, inspect.Parameter]:
-    """What a user may set: every field of a dataclass, every keyword-only parameter of anything else."""
-    found = inspect.signature(make).parameters.values()
+    """Return the parameters that a user may set: all fields of a dataclass, all keyword-only parameters of anything else."""
     fields = dataclasses.is_dataclass(make)
-    return {p.name: p for p in found if fields or p.kind is inspect.Parameter.KEYWORD_ONLY}
+    signature = inspect.signature(make).parameters.values()
+    return {p.name: p for p in signature if fields or p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
 @cache
 def type_hints(make: Any) -> dict[str, Any]:
-    """The types of what a user may set, with the ranges that they declare."""
+    """Return the types of the parameters that a user may set, with the ranges that they declare."""
     if is_typeddict(make):
         return get_type_hints(make, include_extras=True)
     plain = inspect.isclass(make) and not dataclasses.is_dataclass(make)
@@ -134,28 +163,29 @@ _KINDS = {
     "none_required": "none",
     "bytes": "a number of bytes, such as 4GiB",
 }
-"""What pydantic's errors about types say in our words."""
+"""Words of error messages for pydantic's types of errors."""
 
 _CLASSES = {"Algorithm": "a method, such as fedavg", "Sequence": "a list"}
 
 
 def _explained(error: ValidationError, hints: Mapping[str, Any]) -> str:
-    """The first thing that is wrong, as one line: what it is, what is allowed, and the nearest word where words are."""
-    found = error.errors(include_url=False)
-    places = [_place(one["loc"]) for one in found]
-    own = [one for one, place in zip(found, places, strict=True) if place == places[0]]  # one for each type of a union
-    allowed = dict.fromkeys(_allowed(one, hints[str(one["loc"][0])]) for one in own)
-    value = own[0]["input"]
-    words = [word for one in own for word in re.findall(r"'([^']*)'", one.get("ctx", {}).get("expected", ""))]
+    """Return the first error as one line: the value, what is allowed, and the nearest word where words are."""
+    errors = error.errors(include_url=False)
+    option = _option(errors[0]["loc"])
+    errors = [details for details in errors if _option(details["loc"]) == option]  # one for each type of a union
+    hint = hints[str(errors[0]["loc"][0])]
+    allowed = dict.fromkeys(_allowed(details, hint) for details in errors)
+    value = errors[0]["input"]
+    words = [
+        word for details in errors for word in re.findall(r"'([^']*)'", details.get("ctx", {}).get("expected", ""))
+    ]
     near = suggestion(value, words) if isinstance(value, str) else ""
-    costs = next(
-        filter(None, (_costs(hints[str(one["loc"][0])]) for one in own if one["type"] == "less_than_equal")), ""
-    )
-    return f"{places[0]} must be {' or '.join(allowed)}, not {quoted(value, show)}{near}{costs and f': {costs}'}"
+    costs = _costs(hint) if any(details["type"] == "less_than_equal" for details in errors) else ""
+    return f"{option} must be {' or '.join(allowed)}, not {quoted(value, show)}{near}{costs and f': {costs}'}"
 
 
-def _place(location: tuple[str | int, ...]) -> str:
-    return "".join([str(location[0]), *(f"[{part}]" for part in location[1:] if isinstance(part, int))])
+def _option(location: tuple[str | int, ...]) -> str:
+    return "".join([str(location[0]), *(f"[{index}]" for index in location[1:] if isinstance(index, int))])
 
 
 def _allowed(error: Any, hint: Any) -> str:
@@ -163,7 +193,7 @@ def _allowed(error: Any, hint: Any) -> str:
     if kind.startswith(("greater_than", "less_than", "finite")):
         bounds = _bounds(hint)
         if bounds.get("le") == LARGEST_COUNT and kind != "less_than_equal":
-            del bounds["le"]  # which nobody comes near
+            del bounds["le"]  # nobody comes near it
         return _range(bounds)
     if kind == "is_instance_of":
         return _CLASSES.get(error["ctx"]["class"], f"a {error['ctx']['class']}")
@@ -171,14 +201,14 @@ def _allowed(error: Any, hint: Any) -> str:
 
 
 def _bounds(hint: Any) -> dict[str, float]:
-    """The bounds that a type declares anywhere inside, by their names: gt, ge, lt, le."""
-    marks = [one for mark in getattr(hint, "__metadata__", ()) for one in getattr(mark, "metadata", [mark])]
-    own = {side: getattr(mark, side) for mark in marks for side in ("gt", "ge", "lt", "le") if hasattr(mark, side)}
-    return own | {side: bound for part in get_args(hint) for side, bound in _bounds(part).items()}
+    """Return the bounds that a type declares anywhere inside, by their names: gt, ge, lt, le."""
+    marks = [mark for field in getattr(hint, "__metadata__", ()) for mark in getattr(field, "metadata", [field])]
+    bounds = {side: getattr(mark, side) for mark in marks for side in ("gt", "ge", "lt", "le") if hasattr(mark, side)}
+    return bounds | {side: bound for inner in get_args(hint) for side, bound in _bounds(inner).items()}
 
 
 def _costs(hint: Any) -> str:
-    """What a larger value would take, where a type says so: `Field(le=64, description="each takes ...")`."""
+    """Return the cost of a larger value, where a type states it: `Field(le=64, description="each takes ...")`."""
     marks = [getattr(mark, "description", None) for mark in getattr(hint, "__metadata__", ())]
     return next(filter(None, [*marks, *map(_costs, get_args(hint))]), "")
 

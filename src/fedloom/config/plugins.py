@@ -1,4 +1,4 @@
-"""Modules of the user's own: found by import path, from the current directory too.
+"""The user's modules, imported by their path, from the current directory too.
 
 A plugin is a module that registers methods, models, data sets, partitions, recorders or trackers when it is imported. Those
 named in `FEDLOOM_PLUGINS` (separated by commas) are imported before anything is looked up, in every process.
@@ -17,48 +17,48 @@ from typing import Any
 from fedloom.errors import LONGEST_QUOTED, InvalidValue, one_line, quoted, suggestion
 
 VARIABLE = "FEDLOOM_PLUGINS"
-"""Names, in the environment, the modules that every process imports."""
+"""Environment variable with the modules that every process imports."""
 
 
 def import_plugins(names: Iterable[str], key: str = "plugins") -> None:
-    """Import the modules; a second time changes nothing. Raises `InvalidValue`, in one line, for one that cannot be imported."""
+    """Import the modules; a second time changes nothing. Raise `InvalidValue`, in one line, if one cannot be imported."""
     for name in names:
         _imported(name, key)
 
 
 def import_from_environment() -> None:
-    """Import what `FEDLOOM_PLUGINS` names. Raises as `import_plugins` does."""
+    """Import the modules named in `FEDLOOM_PLUGINS`. Raises as `import_plugins`."""
     import_plugins(filter(None, map(str.strip, os.environ.get(VARIABLE, "").split(","))), VARIABLE)
 
 
 def found_at(path: str, key: str, allowed: str = "'package.module:name'") -> Callable[..., Any]:
-    """The function or class that `package.module:name` leads to.
+    """Return the function or class at `package.module:name`.
 
-    Raises `InvalidValue`, in one line that begins with `key` and the path, where that leads to none; `allowed` says what the
-    value may be.
+    Raises `InvalidValue`, in one line that begins with `key` and the path, where there is none; `allowed` describes the values
+    that the key may have.
     """
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
         raise InvalidValue(f"{key} {quoted(path)} must be {allowed}")
     module = _imported(module_name, f"{key} {quoted(path)}")
     try:
-        found = attrgetter(attribute)(module)
+        make = attrgetter(attribute)(module)
     except AttributeError:
         near = suggestion(attribute, [name for name in vars(module) if not name.startswith("_")])
         raise InvalidValue(
             f"{key} {quoted(path)}: module {quoted(module_name)} has no {quoted(attribute)}{near}"
         ) from None
-    if not callable(found):
+    if not callable(make):
         raise InvalidValue(
-            f"{key} {quoted(path)}: {quoted(attribute)} must be a function or class, not {type(found).__name__}"
+            f"{key} {quoted(path)}: {quoted(attribute)} must be a function or class, not {type(make).__name__}"
         )
-    return found  # type: ignore[no-any-return]
+    return make  # type: ignore[no-any-return]
 
 
 def _imported(name: str, key: str) -> ModuleType:
     if "/" in name or name.endswith(".py"):
-        wanted = name.removesuffix(".py").replace("/", ".").strip(".")
-        raise InvalidValue(f"{key}: {quoted(name)} is a file: give the name of the module, such as {quoted(wanted)}")
+        module = name.removesuffix(".py").replace("/", ".").strip(".")
+        raise InvalidValue(f"{key}: {quoted(name)} is a file: give the name of the module, such as {quoted(module)}")
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())  # for good: worker processes and unpickling import it again
     importlib.invalidate_caches()

@@ -1,6 +1,6 @@
-"""How the learning rate goes over the rounds of a run, or over the local steps of a client in a round.
+"""Schedules of the learning rate over the rounds of a run, or over the local steps of a client in a round.
 
-A schedule is a function (done, total) -> what the rate is multiplied by when `done` of `total` rounds, or steps, are over.
+A schedule is a function (done, total) -> the factor of the rate when `done` of `total` rounds, or steps, are over.
 """
 
 from __future__ import annotations
@@ -30,15 +30,27 @@ rate_schedules: Registry[Callable[..., RateSchedule]] = Registry("learning-rate 
 
 @rate_schedules.register(CONSTANT)
 def constant() -> RateSchedule:
-    """The same rate all the time."""
+    """Keep the rate.
+
+    Returns:
+        The schedule.
+    """
     return lambda done, total: 1.0
 
 
 @rate_schedules.register("cosine")
 def cosine(*, over: Count | None = None, least: Probability = 0.0) -> RateSchedule:
-    """From 1 to `least` along half a cosine: least + (1 - least) (1 + cos(pi t / T)) / 2 after t of T = `over` rounds or steps.
+    """Multiply the rate by least + (1 - least) (1 + cos(pi t / T)) / 2 after t of T rounds or steps.
 
-    Without `over`, T is how many there are. Source: Loshchilov & Hutter 2017, equation 5, without restarts.
+    Args:
+        over: T; by default all rounds or steps.
+        least: The factor at the end, in [0, 1].
+
+    Returns:
+        The schedule.
+
+    Source:
+        Loshchilov & Hutter 2017, equation 5, without restarts.
     """
     return lambda done, total: (
         least + (1 - least) * (1 + math.cos(math.pi * min(done, over or total) / (over or total))) / 2
@@ -47,21 +59,37 @@ def cosine(*, over: Count | None = None, least: Probability = 0.0) -> RateSchedu
 
 @rate_schedules.register("step")
 def step(*, every: Count, factor: Share = 0.1) -> RateSchedule:
-    """Times `factor` after every so many rounds or steps."""
+    """Multiply the rate by `factor` after every so many rounds or steps.
+
+    Args:
+        every: Rounds or steps between two changes.
+        factor: In (0, 1].
+
+    Returns:
+        The schedule.
+    """
     return lambda done, total: factor ** (done // every)
 
 
 @rate_schedules.register("warmup")
 def warmup(*, over: Count, then: RateSchedule = constant()) -> RateSchedule:  # noqa: B008
-    """In even steps up to 1 over the first `over` rounds or steps, and `then` another schedule, which begins after them.
+    """Raise the rate in even steps over the first rounds or steps, then follow another schedule: `warmup(5, then=cosine)`.
 
-    The rate is 1/over of itself at first and whole from number `over` on: `warmup(5, then=cosine)`. Source: Goyal et al. 2017.
+    Args:
+        over: Rounds or steps of the warm-up; the factor begins at 1/over and is 1 from number `over` on.
+        then: The schedule that begins after them.
+
+    Returns:
+        The schedule.
+
+    Source:
+        Goyal et al. 2017.
     """
     return lambda done, total: (done + 1) / over if done < over else then(done - over, max(1, total - over))
 
 
 def build_rate_schedule(expression: str | Call) -> RateSchedule:
-    """The schedule of an expression such as `warmup(5, then=cosine)`, or of `module:function`: a function (done, total).
+    """Return the schedule of an expression such as `warmup(5, then=cosine)`, or of `module:function`.
 
     Raises `UnknownName` or `InvalidValue`, in one line, for what does not fit.
     """
@@ -77,19 +105,19 @@ _built = cache(build_rate_schedule)  # of texts
 
 
 def rate_factor(expression: str, done: int, total: int) -> float:
-    """What the schedule multiplies the rate by. Raises `InvalidValue` unless that is a positive number."""
+    """Return the schedule's factor of the rate. Raise `InvalidValue` unless that is a positive number."""
     if expression == CONSTANT:
         return 1.0
     try:
-        found = float(_built(expression)(done, total))
+        factor = float(_built(expression)(done, total))
     except InvalidValue:
         raise
     except Exception as error:
         raise InvalidValue(
             f"schedule {quoted(expression)} fails after {done} of {total}: {error_text(error)}"
         ) from error
-    if not 0 < found < math.inf:
+    if not 0 < factor < math.inf:
         raise InvalidValue(
-            f"schedule {quoted(expression)} gives {found:g} after {done} of {total}: it must be a positive number"
+            f"schedule {quoted(expression)} gives {factor:g} after {done} of {total}: it must be a positive number"
         )
-    return found
+    return factor

@@ -1,8 +1,8 @@
-"""Named things of one kind (models, data sets, partitions, algorithms), found without a list to keep.
+"""Registries of models, data sets, partitions, algorithms and the like, by name.
 
-A thing registers itself with a decorator in its own file. The registry imports every module of one package on first use,
-so a new file is a new entry in the documentation and every configuration. `docs/generate/listings.py` makes the lists of the
-command line of what is registered.
+A function or class registers itself with a decorator in its file. The registry imports every module of one package on first
+use, so a new file is a new entry in the documentation and every configuration. `docs/generate/listings.py` makes the lists of
+the command line from the registries.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
@@ -19,54 +20,80 @@ from fedloom.config.fields import checked, parameters
 from fedloom.config.plugins import import_from_environment
 from fedloom.errors import InvalidValue, UnknownName, quoted, suggestion
 
+_SECTIONS = re.compile(r"^(Args|Returns|Raises):\n(?: .*\n|\n)*", re.MULTILINE)
+"""Google style sections of a docstring: a title and the lines under it that are indented or empty."""
+
 T = TypeVar("T", bound=Callable[..., Any])
 Registered = TypeVar("Registered", bound=Callable[..., Any])
 
 
+def _docstring(make: Any) -> tuple[str, dict[str, str]]:
+    """The docstring without its sections, and the description of each parameter in its Args."""
+    text = (inspect.getdoc(make) or "") + "\n"
+    sections = "".join(match[0] for match in _SECTIONS.finditer(text) if match[1] == "Args")
+    entries = re.findall(r"^    (\w+): (.+(?:\n     .+)*)", sections, re.MULTILINE)
+    return _SECTIONS.sub("", text).strip(), {name: " ".join(words.split()) for name, words in entries}
+
+
 @dataclass(frozen=True)
 class Entry(Generic[T]):
-    """One registered thing: its name, the callable that makes it, and the parameters a user may set."""
+    """A registered name, the callable that makes its object, and the parameters that a user may set."""
 
     name: str
     make: T
 
     @property
+    def text(self) -> str:
+        """The docstring without its sections of arguments, return value and exceptions."""
+        return _docstring(self.make)[0]
+
+    @property
     def summary(self) -> str:
         """First line of the docstring."""
-        return (inspect.getdoc(self.make) or "").split("\n")[0]
+        return self.text.partition("\n")[0]
+
+    @property
+    def arguments(self) -> dict[str, str]:
+        """Description of each parameter, from the Args section of the docstring or of a base class; "" where there is none."""
+        bases = self.make.__mro__ if inspect.isclass(self.make) else (self.make,)
+        described = [_docstring(base)[1] for base in bases]
+        return {name: next((texts[name] for texts in described if name in texts), "") for name in self.parameters}
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """What a user may set."""
+        """The parameters that a user may set."""
         return parameters(self.make)
 
     def options(self, positional: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-        """`positional` and `named` arguments as one dictionary of parameters.
+        """Return positional and named arguments as one dictionary of parameters.
 
-        Raises `InvalidValue` for too many positional arguments, an unknown name (with the nearest) or one given twice.
+        Raises `InvalidValue` for too many positional arguments, an unknown name (with the nearest) or a repeated one.
         """
         names = list(self.parameters)
         if len(positional) > len(names):
             raise InvalidValue(
                 f"{self.name} takes at most {len(names)} arguments ({', '.join(names)}), not {len(positional)}"
             )
-        given = dict(zip(names, positional, strict=False))
+        options = dict(zip(names, positional, strict=False))
         for name, value in named.items():
             if name not in names:
                 allowed = ", ".join(names) or "none"
                 raise InvalidValue(
                     f"{self.name} has no parameter {quoted(name)}{suggestion(name, names)} (it has: {allowed})"
                 )
-            if name in given:
+            if name in options:
                 raise InvalidValue(f"{self.name} got {quoted(name)} twice")
-            given[name] = value
-        return given
+            options[name] = value
+        return options
 
 
 class Registry(Generic[T]):
-    """All things of one `kind`, defined in the modules of `package`.
+    """All entries of one kind.
 
-    `argument` turns an argument of an expression into a value, given what is made and the parameter's name.
+    Args:
+        kind: The noun of error messages, such as `data set`.
+        package: The package whose modules define the entries.
+        argument: Turns an argument of an expression into a value: (make, name of the parameter, argument) -> value.
     """
 
     def __init__(
@@ -79,11 +106,11 @@ class Registry(Generic[T]):
         self._imported = False
 
     def register(self, name: str) -> Callable[[Registered], Registered]:
-        """Decorator: file the function or class under `name`. For type checkers it stays what it is."""
+        """Return a decorator that registers a function or class under `name` and leaves it as it is."""
 
         def add(make: Registered) -> Registered:
-            known = self._entries.get(name)
-            if known is not None and known.make is not make:
+            entry = self._entries.get(name)
+            if entry is not None and entry.make is not make:
                 raise InvalidValue(f"two {self.kind}s are named {name!r}")
             self._entries[name] = Entry(name, cast(T, make))
             return make
@@ -91,7 +118,7 @@ class Registry(Generic[T]):
         return add
 
     def __getitem__(self, name: str) -> Entry[T]:
-        """The entry called `name`; raises `UnknownName` with the nearest one."""
+        """Return the entry called `name`; raise `UnknownName` with the nearest."""
         self._import_all()
         if name not in self._entries:
             raise UnknownName(self.kind, name, self._entries)
@@ -102,26 +129,26 @@ class Registry(Generic[T]):
         return name in self._entries
 
     def __iter__(self) -> Iterator[Entry[T]]:
-        """All entries by name, without those that are known by their path alone, `module:Class`."""
+        """Iterate over all entries by name, without those registered by their path, `module:Class`."""
         self._import_all()
-        return iter(sorted((one for one in self._entries.values() if ":" not in one.name), key=lambda one: one.name))
+        return iter(self._entries[name] for name in sorted(self._entries) if ":" not in name)
 
     def of(self, make: object) -> Entry[T] | None:
-        """The entry that makes this; None where it is not registered."""
+        """Return the entry of a function or class; None where it is not registered."""
         self._import_all()
         return next((entry for entry in self._entries.values() if entry.make is make), None)
 
     def build(self, expression: str | Call, *data: Any) -> Any:
-        """What an expression such as `dirichlet(0.1)` names, made with `data` before its options. Raises as `read`."""
+        """Make the object of an expression such as `dirichlet(0.1)`, with `data` before its options. Raises as `read`."""
         entry, options = self.read(expression)
         return entry.make(*data, **options)
 
     def build_unless_none(self, expression: str) -> Any:
-        """As `build`, with None for the expression `none`."""
+        """Make the object of an expression; None for the expression `none`."""
         return None if expression.strip().lower() == "none" else self.build(expression)
 
     def read(self, expression: str | Call) -> tuple[Entry[T], dict[str, Any]]:
-        """The entry that an expression names, and its options, of which those without a default are all there.
+        """Return the entry that an expression names, and its checked options; none without a default is missing.
 
         Raises `UnknownName` or `InvalidValue`, in one line, for whatever does not fit.
         """
@@ -129,8 +156,8 @@ class Registry(Generic[T]):
         entry = self[call.name]
         if call.until is not None:
             raise InvalidValue(f"{quoted(call, str)}: nothing may follow here, but :{quoted(call.until, str)} does")
-        given = entry.options(call.positional, call.named)
-        values = {name: self.argument(entry.make, name, value) for name, value in given.items()}
+        arguments = entry.options(call.positional, call.named)
+        values = {name: self.argument(entry.make, name, value) for name, value in arguments.items()}
         options = checked(entry.make, values, f"{entry.name}: ")
         missing = [name for name, p in entry.parameters.items() if p.default is p.empty and name not in options]
         if missing:

@@ -1,5 +1,4 @@
-"""Training-time changes to images: each is flipped left to right with p = 0.5 and, with p = 0.5, cropped at random after zero
-padding (FedUmf, appendix)."""
+"""Augmentation of images (FedUmf, appendix): with p = 0.5 a left-right flip, with p = 0.5 a random crop after zero padding."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ PADDING = 4
 
 
 def draw_flip_crop(count: int, generator: torch.Generator) -> Tensor:
-    """For each of `count` images, `[count, 3]` int64: whether it is flipped, and the crop's shift in rows and in columns."""
+    """Draw for each of `count` images whether it is flipped and the crop's shift in rows and in columns, `[count, 3]` int64."""
     flipped = torch.rand(count, generator=generator) < 0.5
     cropped = torch.rand(count, generator=generator) < 0.5
     shift = torch.randint(0, 2 * PADDING + 1, (2, count), generator=generator)
@@ -20,12 +19,12 @@ def draw_flip_crop(count: int, generator: torch.Generator) -> Tensor:
 
 
 def apply_flip_crop(images: Tensor, drawn: Tensor) -> Tensor:
-    """The images `[b, channels, height, width]` changed as `drawn [b, 3]` says."""
+    """Flip and crop images `[b, channels, height, width]` as `drawn [b, 3]` says."""
     count, _, height, width = images.shape
-    flipped, down, right = drawn.to(images.device).unsqueeze(2).unbind(1)
+    flipped, row_shift, column_shift = drawn.to(images.device).unsqueeze(2).unbind(1)
     columns = torch.arange(width, device=images.device).expand(count, width)
-    columns = torch.where(flipped.bool(), columns.flip(1), columns) + right
-    rows = torch.arange(height, device=images.device) + down
+    columns = torch.where(flipped.bool(), columns.flip(1), columns) + column_shift
+    rows = torch.arange(height, device=images.device) + row_shift
     padded = F.pad(images, (PADDING, PADDING, PADDING, PADDING))
     index = torch.arange(count, device=images.device)[:, None, None]
     moved = padded[index, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)

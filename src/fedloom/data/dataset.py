@@ -1,4 +1,4 @@
-"""What a data set is: tensors of samples, and a description that models and reports need."""
+"""Data sets: tensors of samples, and a description for models and reports."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ from fedloom.objectives.metrics import NamedMetric
 
 @dataclass(frozen=True)
 class DataSpec:
-    """Shape of one sample as the model sees it (`(channels, height, width)`, `(features,)` or `(tokens,)`), how many numbers a
-    model puts out (the classes, or the columns of the target), and for token data the size of the vocabulary."""
+    """The data as a model needs to know them.
+
+    Attributes:
+        shape: One sample: `(channels, height, width)`, `(features,)` or `(tokens,)`.
+        outputs: The number of a model's outputs: classes, or columns of the target.
+        vocabulary: Of token data, the number of tokens.
+    """
 
     shape: tuple[int, ...]
     outputs: int
@@ -30,13 +35,20 @@ class DataSpec:
 
 @dataclass(frozen=True)
 class Samples:
-    """`inputs [n, ...]` (uint8 images, float features or int64 tokens), `labels [n]` int64 or whatever targets `[n, ...]` the
-    objective learns, and for data with natural clients `groups [n]`, the client (writer, user) each sample came from.
+    """Inputs, targets and perhaps clients of n samples.
 
-    Given as tensors, NumPy arrays, lists or columns of a table, of any type of number: whole numbers become int64, floats float32
-    (tensors keep float64). Labels and groups may be text, which is numbered in alphabetical order: label k is then
-    `label_names[k]`. The inputs of a data set larger than memory are `LazyInputs`. Raises `InvalidValue` naming the field for
-    what cannot be learned from.
+    Each may be a tensor, a NumPy array, a list or a column of a table, of any type of number: whole numbers become int64, floats
+    float32 (tensors keep float64). Labels and groups may be text, which is numbered in alphabetical order.
+
+    Args:
+        inputs: `[n, ...]`: uint8 images, float features or int64 tokens; `LazyInputs` for a data set larger than memory.
+        labels: `[n]` int64, or other targets `[n, ...]` that the objective learns.
+        groups: The client (writer, user) of each sample, `[n]`, for data with natural clients.
+        label_names: The text of label k.
+        group_names: The text of group k.
+
+    Raises:
+        InvalidValue: For values that cannot be learned from, with the field.
     """
 
     inputs: Tensor
@@ -75,7 +87,7 @@ class Samples:
         return len(self.labels)
 
     def to(self, device: torch.device) -> Samples:
-        """The same samples on `device`."""
+        """Return the samples on `device`."""
         groups = None if self.groups is None else self.groups.to(device)
         return replace(self, inputs=self.inputs.to(device), labels=self.labels.to(device), groups=groups)
 
@@ -83,48 +95,58 @@ class Samples:
         groups = None if self.groups is None else self.groups[index]
         return replace(self, inputs=self.inputs[index], labels=self.labels[index], groups=groups)
 
-    def concatenate(self, other: Samples) -> Samples:
-        """These samples followed by `other` (groups are kept only when both have them)."""
-        one, two = same_names(self, other)
-        groups = None if one.groups is None or two.groups is None else torch.cat([one.groups, two.groups])
-        inputs, labels = torch.cat([one.inputs, two.inputs]), torch.cat([one.labels, two.labels])
-        return Samples(inputs, labels, groups, one.label_names, None if groups is None else one.group_names)
+    def concatenate(self, samples: Samples) -> Samples:
+        """Return these samples followed by `samples`; groups stay only if both have them."""
+        a, b = same_names(self, samples)
+        groups = None if a.groups is None or b.groups is None else torch.cat([a.groups, b.groups])
+        inputs, labels = torch.cat([a.inputs, b.inputs]), torch.cat([a.labels, b.labels])
+        return Samples(inputs, labels, groups, a.label_names, None if groups is None else a.group_names)
 
 
-def same_names(*parts: Samples) -> tuple[Samples, ...]:
-    """The parts with labels and groups of text numbered alike in all of them."""
-    return tuple(_alike(_alike(parts, "labels", "label_names"), "groups", "group_names"))
+def same_names(*splits: Samples) -> tuple[Samples, ...]:
+    """Return the samples with labels and groups of text numbered alike in all of them."""
+    return tuple(_alike(_alike(splits, "labels", "label_names"), "groups", "group_names"))
 
 
-def _alike(parts: Sequence[Samples], field: str, names_field: str) -> Sequence[Samples]:
-    known: list[Names | None] = [getattr(part, names_field) for part in parts if getattr(part, field) is not None]
-    if len(set(known)) < 2:
-        return parts
-    if None in known:
+def _alike(splits: Sequence[Samples], field: str, names_field: str) -> Sequence[Samples]:
+    naming: list[Names | None] = [getattr(split, names_field) for split in splits if getattr(split, field) is not None]
+    if len(set(naming)) < 2:
+        return splits
+    if None in naming:
         raise InvalidValue(f"{field} are text in one part of the data and numbers in another: give one kind")
-    names = tuple(sorted({name for some in known for name in some or ()}))
-    return [_renumbered(part, field, names_field, names) for part in parts]
+    names = tuple(sorted({name for texts in naming for name in texts or ()}))
+    return [_renumbered(split, field, names_field, names) for split in splits]
 
 
-def _renumbered(part: Samples, field: str, names_field: str, names: Names) -> Samples:
-    values = getattr(part, field)
+def _renumbered(samples: Samples, field: str, names_field: str, names: Names) -> Samples:
+    values = getattr(samples, field)
     if values is None:
-        return part
-    changed: dict[str, Any] = {field: in_names(values, getattr(part, names_field), names, field), names_field: names}
-    return replace(part, **changed)
+        return samples
+    fields: dict[str, Any] = {field: in_names(values, getattr(samples, names_field), names, field), names_field: names}
+    return replace(samples, **fields)
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Training and test samples of one named set.
+    """Training and test samples of a named set.
 
-    uint8 images stay bytes in memory, laid out `[n, channels, height, width]`; `prepare` scales them to [0, 1] and then
-    normalises with `mean` and `std`, one figure a channel, on the device that trains. Where the objective learns classes and
-    `classes` is not given, it is one more than the highest label; labels that do not begin at 0 are numbered from there in
-    their order, and `class_names` keeps what they were. `classes` is 0 where targets are no classes. `standardised` are the
-    columns of float inputs `[n, features]` that `make_task` brings to mean 0 and deviation 1 over what the clients train on.
-    `metrics` are recorded beside the objective's figures.
-    Raises `InvalidValue`, with what to do, where the parts do not fit each other or the objective cannot learn the targets.
+    Args:
+        name: The name in reports.
+        train: Training samples, which a partition shares out among clients.
+        test: Test samples, perhaps none.
+        classes: The number of classes. By default one more than the highest label of an objective that learns classes (0 for
+            another); labels that do not begin at 0 are then numbered from there in their order.
+        mean: The mean of each channel, pixels in [0, 1]; `prepare` normalises uint8 images `[n, channels, height, width]` by it.
+        std: The deviation of each channel.
+        vocabulary: Of token data, the number of tokens.
+        class_names: The name of each class, by default its label as it was.
+        objective: The objective that is learned.
+        standardised: The columns of float inputs `[n, features]` that `make_task` brings to mean 0 and deviation 1 over the
+            samples that clients train on.
+        metrics: Recorded beside the objective's figures.
+
+    Raises:
+        InvalidValue: For training and test samples that do not fit each other, or targets that the objective cannot learn.
     """
 
     name: str
@@ -140,55 +162,55 @@ class Dataset:
     metrics: tuple[NamedMetric, ...] = ()
 
     def __post_init__(self) -> None:
-        one, two = (f"{list(part.inputs.shape[1:])} {part.inputs.dtype}" for part in (self.train, self.test))
-        if one != two and len(self.test):
-            raise InvalidValue(f"inputs for training are {one}, those for testing {two}: give both alike")
-        for name, part in zip(("train", "test"), same_names(self.train, self.test), strict=True):
-            object.__setattr__(self, name, part)
+        kinds = [f"{list(samples.inputs.shape[1:])} {samples.inputs.dtype}" for samples in (self.train, self.test)]
+        if kinds[0] != kinds[1] and len(self.test):
+            raise InvalidValue(f"inputs for training are {kinds[0]}, those for testing {kinds[1]}: give both alike")
+        for name, samples in zip(("train", "test"), same_names(self.train, self.test), strict=True):
+            object.__setattr__(self, name, samples)
         if self.objective.classes:
             self._number_labels()
-        for part in (self.train, self.test):
-            self.objective.require_targets(part.labels)
+        for samples in (self.train, self.test):
+            self.objective.require_targets(samples.labels)
 
     def _number_labels(self) -> None:
         """Fill in `classes` and `class_names`, and let labels be 0 .. classes - 1."""
-        parts, names = [self.train, self.test], self.class_names
+        splits, names = [self.train, self.test], self.class_names
         if self.train.label_names is not None:
             names = names or self.train.label_names
-            parts = [_renumbered(part, "labels", "label_names", names) for part in parts]
-        labels = [part.labels for part in parts if len(part)]
-        if any(one.dim() != 1 or one.dtype != torch.int64 for one in labels):
+            splits = [_renumbered(samples, "labels", "label_names", names) for samples in splits]
+        labels = [samples.labels for samples in splits if len(samples)]
+        if any(values.dim() != 1 or values.dtype != torch.int64 for values in labels):
             return  # for `require_targets` to refuse
         classes = self.classes or (0 if self.train.label_names is None else len(names or ()))
         lowest, highest = (
-            int(f(torch.stack([f(one) for one in labels]))) if labels else 0 for f in (torch.min, torch.max)
+            int(f(torch.stack([f(values) for values in labels]))) if labels else 0 for f in (torch.min, torch.max)
         )
         if classes and not 0 <= lowest <= highest < classes:
-            odd = highest if highest >= classes else lowest
+            outlier = highest if highest >= classes else lowest
             raise InvalidValue(
-                f"labels must be 0 to {classes - 1}, and {odd} is among them: without classes, they are numbered from 0"
+                f"labels must be 0 to {classes - 1}, and {outlier} is among them: without classes, they are numbered from 0"
             )
         if not classes and lowest:
             present = torch.cat(labels).unique()
-            parts = [replace(part, labels=torch.searchsorted(present, part.labels)) for part in parts]
+            splits = [replace(samples, labels=torch.searchsorted(present, samples.labels)) for samples in splits]
             names, highest = names or tuple(map(str, present.tolist())), len(present) - 1
-        found = {
-            "train": parts[0],
-            "test": parts[1],
+        fields = {
+            "train": splits[0],
+            "test": splits[1],
             "classes": classes or highest + bool(labels),
             "class_names": names,
         }
-        for name, value in found.items():
+        for name, value in fields.items():
             object.__setattr__(self, name, value)
 
     @property
     def spec(self) -> DataSpec:
-        """What a model must know of this data."""
+        """The description of the data for a model."""
         outputs = self.objective.outputs(self.train.labels, self.classes, self.vocabulary)
         return DataSpec(tuple(self.train.inputs.shape[1:]), outputs, self.vocabulary)
 
     def prepare(self, inputs: Tensor) -> Tensor:
-        """A batch as the model takes it: bytes to normalised float32, everything else unchanged."""
+        """Return a batch as the model takes it: bytes as normalised float32, other inputs unchanged."""
         inputs = in_memory(inputs)
         if inputs.dtype != torch.uint8:
             return inputs

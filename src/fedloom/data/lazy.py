@@ -1,4 +1,4 @@
-"""Inputs of a data set that does not fit into memory: read sample by sample, where a client trains or a batch is judged."""
+"""Inputs of a data set that does not fit into memory, read sample by sample when they are used."""
 
 from __future__ import annotations
 
@@ -16,27 +16,29 @@ from fedloom.errors import InvalidValue
 
 @dataclass(frozen=True)
 class LazyInputs:
-    """Stands in `Samples.inputs` for a tensor `[n, ...]`, of which it has the shape, the type and the device.
+    """Stand-in for a tensor `[n, ...]` in `Samples.inputs`, with its shape, type and device; `read` gives the tensor.
 
-    `item` gives the inputs of a sample by its number, the same ones every time; `rows [n]` are the numbers of these samples, and
-    `none [0, ...]` is like what is read, without samples. A part, `inputs[index]`, is not read either before `read` says so.
+    Attributes:
+        item: Returns the inputs of a sample by its number, the same ones every time.
+        rows: The numbers of these samples, `[n]`.
+        empty: A tensor `[0, ...]` like the one that is read.
     """
 
     item: Callable[[int], Any]
     rows: Tensor
-    none: Tensor
+    empty: Tensor
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((len(self.rows), *self.none.shape[1:]))
+        return torch.Size((len(self.rows), *self.empty.shape[1:]))
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.none.dtype
+        return self.empty.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.none.device
+        return self.empty.device
 
     @property
     def nbytes(self) -> int:
@@ -44,10 +46,10 @@ class LazyInputs:
         return self.rows.nbytes
 
     def is_floating_point(self) -> bool:
-        return self.none.is_floating_point()
+        return self.empty.is_floating_point()
 
     def dim(self) -> int:
-        return self.none.dim()
+        return self.empty.dim()
 
     def numel(self) -> int:
         return self.shape.numel()
@@ -59,24 +61,24 @@ class LazyInputs:
         return replace(self, rows=self.rows[index if isinstance(index, slice) else index.cpu()])
 
     def to(self, device: torch.device) -> LazyInputs:
-        """The same, read to that device."""
-        return replace(self, none=self.none.to(device))
+        """Return these inputs, to be read to `device`."""
+        return replace(self, empty=self.empty.to(device))
 
     def read(self) -> Tensor:
-        """The inputs as a tensor. Raises `InvalidValue` for a sample of another shape or type."""
+        """Return the inputs as a tensor; raises `InvalidValue` for a sample of another shape or type."""
         if not len(self.rows):
-            return self.none
-        found = [np.asarray(self.item(row)) for row in self.rows.tolist()]
-        shapes = {one.shape for one in found}
-        made = as_inputs(np.stack(found)) if len(shapes) == 1 else None
-        if made is None or made.shape[1:] != self.none.shape[1:] or made.dtype != self.dtype:
+            return self.empty
+        items = [np.asarray(self.item(row)) for row in self.rows.tolist()]
+        shapes = {item.shape for item in items}
+        inputs = as_inputs(np.stack(items)) if len(shapes) == 1 else None
+        if inputs is None or inputs.shape[1:] != self.empty.shape[1:] or inputs.dtype != self.dtype:
             raise InvalidValue(
                 f"samples of shapes {', '.join(str(list(shape)) for shape in sorted(shapes))} are among those that were to be "
-                f"{list(self.none.shape[1:])} of {self.dtype}: resize or pad them"
+                f"{list(self.empty.shape[1:])} of {self.dtype}: resize or pad them"
             )
-        return made.to(self.device)
+        return inputs.to(self.device)
 
 
 def in_memory(inputs: Tensor | LazyInputs) -> Tensor:
-    """The inputs as a tensor, read where they are not yet."""
+    """Return the inputs as a tensor, read if they are lazy."""
     return inputs.read() if isinstance(inputs, LazyInputs) else inputs

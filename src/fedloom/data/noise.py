@@ -1,4 +1,4 @@
-"""Label noise: a share of the clients' training labels is wrong, as where sites label carelessly."""
+"""Label noise: wrong labels among the clients' training labels, as sites label carelessly."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from fedloom.randomness import numpy_stream
 
 @dataclass(frozen=True)
 class LabelNoise:
-    """Replaces a share of each client's training labels; `replacements` says by what.
+    """Replaces a share of each client's training labels by those of `replacements`.
 
-    `rate` is that share, between 0 and 1, or a range `[lowest, highest]` from which every client's own rate is drawn
-    uniformly, so that some sites are worse than others. Of a client's n labels rate * n are replaced, rounded up or down
-    at random in proportion to the fraction, so that the mean share is exact however small the clients are.
+    Of a client's n labels rate * n are replaced, rounded up or down at random in proportion to the fraction, so that the mean
+    share is exact however small the clients are.
+
+    Args:
+        rate: The share, in [0, 1], or a range `[lowest, highest]` from which every client's own rate is drawn uniformly, so
+            that some sites are worse than others.
     """
 
     rate: float | list[float]
@@ -39,19 +42,19 @@ class LabelNoise:
         return self.rate if isinstance(self.rate, list) else [self.rate, self.rate]
 
     def replacements(self, labels: Indices, classes: int, keys: npt.NDArray[np.uint64]) -> Indices:
-        """The labels that take the place of `labels [n]`; `keys [n]` are independent random 64-bit numbers."""
+        """Return the labels that replace `labels [n]`; `keys [n]` are independent random 64-bit numbers."""
         raise NotImplementedError
 
     def rates(self, clients: int, seed: int) -> npt.NDArray[np.float64]:
-        """Each client's rate, `[clients]`."""
+        """Return each client's rate, `[clients]`."""
         low, high = self._limits
         return numpy_stream(seed, "label noise rates").uniform(low, high, clients)
 
     def apply(self, labels: Indices, partition: Partition, classes: int, seed: int) -> Indices:
-        """`labels [n]` with those replaced that are drawn from the clients' samples; all others stay.
+        """Return `labels [n]` with those replaced that are drawn from the clients' samples.
 
-        Which ones, and by what, depends on `seed`, the client's rate and the sample alone: with the same seed, a higher
-        rate replaces the same labels by the same ones, and more.
+        The draw depends on `seed`, the client's rate and the sample alone: with one seed, a higher rate replaces the labels
+        that a lower one replaces, by the same ones, and more.
         """
         expected = self.rates(len(partition), seed) * partition.sizes
         counts = np.floor(expected + numpy_stream(seed, "label noise rounding").random(len(partition)))
@@ -78,7 +81,7 @@ class Symmetric(LabelNoise):
 
 @label_noises.register("paired")
 class Paired(LabelNoise):
-    """Replaced labels of class c become c + 1, those of the last class 0, as where neighbouring classes are confused."""
+    """Replaced labels of class c become c + 1, those of the last class 0, as neighbouring classes are confused."""
 
     def replacements(self, labels: Indices, classes: int, keys: npt.NDArray[np.uint64]) -> Indices:
         return (labels + 1) % classes

@@ -1,4 +1,4 @@
-"""Distribution shift: every client sees its inputs in its own way, turned, noisy or in other colours, as cameras and sites do."""
+"""Distribution shift: inputs that differ from client to client, turned, noisy or in other colours, as of cameras and sites."""
 
 from __future__ import annotations
 
@@ -26,33 +26,35 @@ Angle = Annotated[float, Field(ge=-360, le=360)]
 
 @dataclass(frozen=True)
 class InputShift:
-    """Changes the inputs of each client's samples, those that it tests on too; labels and the global test set stay.
+    """Changes the inputs of each client's training and own test samples; labels and the global test set stay.
 
-    What is drawn for a client depends on the run's seed, the client's number and how many clients there are.
+    The draws of a client depend on the run's seed, the client's number and the number of clients.
     """
 
     def __post_init__(self) -> None:
         require_fields(self)
 
     def require(self, inputs: Tensor) -> None:
-        """Raise `InvalidValue` for inputs that cannot be changed so."""
+        """Raise `InvalidValue` for inputs that cannot be shifted."""
         if not (inputs.dtype == torch.uint8 or inputs.is_floating_point()):
             raise InvalidValue(f"shift needs pictures or numbers, not {kind_of(inputs)}")
 
     def changed(self, inputs: Tensor, client: int, clients: int, seed: int) -> Tensor:
-        """The inputs `[n, ...]` of one client, float32 with pixels between 0 and 1 or float features, changed."""
+        """Return the shifted inputs `[n, ...]` of a client, float32 with pixels between 0 and 1 or float features."""
         raise NotImplementedError
 
     def apply(self, samples: Samples, partition: Partition, seed: int) -> Samples:
-        """The samples with those of each client of `partition` changed."""
+        """Return the samples with those of each client of `partition` shifted."""
         self.require(samples.inputs)
         inputs = samples.inputs.clone()
         pixels = inputs.dtype == torch.uint8
         for client in range(len(partition)):
             rows = torch.from_numpy(np.sort(partition[client]))  # whatever the order: noise is drawn sample by sample
-            held = inputs[rows].float().div(255) if pixels else inputs[rows]
-            made = self.changed(held, client, len(partition), seed)
-            inputs[rows] = made.mul(255).round().clamp(0, 255).to(torch.uint8) if pixels else made.to(inputs.dtype)
+            originals = inputs[rows].float().div(255) if pixels else inputs[rows]
+            shifted = self.changed(originals, client, len(partition), seed)
+            inputs[rows] = (
+                shifted.mul(255).round().clamp(0, 255).to(torch.uint8) if pixels else shifted.to(inputs.dtype)
+            )
         return replace(samples, inputs=inputs)
 
 
@@ -73,16 +75,20 @@ shifts: Registry[type[InputShift]] = Registry("shift", "fedloom.data")
 class Rotation(PictureShift):
     """Pictures of client i are turned by an angle of its own about their centre, in degrees counter-clockwise.
 
-    `degrees` is the largest: angles are uniform in [-degrees, degrees]. Or a list, of which as many clients get each as get any
-    other, within one: `rotation([0, 90, 180, 270])`. Pixels are interpolated linearly (exact at multiples of 90 of square
-    pictures); what comes from outside is black, the lowest value. Source: Ghosh et al., IFCA, NeurIPS 2020, section 6 (rotated
-    MNIST and CIFAR).
+    Pixels are interpolated linearly (exact at multiples of 90 of square pictures); those from outside are black, the lowest
+    value.
+
+    Args:
+        degrees: The largest angle d: angles are uniform in [-d, d]. Or a list of angles, each of which as many clients get as get
+            any other, within one: `rotation([0, 90, 180, 270])`.
+
+    Source: Ghosh et al., IFCA, NeurIPS 2020, section 6 (rotated MNIST and CIFAR).
     """
 
     degrees: Angle | list[Angle] = 45.0
 
     def angle(self, client: int, clients: int, seed: int) -> float:
-        """The angle of one client."""
+        """Return the angle of a client."""
         rng = numpy_stream(seed, "shift")
         if isinstance(self.degrees, list):
             if not self.degrees:
@@ -96,18 +102,16 @@ class Rotation(PictureShift):
             return inputs.rot90(int(angle // 90), (2, 3))
         height, width = inputs.shape[2:]
         cosine, sine = np.cos(np.deg2rad(angle)), np.sin(np.deg2rad(angle))
-        # Where each pixel comes from, in units of half the width and half the height.
+        # The origin of each pixel, in units of half the width and half the height.
         turn = torch.tensor(
             [[cosine, -sine * height / width, 0], [sine * width / height, cosine, 0]], dtype=inputs.dtype
         )
         lowest = inputs.amin() if len(inputs) else 0
-        made = [
-            F.grid_sample(
-                some - lowest, F.affine_grid(turn.expand(len(some), 2, 3), list(some.shape), False), align_corners=False
-            )
-            for some in inputs.split(_CHUNK)
-        ]
-        return torch.cat(made) + lowest
+        turned = []
+        for chunk in inputs.split(_CHUNK):
+            grid = F.affine_grid(turn.expand(len(chunk), 2, 3), list(chunk.shape), False)
+            turned.append(F.grid_sample(chunk - lowest, grid, align_corners=False))
+        return torch.cat(turned) + lowest
 
 
 @shifts.register("noise")
@@ -115,8 +119,13 @@ class Rotation(PictureShift):
 class InputNoise(InputShift):
     """Gaussian noise that grows from client to client: x + e, e ~ N(0, sigma i / N), the variance of client i = 1 .. N.
 
-    Of pixels between 0 and 1, which stay there, or of features as they are. Source: Li, Diao, Chen, He, Federated Learning on
-    Non-IID Data Silos, ICDE 2022, section IV (noise-based feature skew, sigma 0.1).
+    Of pixels between 0 and 1, which stay there, or of features as they are.
+
+    Args:
+        sigma: The variance of client N, at least 0.
+
+    Source: Li, Diao, Chen, He, Federated Learning on Non-IID Data Silos, ICDE 2022, section IV (noise-based feature skew,
+    sigma 0.1).
     """
 
     sigma: NonNegative = 0.1
@@ -131,9 +140,13 @@ class InputNoise(InputShift):
 class Colour(PictureShift):
     """Every channel c of client i has a gain and an offset of its own: a_ic x + b_ic, as cameras and scanners differ.
 
-    a ~ U(1 - strength, 1 + strength) and b ~ U(-strength / 2, strength / 2), of pixels between 0 and 1, which stay there. Source:
-    the sites of FedBN (Li et al., ICLR 2021), whose inputs differ by what batch normalisation takes out; the form is that of
-    torchvision's ColorJitter (brightness), by channel.
+    a ~ U(1 - strength, 1 + strength) and b ~ U(-strength / 2, strength / 2), of pixels between 0 and 1, which stay there.
+
+    Args:
+        strength: In [0, 1].
+
+    Source: the sites of FedBN (Li et al., ICLR 2021), whose inputs differ by what batch normalisation takes out; the form is
+    that of torchvision's ColorJitter (brightness), by channel.
     """
 
     strength: Probability = 0.3

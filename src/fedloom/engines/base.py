@@ -1,9 +1,9 @@
-"""What engines share: their registry, client memory, integer buffers and the inspection of replies."""
+"""Shared by all engines: their registry, client memory, integer buffers and the inspection of replies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm, Message
 from fedloom.config.registry import Registry
 from fedloom.data.partition import Partition
-from fedloom.errors import InvalidValue, NotFinite, RefusedReply, code_place, in_brackets
+from fedloom.errors import InvalidValue, NotFinite, RefusedReply, code_location, in_brackets
 from fedloom.local.cohort import Cohort, Trained
-from fedloom.rounds.engine import INTEGERS, Engine
+from fedloom.round import Round
+from fedloom.rounds.engine import INTEGERS, Engine, TensorSpec
 from fedloom.state.store import ClientStore
 from fedloom.task import Task
 
@@ -24,37 +25,37 @@ engines: Registry[Callable[..., Any]] = Registry("engine", "fedloom.engines")
 
 @dataclass(frozen=True)
 class Choice:
-    """Which engine was taken, and why where nobody named it: the rule's `reason`, or the seconds of a trial round in each, and
-    when that was, where an earlier run made it."""
+    """The selected engine, and the reason for a selection by the rule."""
 
     name: str
-    seconds: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
-    kept_from: str = ""
+
+    @classmethod
+    def read(cls, name: str, reason: str = "", **former: Any) -> Choice:
+        """Make a choice of the fields of a file; earlier versions also wrote the seconds of a trial."""
+        return cls(name, reason or ("trial round of an earlier version" if former.get("seconds") else ""))
 
     @property
     def named(self) -> bool:
-        """Whether it was taken by its name."""
-        return not self.reason and not self.seconds
+        """True if the user named the engine."""
+        return not self.reason
 
     def __str__(self) -> str:
-        measured = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in self.seconds.items())
-        trial = f"trial round of an earlier run, {self.kept_from}" if self.kept_from else "trial round"
-        return self.name if self.named else f"{self.name} ({self.reason or f'{trial}: {measured}'})"
+        return self.name if self.named else f"{self.name} ({self.reason})"
 
 
 def load_integers(cohort: Cohort, inbox: Message, initial: Tensor) -> bool:
-    """Load the integer buffers that were sent, which the inbox then lacks, or else each client's own (`initial [Z]` at first).
-    Returns whether they were sent."""
+    """Load the integer buffers that were sent, and take them out of the inbox; or else those that each client remembers, at first
+    `initial [Z]`. Return True if they were sent."""
     sent = inbox.pop(INTEGERS, None)
     if cohort.layout.integers:
-        own = cohort.memory.get(INTEGERS, initial.unsqueeze(0)) if sent is None else sent
-        cohort.flat_module.load_integers(own)
+        integers = cohort.memory.get(INTEGERS, initial.unsqueeze(0)) if sent is None else sent
+        cohort.flat_module.load_integers(integers)
     return sent is not None
 
 
 def keep_integers(cohort: Cohort, reply: Message, sent: bool) -> None:
-    """Put the integer buffers after training into the reply where they were `sent`, else into the memory of who uploads."""
+    """Put the trained integer buffers into the reply if they were `sent`, else into the memory of the clients that upload."""
     if sent:
         reply[INTEGERS] = cohort.flat_module.integers()
     elif cohort.layout.integers:
@@ -62,9 +63,10 @@ def keep_integers(cohort: Cohort, reply: Message, sent: bool) -> None:
 
 
 class LocalEngine(Engine):
-    """The half of an engine that this process directs: what clients remember lies in one store here.
+    """Base of the engines that this process directs, with one store of the clients' memory.
 
-    `chosen`: how it came to be this engine, where `make_engine` made it.
+    Attributes:
+        chosen: The choice of this engine, if `make_engine` made it.
     """
 
     chosen: Choice | None = None
@@ -76,18 +78,18 @@ class LocalEngine(Engine):
         self._standing: list[str] | None = None
 
     def renew_notices(self) -> None:
-        """Keep the notices from before the first round alone: others are of a federation that is over, or told already."""
+        """Keep the notices from before the first round alone: all others were reported, or are of another federation."""
         if self._standing is None:
             self._standing = list(self.notices)
         self.notices = list(self._standing)
 
     def notice(self, text: str) -> None:
-        """Have the run say something, once."""
+        """Add a notice of the run, once."""
         if text not in self.notices:
             self.notices.append(text)
 
     def local_test(self) -> Partition:
-        """The clients' own test samples. Raises `InvalidValue` where they have none."""
+        """Return the clients' own test samples. Raises `InvalidValue` if they have none."""
         if self.task.local_test is None:
             raise InvalidValue("the clients have no test data of their own: give the task local_test, such as 0.25")
         return self.task.local_test
@@ -111,25 +113,27 @@ class LocalEngine(Engine):
         self.store.close()
 
 
-def trained(algorithm: Algorithm, cohort: Cohort, inbox: Message) -> Message:
-    """What `train` returns. Raises `InvalidValue` where that is no message with one row a client, or where it has changed its
-    inbox in place, which other clients are sent too."""
-    versions = {name: rows._version for name, rows in inbox.items()}
-    held = dict(inbox)
+def run_training(algorithm: Algorithm, cohort: Cohort, inbox: Message) -> Message:
+    """Return the message of `algorithm.train`.
+
+    Raises `InvalidValue` if that is no message with one row a client, or if `train` changed its inbox in place, whose tensors
+    other clients are sent too.
+    """
+    versions = [(name, rows, rows._version) for name, rows in inbox.items()]
     message = algorithm.train(cohort, inbox)
-    wrong = _wrong_message(message, len(cohort.clients))
-    changed = [name for name, rows in held.items() if rows._version != versions[name]]
-    if not wrong and changed:
-        wrong = f"changed inbox[{changed[0]!r}] in place, which others are sent too: change a clone() of it"
-    if wrong:
-        who = ", ".join(map(str, cohort.clients[:3])) + (", ..." if len(cohort.clients) > 3 else "")
-        place = in_brackets(code_place(type(algorithm).train))
-        raise InvalidValue(f"{type(algorithm).__name__}.train of client {who} {wrong}{place}")
-    return dict(message)
+    fault = _message_fault(message, len(cohort.clients))
+    changed = [name for name, rows, version in versions if rows._version != version]
+    if not fault and changed:
+        fault = f"changed inbox[{changed[0]!r}] in place, which others are sent too: change a clone() of it"
+    if fault:
+        clients = ", ".join(map(str, cohort.clients[:3])) + (", ..." if len(cohort.clients) > 3 else "")
+        location = in_brackets(code_location(type(algorithm).train))
+        raise InvalidValue(f"{type(algorithm).__name__}.train of client {clients} {fault}{location}")
+    return {name: rows.detach() for name, rows in message.items()}  # no reply keeps the graph of its training
 
 
-def _wrong_message(message: object, clients: int) -> str:
-    """Why that is no message with one row for each client, and what would be one."""
+def _message_fault(message: object, clients: int) -> str:
+    """Return the reason why that is no message with one row for each client, and a remedy; empty if it is one."""
     if message is None:
         return 'returned nothing: it must return a message, such as {"model": cohort.fit(inbox["model"]).model}'
     if isinstance(message, Trained):
@@ -148,21 +152,43 @@ def _wrong_message(message: object, clients: int) -> str:
     return ""
 
 
-def inspect_reply(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise `RefusedReply` unless a reply has exactly the expected names and shapes, floats or integers, all finite."""
+def inspect_reply(
+    algorithm: Algorithm, round: Round, tensors: Mapping[str, Tensor], expected: Mapping[str, TensorSpec]
+) -> None:
+    """Raise `RefusedReply` unless a client's reply has exactly the expected names, shapes and types and is finite, also when it
+    is decoded."""
+    kind = type(algorithm).__name__
     if tensors.keys() != expected.keys():
         lacking = [f"lacks {name!r}" for name in sorted(expected.keys() - tensors.keys())]
         holding = [f"holds {name!r}" for name in sorted(tensors.keys() - expected.keys())]
         raise RefusedReply(f"the reply {' and '.join([*lacking, *holding])}, other than `expects` says")
-    for name, shape in expected.items():
+    for name, (shape, dtype) in expected.items():
         tensor = tensors[name]
         if tuple(tensor.shape) != tuple(shape):
             raise RefusedReply(f"{name!r} has shape {list(tensor.shape)}, not {list(shape)} as `expects` says")
         if tensor.is_complex():
             raise RefusedReply(f"{name!r} holds complex numbers")
-        if (
-            tensor.is_floating_point()
-            and not bool(torch.isfinite(tensor.sum()))
-            and not bool(torch.isfinite(tensor).all())
-        ):
-            raise NotFinite(f"{name!r} is not finite")
+        if dtype is not None and tensor.dtype != dtype:
+            raise RefusedReply(
+                f"{kind}.train returned {name!r} as {_short(tensor.dtype)}, not {_short(dtype)}: convert it, such as "
+                f"{name}.to(inbox['model']), or say in `reply_dtypes` that it is {_short(tensor.dtype)}"
+            )
+    _require_finite(tensors)
+    if any(dtype is None for _, dtype in expected.values()):
+        return
+    checked = {tensor.data_ptr() for tensor in tensors.values()}
+    decoded = algorithm.decoded(round, {name: tensor.unsqueeze(0) for name, tensor in tensors.items()})
+    _require_finite({name: rows for name, rows in decoded.items() if rows.data_ptr() not in checked})
+
+
+def _require_finite(tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        # A length beyond the floats is as good as infinite: nothing that is computed from it would be finite.
+        if tensor.is_floating_point() and not bool(torch.linalg.vector_norm(tensor).isfinite()):
+            raise NotFinite(
+                f"{name!r} is not finite" if not bool(tensor.isfinite().all()) else f"{name!r} has no finite length"
+            )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

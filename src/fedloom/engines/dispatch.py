@@ -1,4 +1,5 @@
-"""Engines that train clients in other processes: which worker gets which clients, and what happens when one dies."""
+"""Engines that train clients in other processes: the distribution of clients over workers, and the replacement of dead
+workers."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -16,30 +18,30 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Algorithm
+from fedloom.algorithm import AggregatedReplies, Algorithm, Exchange
 from fedloom.engines.base import LocalEngine
 from fedloom.engines.client_work import Answers, Assignment, ClientResult, ClientWork, Folding, Setup, Work
+from fedloom.engines.proof import Proof
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import FedloomError, InvalidValue, error_text
 from fedloom.flat.allocator import keep_pages
-from fedloom.local.proof import Proof
 from fedloom.round import Round
 from fedloom.rounds.engine import ClientTask, Fault, FoldedBlock, Reply, expectations, slot_blocks, slots_together
 from fedloom.rounds.scoring import Tally
 from fedloom.task import Task
 
 ATTEMPTS = 3
-"""A client fails when its worker has died this many times."""
+"""Deaths of its worker after which a client fails."""
 
 CLIENTS_AHEAD = 2
-"""Clients for each worker that may be handed out beyond the block of slots whose replies are folded next."""
+"""Clients per worker that may be handed out beyond the block of slots whose replies are folded next."""
 
 BLOCKS = 2
-"""Blocks of slots for each worker, at least, where workers fold them: with two, a slow worker leaves its second to others."""
+"""Fewest blocks of slots per worker for workers to fold them: with two, a slow worker leaves its second to the others."""
 
 MOST_WORKERS = max(64, 4 * (os.cpu_count() or 1))
-"""Upper limit for workers and for the threads of one: more cannot help on this machine."""
+"""Upper limit for workers and for the threads of each: more cannot help on this machine."""
 
 Workers = Annotated[int, Field(ge=1, le=MOST_WORKERS, description="each takes about 0.2 GB of memory")]
 
@@ -49,8 +51,13 @@ class WorkerDied(Exception):
 
 
 class WorkerHandle(ABC):
-    """The engine's side of one worker. `group`: the clients whose answers are awaited; `busy`: an answer is still to come;
-    `ready`: it has answered before."""
+    """The engine's side of one worker.
+
+    Attributes:
+        group: The clients whose answers are awaited.
+        busy: True while an answer is due.
+        ready: True once it has answered.
+    """
 
     def __init__(self) -> None:
         self.group: Sequence[ClientTask] = ()
@@ -59,7 +66,7 @@ class WorkerHandle(ABC):
         self._assignment: Any = None
 
     def give(self, setup: Any, assignment: Any, work: Any, group: Sequence[ClientTask]) -> None:
-        """Send it clients to work on, after the setup and the assignment if it does not have them. Messages are packed."""
+        """Send it clients to work on, after the setup and the assignment if it lacks them. Messages are packed."""
         self.group, self.busy = group, True
         if self._setup is not setup:
             self.send("begin", setup)
@@ -69,8 +76,8 @@ class WorkerHandle(ABC):
         self.send("work", work)
 
     def listen(self) -> Answers | Exception:
-        """Receive its answers, or the exception that prevented them. The first answer only says that it has started.
-        Raises `WorkerDied`."""
+        """Receive its answers, or the exception that prevented them. Its initial answer only says that it has started. Raises
+        `WorkerDied`."""
         answers = self.receive()
         self.group, self.busy, self.ready = (), False, True
         return answers
@@ -81,7 +88,7 @@ class WorkerHandle(ABC):
 
     @abstractmethod
     def receive(self) -> Answers | Exception:
-        """As `listen`."""
+        """Receive the answers for `listen`."""
 
     @abstractmethod
     def end(self) -> None:
@@ -89,8 +96,8 @@ class WorkerHandle(ABC):
 
 
 class ReplyMatrices:
-    """Where replies are written: matrices `[size, ...]` for each block of `size` slots, made when the first of its clients is
-    handed out. `expected`: names and shapes of the tensors of a reply that are gathered so."""
+    """Matrices `[size, ...]` that the replies of each block of `size` slots are written into, made when a client of the block is
+    handed out. `expected` holds the names and shapes of the tensors that are gathered so."""
 
     def __init__(
         self, expected: Mapping[str, tuple[int, ...]], slots: int, size: int, empty: Callable[[Sequence[int]], Tensor]
@@ -99,7 +106,7 @@ class ReplyMatrices:
         self._blocks: dict[int, dict[str, Tensor]] = {}
 
     def block(self, slot: int | None) -> dict[str, Tensor]:
-        """The matrices of a slot's block; none for a client without a slot."""
+        """Return the matrices of a slot's block; none for a client without a slot."""
         if slot is None:
             return {}
         number = slot // self.size
@@ -109,11 +116,11 @@ class ReplyMatrices:
         return self._blocks[number]
 
     def rows(self, slot: int | None) -> dict[str, Tensor]:
-        """The rows of one slot."""
+        """Return the rows of one slot."""
         return {name: matrix[0 if slot is None else slot % self.size] for name, matrix in self.block(slot).items()}
 
     def forget(self, number: int) -> None:
-        """All clients of this block have answered."""
+        """Free a block, all of whose clients have answered."""
         self._blocks.pop(number, None)
 
 
@@ -127,8 +134,8 @@ class WorkerEngine(LocalEngine, ABC):
 
     in_process: bool | None = None
     name: ClassVar[str]
-    kind: ClassVar[str]  # what a worker is called in messages
-    shares_memory: ClassVar[bool]  # whether workers write replies into memory of this process
+    kind: ClassVar[str]  # name of a worker in messages
+    shares_memory: ClassVar[bool]  # workers write replies into memory of this process
 
     def __init__(self, workers: int, inside: Literal["rows", "stacked"], memory_budget: int) -> None:
         super().__init__(memory_budget)
@@ -136,7 +143,7 @@ class WorkerEngine(LocalEngine, ABC):
         self.inside: Literal["rows", "stacked"] = inside
         self._handles: list[WorkerHandle] = []
         self._failed_starts = 0
-        self.folds_there = True
+        self.workers_fold = True
 
     # --- what subclasses provide ---
 
@@ -146,11 +153,11 @@ class WorkerEngine(LocalEngine, ABC):
 
     @abstractmethod
     def _wait(self, handles: Sequence[WorkerHandle]) -> Sequence[WorkerHandle]:
-        """Wait until at least one of these busy workers has answered, and return those that have."""
+        """Wait until at least one of these busy workers has answered, and return all that have."""
 
     @abstractmethod
-    def _pack(self, message: object, known: Mapping[int, int]) -> Any:
-        """Pickle a message for one worker, without the tensors that it has (`known`). Raises whatever pickling raises."""
+    def _pack(self, message: object, common: Mapping[int, int]) -> Any:
+        """Pickle a message for one worker, without the tensors that it has (`common`). Raises whatever pickling raises."""
 
     def _publish(self, packed: Any) -> Any:
         """Make a packed message readable by all workers."""
@@ -158,19 +165,19 @@ class WorkerEngine(LocalEngine, ABC):
 
     @abstractmethod
     def _setup_for(self, task: Task) -> Setup:
-        """What workers need to know of a task. Raises `InvalidValue` for a task that this engine cannot train on."""
+        """Return the setup of workers for a task. Raises `InvalidValue` for a task that this engine cannot train on."""
 
     @abstractmethod
     def _empty(self, shape: Sequence[int]) -> Tensor:
-        """An uninitialised tensor of the model's dtype, for replies."""
+        """Return an uninitialised tensor of the model's dtype, for replies."""
 
     @abstractmethod
     def _groups(self, algorithm: Algorithm, client_tasks: Sequence[ClientTask]) -> list[list[ClientTask]]:
-        """The groups in which clients are handed out, in that order."""
+        """Return the groups in which clients are handed out, in order."""
 
     def _proof_and_chunk(self, task: Task, chunk: int | None = None, proof: Proof | None = None) -> tuple[Proof, int]:
-        """Which shortcuts a task allows, so that workers need not find out (the `proof`, where it is known), and how many clients
-        may advance together: one where models of this task cannot be stacked."""
+        """Return the proof of a task, so that workers need none of their own, and the number of clients that may advance
+        together: one if models of this task cannot be stacked."""
         stack = StackedEngine(task, proof, chunk=chunk) if self.inside == "stacked" else None
         engine = stack or RowsEngine(task, proof)
         for text in engine.notices:
@@ -192,36 +199,36 @@ class WorkerEngine(LocalEngine, ABC):
             yield result
 
     def train_folding(
-        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]
+        self, algorithm: Algorithm, exchange: Exchange, client_tasks: Sequence[ClientTask]
     ) -> Iterator[Reply | Fault | FoldedBlock]:
-        """Where there are at least two blocks of slots for each worker, a worker is given whole blocks and folds them: the same
-        bits, and one row comes back instead of one for each client."""
-        yield from self._train(algorithm, round, client_tasks, fold=self.folds_there)
+        """Train with whole blocks of slots per worker, if there are at least two for each, and let workers fold them. The bits
+        are the same, and one row comes back instead of one for each client. Workers do not fold where each client is sent
+        another model, all of which every worker would need."""
+        fold = exchange if self.workers_fold and exchange.shared else None
+        yield from self._train(algorithm, exchange.round, client_tasks, fold)
 
     def _train(
-        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask], *, fold: bool = False
+        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask], exchange: Exchange | None = None
     ) -> Iterator[Reply | Fault | FoldedBlock]:
         expected = expectations(algorithm, round, self.task.layout)
         slots = [client_task.slot + 1 for client_task in client_tasks if client_task.slot is not None]
-        together = slots_together(algorithm, self.task.layout)
-        gathered, pools, itemsize = (
-            max([len(round.selected), *slots]),
-            algorithm.plan.pools,
-            self.task.layout.dtype.itemsize,
-        )
+        size = slots_together(algorithm, self.task.layout)
+        gathered, pools = max([len(round.selected), *slots]), algorithm.plan.pools
+        itemsize = self.task.layout.dtype.itemsize
         fitting = {
-            name: shape
-            for name, shape in expected.items()
-            if not pools.takes(min(together, gathered) * prod(shape) * itemsize)
+            name: tensor.shape
+            for name, tensor in expected.items()
+            if not pools.takes(min(size, gathered) * prod(tensor.shape) * itemsize)
         }
-        matrices = ReplyMatrices(fitting, gathered, together, self._empty)
-        blocks = slot_blocks(client_tasks, round, together)
-        fold = fold and len(blocks) >= BLOCKS * self.workers
-        folding = Folding(algorithm.full_state(), gathered, together) if fold else None
+        matrices = ReplyMatrices(fitting, gathered, size, self._empty)
+        blocks = slot_blocks(client_tasks, round, size)
+        folding = None
+        if exchange is not None and len(blocks) >= BLOCKS * self.workers:
+            folding = Folding(algorithm.full_state(), exchange, gathered, size)
         assignment = Assignment(algorithm, round, expected, _common(client_tasks), folding)
         for group, answers, folded in self._answers("train", assignment, blocks, matrices):
             if folded is not None:
-                yield replace(folded, aggregate=_kept(folded.aggregate), integers=_copy(folded.integers))
+                yield replace(folded, aggregate=_copied(folded.aggregate), integers=_copy(folded.integers))
             for client_task, answer in zip(group, answers, strict=True):
                 if isinstance(answer, Fault):
                     yield Fault(client_task, answer.reason, answer.error)
@@ -238,8 +245,8 @@ class WorkerEngine(LocalEngine, ABC):
     def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
         self.local_test()
         assignment = Assignment(algorithm, round, {}, _common(client_tasks))
-        nothing = ReplyMatrices({}, 0, 1, self._empty)
-        for _, answers, _ in self._answers("evaluate", assignment, {0: client_tasks}, nothing):
+        no_replies = ReplyMatrices({}, 0, 1, self._empty)
+        for _, answers, _ in self._answers("evaluate", assignment, {0: client_tasks}, no_replies):
             for answer in answers:
                 if isinstance(answer, Fault):
                     raise answer.error or FedloomError(answer.reason)
@@ -259,17 +266,17 @@ class WorkerEngine(LocalEngine, ABC):
         blocks: Mapping[int, Sequence[ClientTask]],
         matrices: ReplyMatrices,
     ) -> Iterator[tuple[Sequence[ClientTask], tuple[ClientResult | Fault | Tally, ...], FoldedBlock | None]]:
-        """Yield each group of clients with its results, as they arrive, and the aggregate where a worker has folded a block. If
-        the caller stops early, later ones are ignored.
+        """Yield each group of clients with its results, as they arrive, and the aggregate if a worker has folded a block. If the
+        caller stops early, later results are ignored.
 
-        Blocks are handed out in their order, and no more of them are begun at a time than keep the workers busy.
+        Blocks are handed out in order, and no more of them are begun at a time than keep the workers busy.
         """
         self._forget()
-        known = {id(rows): place for place, rows in enumerate(assignment.common)}
+        common = {id(rows): index for index, rows in enumerate(assignment.common)}
         announced = self._publish(self._packed(assignment))
         fold = assignment.folding is not None
         groups = ([list(tasks)] if fold else self._groups(assignment.algorithm, tasks) for tasks in blocks.values())
-        waiting = deque(group for parts in groups for group in parts)
+        waiting = deque(chain.from_iterable(groups))
         block_of = {id(client_task): number for number, tasks in blocks.items() for client_task in tasks}
         unanswered = Counter(block_of.values())
         begun = BLOCKS * self.workers if fold else 1 + math.ceil(CLIENTS_AHEAD * self.workers / matrices.size)
@@ -288,10 +295,10 @@ class WorkerEngine(LocalEngine, ABC):
         def give(handle: WorkerHandle) -> None:
             group = waiting.popleft()
             uploads = any(client_task.slot is not None for client_task in group)
-            whole = fold and uploads and len(group) == len(blocks[block_of[id(group[0])]])
-            clients = tuple(self._client_work(client_task, None if whole else matrices) for client_task in group)
-            work = Work(kind, clients, whole)
-            handle.give(self._setup, announced, self._packed(work, known), group)
+            full = fold and uploads and len(group) == len(blocks[block_of[id(group[0])]])
+            clients = tuple(self._client_work(client_task, None if full else matrices) for client_task in group)
+            work = Work(kind, clients, full)
+            handle.give(self._setup, announced, self._packed(work, common), group)
 
         try:
             while waiting or any(handle.group for handle in self._handles):
@@ -307,7 +314,7 @@ class WorkerEngine(LocalEngine, ABC):
                     except WorkerDied as death:
                         deaths.update(id(client_task) for client_task in group)
                         if len(group) != 1 or deaths[id(group[0])] < ATTEMPTS:
-                            # One at a time, so that a client that kills its worker does not take others with it.
+                            # One at a time, so that a client that kills its worker does not fail its neighbours.
                             waiting.extendleft([client_task] for client_task in reversed(group))
                             continue
                         reason = f"its {self.kind} died {ATTEMPTS} times ({death})"
@@ -318,7 +325,7 @@ class WorkerEngine(LocalEngine, ABC):
                     if isinstance(answers, Exception) and group:
                         raise answers
                     if ready():
-                        give(handle)  # before yielding, so that the worker need not wait for the caller
+                        give(handle)  # before the yield, so that the worker need not wait for the caller
                     if group and isinstance(answers, Answers):
                         for text in answers.notices:
                             self.notice(text)
@@ -328,11 +335,11 @@ class WorkerEngine(LocalEngine, ABC):
             self._forget()
 
     def _client_work(self, client_task: ClientTask, matrices: ReplyMatrices | None) -> ClientWork:
-        places = matrices.rows(client_task.slot) if self.shares_memory and matrices is not None else {}
-        return ClientWork(client_task, self.store.read(client_task.client), places)
+        targets = matrices.rows(client_task.slot) if self.shares_memory and matrices is not None else {}
+        return ClientWork(client_task, self.store.read(client_task.client), targets)
 
     def _listen(self, handle: WorkerHandle) -> Answers | Exception:
-        """Receive a worker's answers. Raises `WorkerDied`, or `FedloomError` when workers keep dying while they start."""
+        """Receive a worker's answers. Raises `WorkerDied`, or `FedloomError` if workers keep dying while they start."""
         try:
             answers = handle.listen()
         except WorkerDied as death:
@@ -347,7 +354,7 @@ class WorkerEngine(LocalEngine, ABC):
         return answers
 
     def _sizes(self, client_tasks: Sequence[ClientTask]) -> Tensor:
-        """How many samples each client trains on."""
+        """Return the number of samples of each client."""
         return self.task.sizes(torch.tensor([client_task.client for client_task in client_tasks], dtype=torch.int64))
 
     def _start_missing(self) -> None:
@@ -358,7 +365,7 @@ class WorkerEngine(LocalEngine, ABC):
                 raise FedloomError(f"engine {self.name!r}: no {self.kind} can start ({error})") from error
 
     def _forget(self) -> None:
-        """Stop waiting for answers: busy workers finish what they are doing, and their answers are ignored."""
+        """Stop waiting for answers: busy workers finish their work, and their answers are ignored."""
         for handle in self._handles:
             handle.group = ()
 
@@ -368,30 +375,31 @@ class WorkerEngine(LocalEngine, ABC):
         self.task, self._announced_inside = task, self.inside
         self._setup = self._publish(self._packed(setup))
 
-    def _packed(self, message: object, known: Mapping[int, int] | None = None) -> Any:
-        """As `_pack`; raises `InvalidValue` for what cannot be pickled."""
+    def _packed(self, message: object, common: Mapping[int, int] | None = None) -> Any:
+        """Pack a message. Raises `InvalidValue` if it cannot be pickled."""
         try:
-            return self._pack(message, known or {})
+            return self._pack(message, common or {})
         except Exception as error:
             raise InvalidValue(f"engine {self.name!r} cannot send this to its workers: {error_text(error)}") from error
 
 
 def grouped(client_tasks: Sequence[ClientTask], sizes: Tensor, count: int, most: int) -> list[list[ClientTask]]:
-    """Split the clients into about `count` groups of at most `most`, largest first; `sizes [n]` are their numbers of samples.
+    """Split the clients into about `count` groups of at most `most`, largest clients first; `sizes [n]` are their numbers of
+    samples.
 
-    A long group that starts last would leave the other workers idle; short ones fill the gaps at the end. Clients of similar
-    sizes share a group, so that few wait for others where they train in lock step. Groups have about equally many samples.
+    A long group that starts late would leave the other workers idle; short ones fill the gaps at the end. Clients of similar
+    sizes share a group, so that few wait in lock step. Groups have about equally many samples.
     """
     groups: list[list[ClientTask]] = []
     current: list[ClientTask] = []
-    filled, rest = 0, int(sizes.sum())
-    for place in sizes.argsort(descending=True, stable=True).tolist():
-        size = int(sizes[place])
-        left = max(1, min(count, len(client_tasks)) - len(groups))
-        if len(current) == most or (current and left > 1 and filled + size / 2 > rest / left):
+    filled, remaining = 0, int(sizes.sum())
+    for index in sizes.argsort(descending=True, stable=True).tolist():
+        size = int(sizes[index])
+        missing = max(1, min(count, len(client_tasks)) - len(groups))
+        if len(current) == most or (current and missing > 1 and filled + size / 2 > remaining / missing):
             groups.append(current)
-            rest, current, filled = rest - filled, [], 0
-        current.append(client_tasks[place])
+            remaining, current, filled = remaining - filled, [], 0
+        current.append(client_tasks[index])
         filled += size
     return [*groups, current] if current else groups
 
@@ -403,19 +411,19 @@ def end_all(handles: list[WorkerHandle]) -> None:
 
 
 def _common(client_tasks: Sequence[ClientTask]) -> tuple[Tensor, ...]:
-    """The tensors that are sent to several clients."""
+    """Return the tensors that are sent to several clients."""
     counts = Counter(id(rows) for client_task in client_tasks for rows in client_task.inbox.values())
-    found = {id(rows): rows for client_task in client_tasks for rows in client_task.inbox.values()}
-    return tuple(rows for key, rows in found.items() if counts[key] > 1)
+    by_id = {id(rows): rows for client_task in client_tasks for rows in client_task.inbox.values()}
+    return tuple(rows for key, rows in by_id.items() if counts[key] > 1)
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:
-    """A copy in memory of our own: that of an answer is reused later, or may not be written to."""
+    """Return a copy in this process's memory: that of an answer is reused later, or read-only."""
     return None if tensor is None else tensor.clone()
 
 
-def _kept(aggregate: AggregatedReplies | None) -> AggregatedReplies | None:
-    """The same for an aggregate."""
+def _copied(aggregate: AggregatedReplies | None) -> AggregatedReplies | None:
+    """Return the same of an aggregate."""
     if aggregate is None:
         return None
     mean, total = ({name: t.clone() for name, t in tensors.items()} for tensors in (aggregate.mean, aggregate.total))
@@ -423,8 +431,8 @@ def _kept(aggregate: AggregatedReplies | None) -> AggregatedReplies | None:
 
 
 def _tensors(answer: ClientResult, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A client's reply, copied into the rows of its slot where it fits: the answer's own memory is reused later."""
-    tensors = {name: rows[name] for name in answer.placed}
+    """Return a client's reply, copied into the rows of its slot if it fits: the answer's memory is reused later."""
+    tensors = {name: rows[name] for name in answer.shared}
     for name, tensor in answer.tensors.items():
         row = rows.get(name)
         fits = row is not None and row.dtype == tensor.dtype and row.shape == tensor.shape

@@ -1,4 +1,4 @@
-"""Pickling of messages between processes. Tensors are kept apart, since each engine moves them in its own way."""
+"""Pickling of messages between processes. Tensors are taken out, since each engine moves them in its own way."""
 
 from __future__ import annotations
 
@@ -21,70 +21,72 @@ _NUMBERS = frozenset(np.dtype(code).str for code in "?bBhHiIlLqQefd")
 _NOTHING: Mapping[int, int] = {}
 
 
-def dump(message: Any, known: Mapping[int, int] = _NOTHING) -> tuple[bytes, list[Tensor]]:
-    """Pickle a message: the bytes, and the list of its tensors (and arrays, as tensors), each once.
+def dump(message: Any, common: Mapping[int, int] = _NOTHING) -> tuple[bytes, list[Tensor]]:
+    """Pickle a message. Return the bytes, and the list of its tensors (and arrays, as tensors), each once.
 
     Classes and functions of the main program are pickled by value, all others by name. A method is sent without its server
-    state, and its `Plan` as the few numbers that define it. `known` maps the id of a tensor that the receiver has already to
-    its place in the receiver's list. Raises whatever pickling raises.
+    state, and its `Plan` as the few numbers that define it. `common` maps the ids of tensors that the receiver has to their
+    indices in the receiver's list. Raises whatever pickling raises.
     """
     buffer = io.BytesIO()
-    pickler = _TensorPickler(buffer, known)
+    pickler = _TensorPickler(buffer, common)
     pickler.dump(message)
     return buffer.getvalue(), pickler.tensors
 
 
-def load(data: bytes, tensors: Sequence[Tensor], known: Sequence[Tensor] = (), task: Task | None = None) -> Any:
-    """Undo `dump`. `known` are the tensors that it left out; the `task` is needed to restore a method's `Plan`."""
-    return _TensorUnpickler(data, tensors, known, task).load()
+def load(data: bytes, tensors: Sequence[Tensor], common: Sequence[Tensor] = (), task: Task | None = None) -> Any:
+    """Undo `dump`. `common` are the tensors that it left out; the `task` is needed to restore a method's `Plan`."""
+    return _TensorUnpickler(data, tensors, common, task).load()
 
 
 def unexpanded(tensor: Tensor) -> Tensor:
-    """The tensor with size 1 in every expanded dimension. Sending it saves memory, and the receiver can expand it again, which
-    matters since sums over an expanded tensor may round differently from sums over its contiguous copy."""
+    """Return the tensor with size 1 in every expanded dimension. Sending that saves memory; the receiver expands it, since sums
+    over a contiguous copy may round differently."""
     if 0 not in tensor.stride():
         return tensor
     return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
 class _TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, buffer: io.BytesIO, known: Mapping[int, int]) -> None:
+    def __init__(self, buffer: io.BytesIO, common: Mapping[int, int]) -> None:
         super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
-        self._known = known
-        self._places: dict[int, int] = {}
-        self._alive: list[Any] = []  # so that no two have the same id
+        self._common = common
+        self._indices: dict[int, int] = {}
+        self._alive: list[Any] = []  # so that ids stay unique
 
     def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
         if type(value) is Tensor:
-            known = self._known.get(id(value))
-            return ("tensor", self._place(value, value)) if known is None else ("known", known)
+            index = self._common.get(id(value))
+            return ("tensor", self._index(value, value)) if index is None else ("common", index)
         if type(value) is np.ndarray and value.ndim and value.dtype.str in _NUMBERS:
-            return "array", self._place(value, torch.from_numpy(np.require(value, requirements=["C", "W"])))
+            return "array", self._index(value, torch.from_numpy(np.require(value, requirements=["C", "W"])))
         if isinstance(value, Plan):
             return "plan", value.clients, value.participants, value.rounds, value.seed, value.classes
         return None
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Algorithm):
-            make, arguments, attributes, *rest = cast(tuple[Any, ...], value.__reduce_ex__(pickle.HIGHEST_PROTOCOL))
+            make, arguments, attributes, *iterators = cast(
+                tuple[Any, ...], value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            )
             if isinstance(attributes, dict):
-                attributes = {name: held for name, held in attributes.items() if name != "state"}
-            return make, arguments, attributes, *rest
+                attributes = {name: attribute for name, attribute in attributes.items() if name != "state"}
+            return make, arguments, attributes, *iterators
         return super().reducer_override(value)
 
-    def _place(self, value: Any, tensor: Tensor) -> int:
-        if id(value) not in self._places:
-            self._places[id(value)] = len(self.tensors)
+    def _index(self, value: Any, tensor: Tensor) -> int:
+        if id(value) not in self._indices:
+            self._indices[id(value)] = len(self.tensors)
             self.tensors.append(tensor)
             self._alive.append(value)
-        return self._places[id(value)]
+        return self._indices[id(value)]
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, tensors: Sequence[Tensor], known: Sequence[Tensor], task: Task | None) -> None:
+    def __init__(self, data: bytes, tensors: Sequence[Tensor], common: Sequence[Tensor], task: Task | None) -> None:
         super().__init__(io.BytesIO(data))
-        self._tensors, self._known, self._task = tensors, known, task
+        self._tensors, self._common, self._task = tensors, common, task
 
     def persistent_load(self, name: Any) -> Any:
         kind, *values = name
@@ -92,10 +94,10 @@ class _TensorUnpickler(pickle.Unpickler):
             return self._tensors[values[0]]
         if kind == "array":
             return self._tensors[values[0]].numpy()
-        if kind == "known":
-            return self._known[values[0]]
+        if kind == "common":
+            return self._common[values[0]]
         if self._task is None:
             raise pickle.UnpicklingError("a method's plan means nothing without a task")
         task, (clients, participants, rounds, seed, classes) = self._task, values
-        told = (clients, participants, rounds, seed, classes)
-        return Plan(task.layout, task.initial, *told, task.sizes, task.model, training=task.training)
+        sizes = (clients, participants, rounds, seed, classes)
+        return Plan(task.layout, task.initial, *sizes, task.sizes, task.model, training=task.training)

@@ -11,16 +11,16 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm
-from fedloom.engines.base import LocalEngine, engines, inspect_reply, keep_integers, load_integers, trained
+from fedloom.algorithm import Algorithm, Message
+from fedloom.engines.base import LocalEngine, engines, inspect_reply, keep_integers, load_integers, run_training
+from fedloom.engines.proof import Proof, prove
 from fedloom.errors import FedloomError, RefusedReply
 from fedloom.flat.allocator import keep_pages
 from fedloom.flat.module import FlatModule
 from fedloom.local.cohort import Cohort
-from fedloom.local.proof import Proof, prove
 from fedloom.randomness import global_stream
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask, Fault, Reply, expectations, slot_blocks, slots_together
+from fedloom.rounds.engine import ClientTask, Fault, Reply, TensorSpec, expectations, slot_blocks, slots_together
 from fedloom.rounds.scoring import Evaluator, Tally
 from fedloom.state.store import BUDGET, Memory
 from fedloom.task import Task
@@ -28,22 +28,21 @@ from fedloom.task import Task
 
 @engines.register("rows")
 class RowsEngine(LocalEngine):
-    """Trains each client's row in place through a module whose parameters are views of it.
+    """Trains each client's row in place, through a module whose parameters are views of it.
 
-    `proof`: which shortcuts the task allows, where that is known already. `memory_budget`: bytes of client memory kept here; the
-    clients not used for longest spill to files beyond it. `compiled`: steps on full batches without a loss of the method's
-    own run as one function of torch.compile, which takes the better part of a minute once for a machine.
+    Args:
+        task: What clients train.
+        proof: Shortcuts that the task allows, if they were proven before.
+        memory_budget: Bytes of client memory kept in this process; beyond it, the least recently used clients go to files.
     """
 
     in_process: bool | None = True
     stacks: ClassVar[bool] = False
-    chunk: int = 1  # how many clients advance together
+    chunk: int = 1  # clients that advance together
 
-    def __init__(
-        self, task: Task, proof: Proof | None = None, *, memory_budget: int = BUDGET, compiled: bool = False
-    ) -> None:
+    def __init__(self, task: Task, proof: Proof | None = None, *, memory_budget: int = BUDGET) -> None:
         super().__init__(memory_budget)
-        self.task, self.compiled = task, compiled
+        self.task = task
         self.proof = proof or prove(task.model, task.dataset, task.train, task.training, stack=self.stacks)
         self.notices += self.proof.notices
         self.flat_module = FlatModule(
@@ -55,15 +54,14 @@ class RowsEngine(LocalEngine):
         self.task = task
         self.renew_notices()
         self.flat_module.autocast = task.training.autocast_dtype
-        self.flat_module.compile_for(full_batch(task) if self.compiled else None, self.notice)
         self.store.begin(directory)
         keep_pages()
 
     def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
         expected = expectations(algorithm, round, self.task.layout)
         slots = slots_together(algorithm, self.task.layout)
-        whole = slots * math.ceil(self.chunk / slots)  # no block cuts a chunk
-        for block in slot_blocks(client_tasks, round, whole).values():
+        size = slots * math.ceil(self.chunk / slots)  # no block cuts a chunk
+        for block in slot_blocks(client_tasks, round, size).values():
             yield from self.train_expecting(algorithm, round, block, expected)
 
     def train_expecting(
@@ -71,49 +69,41 @@ class RowsEngine(LocalEngine):
         algorithm: Algorithm,
         round: Round,
         client_tasks: Sequence[ClientTask],
-        expected: Mapping[str, tuple[int, ...]],
+        expected: Mapping[str, TensorSpec],
     ) -> Iterator[Reply | Fault]:
-        """`train` without the server's half of the method; `expected` is what `expectations` gives for this round."""
+        """Train without the server's half of the method; `expected` are the `expectations` of this round."""
         for client_task in client_tasks:
             yield self.train_one(algorithm, round, client_task, expected)
 
     def train_one(
-        self, algorithm: Algorithm, round: Round, client_task: ClientTask, expected: Mapping[str, tuple[int, ...]]
+        self, algorithm: Algorithm, round: Round, client_task: ClientTask, expected: Mapping[str, TensorSpec]
     ) -> Reply | Fault:
-        """Let one client train."""
+        """Train one client. A mistake in the configuration is raised, since it is not the client's fault."""
         try:
-            return self._train_one(algorithm, round, client_task, expected)
-        except RefusedReply as error:
-            return Fault(client_task, str(error), error)
+            cohort = self.cohort(round, client_task)
+            inbox = dict(client_task.inbox)
+            sent = load_integers(cohort, inbox, self.task.initial_integers)
+            with self._drawing_layers(round, client_task.client):
+                message = run_training(algorithm, cohort, inbox)
+            keep_integers(cohort, message, sent)
+            (answer,) = answers_of(algorithm, [client_task], message, cohort, expected)
+            return answer
         except FedloomError:
-            raise  # a mistake in the configuration is not the client's
+            raise
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # which hold what the failed step has computed
+            traceback.clear_frames(error.__traceback__)  # they hold the tensors of the failed step
             return Fault(client_task, f"{type(error).__name__}: {error}", error)
 
-    def _train_one(
-        self, algorithm: Algorithm, round: Round, client_task: ClientTask, expected: Mapping[str, tuple[int, ...]]
-    ) -> Reply:
-        cohort = self.cohort(round, client_task)
-        inbox = dict(client_task.inbox)
-        sent = load_integers(cohort, inbox, self.task.initial_integers)
-        with self._drawing_layers(round, client_task.client):
-            message = trained(algorithm, cohort, inbox)
-        keep_integers(cohort, message, sent)
-        tensors = {name: rows[0] for name, rows in message.items()}
-        if client_task.slot is not None:
-            inspect_reply(tensors, expected)
-        cohort.memory.commit()
-        return Reply(client_task, tensors, measured(cohort)[0])
-
     def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
-        own = self.local_test()
-        models = ((one.client, *self.personalise(algorithm, round, one)) for one in client_tasks)
-        yield from self.evaluator.tallies(models, self.task.train, own)
+        test = self.local_test()
+        models = ((task.client, *self.personalise(algorithm, round, task)) for task in client_tasks)
+        yield from self.evaluator.tallies(models, self.task.train, test)
 
     def personalise(self, algorithm: Algorithm, round: Round, client_task: ClientTask) -> tuple[Tensor, Tensor | None]:
-        """The model `[P]` that one client would use in `round`, and its integer buffers if it has any. Nothing of it lasts:
-        the method works on a copy of the inbox, and what it writes to the client's memory is dropped."""
+        """Return the model `[P]` that one client would use in `round`, and its integer buffers if any.
+
+        The method works on a copy of the inbox, and its writes to the client's memory are dropped.
+        """
         inbox = {name: rows.clone() for name, rows in client_task.inbox.items()}
         cohort = self.cohort(round, client_task)
         load_integers(cohort, inbox, self.task.initial_integers)
@@ -122,11 +112,11 @@ class RowsEngine(LocalEngine):
         return row, self.flat_module.integers()[0] if self.task.layout.integers else None
 
     def _drawing_layers(self, round: Round, client: int) -> AbstractContextManager[None]:
-        """Dropout and other layers that draw in `forward` know only torch's global generator: inside, the client's stream."""
+        """Let layers that draw, such as dropout, draw from the client's stream: they know only torch's global generator."""
         return global_stream(round.seed, "layers", round=round.number, client=client, device=self.task.initial.device)
 
     def cohort(self, round: Round, client_task: ClientTask) -> Cohort:
-        """The cohort of one client."""
+        """Return the cohort of one client."""
         return Cohort(
             [client_task.client],
             [self.task.samples(client_task.client)],
@@ -140,13 +130,40 @@ class RowsEngine(LocalEngine):
 
 
 def full_batch(task: Task) -> int:
-    """Samples of a batch that is not short, of the client that has most."""
+    """Return the samples of a full batch of the largest client."""
     largest, size = int(task.partition.sizes.max()), task.training.batch_size
     return largest if size is None else min(size, largest)
 
 
 def measured(cohort: Cohort) -> list[dict[str, float]]:
-    """What was measured of each client's work; NaN says that there was nothing to measure."""
+    """Return the metrics of each client, without those that are NaN."""
     figures = {name: values.tolist() for name, values in cohort.metrics.items()}
-    places = range(len(cohort.clients))
-    return [{n: values[k] for n, values in figures.items() if not math.isnan(values[k])} for k in places]
+    return [
+        {n: values[k] for n, values in figures.items() if not math.isnan(values[k])} for k in range(len(cohort.clients))
+    ]
+
+
+def answers_of(
+    algorithm: Algorithm,
+    client_tasks: Sequence[ClientTask],
+    message: Message,
+    cohort: Cohort,
+    expected: Mapping[str, TensorSpec],
+) -> list[Reply | Fault]:
+    """Return one answer per client of a trained cohort. Clients whose reply is refused keep their memory from before the
+    round."""
+    answers: list[Reply | Fault] = []
+    accepted = []
+    figures = measured(cohort)
+    for row, client_task in enumerate(client_tasks):
+        tensors = {name: rows[row] for name, rows in message.items()}
+        try:
+            if client_task.slot is not None:
+                inspect_reply(algorithm, cohort.round, tensors, expected)
+        except RefusedReply as error:
+            answers.append(Fault(client_task, str(error), error))
+            continue
+        accepted.append(row)
+        answers.append(Reply(client_task, tensors, figures[row]))
+    cohort.memory.commit(accepted)
+    return answers

@@ -1,26 +1,44 @@
-"""Which engine trains where nobody names one: a rule of the model, the method, the sizes and the cores, without a clock."""
+"""The rule that chooses an engine by the model, the method, the sizes and the cores, without a clock."""
 
 from __future__ import annotations
+
+from typing import Literal
+
+from torch import nn
 
 from fedloom.algorithm import Algorithm
 from fedloom.engines.base import Choice, LocalEngine, engines
 from fedloom.engines.processes.parent import ProcessesEngine
+from fedloom.engines.proof import Proof, prove
 from fedloom.engines.rows import RowsEngine
-from fedloom.engines.stacked import StackedEngine, apart
-from fedloom.engines.trial import START
+from fedloom.engines.stacked import StackedEngine, unstackable_method
 from fedloom.engines.work import CONVOLUTIONS, has_cores, mean_steps, most_workers, step_multiply_adds
 from fedloom.flat.linear_chain import linear_layers
-from fedloom.local.proof import Proof, prove
 from fedloom.rounds.schedule import Schedule
 from fedloom.state.store import BUDGET
 from fedloom.task import Task
 
+START = 6.0
+"""Seconds that starting worker processes may cost."""
+
 STEP_SECONDS, MULTIPLY_ADDS = 1e-3, 2e10
-"""A step of convolutions takes about so many seconds on one core, and one second for so many multiply-adds. From digits_cnn (0.1
-million a sample) to ResNet-20 (34 million) this was right within a factor of 2.5."""
+"""Seconds of a step of convolutions on one core, and multiply-adds per second on top. From digits_cnn (0.1 million a sample) to
+ResNet-20 (34 million) the sum was right within a factor of 2.5."""
+
+STACK_STEP_SECONDS, STACK_MULTIPLY_ADDS = 3e-5, 4.5e10
+"""The same of a client's step in a stack of linear layers."""
+
+SPLIT_SECONDS = 0.04
+"""Seconds of a round on one core from which it pays to spread stacks over processes. Below, messages cost more than they save:
+on two idle cores two processes took 0.7 of the time of one with ten MLPs (0.1 s), 0.75 with a hundred logistic regressions
+(0.15 s), and 1.4 with ten of these (0.015 s)."""
+
+SMALL_STEP = 1e7
+"""Multiply-adds of a client's step over frozen linear layers below which stacks beat rows: 0.35 of their time at 4e6."""
 
 
 @engines.register("default")
+@engines.register("auto")
 def by_rule(
     task: Task,
     schedule: Schedule | None = None,
@@ -30,27 +48,35 @@ def by_rule(
     *,
     memory_budget: int = BUDGET,
 ) -> LocalEngine:
-    """The engine that is usually fastest on a task like this: the same one every time on the same kind of machine.
+    """Make the engine that is usually fastest on a task like this: the same one every time on the same kind of machine.
 
-    On a CPU, chains of linear layers train in stacks where the method's clients can train together, and convolutions in
-    worker processes, as many as there are threads, where training would take twice the start of these (without a `schedule`,
-    rounds are taken to be many). On a GPU, models train in stacks of as many as fit in memory. Everything else trains row by row.
-    With `in_process`, no process is started.
+    On a CPU, chains of linear layers train in stacks if the method's clients can train together, and convolutions in worker
+    processes, one for each thread, if training takes twice as long as their start. Stacks are spread over worker processes too if
+    rounds are long. On a GPU, models train in stacks of as many as fit in memory. Everything else trains row by row.
 
-    A run goes on in the engine that it was `begun` in; where no processes are started now, rows give their numbers.
+    A resumed run goes on in the engine that it was `begun` in. If no processes may start here, it goes on in this process: to the
+    same numbers in rows, to float tolerance in stacks.
+
+    Args:
+        task: What clients train.
+        schedule: Rounds and participation; without it, rounds count as many.
+        in_process: Start no processes.
+        algorithm: The method; without it, its clients count as stackable.
+        begun: The choice that a resumed run began with.
+        memory_budget: Bytes of client memory kept in this process; beyond it, the least recently used clients go to files.
     """
     chosen, proof = (begun, None) if begun else choice(task, schedule, in_process, algorithm)
     engine: LocalEngine
-    if chosen.name == "stacked":
-        engine = StackedEngine(task, proof, memory_budget=memory_budget)
-    elif chosen.name != "rows" and has_cores(task) and not in_process:
-        engine = ProcessesEngine(task, workers=most_workers(task, schedule), memory_budget=memory_budget)
+    stacks, spreads = "stacked" in chosen.name, chosen.name.startswith("processes")
+    if spreads and has_cores(task) and not in_process:
+        workers = most_workers(task, schedule)
+        inside: Literal["rows", "stacked"] = "stacked" if stacks else "rows"
+        engine = ProcessesEngine(task, proof, workers=workers, memory_budget=memory_budget, inside=inside)
     else:
-        engine = RowsEngine(task, proof, memory_budget=memory_budget)
-        if chosen.name != "rows":
-            engine.notice(
-                f"the run began in {chosen.name}, but starts no processes here: clients train one after another"
-            )
+        engine = (StackedEngine if stacks else RowsEngine)(task, proof, memory_budget=memory_budget)
+        if spreads:
+            clients = "clients train in one process" if stacks else "clients train one after another"
+            engine.notice(f"the run began in {chosen.name}, but starts no processes here: {clients}")
     engine.chosen = chosen
     return engine
 
@@ -58,32 +84,53 @@ def by_rule(
 def choice(
     task: Task, schedule: Schedule | None, in_process: bool, algorithm: Algorithm | None
 ) -> tuple[Choice, Proof | None]:
-    """The rule's choice, and which shortcuts the task allows where that was found out."""
+    """Return the rule's choice, and the proof of the task's shortcuts if it took one."""
     cuda = task.initial.is_cuda
-    together = algorithm is None or apart(algorithm) is None
-    products = together and task.objective.plain_cross_entropy and task.training.autocast == "none"
+    stackable = algorithm is None or unstackable_method(algorithm) is None
+    products = stackable and task.objective.plain_cross_entropy and task.training.autocast == "none"
+    spreads = has_cores(task) and not in_process
+    workers = most_workers(task, schedule)
+    if not cuda and stackable and _low_rank(task):
+        proof = prove(task.model, task.dataset, task.train, task.training, stack=True)
+        if task.clients > 1 and not proof.unstackable:
+            return Choice("stacked", reason="small steps over frozen linear layers train fastest in stacks"), proof
     if cuda or (products and linear_layers(task.model, task.layout)):
         proof = prove(task.model, task.dataset, task.train, task.training, stack=True)
         if task.clients == 1 or proof.unstackable or not (cuda or proof.shortcuts.linear):
             return Choice("rows", reason="models of this task cannot be stacked"), proof
         if not cuda:
+            seconds = round_seconds(task, schedule, STACK_STEP_SECONDS, STACK_MULTIPLY_ADDS)
+            if spreads and workers > 1 and seconds > SPLIT_SECONDS and _outweighs_start(schedule, seconds):
+                name = f"processes(workers={workers}, inside=stacked)"
+                return Choice(name, reason="stacks of linear layers are worth all cores"), proof
             return Choice("stacked", reason="linear layers train fastest in stacks"), proof
         if StackedEngine(task, proof).chunk == 1:
             return Choice("rows", reason="the memory of the GPU holds one model in training"), proof
         return Choice("stacked", reason="models train fastest in stacks on a GPU"), proof
     if any(isinstance(layer, CONVOLUTIONS) for layer in task.model.modules()):
-        if in_process or not has_cores(task):
+        if not spreads:
             return Choice("rows", reason="no worker processes are started here"), None
-        if training_seconds(task, schedule) > 2 * START:
-            workers = most_workers(task, schedule)
+        if _outweighs_start(schedule, round_seconds(task, schedule)):
             return Choice(f"processes(workers={workers})", reason="convolutions outweigh the start of workers"), None
         return Choice("rows", reason="too few convolutions for the start of workers"), None
     return Choice("rows", reason="neither convolutions nor linear layers alone, whose clients train together"), None
 
 
-def training_seconds(task: Task, schedule: Schedule | None) -> float:
-    """Seconds that all local training takes one core, by the count of its multiply-adds."""
-    if schedule is None:
-        return float("inf")
-    step = STEP_SECONDS + step_multiply_adds(task) / MULTIPLY_ADDS
-    return schedule.rounds * schedule.participants(task.clients) * mean_steps(task) * step
+def _low_rank(task: Task) -> bool:
+    """Return True for small steps of a model of linear layers, some of them frozen, as with LoRA."""
+    layers = [layer for layer in task.model.modules() if next(layer.parameters(recurse=False), None) is not None]
+    linear = bool(task.layout.frozen) and all(isinstance(layer, nn.Linear) for layer in layers)
+    return linear and task.training.autocast == "none" and step_multiply_adds(task) < SMALL_STEP
+
+
+def _outweighs_start(schedule: Schedule | None, seconds: float) -> bool:
+    """Return True if rounds of so many seconds take together twice as long as the start of workers."""
+    return schedule is None or schedule.rounds * seconds > 2 * START
+
+
+def round_seconds(
+    task: Task, schedule: Schedule | None, step: float = STEP_SECONDS, multiply_adds: float = MULTIPLY_ADDS
+) -> float:
+    """Estimate the seconds that a round's local training takes one core: `step` each and so many multiply-adds per second."""
+    clients = task.clients if schedule is None else schedule.participants(task.clients)
+    return clients * mean_steps(task) * (step + step_multiply_adds(task) / multiply_adds)

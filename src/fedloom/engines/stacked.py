@@ -14,15 +14,15 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm, Message, describe
 from fedloom.config.fields import Count, checked
 from fedloom.data.partition import Partition
-from fedloom.engines.base import engines, inspect_reply, keep_integers, load_integers, trained
-from fedloom.engines.rows import RowsEngine, full_batch, measured
-from fedloom.errors import FedloomError, RefusedReply, error_text
+from fedloom.engines.base import engines, keep_integers, load_integers, run_training
+from fedloom.engines.proof import Proof
+from fedloom.engines.rows import RowsEngine, answers_of, full_batch
+from fedloom.errors import FedloomError, error_text
 from fedloom.flat.module import Batch, FlatModule, data_loss
 from fedloom.flat.stacked_module import StackedModule
 from fedloom.local.cohort import Cohort
-from fedloom.local.proof import Proof
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask, Fault, Reply
+from fedloom.rounds.engine import ClientTask, Fault, Reply, TensorSpec
 from fedloom.rounds.scoring import Tally
 from fedloom.state.store import BUDGET, Memory
 from fedloom.task import Task
@@ -30,23 +30,28 @@ from fedloom.task import Task
 T = TypeVar("T")
 
 STACK_VALUES = 1 << 21
-"""Numbers in the weights of one stack on a CPU: ten models of 200,000. Larger stacks leave its caches and get slower."""
+"""Weights of one stack on a CPU: ten models of 200,000. Larger stacks leave the caches and get slower."""
 
 SHARE_OF_MEMORY = 0.6
-"""Of the free memory of an accelerator, what stacks may take."""
+"""Share of an accelerator's free memory that stacks may take."""
 
 ROWS_HELD = 8
-"""Rows of P numbers that one model in training may need at a time: download, weights, velocity, gradient and a method's own."""
+"""Rows of P numbers that one model in training may need at a time: download, weights, velocity, gradient and those of a
+method."""
 
 
 @engines.register("stacked")
 class StackedEngine(RowsEngine):
-    """Trains clients in lock step, `chunk` of them at a time, with the numbers of the rows engine to float tolerance.
+    """Trains clients in lock step, with the numbers of the rows engine to float tolerance.
 
-    `chunk` is by default what suits the processor: as many models as its caches or, on an accelerator, its free memory hold.
-    Clients with most samples share a chunk, so that few stand still. Where models of the task or a method's clients cannot be
-    stacked, clients train one after another, and a notice says why. `compiled` is as in the rows engine, for steps that a whole
-    chunk takes together.
+    Clients of similar sizes share a chunk, so that few stand still. If models of the task or a method's clients cannot be
+    stacked, clients train one after another, and a notice says why.
+
+    Args:
+        task: What clients train.
+        proof: Shortcuts that the task allows, if they were proven before.
+        memory_budget: Bytes of client memory kept in this process; beyond it, the least recently used clients go to files.
+        chunk: Models that advance together; by default as many as the processor's caches or an accelerator's free memory hold.
     """
 
     stacks = True
@@ -58,10 +63,9 @@ class StackedEngine(RowsEngine):
         *,
         memory_budget: int = BUDGET,
         chunk: Count | None = None,
-        compiled: bool = False,
     ) -> None:
-        super().__init__(task, proof, memory_budget=memory_budget, compiled=compiled)
-        checked(StackedEngine, {"chunk": chunk, "compiled": compiled})
+        super().__init__(task, proof, memory_budget=memory_budget)
+        checked(StackedEngine, {"chunk": chunk})
         self.stack = StackedModule(
             task.model, task.layout, self.proof.shortcuts, task.training.autocast_dtype, task.objective
         )
@@ -74,14 +78,13 @@ class StackedEngine(RowsEngine):
     def begin(self, task: Task, directory: Path | None) -> None:
         super().begin(task, directory)
         self.stack.autocast = task.training.autocast_dtype
-        self.stack.compile_for(full_batch(task) if self.compiled else None, self.notice)
 
     def train_expecting(
         self,
         algorithm: Algorithm,
         round: Round,
         client_tasks: Sequence[ClientTask],
-        expected: Mapping[str, tuple[int, ...]],
+        expected: Mapping[str, TensorSpec],
     ) -> Iterator[Reply | Fault]:
         for chunk in self._chunks(algorithm, client_tasks):
             yield from self._train(algorithm, round, chunk, expected)
@@ -91,7 +94,7 @@ class StackedEngine(RowsEngine):
         algorithm: Algorithm,
         round: Round,
         client_tasks: Sequence[ClientTask],
-        expected: Mapping[str, tuple[int, ...]],
+        expected: Mapping[str, TensorSpec],
     ) -> Iterator[Reply | Fault]:
         if len(client_tasks) == 1:
             yield self.train_one(algorithm, round, client_tasks[0], expected)
@@ -99,22 +102,22 @@ class StackedEngine(RowsEngine):
 
         def train() -> list[Reply | Fault]:
             cohort, inbox, sent = self._together(round, client_tasks)
-            message = trained(algorithm, cohort, inbox)
+            message = run_training(algorithm, cohort, inbox)
             keep_integers(cohort, message, sent)
-            return _answers(client_tasks, message, cohort, expected)
+            return answers_of(algorithm, client_tasks, message, cohort, expected)
 
-        answers, again = self._attempt(algorithm, client_tasks, train)
+        answers, retries = self._attempt(algorithm, client_tasks, train)
         yield from answers
-        for part in again:
-            yield from self._train(algorithm, round, part, expected)
+        for chunk in retries:
+            yield from self._train(algorithm, round, chunk, expected)
 
     def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
-        own = self.local_test()
+        test = self.local_test()
         for chunk in self._chunks(algorithm, client_tasks):
-            yield from self._evaluate(algorithm, round, chunk, own)
+            yield from self._evaluate(algorithm, round, chunk, test)
 
     def _evaluate(
-        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask], own: Partition
+        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask], test: Partition
     ) -> Iterator[Tally]:
         if len(client_tasks) == 1:
             yield from super().evaluate(algorithm, round, client_tasks)
@@ -124,53 +127,52 @@ class StackedEngine(RowsEngine):
             cohort, inbox, _ = self._together(round, client_tasks)
             rows = algorithm.personalise(cohort, {name: tensor.clone() for name, tensor in inbox.items()})
             integers = self.stack.integers() if self.task.layout.integers else [None] * len(rows)
-            models = zip([one.client for one in client_tasks], rows, integers, strict=True)
-            return list(self.evaluator.tallies(models, self.task.train, own))
+            models = zip([task.client for task in client_tasks], rows, integers, strict=True)
+            return list(self.evaluator.tallies(models, self.task.train, test))
 
-        tallies, again = self._attempt(algorithm, client_tasks, personalise)
+        tallies, retries = self._attempt(algorithm, client_tasks, personalise)
         yield from tallies
-        for part in again:
-            yield from self._evaluate(algorithm, round, part, own)
+        for chunk in retries:
+            yield from self._evaluate(algorithm, round, chunk, test)
 
     def _attempt(
         self, algorithm: Algorithm, client_tasks: Sequence[ClientTask], work: Callable[[], list[T]]
     ) -> tuple[list[T], list[Sequence[ClientTask]]]:
-        """What `work` makes of several clients together, and, where it failed, in which parts they are to try again.
+        """Return the results of `work` on several clients together, or else the smaller chunks in which to try once more.
 
-        They try after this has returned: while an exception is handled, the frames that it came through hold all that the failed
-        step has computed.
+        The caller tries after this has returned: while an exception is handled, its frames hold the tensors of the failed step.
         """
         try:
             return work(), []
         except FedloomError:
-            raise  # a mistake in the configuration is not the clients'
+            raise  # a mistake in the configuration is not the clients' fault
         except torch.OutOfMemoryError:
             size = self.chunk = max(1, len(client_tasks) // 2)
             self.notice(
                 f"a stack of {len(client_tasks)} models does not fit in memory: {size} train together from now on"
             )
         except Exception as error:
-            # One client's failure is not that of the others: each works by itself, with the same result.
+            # One client's failure must not fail the chunk: each works by itself, with the same result.
             size = 1
             self.notice(
                 f"{describe(algorithm)}: clients train one by one where they fail in lock step: {error_text(error)}"
             )
-        return [], [client_tasks[first : first + size] for first in range(0, len(client_tasks), size)]
+        return [], [client_tasks[start : start + size] for start in range(0, len(client_tasks), size)]
 
     def _chunks(self, algorithm: Algorithm, client_tasks: Sequence[ClientTask]) -> list[list[ClientTask]]:
-        """The clients in chunks of about equal length, largest first; one by one where they cannot be stacked."""
-        reason = apart(algorithm)
+        """Return the clients in chunks of about equal length, largest first; one by one if they cannot be stacked."""
+        reason = unstackable_method(algorithm)
         if reason:
             self.notice(f"{describe(algorithm)}: {reason}")
         size = 1 if reason or self.proof.unstackable else self.chunk
         clients = torch.tensor([client_task.client for client_task in client_tasks], dtype=torch.int64)
         falling = self.task.sizes(clients).argsort(descending=True, stable=True).tolist()
         count = math.ceil(len(client_tasks) / size)
-        edges = [place * len(client_tasks) // max(1, count) for place in range(count + 1)]
+        edges = [index * len(client_tasks) // max(1, count) for index in range(count + 1)]
         return [[client_tasks[k] for k in falling[a:b]] for a, b in pairwise(edges)]
 
     def _together(self, round: Round, client_tasks: Sequence[ClientTask]) -> tuple[Cohort, Message, bool]:
-        """The cohort of several clients, their inboxes with one row each, and whether integer buffers were sent."""
+        """Return the cohort of several clients, their inboxes with one row each, and True if integer buffers were sent."""
         clients = [client_task.client for client_task in client_tasks]
         inbox = {
             name: _joined([client_task.inbox[name] for client_task in client_tasks]) for name in client_tasks[0].inbox
@@ -191,43 +193,22 @@ class StackedEngine(RowsEngine):
         return cohort, inbox, sent
 
 
-def apart(algorithm: Algorithm) -> str | None:
-    """Why clients of this method train one at a time, or None where they may advance together."""
-    found = next((type(method).__name__ for method in algorithm.nested() if not method.stackable), None)
-    return None if found is None else f"{found} trains one client at a time"
-
-
-def _answers(
-    client_tasks: Sequence[ClientTask], message: Message, cohort: Cohort, expected: Mapping[str, tuple[int, ...]]
-) -> list[Reply | Fault]:
-    """One answer a client; whoever's is refused remembers nothing of the round."""
-    answers: list[Reply | Fault] = []
-    kept = []
-    figures = measured(cohort)
-    for place, client_task in enumerate(client_tasks):
-        tensors = {name: rows[place] for name, rows in message.items()}
-        try:
-            if client_task.slot is not None:
-                inspect_reply(tensors, expected)
-        except RefusedReply as error:
-            answers.append(Fault(client_task, str(error), error))
-            continue
-        kept.append(place)
-        answers.append(Reply(client_task, tensors, figures[place]))
-    cohort.memory.commit(kept)
-    return answers
+def unstackable_method(algorithm: Algorithm) -> str | None:
+    """Return the reason why clients of this method train one at a time, or None if they may advance together."""
+    name = next((type(method).__name__ for method in algorithm.nested() if not method.stackable), None)
+    return None if name is None else f"{name} trains one client at a time"
 
 
 def _joined(rows: Sequence[Tensor]) -> Tensor:
-    """One row each, `[k, ...]`, of rows `[1, ...]`; what all were sent alike is not copied."""
-    first = rows[0]
-    if all(row.data_ptr() == first.data_ptr() and row.shape == first.shape for row in rows):
-        return first.expand(len(rows), *first.shape[1:])
+    """Join rows `[1, ...]` of k clients to `[k, ...]`, without a copy of a row that all share."""
+    row = rows[0]
+    if all(other_row.data_ptr() == row.data_ptr() and other_row.shape == row.shape for other_row in rows):
+        return row.expand(len(rows), *row.shape[1:])
     return torch.cat(list(rows))
 
 
 def default_chunk(task: Task, flat_module: FlatModule) -> int:
-    """How many models to stack: what fits the processor's caches, or an accelerator's free memory."""
+    """Return how many models fit the processor's caches, or an accelerator's free memory."""
     if task.initial.is_cuda:
         free, _ = torch.cuda.mem_get_info(task.initial.device)
         return max(1, int(SHARE_OF_MEMORY * free / bytes_of_training(task, flat_module)))
@@ -236,17 +217,16 @@ def default_chunk(task: Task, flat_module: FlatModule) -> int:
 
 
 def bytes_of_training(task: Task, flat_module: FlatModule) -> int:
-    """Bytes that one model needs while it trains: its rows, and what a step's forward pass keeps for its backward pass (measured
-    on one sample, or two for batch norm)."""
+    """Return the bytes that one model needs while it trains: its rows, and the tensors that a step's forward pass saves for its
+    backward pass (measured on one sample, or two for batch norm)."""
     count = 2 if flat_module.needs_pairs else 1
     samples = task.train[:count]
-    kept: dict[int, int] = {}
-
+    saved: dict[int, int] = {}
     frozen = {tensor.data_ptr() for tensor in task.layout.frozen_tensors(task.model).values()}
 
     def note(tensor: Tensor) -> Tensor:
         if tensor.data_ptr() not in frozen:
-            kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+            saved[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
         return tensor
 
     row = task.initial.clone().unsqueeze(0)
@@ -257,5 +237,5 @@ def bytes_of_training(task: Task, flat_module: FlatModule) -> int:
     ):
         flat_module.gradient(row, batch, data_loss, {})
     weights = task.layout.size * row.element_size()
-    activations = max(0, sum(kept.values()) - weights) // count + batch.inputs[0, 0].numel() * row.element_size()
+    activations = max(0, sum(saved.values()) - weights) // count + batch.inputs[0, 0].numel() * row.element_size()
     return ROWS_HELD * weights + 2 * full_batch(task) * activations

@@ -1,4 +1,4 @@
-"""How much work a step of a task is, and how many cores are worth it."""
+"""Work of a task's steps, and the cores that it is worth."""
 
 from __future__ import annotations
 
@@ -20,52 +20,51 @@ from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
 
 SHARED_STEP = 2e8
-"""Multiply-adds of a client's step from which PyTorch's threads share it with profit: about 10 ms of one core. In smaller ones
-they wait for each other, and where the machine is not idle, for whoever has their core."""
+"""Multiply-adds of a client's step from which it pays to share it among PyTorch's threads: about 10 ms of one core. In smaller
+steps threads wait for each other, and on a busy machine for whatever has their core."""
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def has_cores(task: Task) -> bool:
-    """Whether worker processes can pay: they share memory of the CPU, need cores of their own, and are started by none that was
-    started likewise."""
-    first = multiprocessing.parent_process() is None and VARIABLE not in os.environ
-    return os.name == "posix" and not task.initial.is_cuda and torch.get_num_threads() > 1 and first
+    """Return True if worker processes can pay: on a CPU with more than one thread, outside a worker process."""
+    is_worker = multiprocessing.parent_process() is not None or VARIABLE in os.environ
+    return os.name == "posix" and not task.initial.is_cuda and torch.get_num_threads() > 1 and not is_worker
 
 
 def most_workers(task: Task, schedule: Schedule | None) -> int:
-    """A worker for each thread of PyTorch, but no more than there are clients in a round."""
+    """Return a worker for each thread of PyTorch, but no more than there are clients in a round."""
     return min(torch.get_num_threads(), task.clients if schedule is None else schedule.participants(task.clients))
 
 
 def mean_steps(task: Task) -> float:
-    """Local steps of a client in a round, on average."""
+    """Return the mean number of a client's local steps in a round."""
     return float(task.training.local_steps(torch.from_numpy(task.partition.sizes).double()).mean())
 
 
 def step_threads(task: Task) -> int:
-    """Threads that a client's step is worth: PyTorch's number from `SHARED_STEP` multiply-adds on, else one."""
+    """Return the threads that a client's step is worth: PyTorch's number from `SHARED_STEP` multiply-adds on, else one."""
     return torch.get_num_threads() if step_multiply_adds(task) >= SHARED_STEP else 1
 
 
 @contextmanager
 def using_threads(threads: int | None) -> Iterator[None]:
-    """Compute with so many threads (None: as many as before)."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
+    """Compute with so many threads inside the block (None: with the present number)."""
+    present = torch.get_num_threads()
+    torch.set_num_threads(present if threads is None else threads)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(present)
 
 
 def step_multiply_adds(task: Task) -> int:
-    """Multiply-adds of a client's step on a full batch: the forward pass, and twice as many in the backward pass."""
+    """Count the multiply-adds of a client's step on a full batch: the forward pass, and twice as many in the backward pass."""
     return 3 * full_batch(task) * multiply_adds(task.model, task.dataset.prepare(task.train.inputs[:1]))
 
 
 def multiply_adds(module: nn.Module, sample: Tensor) -> int:
-    """Multiply-adds of the matrix products and convolutions in a forward pass of `sample [1, ...]`."""
+    """Count the multiply-adds of matrix products and convolutions in a forward pass of `sample [1, ...]`."""
     # With gradients and without oneDNN, since fused attention and recurrent layers would not be counted.
     plain, counter = torch.backends.mkldnn.flags(enabled=False, allow_tf32=None), _OperationCounter()
     with torch.random.fork_rng(devices=[]), plain, counter:
@@ -74,7 +73,7 @@ def multiply_adds(module: nn.Module, sample: Tensor) -> int:
 
 
 class _OperationCounter(TorchDispatchMode):
-    """`total` operations by PyTorch's formulas. Its own counter imports the compiler, which takes longer than all of PyTorch."""
+    """Count of operations by PyTorch's formulas. Its own counter imports the compiler, which takes longer than all of PyTorch."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -16,40 +16,50 @@ from fedloom.state.tensors import read_tensors, write_tensors
 
 
 def save_model(path: Path, module: nn.Module, expression: str, spec: DataSpec, about: Mapping[str, str]) -> None:
-    """Write the module's parameters and buffers, of every type; the metadata says how to build it: the model's expression,
-    the data it takes, and whatever `about` adds. Same module, same bytes."""
+    """Write the module's parameters and buffers, and as metadata the model's expression, its data and `about`.
+
+    The same module gives the same bytes.
+    """
     tensors = {name: t for name, t in module.state_dict().items() if isinstance(t, Tensor)}
-    needed = {
+    architecture = {
         "model": expression,
         "shape": " ".join(map(str, spec.shape)),
         "classes": str(spec.outputs),
         "vocabulary": "" if spec.vocabulary is None else str(spec.vocabulary),
     }
-    write_tensors(path, tensors, {**about, **needed})
+    write_tensors(path, tensors, {**about, **architecture})
 
 
 def load_model(path: str | Path, module: nn.Module | None = None) -> nn.Module:
-    """The model of a finished run, in evaluation mode, read from its `model.safetensors` (or from the run's directory).
+    """Read the model of a finished run.
 
-    A registered model is built by the name in the file; a model of your own is given as `module`, which stays as it is,
-    since a file never decides what code runs. Raises `CheckpointError` for a file that is missing, damaged, or does not fit.
+    Args:
+        path: A `model.safetensors`, or the run's directory.
+        module: A module of this architecture, for a model of your own; it is copied. A registered model is built by the name
+            in the file. A file never decides which code runs.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        CheckpointError: The file is missing or damaged, or does not fit the module.
     """
-    place = Path(path)
-    place = place / "model.safetensors" if place.is_dir() else place
-    tensors, metadata = read_tensors(place)
+    path = Path(path)
+    path = path / "model.safetensors" if path.is_dir() else path
+    tensors, metadata = read_tensors(path)
     try:
         built = _built(metadata) if module is None else copied(module)
         expected = {name for name, t in built.state_dict().items() if isinstance(t, Tensor)}
         if expected != tensors.keys():
             odd = sorted(expected ^ tensors.keys())[0]
-            raise CheckpointError(f"{place} does not fit the model: {odd!r} is only in one of them")
+            raise CheckpointError(f"{path} does not fit the model: {odd!r} is only in one of them")
         with torch.no_grad():
             for name, tensor in built.state_dict().items():
                 tensor.copy_(tensors[name])
     except CheckpointError:
         raise
     except (FedloomError, RuntimeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{place}: the model cannot be built again: {' '.join(str(error).split())}") from None
+        raise CheckpointError(f"{path}: the model cannot be built again: {' '.join(str(error).split())}") from None
     return built.eval()
 
 

@@ -15,7 +15,7 @@ from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.finished import REPORT_LOCK, StoredRun, by_setting, compared, setting_folder, write_reports
 from fedloom.experiment.jobs import Job, Tasks, placed, require_possible
 from fedloom.experiment.pools import make_pool
-from fedloom.experiment.trajectories import context_of, draw_together
+from fedloom.experiment.trajectories import context_of, draw_joint_trajectories
 from fedloom.report import summary as figures
 from fedloom.report.export import differences_to_csv, to_csv, to_data, to_latex, to_markdown
 from fedloom.report.page import ReportOptions
@@ -23,7 +23,7 @@ from fedloom.report.sheet import Sheet
 from fedloom.state.files import remove_unfinished, write_text
 
 Failures = Mapping[RunName, str]
-"""What went wrong, on one line, by run."""
+"""The reason why a run failed, on one line, by run."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Comparison:
 
     @classmethod
     def of(cls, configuration: Configuration, command: str = "") -> Comparison:
-        """The runs that a configuration asks for. Raises `InvalidValue` when it names no method."""
+        """Return the runs that a configuration asks for. Raise `InvalidValue` when it names no method."""
         if not configuration.methods:
             raise InvalidValue('nothing to compare: give algorithms, such as algorithms = ["fedavg", "fedmr"]')
         seeds = configuration.seeds or [configuration.seed]
@@ -55,11 +55,17 @@ class Comparison:
         fresh: bool = False,
         stopped: Callable[[], bool] = lambda: False,
     ) -> dict[RunName, str]:
-        """Run what is not finished yet and write the figures of all; returns what went wrong, by run.
+        """Run what is not finished yet and write the figures of all.
 
-        A run that fails does not keep the others from running. `watch` hears of every round; when `stopped` says so, every
-        run under way finishes its round, and `KeyboardInterrupt` is raised. Whatever is wrong with the configuration of
-        any run is raised before the first round of any.
+        A run that fails does not stop the others. Errors in the configuration of any run are raised before the first round.
+
+        Args:
+            watch: Hears of every round.
+            fresh: Start again, whatever is finished.
+            stopped: When it returns True, every run under way finishes its round, and `KeyboardInterrupt` is raised.
+
+        Returns:
+            The reasons of the runs that failed.
         """
         jobs = placed(self.configuration, self.names, reuse=not fresh)
         if not fresh:
@@ -79,11 +85,11 @@ class Comparison:
         return failed
 
     def jobs(self) -> list[Job]:
-        """Every run with the directory it lies in."""
+        """Return every run with its directory."""
         return placed(self.configuration, self.names)
 
     def stored(self, failed: Failures) -> list[StoredRun]:
-        """The runs that came to their end."""
+        """Read the runs that came to their end."""
         return [
             StoredRun(job.name.setting, job.path, job.summary(), self._changes(job.name.setting))
             for job in self.jobs()
@@ -91,14 +97,14 @@ class Comparison:
         ]
 
     def sheets(self, failed: Failures) -> list[Sheet]:
-        """The methods of each setting with at least one run, and which of their differences are significant."""
+        """Return a sheet for each setting with at least one run: its methods, and which differences are significant."""
         return compared(self.stored(failed), self._options)
 
     def write(self, failed: Failures) -> None:
-        """Write the figures as `comparison.json`, `.csv`, `.md` and `.tex`, the tests as `differences.csv`, and a
-        `report.html`; where there are settings, one over all of them and one in the folder of each.
+        """Write the figures as `comparison.json`, `.csv`, `.md` and `.tex`, the tests as `differences.csv`, and `report.html`.
 
-        Another process that writes here is waited for, so that the files always belong together.
+        Each setting has a report in its folder, too. Another process that writes here is waited for, so that the files always
+        belong together.
         """
         folder, title = self.configuration.folder, self.configuration.name
         with locked(folder / REPORT_LOCK, wait=True):
@@ -115,36 +121,36 @@ class Comparison:
             write_text(folder / "comparison.md", to_markdown(sheets, title))
             write_text(folder / "comparison.tex", to_latex(sheets, title))
             write_text(folder / "differences.csv", differences_to_csv(sheets))
-            for setting, own in by_setting(stored).items():
-                told = self.configuration.settings[setting]
-                recorded = [(run.place, run.summary) for run in own]
-                draw_together(setting_folder(folder, setting), recorded, partial(context_of, told))
+            for setting, group in by_setting(stored).items():
+                context = partial(context_of, self.configuration.settings[setting])
+                summaries = [(run.path, run.summary) for run in group]
+                draw_joint_trajectories(setting_folder(folder, setting), summaries, context)
             write_reports(folder, stored, self._options)
 
     @property
     def _options(self) -> ReportOptions:
-        told = self.configuration
-        return ReportOptions(told.name, tuple(told.targets), self.command, told.last, told.against, told.measure)
+        plan = self.configuration
+        return ReportOptions(plan.name, tuple(plan.targets), self.command, plan.last, plan.against, plan.measure)
 
     def _changes(self, setting: str) -> dict[str, Any]:
         return self.configuration.settings[setting].changes
 
     def _figures(self, run: StoredRun) -> dict[str, Any]:
-        told, summary = self.configuration, run.summary
+        summary, targets = run.summary, self.configuration.targets
         return {
             "algorithm": summary.algorithm,
             "seed": summary.seed,
             "setting": run.changes,
             summary.metric.name: figures.final(summary),
             f"best_{summary.metric.name}": figures.best(summary),
-            "mean_of_last": figures.mean_of_last(summary, told.last),
+            "mean_of_last": figures.mean_of_last(summary, self.configuration.last),
             f"personal_{summary.metric.name}": figures.personal(summary),
-            "rounds_to": {figures.target_key(target): figures.rounds_to(summary, target) for target in told.targets},
-            "bytes_to": {figures.target_key(target): figures.bytes_to(summary, target) for target in told.targets},
-            "seconds_to": {figures.target_key(target): figures.seconds_to(summary, target) for target in told.targets},
+            "rounds_to": {figures.target_key(target): figures.rounds_to(summary, target) for target in targets},
+            "bytes_to": {figures.target_key(target): figures.bytes_to(summary, target) for target in targets},
+            "seconds_to": {figures.target_key(target): figures.seconds_to(summary, target) for target in targets},
             "bytes_down": figures.bytes_down(summary),
             "bytes_up": figures.bytes_up(summary),
             "seconds": figures.seconds(summary),
             "simulated_seconds": figures.simulated_seconds(summary),
-            "directory": str(run.place),
+            "directory": str(run.path),
         }

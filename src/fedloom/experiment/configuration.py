@@ -1,7 +1,8 @@
-"""What a run is told: a TOML file, changed by `key=value` on the command line, and checked before any work begins."""
+"""The configuration of runs: a TOML file, changed by `key=value` on the command line, checked before any work begins."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import re
@@ -9,12 +10,13 @@ import tomllib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import Field
 
-from fedloom.algorithm import build, describe
+from fedloom.algorithm import Algorithm, build, describe
 from fedloom.config.expression import DEEPEST, Call, parse, parse_value, show
 from fedloom.config.fields import Count, NonNegativeInt, Positive, require_fields, require_plain, type_hints
 from fedloom.config.plugins import import_plugins
@@ -34,7 +36,7 @@ from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.objectives.custom import build_objective
 from fedloom.objectives.metrics import build_metrics
 from fedloom.objectives.regression import Regression
-from fedloom.recording.recorder import build_recorders, expression
+from fedloom.recording.recorder import Recorder, build_recorders, expression
 from fedloom.report.summary import TO_TARGET, Target
 from fedloom.rounds.clock import Clock
 from fedloom.rounds.schedule import NEUTRAL, Schedule
@@ -42,26 +44,26 @@ from fedloom.task import Task, make_dataset, make_task
 from fedloom.training import Training
 
 _Kind = TypeVar("_Kind", bound=Hashable)
-_Given = TypeVar("_Given")
+_Value = TypeVar("_Value")
 _Made = TypeVar("_Made")
 
-Part = Annotated[float, Field(gt=0, lt=1)]
+Fraction = Annotated[float, Field(gt=0, lt=1)]
 
 
 @dataclass(frozen=True)
 class Data:
     """The table `[data]`: what is learned, how clients share it, how well it is labelled, how inputs differ (see `make_task`).
 
-    With `validation`, such as 0.2, that share of each client's training samples takes the place of all test data, which is
-    then looked at nowhere (see `withhold`).
+    With `validation`, such as 0.2, that share of each client's training samples replaces all test data, which is then read
+    nowhere (see `withhold`).
     """
 
     name: str = "digits"
     clients: NonNegativeInt = 20
     partition: str = "dirichlet(0.5)"
-    local_test: Part | None = None
+    local_test: Fraction | None = None
     merge: bool = False
-    validation: Part | None = None
+    validation: Fraction | None = None
     label_noise: str = "none"
     shift: str = "none"
 
@@ -74,24 +76,8 @@ class Configuration(Schedule):
     """A whole experiment. `fedloom run` takes `algorithm` and `seed`, `fedloom compare` takes `algorithms` and `seeds`.
 
     The keys of a `Schedule` stand beside these at the top of a file. Results lie in `directory`, by default `runs/<name>`.
-    `workers` runs go on at a time: "auto", the default, means one on each core with `fedloom compare`, one after another in
-    Python. `workers` changes nothing of the results, `threads` (by default PyTorch's number divided by the runs) no more than
-    the last digits of sums. The `pool` they go on in is `processes`, `ray` (a cluster of this machine) or `ray://host:port`
-    (one whose nodes share the file system).
-    `record` says what is written down beside the figures, such as `["objective(every=10)", "ala(client=8)"]`. `engine` is `rows`,
-    `stacked`, `processes` or `ray`; `default`, for which a rule chooses, the same every time on the same kind of machine; or
-    `auto`, which takes the one that is fastest here. Engines agree but for the last digits, so `auto` may not repeat those. An
-    engine may have options: `ray(workers=4, gpus=1)`, `ray://host:10001`. `device` is where data and models lie: `cpu`, `cuda`,
-    `cuda:1`, or `auto`, a GPU where there is one.
-    `objective` is what is learned, such as `regression(kind=huber)` or `module:function`, by default what the data set says.
-    `metrics` are recorded beside its figures, such as `["f1(average='macro')", "module:function"]`.
-    `plugins` are modules of the user's own that register methods, models or data, imported before anything is looked up.
-    `trackers` hear of every round, such as `["tensorboard", "mlflow(uri='sqlite:///mlflow.db')", "module:Class"]`.
-
-    `targets` (values of the metric, or limits of any figure such as `loss <= 0.2`), `last` (evaluations in the mean of the
-    last ones), `against` (what methods are tested against: the `best` or the `first`) and `measure` (what they are judged by:
-    `final`, `best`, `last` or `personal`, or the `rounds`, `bytes` or `seconds` to the first of the targets) only decide what
-    tables show and what `fedloom tune` looks for. `variants` are the settings of the table `[settings]` by their labels, each
+    `docs/configuration.md` explains every key. `workers` runs go on at a time: "auto" means one on each core with
+    `fedloom compare`, one after another in Python. `variants` are the settings of the table `[settings]` by their labels, each
     a whole configuration whose `changes` say what it changed.
     """
 
@@ -134,23 +120,57 @@ class Configuration(Schedule):
         if len(set(self.seeds)) < len(self.seeds):
             raise InvalidValue(f"seeds must differ from each other, not {quoted(self.seeds)}")
 
-    @property
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is built once: another process must import the plugins first."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
+
+    @cached_property
     def schedule(self) -> Schedule:
-        """How long runs last, with whom, and how often they are evaluated."""
-        return Schedule(**{one.name: getattr(self, one.name) for one in fields(Schedule)})
+        """Duration, participation and evaluation of the runs."""
+        return Schedule(**{entry.name: getattr(self, entry.name) for entry in fields(Schedule)})
+
+    def seeded(self, seed: int) -> Schedule:
+        """Return the schedule of the run with this seed."""
+        return self.schedule if seed == self.seed else replace(self.schedule, seed=seed)
+
+    def method(self, algorithm: str) -> Algorithm:
+        """Return a new method of an expression. Raises as `build`."""
+        return copy.deepcopy(self._built(algorithm))
+
+    def described(self, algorithm: str) -> str:
+        """Return a method's expression as `describe` writes it. Raises as `build`."""
+        return describe(self._built(algorithm))
+
+    def _built(self, algorithm: str) -> Algorithm:
+        """Build each method once."""
+        if algorithm not in self._methods:
+            self._methods[algorithm] = build(algorithm)
+        return self._methods[algorithm]
+
+    @cached_property
+    def _methods(self) -> dict[str, Algorithm]:
+        return {}
+
+    def recorders(self) -> list[Recorder]:
+        """Return new recorders for a run. Raises as `build_recorders`."""
+        return copy.deepcopy(self._recorders)
+
+    @cached_property
+    def _recorders(self) -> list[Recorder]:
+        return build_recorders(self.record)
 
     @property
     def runs_at_a_time(self) -> int:
-        """How many runs go on at a time; 1 where that is left open."""
+        """The number of runs that go on at a time; 1 where that is left open."""
         return 1 if self.workers == "auto" else self.workers
 
     @property
     def methods(self) -> list[str]:
-        """The methods to compare: those listed, or else the one of `fedloom run`."""
+        """The methods to compare: those listed, or else the method of `fedloom run`."""
         return self.algorithms or ([] if self.algorithm is None else [self.algorithm])
 
     def only_method(self, purpose: str) -> str:
-        """The one method to run, tune or train. Raises `InvalidValue` where none is named, or several are."""
+        """Return the method to run, tune or train. Raise `InvalidValue` where none is named, or several are."""
         if self.algorithm is None and len(self.algorithms) != 1:
             listed = f"the file compares {', '.join(map(repr, self.algorithms))}"
             choice = listed if self.algorithms else "such as algorithm=fedmr"
@@ -164,11 +184,11 @@ class Configuration(Schedule):
 
     @property
     def folder(self) -> Path:
-        """Where the runs and comparisons of this experiment lie."""
+        """The folder of the runs and comparisons of this experiment."""
         return Path(self.directory) if self.directory is not None else Path("runs") / self.name
 
     def task(self, seed: int, dataset: Dataset | None = None) -> Task:
-        """The task of one seed; `dataset` saves reading the data again."""
+        """Make the task of a seed; `dataset` saves reading the data again."""
         task = make_task(
             self.data.name if dataset is None else dataset,
             clients=self.data.clients,
@@ -187,27 +207,31 @@ class Configuration(Schedule):
         return task if self.data.validation is None else withhold(task, self.data.validation, seed)
 
     def resolved(self, algorithm: str, seed: int, setting: str = "") -> dict[str, Any]:
-        """Everything that one run's figures depend on, with defaults filled in; plain values, ready for JSON."""
+        """Return everything that the figures of a run depend on, with defaults filled in; plain values, ready for JSON."""
         if setting:
             return self.settings[setting].resolved(algorithm, seed)
         return {
-            "algorithm": describe(build(algorithm)),
-            **schedule_values(replace(self.schedule, seed=seed)),
+            "algorithm": self.described(algorithm),
+            **schedule_values(self.seeded(seed)),
             "model": self.model,
             "objective": self.objective,
             "metrics": self.metrics,
             "data": dataclasses.asdict(self.data),
             "training": dataclasses.asdict(self.training),
-            "record": [expression(recorder) for recorder in build_recorders(self.record)],
-            "engine": settled_by(self.engine),
+            "record": [expression(recorder) for recorder in self._recorders],
+            "engine": self._engine,
             "device": self.device,
         }
 
+    @cached_property
+    def _engine(self) -> str:
+        return settled_by(self.engine)
+
 
 def schedule_values(schedule: Schedule) -> dict[str, Any]:
-    """The part of a schedule that figures depend on."""
-    left_out = NEUTRAL if schedule.clock.runs else (*NEUTRAL, "clock")
-    return {name: value for name, value in dataclasses.asdict(schedule).items() if name not in left_out}
+    """Return the fields of a schedule that figures depend on."""
+    neutral = NEUTRAL if schedule.clock.runs else (*NEUTRAL, "clock")
+    return {name: value for name, value in dataclasses.asdict(schedule).items() if name not in neutral}
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Configuration:
@@ -220,7 +244,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Configuration:
 
 
 def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """What a file and `key=value` overrides say, not checked yet. Raises as `load` does where it cannot be read."""
+    """Read a file and `key=value` overrides as a table that is not checked yet. Raises as `load`."""
     try:
         with path.open("rb") as file:
             content = file.read(LONGEST_FILE + 1)
@@ -245,15 +269,15 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def configuration(table: Mapping[str, Any]) -> Configuration:
-    """The configuration of a table of plain values. Raises as `load` does."""
+    """Return the checked configuration of a table of plain values. Raises as `load`."""
     _require_plain_values(table)
     values = {key: value for key, value in table.items() if key != "settings"}
     for name, kind in _SECTIONS.items():
         values[name] = _read(kind, values.get(name, {}), name)
-    found = _read(Configuration, values)
-    _check(found)
+    base = _read(Configuration, values)
+    _check(base)
     if "settings" not in table:
-        return found
+        return base
     variants = {}
     for changes in combinations(table["settings"], VARYING):
         try:
@@ -261,7 +285,7 @@ def configuration(table: Mapping[str, Any]) -> Configuration:
         except FedloomError as error:
             raise InvalidValue(f"settings, {label(changes)}: {error}") from None
         variants[label(changes)] = replace(variant, changes=changes)
-    return replace(found, variants=variants)
+    return replace(base, variants=variants)
 
 
 def _require_plain_values(table: Mapping[str, Any]) -> None:
@@ -271,26 +295,26 @@ def _require_plain_values(table: Mapping[str, Any]) -> None:
 
 _SECTIONS: dict[str, type] = {"data": Data, "training": Training, "clock": Clock}
 
-_IN_SECTIONS = [f"{section}.{one.name}" for section, kind in _SECTIONS.items() for one in fields(kind)]
+_IN_SECTIONS = [f"{section}.{entry.name}" for section, kind in _SECTIONS.items() for entry in fields(kind)]
 
 _KEYS = [
-    *(one.name for one in fields(Configuration) if one.name not in ("variants", "changes")),
+    *(entry.name for entry in fields(Configuration) if entry.name not in ("variants", "changes")),
     "settings",
     *_IN_SECTIONS,
 ]
 """Every key that a file may hold, with its table."""
 
 VARYING = [
-    *(one.name for one in fields(Schedule) if one.name not in ("seed", "clock", *NEUTRAL)),
+    *(entry.name for entry in fields(Schedule) if entry.name not in ("seed", "clock", *NEUTRAL)),
     "model",
     "engine",
     *_IN_SECTIONS,
 ]
-"""The keys that settings may vary: those that figures depend on, but for the method and the seed."""
+"""The keys that settings may vary: those that figures depend on, except the method and the seed."""
 
 
 def _read(kind: type[_Kind], table: object, section: str = "") -> _Kind:
-    """The dataclass of a table. TOML has no word for nothing: 'none' stands for it where nothing is allowed."""
+    """Return the dataclass of a table. TOML has no null: 'none' stands for it where it is allowed."""
     prefix = section and f"{section}."
     if not isinstance(table, Mapping):
         names = ", ".join(key.removeprefix(prefix) for key in _KEYS if key.startswith(prefix))
@@ -315,13 +339,13 @@ def put(table: dict[str, Any], text: str, example: str = "rounds=50 or training.
         raise InvalidValue(f"{quoted(text)} is not key=value, such as {example}")
     if key.count(".") >= DEEPEST:
         raise InvalidValue(f"{quoted(key)} nests more than {DEEPEST} levels deep")
-    given = _value(value.strip())
-    require_plain(given, shortened(key.strip()))
-    table.update(with_changes(table, {key.strip(): given}))
+    parsed = _value(value.strip())
+    require_plain(parsed, shortened(key.strip()))
+    table.update(with_changes(table, {key.strip(): parsed}))
 
 
 def _value(text: str) -> Any:
-    """A value as TOML writes it; what TOML does not know is text, and lists and inline tables may hold such text too."""
+    """Read a value as TOML writes it; anything else is text, inside lists and inline tables too."""
     with suppress(ValueError, RecursionError):
         table = tomllib.loads(f"value = {text}")
         if len(table) == 1:
@@ -335,75 +359,75 @@ def _value(text: str) -> Any:
 
 
 def _as_written(value: Any) -> Any:
-    """Calls and none as the text that they were, inside lists too: TOML has neither."""
+    """Turn calls and none back into text, inside lists too: TOML has neither."""
     if isinstance(value, list):
         return [_as_written(item) for item in value]
     return show(value) if value is None or isinstance(value, Call) else value
 
 
-def _check(found: Configuration) -> None:
-    """Every engine, method, recorder, data set, partition and model is looked up before the first round of any."""
-    import_plugins(found.plugins)
-    require_engine_on(found.engine, found.device)
-    if found.algorithm is not None:
-        _named("algorithm", found.algorithm, build)
-    described = [describe(_named("algorithms", text, build)) for text in found.algorithms]
+def _check(checked: Configuration) -> None:
+    """Look up every engine, method, recorder, data set, partition and model before the first round of any run."""
+    import_plugins(checked.plugins)
+    require_engine_on(checked.engine, checked.device)
+    if checked.algorithm is not None:
+        _named("algorithm", checked.algorithm, checked.method)
+    described = [_named("algorithms", text, checked.described) for text in checked.algorithms]
     for position, method in enumerate(described):
         if method in described[:position]:
             raise InvalidValue(f"algorithms lists {quoted(method)} twice")
-    for recorder in _named("record", found.record, build_recorders):
-        reasons = [recorder.inapplicable(build(text)) for text in found.methods]
+    for recorder in _named("record", checked.record, lambda record: checked.recorders()):
+        reasons = [recorder.inapplicable(checked.method(text)) for text in checked.methods]
         if reasons and all(reasons):
-            listed = ", ".join(found.methods)
+            listed = ", ".join(checked.methods)
             raise InvalidValue(f"record: {recorder.name}: nothing to record for {listed}: {reasons[0]}")
-    for text in found.trackers:
+    for text in checked.trackers:
         _named("trackers", text, build_tracker)
-    if found.measure in TO_TARGET and not found.targets:
+    if checked.measure in TO_TARGET and not checked.targets:
         raise InvalidValue(
-            f"measure = {found.measure!r} is what it takes to reach the first of the targets: give targets = [0.9]"
+            f"measure = {checked.measure!r} is what it takes to reach the first of the targets: give targets = [0.9]"
         )
-    _named("data.name", found.data.name, datasets.read)
-    _named("data.partition", found.data.partition, partitions.read)
-    _named("data.label_noise", found.data.label_noise, label_noises.build_unless_none)
-    _named("data.shift", found.data.shift, shifts.build_unless_none)
-    learned = None if found.objective is None else _named("objective", found.objective, build_objective)
-    metrics = _metrics(found, learned)
-    for given in found.targets:
-        if learned is None and not isinstance(given, str) and given > 1:  # no accuracy: the data say what is learned
-            learned = _named("data.name", found.data.name, make_dataset).objective
-        target = Target.of(given, ACCURACY if learned is None else learned.metric)
-        if isinstance(given, str) and target.figure not in metrics:
+    _named("data.name", checked.data.name, datasets.read)
+    _named("data.partition", checked.data.partition, partitions.read)
+    _named("data.label_noise", checked.data.label_noise, label_noises.build_unless_none)
+    _named("data.shift", checked.data.shift, shifts.build_unless_none)
+    objective = None if checked.objective is None else _named("objective", checked.objective, build_objective)
+    metrics = _metric_names(checked, objective)
+    for value in checked.targets:
+        if objective is None and not isinstance(value, str) and value > 1:  # no accuracy: the data say what is learned
+            objective = _named("data.name", checked.data.name, make_dataset).objective
+        target = Target.of(value, ACCURACY if objective is None else objective.metric)
+        if isinstance(value, str) and target.figure not in metrics:
             _require_recorded(
-                target.figure, given, [entry.make() for entry in objectives] if learned is None else [learned]
+                target.figure, value, [entry.make() for entry in objectives] if objective is None else [objective]
             )
-    if ":" not in found.model:
-        _named("model", found.model, models.read)
+    if ":" not in checked.model:
+        _named("model", checked.model, models.read)
 
 
-def _metrics(found: Configuration, learned: Objective | None) -> list[str]:
-    """The metrics' names in the records; what the data set alone says to be learned may be classes or numbers."""
+def _metric_names(checked: Configuration, objective: Objective | None) -> list[str]:
+    """Return the metrics' names in the records. Without an objective the data set may be one of classes or of numbers."""
     try:
-        return [one.name for one in build_metrics(found.metrics, learned or CLASSIFICATION)]
+        return [metric.name for metric in build_metrics(checked.metrics, objective or CLASSIFICATION)]
     except UnknownName:
-        if learned is not None:
+        if objective is not None:
             raise
     with suppress(FedloomError):
-        return [one.name for one in build_metrics(found.metrics, Regression())]
-    return [one.name for one in build_metrics(found.metrics, make_dataset(found.data.name).objective)]
+        return [metric.name for metric in build_metrics(checked.metrics, Regression())]
+    return [metric.name for metric in build_metrics(checked.metrics, make_dataset(checked.data.name).objective)]
 
 
 def _require_recorded(figure: str, target: str, learned: Sequence[Objective]) -> None:
-    """Raise `InvalidValue` where the figure is almost one that every run records; methods may record figures of their own."""
+    """Raise `InvalidValue` where the figure is nearly one that every run records; methods may record figures of their own."""
     names = {"training_loss", "epsilon"}
-    for part in ("", "client_", "personal_", "new_client_"):
-        names |= {f"{part}{name}" for objective in learned for name in objective.figure_names}
+    for prefix in ("", "client_", "personal_", "new_client_"):
+        names |= {f"{prefix}{name}" for objective in learned for name in objective.figure_names}
     near = difflib.get_close_matches(figure, names, n=1, cutoff=0.8)
     if near and figure not in names and not figure.endswith(("_std", "_worst")):
         raise InvalidValue(f"targets: {quoted(target)}: no {quoted(figure)} is recorded: did you mean {near[0]!r}?")
 
 
-def _named(key: str, value: _Given, make: Callable[[_Given], _Made]) -> _Made:
-    """`make(value)`, the key and the value before what it raises."""
+def _named(key: str, value: _Value, make: Callable[[_Value], _Made]) -> _Made:
+    """Return `make(value)`; the text of its errors begins with the key and the value."""
     try:
         return make(value)
     except FedloomError as error:

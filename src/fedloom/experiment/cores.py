@@ -1,4 +1,4 @@
-"""Runs side by side: how many at a time and with how many threads, by rules without a clock in them."""
+"""The number of runs at a time and of threads in each, by rules that measure nothing."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import os
 
 import torch
 
-from fedloom.engines.choose import DEFAULT, read_engine
+from fedloom.engines.choose import read_engine
+from fedloom.engines.rule import by_rule
 from fedloom.experiment.configuration import Configuration
 from fedloom.flat.device import find_device
 
 RUN_BYTES = 2 << 30
-"""Memory that a run in a process of its own is taken to need."""
+"""Memory that a run in a worker process is assumed to need."""
 
 
 def usable_cores() -> int:
-    """The cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def runs_side_by_side(configuration: Configuration, runs: int) -> int:
-    """How many of `runs` runs go on at a time: `workers`, or with "auto" one on each core, as far as memory reaches.
+    """Return how many of `runs` runs go on at a time: `workers`, or with "auto" one on each core, as far as memory reaches.
 
-    With "auto" it is 1 where the runs use several cores or a GPU themselves, and on a cluster whose size is not known here.
+    With "auto" it is 1 where the runs use several cores or a GPU themselves, and on a cluster of unknown size.
     """
     if configuration.workers != "auto":
         return configuration.workers
@@ -32,23 +33,26 @@ def runs_side_by_side(configuration: Configuration, runs: int) -> int:
 
 
 def threads_each(configuration: Configuration, runs: int) -> int:
-    """Threads of each of `runs` runs: `threads`, or else PyTorch's number divided by the runs.
+    """Return the threads of each of `runs` runs: `threads`, or else PyTorch's number divided by the runs.
 
-    It does not depend on how many of them go on at a time, and so neither do the results, down to the last digit. Only engines
-    that use several cores themselves share them with the other runs under way.
+    It does not depend on how many of them go on at a time, so the results do not either, down to the last digit. Only engines
+    that use several cores themselves share them with the runs under way.
     """
-    together = configuration.runs_at_a_time if _spreads_itself(configuration) else runs
-    return configuration.threads or max(1, torch.get_num_threads() // max(1, together))
+    sharing = configuration.runs_at_a_time if _spreads_itself(configuration) else runs
+    return configuration.threads or max(1, torch.get_num_threads() // max(1, sharing))
 
 
 def _spreads_itself(configuration: Configuration) -> bool:
-    """Whether a run uses several cores, or a GPU, by itself."""
-    here = read_engine(configuration.engine)[0].name in ("rows", "stacked", DEFAULT)
-    return not here or find_device(configuration.device).type != "cpu"
+    """Return True if a run uses several cores, or a GPU, by itself."""
+    entry, _ = read_engine(configuration.engine)
+    return (
+        not (entry.make is by_rule or entry.name in ("rows", "stacked"))
+        or find_device(configuration.device).type != "cpu"
+    )
 
 
 def _memory() -> int:
-    """Bytes of this machine's memory, as POSIX systems tell; elsewhere enough for any number of runs."""
-    names = getattr(os, "sysconf_names", {})
-    known = "SC_PHYS_PAGES" in names
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else RUN_BYTES * usable_cores()
+    """Return the bytes of this machine's memory on POSIX systems; elsewhere enough for any number of runs."""
+    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return RUN_BYTES * usable_cores()

@@ -16,33 +16,34 @@ result.json            the figures at the end; written last, so that its presenc
 landscape.json         on request, the loss around the final model (`fedloom report --landscape`)
 report.html            figures and tables to look at
 
-So that nobody takes damaged figures for those of the run, JSON objects hold a digest of themselves, and result.json digests of
-the files with figures. `.safetensors` and `.npz` files, too, hold one of themselves.
+So that nobody takes damaged files for those of the run, JSON objects hold a digest of themselves, and result.json one of every
+file with figures, splits, labels or the model. They are compared before a finished run is shown, used or lengthened.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from hashlib import file_digest
 from pathlib import Path
 from typing import Any, TypeVar
 
-import xxhash
 from filelock import FileLock, Timeout
 
 from fedloom.algorithm import Algorithm, describe
 from fedloom.engines.base import Choice
 from fedloom.engines.choose import DEFAULT
-from fedloom.errors import CheckpointError
+from fedloom.errors import CheckpointError, FedloomError
 from fedloom.experiment.identity import environment, version_changes
 from fedloom.objectives import Metric
 from fedloom.recording.run_recording import RESULT as RECORDED
-from fedloom.report.summary import REAL_SITES, RunSummary, dotted
+from fedloom.report.clients import client_table
+from fedloom.report.summary import REAL_SITES, RunSummary, dotted, summarise
 from fedloom.rounds.checkpoint import RoundLog
+from fedloom.state.digest import Checksum, digest, digest_of_json
 from fedloom.state.files import remove_unfinished, slug, write_text
 from fedloom.training import Training
 
@@ -51,9 +52,9 @@ _Json = TypeVar("_Json", dict[str, Any], list[Any])
 SITES = "sites.json"
 """File of a run over real sites: the name of the federation at its sites, and how many samples each had at the start."""
 
-_LONGEST = 80  # of a folder's name that is made from an expression
+_LONGEST = 80  # characters of a folder's name that is made from an expression
 
-# What a run writes, and so all that starting afresh may remove.
+# All files that a run writes: starting afresh removes them.
 _FILES = (
     "configuration.json", "split.npz", "test-split.npz", "labels.safetensors", "task.json", "environment.json",
     "engine.json", "metrics.jsonl", "timings.jsonl", "clients.jsonl", "clients", "checkpoint-*", "pool", "model.safetensors",
@@ -61,85 +62,95 @@ _FILES = (
     "events.out.tfevents.*",
 )  # fmt: skip
 
-# What is there of a run that came to its end, and of no other. The first says that it did, so it goes first.
+# Files of a finished run alone. The first says that it is finished, so it is removed first.
 _END = ("result.json", "model.safetensors", "report.html", "landscape.json", RECORDED)
 
-# Files with figures, which hold no digest themselves.
 _FIGURES = ("metrics.jsonl", "timings.jsonl", "clients.jsonl", "recorded.jsonl", RECORDED)
+_TENSORS = ("model.safetensors", "split.npz", "test-split.npz", "labels.safetensors")
 
-_OTHERWISE = "choose another name or directory, or start again with --fresh"
+_REMEDY = "choose another name or directory, or start again with --fresh"
 
 
 class RunDirectory:
-    """One run's directory."""
+    """The directory of one run."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.lock = path, path / ".lock"
 
     @property
     def finished(self) -> bool:
-        """Whether a run came to its end here."""
+        """Return True if the directory holds a finished run."""
         return (self.path / "result.json").exists()
 
     def ended(self, configuration: Mapping[str, Any]) -> bool:
-        """Whether a run of as many rounds came to its end here. Raises `CheckpointError` when a file is damaged."""
+        """Return True if the directory holds a finished run of as many rounds. Raise `CheckpointError` for a damaged file."""
         return self.finished and self.rounds == configuration["rounds"]
 
     @property
     def rounds(self) -> int | None:
-        """How many rounds the run here has, done or to come; None where there is no run. Raises as `configuration`."""
+        """The run's number of rounds, done or to come; None in an empty directory. Raises as `configuration`."""
         return int(self.configuration["rounds"]) if (self.path / "configuration.json").exists() else None
 
     @property
     def configuration(self) -> dict[str, Any]:
-        """What the run here depends on. Raises `CheckpointError` when that file is missing or damaged."""
+        """The resolved configuration. Raises `CheckpointError` when the file is missing or damaged."""
         return read_json(self.path / "configuration.json", dict)
 
-    def require_figures(self) -> None:
-        """Raise `CheckpointError` where the figures of a run that came to its end are not as they were written."""
-        written = read_json(self.path / "result.json", dict, _OTHERWISE).get("files") if self.finished else None
-        if isinstance(written, dict) and written != (found := self._digests()):
-            name = next((name for name in _FIGURES if written.get(name) != found.get(name)), "result.json")
-            raise CheckpointError(f"{self.path / name} is not as it was written: {_OTHERWISE}")
+    def require_intact(self) -> None:
+        """Raise `CheckpointError` where a file of a finished run is not as it was written."""
+        digests = read_json(self.path / "result.json", dict, _REMEDY).get("files") if self.finished else None
+        if not isinstance(digests, dict):
+            return
+        present = self._digests()
+        files = (
+            (*_FIGURES, *_TENSORS) if _TENSORS[0] in digests else _FIGURES
+        )  # earlier versions digested figures alone
+        for name in files:
+            if digests.get(name) != present.get(name):
+                raise CheckpointError(f"{self.path / name} is not as it was written: {_REMEDY}")
 
     def finish(self, figures: Mapping[str, Any]) -> None:
-        """Write the figures at the end, as the last of the run's files."""
+        """Write the final figures, as the last of the run's files."""
         write_json(self.path / "result.json", {**figures, "files": self._digests()})
 
     def _digests(self) -> dict[str, str]:
-        """Of the files with figures."""
-        present = (self.path / name for name in _FIGURES if (self.path / name).exists())
-        return {path.name: xxhash.xxh3_128(path.read_bytes()).hexdigest() for path in present}
+        """Return the digests of the files that hold none of their own, or are read by nobody else."""
+        digests = {}
+        for path in (self.path / name for name in (*_FIGURES, *_TENSORS)):
+            if path.exists():
+                with path.open("rb") as file:
+                    digests[path.name] = file_digest(file, Checksum).hexdigest()
+        return digests
 
     @property
     def engine(self) -> Choice | None:
-        """The engine that the run here was begun in, where nobody named one. Raises as `configuration`."""
+        """The engine that the rule chose for the run. Raises as `configuration`."""
         path = self.path / "engine.json"
-        return Choice(**read_json(path, dict)) if path.exists() else None
+        if not path.exists():
+            return None
+        with readable(path):
+            return Choice.read(**read_json(path, dict))
 
-    def kept(self, configuration: dict[str, Any]) -> dict[str, Any]:
-        """The configuration, which goes on in the engine of the run here if it names none."""
+    def with_engine(self, configuration: dict[str, Any]) -> dict[str, Any]:
+        """Return the configuration with the engine of the run that is here, if it names none itself."""
         if configuration["engine"] != DEFAULT or self.rounds is None:
             return configuration
         return {**configuration, "engine": self.configuration["engine"]}
 
     def begin(self, configuration: dict[str, Any], method: Algorithm, fresh: bool = False) -> list[str]:
-        """Make the directory ready for a run of this configuration, which `settle` makes it that of once the run is sure to
-        start; what there is to say about going on is returned, line by line.
+        """Prepare the directory for a run of this configuration; `settle` writes it once the run is sure to start.
 
-        With `fresh`, an earlier run's files are removed. Raises as `require`.
+        With `fresh`, an earlier run's files are removed. Returns notices about going on. Raises as `require`.
         """
         if fresh:
             self.clear()
         remove_unfinished(self.path)
         self.require(configuration, method)
-        if self.ended(configuration):
-            self.require_figures()
-            return []
-        return self._note_environment()
+        self.require_intact()
+        return [] if self.ended(configuration) else self._note_environment()
 
     def settle(self, configuration: Mapping[str, Any]) -> None:
-        """Make the directory that of this configuration. Where a run with fewer rounds came to its end, that is no end now."""
+        """Write the configuration. A run that finished with fewer rounds is unfinished from now on."""
         if not self.ended(configuration):
             for name in _END:
                 (self.path / name).unlink(missing_ok=True)
@@ -147,51 +158,51 @@ class RunDirectory:
 
     def _note_environment(self) -> list[str]:
         present, path = environment(), self.path / "environment.json"
-        before = read_json(self.path / "environment.json", dict) if path.exists() else present
+        earlier = read_json(path, dict) if path.exists() else present
         write_json(path, present)
-        changes = version_changes(before, present)
+        changes = version_changes(earlier, present)
         return [f"{self.path} was begun with {changes}: the last digits may differ"] if changes else []
 
     def require(self, configuration: dict[str, Any], method: Algorithm) -> None:
-        """Raise `CheckpointError` unless the directory is empty, or holds a run of `method` that can go on, or has come to its
-        end, with this configuration: nothing differs, unless in the number of rounds. The text names the first key that does.
+        """Raise `CheckpointError` unless the directory is empty or holds a run of `method` with this configuration.
+
+        Only the number of rounds may differ. The text names the first key that does.
         """
         if not (self.path / "configuration.json").exists():
             return
-        before, now = dotted(self.configuration), dotted(self.kept(configuration))
-        for key in sorted((before.keys() | now.keys()) - {"rounds"}):
-            if before.get(key) != now.get(key):
+        stored, asked_for = dotted(self.configuration), dotted(self.with_engine(configuration))
+        for key in sorted((stored.keys() | asked_for.keys()) - {"rounds"}):
+            if stored.get(key) != asked_for.get(key):
                 raise CheckpointError(
-                    f"{self.path} holds a run with {key} = {before.get(key)!r}, not {now.get(key)!r}: {_OTHERWISE}"
+                    f"{self.path} holds a run with {key} = {stored.get(key)!r}, not {asked_for.get(key)!r}: {_REMEDY}"
                 )
-        if before["rounds"] != now["rounds"]:
-            self._require_rounds(before["rounds"], now["rounds"], method, Training(**configuration["training"]))
+        if stored["rounds"] != asked_for["rounds"]:
+            self._require_rounds(stored["rounds"], asked_for["rounds"], method, Training(**configuration["training"]))
 
-    def _require_rounds(self, before: int, now: int, method: Algorithm, training: Training) -> None:
-        """Raise `CheckpointError` unless the run can come to its end after another number of rounds than it was begun with."""
-        if not training.same_rates(before, now):
+    def _require_rounds(self, stored: int, rounds: int, method: Algorithm, training: Training) -> None:
+        """Raise `CheckpointError` unless the run can go on to another number of rounds than it was begun with."""
+        begun = f"{self.path} holds a run with rounds = {stored}, not {rounds}, and"
+        if not training.same_rates(stored, rounds):
             raise CheckpointError(
-                f"{self.path} holds a run with rounds = {before}, not {now}, and the learning rates of "
-                f"training.schedule = {training.schedule!r} depend on how many there are: {_OTHERWISE}"
+                f"{begun} the learning rates of training.schedule = {training.schedule!r} depend on how many there are: {_REMEDY}"
             )
         if method.needs_total_rounds:
             raise CheckpointError(
-                f"{self.path} holds a run with rounds = {before}, not {now}, "
-                f"and what {describe(method)} does in a round depends on how many there are: {_OTHERWISE}"
+                f"{begun} what {describe(method)} does in a round depends on how many there are: {_REMEDY}"
             )
         done = max((record["round"] for record in RoundLog(self.path / "metrics.jsonl").read()), default=0)
-        if now <= done:  # also after as many: nobody may have evaluated the last one
+        if rounds <= done:  # also after as many: nobody may have evaluated the last one
             raise CheckpointError(
-                f"{self.path} holds a run that has done {done} of {before} rounds, so that rounds must be more than {done}, "
-                f"not {now}: {_OTHERWISE}"
+                f"{self.path} holds a run that has done {done} of {stored} rounds, so that rounds must be more than {done}, "
+                f"not {rounds}: {_REMEDY}"
             )
         if self.finished and not any(self.path.glob("checkpoint-*.safetensors")):
             raise CheckpointError(
-                f"{self.path} holds no checkpoint any more, to go on from round {done} of {now}: {_OTHERWISE}"
+                f"{self.path} holds no checkpoint any more, to go on from round {done} of {rounds}: {_REMEDY}"
             )
 
     def clear(self) -> None:
-        """Remove what a run wrote, and nothing else."""
+        """Remove all files of a run, and nothing else."""
         for pattern in _FILES:
             for path in self.path.glob(pattern):
                 if path.is_dir():
@@ -200,36 +211,35 @@ class RunDirectory:
                     path.unlink()
 
     def summary(self, algorithm: str | None = None) -> RunSummary:
-        """What the run has left so far; `algorithm` is how its method is to be called (by default as in its configuration).
+        """Return the figures so far; `algorithm` is the method's name in reports (default: its expression).
 
         Raises `CheckpointError` when a file is missing or damaged.
         """
-        self.require_figures()
-        configuration, task = (
-            read_json(self.path / "configuration.json", dict),
-            read_json(self.path / "task.json", dict),
-        )
-        return RunSummary(
-            algorithm or str(configuration["algorithm"]),
-            int(configuration["seed"]),
-            RoundLog(self.path / "metrics.jsonl").read(),
-            RoundLog(self.path / "timings.jsonl").read(),
-            task["label_counts"],
-            task["class_names"],
-            configuration,
-            read_json(self.path / "environment.json", dict)
-            | trained_in(self.engine)
-            | ({REAL_SITES: "real"} if (self.path / SITES).exists() else {}),
-            read_json(recorded, list) if (recorded := self.path / RECORDED).exists() else [],
-            RoundLog(self.path / "clients.jsonl").read(),
-            task["wrong_labels"],
-            Metric(**task["metric"]),
-        )
+        self.require_intact()
+        configuration, task = self.configuration, read_json(self.path / "task.json", dict)
+        recorded = self.path / RECORDED
+        with readable(self.path):
+            summary = RunSummary(
+                algorithm or str(configuration["algorithm"]),
+                int(configuration["seed"]),
+                RoundLog(self.path / "metrics.jsonl").read(),
+                RoundLog(self.path / "timings.jsonl").read(),
+                task["label_counts"],
+                task["class_names"],
+                configuration,
+                read_json(self.path / "environment.json", dict) | self.provenance(self.engine),
+                read_json(recorded, list) if recorded.exists() else [],
+                RoundLog(self.path / "clients.jsonl").read(),
+                task["wrong_labels"],
+                Metric(**task["metric"]),
+            )
+            _require_shown(summary)
+            return summary
 
-
-def trained_in(chosen: Choice | None) -> dict[str, str]:
-    """What reports say of an engine that nobody named, beside versions and machine."""
-    return {} if chosen is None else {"engine": str(chosen)}
+    def provenance(self, engine: Choice | None) -> dict[str, str]:
+        """Return what reports say of the place of training beside versions and machine."""
+        real = {REAL_SITES: "real"} if (self.path / SITES).exists() else {}
+        return real if engine is None else {"engine": str(engine), **real}
 
 
 @contextmanager
@@ -253,37 +263,59 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
 
 
 def read_json(path: Path, kind: type[_Json], remedy: str = "start again with --fresh") -> _Json:
-    """The object (as `write_json` wrote it) or list in a file. Raises `CheckpointError`, with the remedy, when it is missing or
-    damaged."""
+    """Return the object (as `write_json` wrote it) or list in a file.
+
+    Raises `CheckpointError`, with the remedy, when the file is missing or damaged.
+    """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(found, kind) and (isinstance(found, list) or _intact(found)):
-            return found
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(value, kind) and (isinstance(value, list) or _intact(value)):
+            return value
     except (OSError, ValueError, RecursionError):
         pass
     raise CheckpointError(f"{path} is missing or damaged: {remedy}")
 
 
+def _require_shown(run: RunSummary) -> None:
+    """Raise some error where the figures of a run are none that tables could show."""
+    summarise([run])
+    client_table([run])
+    for entry in run.recorded:
+        entry["kind"]
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Raise `CheckpointError` in place of the errors that values cause which no run wrote."""
+    try:
+        yield
+    except (OSError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        if isinstance(error, FedloomError):
+            raise
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
+        raise CheckpointError(f"{path} holds what no run wrote ({reason}): start again with --fresh") from None
+
+
 def finished_runs(folder: Path) -> dict[str, list[Path]]:
-    """The finished runs in the folder of an experiment, whatever setting they were made for, by `fingerprint`."""
-    found: dict[str, list[Path]] = {}
+    """Return the finished runs in the folder of an experiment, in whatever setting, by `fingerprint`."""
+    runs: dict[str, list[Path]] = {}
     for pattern in ("*/seed-*", "*/*/seed-*"):
         for path in sorted(folder.glob(f"{pattern}/configuration.json")):
-            place = RunDirectory(path.parent)
-            with suppress(CheckpointError):  # a damaged run is nobody's
-                if place.finished:
-                    found.setdefault(fingerprint(place.configuration), []).append(place.path)
-    return found
+            run = RunDirectory(path.parent)
+            with suppress(CheckpointError):  # a damaged run stands for no other
+                if run.finished:
+                    runs.setdefault(fingerprint(run.configuration), []).append(run.path)
+    return runs
 
 
 def fingerprint(configuration: Mapping[str, Any]) -> str:
-    """A digest of a resolved configuration: equal for equal ones, where a key that is not set and one set to none are equal."""
+    """Return a digest of a resolved configuration: equal for equal ones; a key that is not set equals one set to none."""
     settled = {key: value for key, value in dotted(configuration).items() if value is not None}
-    return hashlib.sha256(json.dumps(settled, sort_keys=True).encode()).hexdigest()
+    return digest_of_json(settled)
 
 
 def folder_name(expression: str) -> str:
-    """A method's expression as the name of a folder: `stages(fedavg:20, fedmr)` is `stages-fedavg_20-fedmr`.
+    """Return a method's expression as the name of a folder: `stages(fedavg:20, fedmr)` is `stages-fedavg_20-fedmr`.
 
     Expressions that are long or nest get a digest at the end, so that different ones stay different.
     """
@@ -291,27 +323,27 @@ def folder_name(expression: str) -> str:
     name = slug(plain.replace(":", "_"))
     if plain.count("(") < 2 and len(name) <= _LONGEST:
         return name
-    return f"{name[:_LONGEST]}-{hashlib.sha256(expression.encode()).hexdigest()[:8]}"
+    return f"{name[:_LONGEST]}-{digest(expression)[:8]}"
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """A file of an object and its digest. Raises `CheckpointError` when it cannot be written."""
+    """Write an object and its digest to a file. Raise `CheckpointError` when it cannot be written."""
     write_text(path, to_json({**value, "digest": _digest(value)}))
 
 
 def _intact(value: dict[str, Any]) -> bool:
-    """Whether an object is as it was written; one without a digest is taken as it is. Its digest is removed."""
+    """Return True if an object matches its digest, which is removed, or has none."""
     if value:
-        name, written = value.popitem()  # whatever its name is: that may be what is damaged
-        if written != _digest(value):
-            value[name] = written
+        name, digest = value.popitem()  # whatever its name is: that may be what is damaged
+        if digest != _digest(value):
+            value[name] = digest
     return "digest" not in value
 
 
 def _digest(value: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128(json.dumps(value).encode()).hexdigest()
+    return Checksum(json.dumps(value).encode()).hexdigest()
 
 
 def to_json(value: Any) -> str:
-    """JSON as people read it."""
+    """Return JSON as people read it."""
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

@@ -1,4 +1,4 @@
-"""What a run says while it goes on: to the terminal, or through a queue from a worker process."""
+"""Events of a run: for the terminal, or through a queue from a worker process."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class RunName(NamedTuple):
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to a run.
+    """An event of a run.
 
-    `started` (also when it goes on; `finished` rounds are done, and `text` is an engine that nobody named), `round` (with its
-    figures in `record` and its times in `timing`), `ended`, `skipped` (it was finished before), `failed` and `notice` (with a
-    line of `text`).
+    `started` (also when it goes on; `finished` rounds are done, and `text` is an engine that a rule chose), `round` (with its
+    figures in `record` and its times in `timing`), `ended`, `skipped` (it was finished already), `failed` and `notice` (with
+    a line of `text`).
     """
 
     kind: Literal["started", "round", "ended", "skipped", "failed", "notice"]
@@ -40,10 +40,10 @@ class Event:
 
     @property
     def score(self) -> str:
-        """What the record says of the metric, for the global model and for the clients' own; empty where it says nothing."""
+        """The metric of the global model and of the clients' own, as far as they were measured."""
         models = ((self.metric.name, ""), (f"personal_{self.metric.name}", " (clients' own)"))
-        known = [(value, of) for name, of in models if (value := self.record.get(name)) is not None]
-        return ", ".join(f"{self.metric.text(value, 1)}{self.metric.unit}{of}" for value, of in known)
+        scores = [(value, owner) for name, owner in models if (value := self.record.get(name)) is not None]
+        return ", ".join(f"{self.metric.text(value, 1)}{self.metric.unit}{owner}" for value, owner in scores)
 
 
 Watch = Callable[[Event], None]

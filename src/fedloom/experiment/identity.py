@@ -1,8 +1,7 @@
-"""What a run is, as a digest that its checkpoints carry, and the versions and the machine that it is computed with."""
+"""The identity of a run, as a digest that its checkpoints carry, and the versions and machine that compute it."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -17,23 +16,23 @@ from fedloom.algorithm import Algorithm
 from fedloom.data.lazy import in_memory
 from fedloom.flat.device import processor
 from fedloom.rounds.clock import Clock
+from fedloom.state.digest import Digest
 from fedloom.task import Task
 
 _SAMPLED = 1000  # inputs that stand for all of them when data are told apart
 
 _DECIDING = ("python", "torch", "numpy", "fedloom", "threads", "machine")
-"""What may change the last digits of a figure."""
+"""Versions and settings that may change the last digits of a figure."""
 
 
 def identity(task: Task, described: Mapping[str, Any], method: Algorithm, clock: Clock) -> str:
-    """A digest of what determines the run: settings, split, labels, initial model (frozen parts, too), a sample of inputs, the
-    trace of the clock.
+    """Return a digest of settings, split, labels, initial model with its frozen part, a sample of inputs, and clock trace.
 
     The number of rounds is left out, so that a run can be lengthened, unless the method needs to know it.
     """
     if not method.needs_total_rounds:
         described = {key: value for key, value in described.items() if key != "rounds"}
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
+    digest = Digest(json.dumps(described, sort_keys=True).encode())
     for samples in (task.train, task.test):
         chosen = torch.linspace(0, max(len(samples) - 1, 0), min(len(samples), _SAMPLED)).long()
         inputs = in_memory(samples.inputs[chosen.to(samples.inputs.device)])
@@ -50,7 +49,7 @@ def identity(task: Task, described: Mapping[str, Any], method: Algorithm, clock:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, platform and threads, as plain values."""
+    """Return versions, platform and threads, as plain values."""
     return {
         "fedloom": fedloom.__version__,
         "python": platform.python_version(),
@@ -64,7 +63,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def version_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What differs, such as `torch 2.12.0 (now 2.13.0)`; empty when nothing does that could change a figure."""
-    changed = [key for key in _DECIDING if before.get(key) != now.get(key)]
-    return ", ".join(f"{key} {before.get(key)} (now {now.get(key)})" for key in changed)
+def version_changes(earlier: Mapping[str, Any], present: Mapping[str, Any]) -> str:
+    """Return differences that may change a figure, such as `torch 2.12.0 (now 2.13.0)`; empty where there are none."""
+    changed = [key for key in _DECIDING if earlier.get(key) != present.get(key)]
+    return ", ".join(f"{key} {earlier.get(key)} (now {present.get(key)})" for key in changed)

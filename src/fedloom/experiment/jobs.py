@@ -1,17 +1,16 @@
-"""The runs that an experiment has to make, each where it lies; checked before the first round of any, and made here."""
+"""The runs of an experiment as jobs: placed in their directories, checked before the first round of any, and made."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import traceback
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fedloom.algorithm import build
 from fedloom.data.dataset import Dataset
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue, error_text, located
@@ -19,7 +18,6 @@ from fedloom.experiment.configuration import Configuration
 from fedloom.experiment.directory import RunDirectory, fingerprint, finished_runs
 from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.run import run_configured, run_directory
-from fedloom.recording.recorder import build_recorders
 from fedloom.recording.run_recording import Recording
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.federation import Federation
@@ -28,13 +26,13 @@ from fedloom.task import Task, make_dataset
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
-_KEPT = 4
-"""Tasks and data sets that are kept in memory for the next run."""
+_CACHED = 4
+"""Tasks and data sets that stay in memory for the next run."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run to make: the configuration of its setting, its name, and the directory it lies in."""
+    """One run to make: the configuration of its setting, its name, and its directory."""
 
     configuration: Configuration
     name: RunName
@@ -42,50 +40,53 @@ class Job:
 
     @property
     def finished(self) -> bool:
-        """Whether the run came to its end."""
+        """Return True if the run is finished."""
         return RunDirectory(self.path).ended(self._resolved)
 
     def require(self) -> None:
         """Raise `CheckpointError` where the directory holds a run that cannot become this one."""
-        RunDirectory(self.path).require(self._resolved, build(self.name.algorithm))
+        RunDirectory(self.path).require(self._resolved, self.configuration.method(self.name.algorithm))
 
-    @property
+    @cached_property
     def _resolved(self) -> dict[str, Any]:
         return self.configuration.resolved(self.name.algorithm, self.name.seed)
 
     def summary(self) -> RunSummary:
-        """The figures of the run so far."""
+        """Return the figures of the run so far."""
         return RunDirectory(self.path).summary(self.name.algorithm)
 
 
 def placed(configuration: Configuration, names: Iterable[RunName], *, reuse: bool = True) -> list[Job]:
-    """The jobs of these runs. A run that was finished before with the same resolved configuration, under whatever setting of
-    this experiment, is found again where it lies (unless not `reuse`)."""
-    known = finished_runs(configuration.folder) if reuse else {}
-    return [job_of(configuration.settings[name.setting], name, known) for name in names]
+    """Return the jobs of these runs.
+
+    With `reuse`, a run that finished with the same resolved configuration, in whatever setting of this experiment, is read
+    from its directory.
+    """
+    finished = finished_runs(configuration.folder) if reuse else {}
+    return [job_of(configuration.settings[name.setting], name, finished) for name in names]
 
 
-def job_of(configuration: Configuration, name: RunName, known: Mapping[str, Sequence[Path]]) -> Job:
-    """The job of a run whose setting has this configuration; `known` are the `finished_runs` to find it among."""
+def job_of(configuration: Configuration, name: RunName, finished: Mapping[str, Sequence[Path]]) -> Job:
+    """Return the job of a run whose setting has this configuration; `finished` are the `finished_runs` to reuse."""
     usual = run_directory(configuration, *name).path
-    found = known.get(fingerprint(configuration.resolved(name.algorithm, name.seed)), [])
-    return Job(configuration, name, found[0] if found and usual not in found else usual)
+    alike = finished.get(fingerprint(configuration.resolved(name.algorithm, name.seed)), [])
+    return Job(configuration, name, alike[0] if alike and usual not in alike else usual)
 
 
 def require_possible(jobs: Sequence[Job], tasks: Tasks) -> None:
-    """Make the task of every setting and seed, and set up every method once in every setting.
+    """Make the task of every setting and seed, and set up every method in every setting.
 
-    So whatever is wrong with any run is raised, with its setting, before the first round of any.
+    Raises whatever is wrong with any run, with its setting, before the first round of any.
     """
-    seen: dict[str, int] = {}
+    seeds: dict[str, int] = {}
     for job in jobs:
         configuration, name = job.configuration, job.name
         try:
             task = tasks.of(configuration, name.seed)
-            if seen.setdefault(name.setting, name.seed) == name.seed:
-                schedule = dataclasses.replace(configuration.schedule, seed=name.seed)
-                recording = Recording(build_recorders(configuration.record))
-                Federation(build(name.algorithm), task, RowsEngine(task), schedule, observers=[recording])
+            if seeds.setdefault(name.setting, name.seed) == name.seed:
+                method, schedule = configuration.method(name.algorithm), configuration.seeded(name.seed)
+                recording = Recording(configuration.recorders())
+                Federation(method, task, RowsEngine(task), schedule, observers=[recording])
         except FedloomError as error:
             if not name.setting:
                 raise
@@ -93,14 +94,14 @@ def require_possible(jobs: Sequence[Job], tasks: Tasks) -> None:
 
 
 class Tasks:
-    """Tasks by setting and seed; the latest few are kept, and the data sets they are made of."""
+    """Cache of the latest tasks by setting and seed, and of their data sets."""
 
     def __init__(self) -> None:
         self._tasks: OrderedDict[tuple[str, int], Task] = OrderedDict()
         self._sets: OrderedDict[str, Dataset] = OrderedDict()
 
     def of(self, configuration: Configuration, seed: int) -> Task:
-        """The task of a seed. Raises `FedloomError` where there is none."""
+        """Return the task of a seed. Raises as `make_task`."""
         key = (f"{configuration.data} {configuration.model} {configuration.training}", seed)
         if key not in self._tasks:
             self._tasks[key] = configuration.task(seed, self._dataset(configuration.data.name))
@@ -112,16 +113,16 @@ class Tasks:
         return _latest(self._sets, name)
 
 
-def _latest(kept: OrderedDict[_Key, _Value], key: _Key) -> _Value:
-    """The value of a key, which is now the latest; older ones are forgotten."""
-    kept.move_to_end(key)
-    while len(kept) > _KEPT:
-        kept.popitem(last=False)
-    return kept[key]
+def _latest(cache: OrderedDict[_Key, _Value], key: _Key) -> _Value:
+    """Return the value of a key, which becomes the latest; the oldest are forgotten."""
+    cache.move_to_end(key)
+    while len(cache) > _CACHED:
+        cache.popitem(last=False)
+    return cache[key]
 
 
 def attempt(job: Job, watch: Watch, fresh: bool, tasks: Tasks) -> str | None:
-    """Make one run; what went wrong, on one line, or None. With FEDLOOM_TRACEBACK set, where it went wrong is printed too."""
+    """Make one run and return why it failed, on one line, or None. FEDLOOM_TRACEBACK=1 prints the traceback."""
 
     def make_task(seed: int) -> Task:
         return tasks.of(job.configuration, seed)

@@ -15,28 +15,30 @@ PREFIX = "algorithm."
 
 
 def parameter_keys(expression: str) -> list[str]:
-    """Every key that names one parameter of one method of the expression, the short form first where it is enough."""
-    found = [key for method in build(expression).nested() for keys in _parameters(method).values() for key in keys]
-    unique = [key for key, times in Counter(found).items() if times == 1]
+    """Return every key that names one parameter of one method of the expression, the short form first where it is enough."""
+    keys = Counter(
+        key for method in build(expression).nested() for keys in _parameters(method).values() for key in keys
+    )
+    unique = [key for key, count in keys.items() if count == 1]
     return sorted(unique, key=lambda key: key.count("."))
 
 
 def with_parameters(expression: str, changes: Mapping[str, Any]) -> str:
-    """The expression with some parameters set, in the words of `describe`.
+    """Return the expression with some parameters set, as `describe` writes it.
 
     Text is read as a value where it is one. Raises `InvalidValue` or `UnknownName` for a value that is not allowed.
     """
-    whole = build(expression)
-    for method in whole.nested():
+    outer = build(expression)
+    for method in outer.nested():
         for name, keys in _parameters(method).items():
             for key in changes.keys() & keys:
                 setattr(method, name, _value(changes[key]))
         method.__post_init__()
-    return describe(whole)
+    return describe(outer)
 
 
 def _parameters(method: Algorithm) -> dict[str, tuple[str, str]]:
-    """The parameters of a method that are no methods themselves, each with the keys that may stand for it."""
+    """Return the parameters of a method that are no methods themselves, each with its keys."""
     entry = entry_of(method)
     if entry is None:
         return {}

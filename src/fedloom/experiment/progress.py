@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 from rich.console import Console
@@ -20,24 +20,22 @@ _PAUSE = 10.0
 """Seconds between two lines where there is no terminal, at least."""
 
 _SHARE = 0.1
-"""Part of the time since the start that passes between two lines, so that a long run does not fill its log."""
+"""Share of the time since the start between two lines, so that a long run does not fill its log."""
 
 Rounds = int | Mapping[RunName, int]
-"""How many rounds each run has: all the same, or each its own."""
+"""The number of rounds of every run, or of each."""
 
 
 class Display:
-    """What both ways of showing share: the engines that runs train in, a line when a run ends, and notices.
+    """Base of both displays: shows the engines of the runs, a line when a run ends, and notices.
 
-    `finished` holds the rounds that are done, by run; all of them for a run that is over, whichever way, since it asks for no
-    more time. `live` is what is on the screen while runs go on.
+    `finished` holds the rounds that are done, by run; all of them for a run that is over, whichever way, since it takes no more
+    time. `live` is the context in which the screen is updated.
     """
 
     live: AbstractContextManager[Any] = nullcontext()
 
-    def __init__(
-        self, console: Console, runs: int, rounds: Rounds, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, console: Console, runs: int, rounds: Rounds, clock: Callable[[], float] = monotonic) -> None:
         self.console, self.runs, self.clock = console, runs, clock
         self.total = runs * rounds if isinstance(rounds, int) else sum(rounds.values())
         self.finished: dict[RunName, int] = {}
@@ -45,7 +43,7 @@ class Display:
         self._engines: set[str] = set()
 
     def rounds(self, run: RunName) -> int:
-        """How many rounds a run has."""
+        """Return the number of rounds of a run."""
         return self._rounds if isinstance(self._rounds, int) else self._rounds[run]
 
     def __call__(self, event: Event) -> None:
@@ -69,42 +67,40 @@ class Display:
             self.line(f"engine: {event.text}")
 
     def line(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self.console.print(Text(text), soft_wrap=True)
 
 
 @dataclass
-class _UnderWay:
-    """A run that goes on: when it began, after how many rounds, how many are done since, and what was measured last."""
+class _RunUnderWay:
+    """A run under way: its start, the rounds done until then and since, and its latest score."""
 
     began: float
-    first: int
+    resumed_at: int
     done: int = 0
     score: str = "not measured yet"
 
-    def left(self, now: float, rounds: int) -> float:
-        """Seconds that the rest of `rounds` takes at the run's own pace; 0 while there is none."""
-        return (rounds - self.first - self.done) * (now - self.began) / self.done if self.done else 0.0
+    def remaining(self, time: float, rounds: int) -> float:
+        """Return the seconds until round `rounds` at the run's pace; 0 while it has none."""
+        return (rounds - self.resumed_at - self.done) * (time - self.began) / self.done if self.done else 0.0
 
 
 class Lines(Display):
-    """For logs and pipes: a line for each run that ends, and now and then how far all are, with a line for each under way."""
+    """Display for logs and pipes: a line for each run that ends, and now and then the progress of all and each under way."""
 
-    def __init__(
-        self, console: Console, runs: int, rounds: Rounds, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, console: Console, runs: int, rounds: Rounds, clock: Callable[[], float] = monotonic) -> None:
         super().__init__(console, runs, rounds, clock)
         self._began = self._spoke = clock()
         self._done = self._over = 0
-        self._under_way: dict[RunName, _UnderWay] = {}
+        self._under_way: dict[RunName, _RunUnderWay] = {}
 
     def __call__(self, event: Event) -> None:
         super().__call__(event)
-        now = self.clock()
+        time = self.clock()
         if event.kind == "started":
-            self._under_way[event.run] = _UnderWay(now, event.finished)
+            self._under_way[event.run] = _RunUnderWay(time, event.finished)
             if not self._done:
-                self._began = now  # making data and worker processes ready says nothing of the rounds to come
+                self._began = time  # making data and worker processes ready says nothing of the rounds to come
         elif event.kind in ("ended", "skipped", "failed"):
             self._under_way.pop(event.run, None)
             self._over += 1
@@ -114,31 +110,29 @@ class Lines(Display):
             run.done += 1
             if event.score:
                 run.score = f"{event.metric.noun} {event.score}"
-            if now - self._spoke >= max(_PAUSE, _SHARE * (now - self._began)):
-                self._spoke = now
-                self._say(now)
+            if time - self._spoke >= max(_PAUSE, _SHARE * (time - self._began)):
+                self._spoke = time
+                self._print_progress(time)
 
-    def _say(self, now: float) -> None:
-        """Where all runs are and the time that all of them still take, then each run under way; a run alone has one line."""
-        left = f"about {time_text(self._left(now))} left"
+    def _print_progress(self, time: float) -> None:
+        """Print the progress of all runs, then of each under way; a single run has one line."""
+        remaining = f"about {time_text(self._remaining(time))} left"
         if self.runs > 1:
-            self.line(f"{self._over} of {self.runs} runs finished; {left} for all")
+            self.line(f"{self._over} of {self.runs} runs finished; {remaining} for all")
         for name, run in self._under_way.items():
             text = f"{name}: round {self.finished[name]} of {self.rounds(name)}, {run.score}"
-            self.line(f"  {text}" if self.runs > 1 else f"{text}; {left}")
+            self.line(f"  {text}" if self.runs > 1 else f"{text}; {remaining}")
 
-    def _left(self, now: float) -> float:
-        """Seconds that all runs still take: at their common pace, but never less than the slowest needs at its own."""
-        together = (self.total - sum(self.finished.values())) * (now - self._began) / self._done
-        return max(0.0, together, *(run.left(now, self.rounds(name)) for name, run in self._under_way.items()))
+    def _remaining(self, time: float) -> float:
+        """Return the seconds that all runs still take: at their common pace, but at least those of the slowest at its own."""
+        joint = (self.total - sum(self.finished.values())) * (time - self._began) / self._done
+        return max(0.0, joint, *(run.remaining(time, self.rounds(name)) for name, run in self._under_way.items()))
 
 
 class Bars(Display):
-    """For terminals: a bar for each run under way, and one for all of them when there are several."""
+    """Display for terminals: a bar for each run under way, and one for all of them when there are several."""
 
-    def __init__(
-        self, console: Console, runs: int, rounds: Rounds, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, console: Console, runs: int, rounds: Rounds, clock: Callable[[], float] = monotonic) -> None:
         super().__init__(console, runs, rounds, clock)
         self._progress = Progress(
             TextColumn("{task.description}", table_column=Column(ratio=3, no_wrap=True, overflow="ellipsis")),
@@ -178,12 +172,12 @@ class Bars(Display):
 
 @contextmanager
 def display(console: Console, runs: int, rounds: Rounds) -> Iterator[Display]:
-    """The way of showing that suits the console."""
-    shown = Bars(console, runs, rounds) if console.is_terminal else Lines(console, runs, rounds)
-    with shown.live:
-        yield shown
+    """Show progress as the console allows."""
+    progress = Bars(console, runs, rounds) if console.is_terminal else Lines(console, runs, rounds)
+    with progress.live:
+        yield progress
 
 
 def _short(run: RunName) -> str:
-    """What fits beside a bar; the setting stands last, where it may be cut."""
+    """Return the text beside a bar, with the setting at its end, where it may be cut."""
     return f"seed {run.seed}: {run.algorithm}" + (f", {run.setting}" if run.setting else "")

@@ -10,10 +10,11 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypedDict, cast
 
 import torch
 from torch import nn
+from typing_extensions import Unpack
 
 from fedloom.algorithm import Algorithm, build, describe
 from fedloom.config.plugins import import_plugins
@@ -24,7 +25,7 @@ from fedloom.engines.work import step_threads, using_threads
 from fedloom.errors import InvalidValue
 from fedloom.experiment.artifact import save_model
 from fedloom.experiment.configuration import Configuration, schedule_values
-from fedloom.experiment.directory import RunDirectory, folder_name, locked, trained_in, write_json
+from fedloom.experiment.directory import RunDirectory, folder_name, locked, write_json
 from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.identity import environment, identity
 from fedloom.experiment.trackers.tracker import Tracker
@@ -49,9 +50,34 @@ OnRound = Callable[[Record, Record], None]
 _logger = logging.getLogger("fedloom")
 
 
+class ScheduleOptions(TypedDict, total=False):
+    """The fields of a `Schedule`, as keywords of `run`."""
+
+    rounds: int
+    participation: float
+    participation_mode: Literal["fixed", "poisson"]
+    seed: int
+    evaluate_every: int | None
+    checkpoint_every: int
+    dropout: float
+    personal_every: int | None
+    personal_clients: int
+    new_clients: float
+    pool_budget: int | str | None
+    clock: Clock
+
+
 @dataclass(frozen=True)
 class Result:
-    """A run that came to its end; its federation's engine is closed, so it trains no more."""
+    """A finished run. Its engine is closed, so it trains no more.
+
+    Attributes:
+        federation: The federation after its last round.
+        task: The task that it was trained on.
+        configuration: Everything that the figures depend on, as plain values.
+        recording: The recorders, or None where nothing was recorded.
+        engine: The engine that a rule or a trial chose; None where it was named.
+    """
 
     federation: Federation
     task: Task
@@ -62,9 +88,8 @@ class Result:
     @cached_property
     def model(self) -> nn.Module:
         """The global model, a module of its own in evaluation mode."""
-        task = self.task
-        module = task.module(self.federation.algorithm.model())
-        task.layout.load_integers(module, self.federation.integers)
+        module = self.task.module(self.federation.algorithm.model())
+        self.task.layout.load_integers(module, self.federation.integers)
         return module.eval()
 
     @cached_property
@@ -79,45 +104,55 @@ class Result:
 
     @property
     def accuracy(self) -> float:
-        """Test accuracy after the last round, a share in [0, 1]. Raises `InvalidValue` where the test set is empty."""
-        return self._judged("accuracy")[-1]
+        """Test accuracy after the last round, a share in [0, 1].
+
+        Raises:
+            InvalidValue: The test set is empty, or the task has another metric.
+        """
+        return self._scores("accuracy")[-1]
 
     @property
     def best_accuracy(self) -> float:
-        """Best test accuracy of any round (chosen on the test set, so it flatters). Raises as `accuracy`."""
-        return max(self._judged("accuracy"))
+        """Best test accuracy of any round; chosen on the test set, so it flatters. Raises as `accuracy`."""
+        return max(self._scores("accuracy"))
 
     @property
     def score(self) -> float:
         """The task's metric on the test set after the last round; of a classification the accuracy. Raises as `accuracy`."""
-        return self._judged(self.task.objective.metric.name)[-1]
+        return self._scores(self.task.objective.metric.name)[-1]
 
     @property
     def best_score(self) -> float:
-        """The best value of the metric in any round (chosen on the test set, so it flatters). Raises as `accuracy`."""
+        """The best value of the metric in any round; chosen on the test set, so it flatters. Raises as `accuracy`."""
         metric = self.task.objective.metric
-        best = metric.best(self._judged(metric.name))
-        assert best is not None  # else `_judged` raises
+        best = metric.best(self._scores(metric.name))
+        assert best is not None  # else `_scores` raises
         return best
 
-    def _judged(self, name: str) -> list[float]:
-        found = figures.values(self.history, name)
-        if not found and len(self.task.test):
+    def _scores(self, name: str) -> list[float]:
+        scores = figures.values(self.history, name)
+        if not scores and len(self.task.test):
             raise InvalidValue(
                 f"models of this task are judged by {self.task.objective.metric.name}: there is no {name}"
             )
-        if not found:
+        if not scores:
             raise InvalidValue(f"the test set of {self.task.dataset.name!r} is empty, so there is no test {name}")
-        return found
+        return scores
 
     def rounds_to(self, target: figures.TargetValue) -> int | None:
-        """First round whose test accuracy (a share in (0, 1]), or whatever the metric is, is as good, or that keeps a limit such
-        as `loss <= 0.2`; None if never."""
+        """Return the first round that reaches a target.
+
+        Args:
+            target: A value of the metric, such as an accuracy in (0, 1], or a limit of any figure, such as `loss <= 0.2`.
+
+        Returns:
+            The round's number, from 1, or None if no round reaches it.
+        """
         return figures.rounds_to(self.summary, target)
 
     @cached_property
     def summary(self) -> RunSummary:
-        """What tables and reports take."""
+        """The figures as tables and reports take them."""
         about = _described_data(self.task)
         return RunSummary(
             str(self.configuration["algorithm"]),
@@ -127,7 +162,7 @@ class Result:
             about["label_counts"],
             about["class_names"],
             self.configuration,
-            environment() | trained_in(self.engine),
+            environment() | ({} if self.engine is None else {"engine": str(self.engine)}),
             self.recorded,
             self.federation.client_history,
             about["wrong_labels"],
@@ -136,7 +171,7 @@ class Result:
 
     @cached_property
     def recorded(self) -> list[dict[str, Any]]:
-        """What was recorded on request, one entry a recorder."""
+        """The recorders' results, one entry each."""
         return [] if self.recording is None else self.recording.results()
 
     @cached_property
@@ -153,7 +188,11 @@ class Result:
         }
 
     def report(self, path: str | Path) -> None:
-        """Write a page of figures and tables that needs no other file."""
+        """Write a page of figures and tables that needs no other file.
+
+        Args:
+            path: The HTML file to write.
+        """
         write_report(Path(path), f"{self.summary.algorithm}, seed {self.summary.seed}", [self.summary])
 
 
@@ -161,46 +200,44 @@ def run(
     algorithm: Algorithm | str,
     task: Task,
     *,
-    rounds: int = 100,
-    participation: float = 0.1,
-    participation_mode: Literal["fixed", "poisson"] = "fixed",
-    seed: int = 0,
+    schedule: Schedule | None = None,
     directory: str | Path | None = None,
-    evaluate_every: int | None = None,
-    checkpoint_every: int = 10,
-    dropout: float = 0.0,
-    personal_every: int | None = None,
-    personal_clients: int = 1000,
-    new_clients: float = 0.0,
-    pool_budget: int | str | None = None,
-    clock: Clock | None = None,
     record: Sequence[str] = (),
     engine: str = DEFAULT,
     trackers: Sequence[str | Tracker] = (),
     on_round: OnRound | None = None,
+    **options: Unpack[ScheduleOptions],
 ) -> Result:
-    """Train `algorithm`, such as `FedMR()` or `"fedmr(unit=segment, fraction=0.5)"`, on the task.
+    """Train a method on a task.
 
-    How long and how often is told as to `Schedule`. With a `directory`, figures, checkpoints and the final model are kept
-    there: the same call goes on where it was interrupted, and only reads what is there when the run is finished; with more
-    `rounds` it lengthens the run, unless the method `needs_total_rounds`. `algorithm` stays as it is. `record` says what is
-    written down beside the figures, such as `["objective(every=10)"]` (`Result.recorded`); the run is the same without.
-    `engine` is where clients train: `rows`, `stacked`, `processes`, `ray`, `default` or `auto` (`make_engine`); by default a rule
-    chooses, and a run that goes on keeps its engine.
-    `trackers` hear of every round (`build_tracker`).
-    Raises `InvalidValue` for a figure out of range, `CheckpointError` for the directory of another run, and `Diverged` when
-    no client's model is finite any more.
+    Args:
+        algorithm: The method, such as `FedMR()` or `"fedmr(unit=segment, fraction=0.5)"`. It stays as it is.
+        task: The data, how clients share them, the model and the settings of local training.
+        schedule: How many rounds, with how many clients, and how often models are evaluated.
+        directory: Folder for figures, checkpoints and the final model. The same call goes on where it was interrupted, and only
+            reads the files of a finished run; with more `rounds` it lengthens the run, unless the method `needs_total_rounds`.
+        record: Recorders, such as `["objective(every=10)"]` (see `Result.recorded`). They change nothing of the run.
+        engine: Where clients train: `rows`, `stacked`, `processes`, `ray`, `default` or `auto`. By default a rule chooses, and
+            a run that goes on keeps its engine.
+        trackers: Trackers that hear of every round, such as `["tensorboard"]` (see `build_tracker`).
+        on_round: Called after each round with its figures and its times.
+        **options: Fields of the `Schedule`, such as `rounds=50, participation=0.5, seed=0`; they replace those of `schedule`.
+
+    Returns:
+        The model, the figures of each round and what was recorded.
+
+    Raises:
+        InvalidValue: An argument is out of range, or the method does not fit the task.
+        CheckpointError: The directory holds another run, or a damaged one.
+        Diverged: No client's model is finite any more.
     """
     method = copy.deepcopy(build(algorithm))
-    schedule = Schedule(
-        rounds, participation, seed, evaluate_every, checkpoint_every, dropout, personal_every, personal_clients, new_clients,
-        participation_mode, cast("int | None", pool_budget), clock or Clock(),
-    )  # fmt: skip
+    schedule = dataclasses.replace(schedule or Schedule(), **cast(Any, options))
     recorders = build_recorders(record)
     for recorder in recorders:
         if reason := recorder.inapplicable(method):
             raise InvalidValue(f"record: {recorder.name}: nothing to record for {describe(method)}: {reason}")
-    described = {
+    resolved = {
         "algorithm": describe(method),
         **schedule_values(schedule),
         "model": type(task.model).__name__,
@@ -210,17 +247,18 @@ def run(
         "engine": settled_by(engine),
         "device": str(task.initial.device),
     }
-    place = None if directory is None else RunDirectory(Path(directory))
-    with nullcontext() if place is None else locked(place.lock):
-        before = None if place is None else place.rounds
-        described = described if place is None else place.kept(described)
+    run_directory = None if directory is None else RunDirectory(Path(directory))
+    with nullcontext() if run_directory is None else locked(run_directory.lock):
+        if run_directory is not None:
+            resolved = run_directory.with_engine(resolved)
+        begun = None if run_directory is None else run_directory.rounds
 
         def watch(event: Event) -> None:
             if event.kind == "notice":
                 _logger.warning(event.text)
             elif event.kind == "started":
-                if before not in (None, rounds):
-                    _logger.warning("%s: going on from round %d of %d", directory, event.finished, rounds)
+                if begun not in (None, schedule.rounds):
+                    _logger.warning("%s: going on from round %d of %d", directory, event.finished, schedule.rounds)
                 if event.text:
                     _logger.info("engine: %s", event.text)
             elif event.kind == "round" and on_round is not None:
@@ -230,24 +268,24 @@ def run(
             method,
             task,
             schedule,
-            described,
+            resolved,
             recorders,
-            RunName(described["algorithm"], seed),
+            RunName(resolved["algorithm"], schedule.seed),
             watch,
             trackers,
-            _engine_text(engine, described),
-        ).carry_out(place)
+            _engine_expression(engine, resolved),
+        ).carry_out(run_directory)
 
 
-def _engine_text(engine: str, described: dict[str, Any]) -> str:
-    """The engine as it was named, with its options, or the one that a run which goes on keeps."""
-    return engine if settled_by(engine) == described["engine"] else str(described["engine"])
+def _engine_expression(engine: str, resolved: dict[str, Any]) -> str:
+    """Return the engine as it was named, with its options, or the engine that a resumed run keeps."""
+    return engine if settled_by(engine) == resolved["engine"] else str(resolved["engine"])
 
 
 def run_directory(configuration: Configuration, algorithm: str, seed: int, setting: str = "") -> RunDirectory:
-    """Where a configured run lies: in the folder of its setting, where there are several, in that of its method."""
+    """Return the directory of a configured run: in the folder of its setting, where there are several, in its method's."""
     folder = configuration.folder / folder_name(setting) if setting else configuration.folder
-    return RunDirectory(folder / folder_name(describe(build(algorithm))) / f"seed-{seed}")
+    return RunDirectory(folder / folder_name(configuration.described(algorithm)) / f"seed-{seed}")
 
 
 def run_configured(
@@ -261,60 +299,70 @@ def run_configured(
     engine: Callable[[Task], Engine] | None = None,
     alone: bool = True,
 ) -> RunSummary:
-    """Run one method with one seed in its directory, or go on with it, or, when it is finished, only read its figures.
+    """Run one method with one seed in its directory, or go on with it, or read its figures when it is finished.
 
-    `configuration` is that of the run's own setting. `fresh` starts again whatever is there. `watch` hears of every round;
-    what it raises stops the run after that round. `make_task` gives the task of a seed where the caller keeps tasks, `path`
-    is the directory where it is not the usual one, `engine` makes the engine where it is not the configuration's. A run that
-    is not `alone` shares the cores with others. Raises as `run` does.
+    Args:
+        configuration: The configuration of the run's setting.
+        name: Method, seed and label of the setting.
+        watch: Hears of every round; whatever it raises stops the run after that round.
+        fresh: Start again, whatever is in the directory.
+        make_task: Makes the task of a seed (default: as configured).
+        path: The run's directory (default: `run_directory`).
+        engine: Makes the engine (default: as configured).
+        alone: False when other runs share the cores.
+
+    Returns:
+        The figures of the finished run. Raises as `run`.
     """
     import_plugins(configuration.plugins)  # in worker processes too
     resolved = configuration.resolved(name.algorithm, name.seed)
-    place = run_directory(configuration, *name) if path is None else RunDirectory(path)
-    with locked(place.lock):
-        remove_unfinished(place.path)
-        method = build(name.algorithm)
+    directory = run_directory(configuration, *name) if path is None else RunDirectory(path)
+    with locked(directory.lock):
+        remove_unfinished(directory.path)
+        method = configuration.method(name.algorithm)
         if not fresh:
-            resolved = place.kept(resolved)
-        if not fresh and place.finished:
-            place.require(resolved, method)
-        if not fresh and place.ended(resolved):
-            found = place.summary(name.algorithm)
-            watch(Event("skipped", name, configuration.rounds))
-            return found
-        task = (make_task or configuration.task)(name.seed)
-        schedule = dataclasses.replace(configuration.schedule, seed=name.seed)
+            resolved = directory.with_engine(resolved)
+            if directory.finished:
+                directory.require(resolved, method)
+            if directory.ended(resolved):
+                summary = directory.summary(name.algorithm)
+                watch(Event("skipped", name, configuration.rounds))
+                return summary
         plan = _RunPlan(
             method,
-            task,
-            schedule,
+            (make_task or configuration.task)(name.seed),
+            configuration.seeded(name.seed),
             resolved,
-            build_recorders(configuration.record),
+            configuration.recorders(),
             name,
             watch,
             configuration.trackers,
-            engine or _engine_text(configuration.engine, resolved),
+            engine or _engine_expression(configuration.engine, resolved),
             alone,
             configuration.threads,
             experiment=configuration.name,
             model=configuration.model,
         )
         with using_threads(configuration.threads):
-            result = plan.carry_out(place, fresh)
-        found = place.summary(name.algorithm)
-    last, seconds, metric = result.history[-1], figures.seconds(found) or 0.0, found.metric
-    watch(Event("ended", name, configuration.rounds, last, seconds, metric=metric))
-    return found
+            result = plan.carry_out(directory, fresh)
+        summary = dataclasses.replace(
+            result.summary,
+            algorithm=name.algorithm,
+            environment=result.summary.environment | directory.provenance(result.engine),
+        )
+    seconds = figures.seconds(summary) or 0.0
+    watch(Event("ended", name, configuration.rounds, summary.records[-1], seconds, metric=summary.metric))
+    return summary
 
 
 @dataclass(frozen=True)
 class _RunPlan:
-    """A run that is about to begin: what trains on what, who hears of it, and how it is called."""
+    """A run that is about to begin."""
 
     method: Algorithm
     task: Task
     schedule: Schedule
-    described: dict[str, Any]  # everything that the figures depend on, as plain values
+    resolved: dict[str, Any]  # everything that the figures depend on, as plain values
     recorders: list[Recorder]
     name: RunName
     watch: Watch
@@ -325,102 +373,110 @@ class _RunPlan:
     experiment: str = "fedloom"
     model: str = ""  # the expression that builds it again; by default the name of its class
 
-    def carry_out(self, place: RunDirectory | None, fresh: bool = False) -> Result:
-        """The result after the remaining rounds, kept in `place` where there is one."""
+    def carry_out(self, directory: RunDirectory | None, fresh: bool = False) -> Result:
+        """Run the remaining rounds, whose files are written to the directory."""
         threads = self.threads or step_threads(self.task)
         with using_threads(threads):  # which the directory notes; engines that start processes see all there are
-            notices = [] if place is None else place.begin(self.described, self.method, fresh)
-        over = place is not None and place.ended(self.described)
-        path = None if place is None else place.path
+            notices = [] if directory is None else directory.begin(self.resolved, self.method, fresh)
+        over = directory is not None and directory.ended(self.resolved)
+        path = None if directory is None else directory.path
         recording = Recording(self.recorders, path) if self.recorders else None
-        hooked = any(one.hooks_training and not one.inapplicable(self.method) for one in self.recorders)
         with (
-            closing(RowsEngine(self.task) if over else self._engine(hooked, place)) as engine,
+            closing(RowsEngine(self.task) if over else self._engine(directory)) as engine,
             using_threads(threads),
         ):
-            federation = self._federation(engine, recording, place)
-            chosen = place.engine if place and over else engine.chosen if isinstance(engine, LocalEngine) else None
-            if chosen is not None and chosen.named:
-                chosen = None
-            if chosen is not None and path is not None:
-                write_json(path / "engine.json", dataclasses.asdict(chosen))
+            federation = self._federation(engine, recording, directory)
+            choice = (
+                directory.engine if directory and over else engine.chosen if isinstance(engine, LocalEngine) else None
+            )
+            if choice is not None and choice.named:
+                choice = None
+            if choice is not None and path is not None:
+                write_json(path / "engine.json", dataclasses.asdict(choice))
             for notice in [*notices, *federation.notices, *(recording.notices if recording else [])]:
-                self._say(notice)
-            self.watch(Event("started", self.name, federation.finished, text=str(chosen or "")))
-            result = Result(federation, self.task, self.described, recording, chosen)
-            with Tracking(() if over else self.trackers, path, self._say) as tracking:
-                self._track(result, tracking)
-                if place is not None and not over:
-                    _write(result, place, self.model or type(self.task.model).__name__)
+                self._notify(notice)
+            self.watch(Event("started", self.name, federation.finished, text=str(choice or "")))
+            result = Result(federation, self.task, self.resolved, recording, choice)
+            with Tracking(() if over else self.trackers, path, self._notify) as tracking:
+                self._run_rounds(result, tracking)
+                if directory is not None and not over:
+                    _write(result, directory, self.model or type(self.task.model).__name__)
                 if self.trackers and not over:
                     tracking.finish(result.ends)
-            _ = result.summary  # which reads all figures: their directory may be gone when somebody asks
+            _ = result.summary  # reads all figures: their directory may be gone later
         return result
 
-    def _engine(self, in_process: bool, place: RunDirectory | None) -> Engine:
-        """Where clients train: in this process for a recorder to hook their training."""
+    def _engine(self, directory: RunDirectory | None) -> Engine:
+        """Make the engine: in this process if a recorder hooks into training."""
         if not isinstance(self.engine, str):
             return self.engine(self.task)
-        begun = None if place is None else place.engine
         return make_engine(
-            self.engine, self.task, self.schedule,
-            in_process=in_process, alone=self.alone, algorithm=self.method, begun=begun,
-        )  # fmt: skip
+            self.engine,
+            self.task,
+            self.schedule,
+            in_process=any(r.hooks_training and not r.inapplicable(self.method) for r in self.recorders),
+            alone=self.alone,
+            algorithm=self.method,
+            begun=None if directory is None else directory.engine,
+        )
 
-    def _federation(self, engine: Engine, recording: Recording | None, place: RunDirectory | None) -> Federation:
-        """The federation, after its last checkpoint where it has a directory; what is needed to read that is written first."""
+    def _federation(self, engine: Engine, recording: Recording | None, directory: RunDirectory | None) -> Federation:
+        """Make the federation, after its last checkpoint; the files that are needed to read that are written first."""
         task, observers = self.task, [] if recording is None else [recording]
-        if place is None:
+        if directory is None:
             return Federation(self.method, task, engine, self.schedule, observers=observers)
-        run = identity(task, self.described, self.method, self.schedule.clock)
-        federation = Federation(self.method, task, engine, self.schedule, place.path, run, observers)
-        place.settle(self.described)
+        digest = identity(task, self.resolved, self.method, self.schedule.clock)
+        federation = Federation(self.method, task, engine, self.schedule, directory.path, digest, observers)
+        if directory.ended(self.resolved):
+            return federation
+        directory.settle(self.resolved)
         if not task.elsewhere:
-            task.partition.save(place.path / "split.npz")
+            task.partition.save(directory.path / "split.npz")
             if task.local_test is not None:
-                task.local_test.save(place.path / "test-split.npz")
+                task.local_test.save(directory.path / "test-split.npz")
         if task.true_labels is not None:
-            write_tensors(place.path / "labels.safetensors", {"given": task.train.labels, "true": task.true_labels}, {})
-        write_json(place.path / "task.json", _described_data(task))
+            labels = {"given": task.train.labels, "true": task.true_labels}
+            write_tensors(directory.path / "labels.safetensors", labels, {})
+        write_json(directory.path / "task.json", _described_data(task))
         return federation
 
-    def _track(self, result: Result, tracking: Tracking) -> None:
-        """Run the remaining rounds; trackers hear of each before anybody else does."""
+    def _run_rounds(self, result: Result, tracking: Tracking) -> None:
+        """Run the remaining rounds; trackers hear of each first."""
+        notified = set(result.federation.notices)
+        metric = result.task.objective.metric
 
-        said = set(result.federation.notices)
-
-        def told(record: Record, timing: Record) -> None:
+        def report(record: Record, timing: Record) -> None:
             tracking.record(record, timing)
             for notice in timing.get("notices", ()):
-                if notice not in said:
-                    self._say(notice)
-            metric = result.task.objective.metric
+                if notice not in notified:
+                    self._notify(notice)
             self.watch(
                 Event("round", self.name, record["round"], record, timing["seconds"], timing=timing, metric=metric)
             )
 
-        label = f"{folder_name(str(self.described['algorithm']))}/seed-{self.schedule.seed}"
-        label = f"{folder_name(self.name.setting)}/{label}" if self.name.setting else label
-        run = result.federation
-        tracking.begin(self.experiment, label, self.described, run.history, run.timings)
-        run.run(told)
+        if self.trackers:
+            label = f"{folder_name(str(self.resolved['algorithm']))}/seed-{self.schedule.seed}"
+            label = f"{folder_name(self.name.setting)}/{label}" if self.name.setting else label
+            federation = result.federation
+            tracking.begin(self.experiment, label, self.resolved, federation.history, federation.timings)
+        result.federation.run(report)
 
-    def _say(self, notice: str) -> None:
+    def _notify(self, notice: str) -> None:
         self.watch(Event("notice", self.name, text=notice))
 
 
-def _write(result: Result, place: RunDirectory, model: str) -> None:
-    """Write what was recorded, the model, and at last the figures, whose file says that the run is finished."""
+def _write(result: Result, directory: RunDirectory, model: str) -> None:
+    """Write the recorders' results, the model, and at last the figures, whose file says that the run is finished."""
     task, summary = result.task, result.summary
     if result.recording is not None:
         result.recording.write(result.recorded)
     about = {"algorithm": summary.algorithm, "seed": str(summary.seed), "data": task.dataset.name}
-    save_model(place.path / "model.safetensors", result.model, model, task.dataset.spec, about)
-    place.finish(result.ends)
+    save_model(directory.path / "model.safetensors", result.model, model, task.dataset.spec, about)
+    directory.finish(result.ends)
 
 
 def _described_data(task: Task) -> dict[str, Any]:
-    """What reports say of the clients' data."""
+    """Return what reports say of the clients' data."""
     names = task.dataset.class_names
     labels = task.train.labels.cpu().numpy()
     counts = task.partition.sizes[:0, None] if task.elsewhere else task.partition.sizes[:, None]

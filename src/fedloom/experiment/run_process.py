@@ -1,11 +1,8 @@
-"""What runs in the workers of a pool of runs: in a process, one run after the other until its parent closes the pipe, or in a
-Ray actor."""
+"""The workers of a pool of runs: a process that makes runs until its parent closes the pipe, or a Ray actor."""
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
-import os
 import signal
 import threading
 from collections import deque
@@ -13,7 +10,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from fedloom.engines.ray.actor import end_with_the_node
+from fedloom.engines.worker_life import exit_with_parent, importing
 
 if TYPE_CHECKING:
     from fedloom.experiment.events import Event
@@ -29,15 +26,14 @@ def serve(connection: Connection, threads: int) -> None:
     Importing PyTorch takes seconds, in which the parent may end: the thread that watches it starts before that.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
-    gc.disable()  # it would go over all that is being imported, again and again
-    import torch
+    parent = multiprocessing.parent_process()
+    exit_with_parent(parent.pid if parent else None)
+    with importing():
+        import torch
 
-    from fedloom.experiment.jobs import Tasks, attempt
-    from fedloom.rounds.termination import Terminated, sigterm_interrupts
+        from fedloom.experiment.jobs import Tasks, attempt
+        from fedloom.rounds.termination import Terminated, sigterm_interrupts
 
-    gc.freeze()
-    gc.enable()
     torch.set_num_threads(threads)
     tasks = Tasks()
 
@@ -48,10 +44,10 @@ def serve(connection: Connection, threads: int) -> None:
 
     def work() -> None:
         while True:
-            told = connection.recv()
-            if told == STOP:
+            message = connection.recv()
+            if message == STOP:
                 continue  # between two runs
-            job, fresh = told
+            job, fresh = message
             try:
                 connection.send(attempt(job, watch, fresh, tasks))
             except Terminated:
@@ -63,18 +59,11 @@ def serve(connection: Connection, threads: int) -> None:
         work()
 
 
-def _end_with_the_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
 class RunActor:
-    """What runs in an actor: one thread makes the run, another answers calls."""
+    """A Ray actor: one thread makes the run, another answers calls."""
 
     def __init__(self, threads: int) -> None:
-        end_with_the_node()
+        exit_with_parent()
         from fedloom.experiment.jobs import Tasks
 
         self.threads = threads
@@ -83,25 +72,25 @@ class RunActor:
         self.stopping = threading.Event()
 
     def make(self, job: Job, fresh: bool) -> str | None:
-        """Make one run; what went wrong, or None (also when told to stop)."""
+        """Make one run; return why it failed, or None (also when it was stopped)."""
         import torch
 
         from fedloom.experiment.jobs import attempt
 
         torch.set_num_threads(self.threads)
 
-        def watching(event: Event) -> None:
+        def watch(event: Event) -> None:
             self.events.append(event)
             if self.stopping.is_set():
                 raise KeyboardInterrupt
 
         try:
-            return attempt(job, watching, fresh, self.tasks)
+            return attempt(job, watch, fresh, self.tasks)
         except KeyboardInterrupt:
             return None
 
-    def heard(self) -> list[Event]:
-        """The events since the last call."""
+    def take_events(self) -> list[Event]:
+        """Return the events since the last call."""
         return [self.events.popleft() for _ in range(len(self.events))]
 
     def stop(self) -> None:

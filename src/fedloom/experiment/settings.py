@@ -51,47 +51,46 @@ class Range:
     logarithmic: bool = False
 
     @property
-    def whole(self) -> bool:
-        """Whether both ends are whole numbers, so that a search takes whole numbers between them."""
+    def integral(self) -> bool:
+        """Return True if both ends are whole numbers, so that a search takes whole numbers between them."""
         return isinstance(self.low, int) and isinstance(self.high, int)
 
     def values(self) -> list[float]:
-        """The `steps` values; whole numbers where all of them are. Without superfluous digits: 0.3, not 0.30000000000000004."""
+        """Return the `steps` values, as whole numbers if all of them are, and 0.3 instead of 0.30000000000000004."""
         assert self.steps is not None
         shares = [k / (self.steps - 1) for k in range(self.steps)]
         if self.logarithmic:
-            found = [self.low * (self.high / self.low) ** share for share in shares]
+            values = [self.low * (self.high / self.low) ** share for share in shares]
         else:
-            found = [self.low + (self.high - self.low) * share for share in shares]
-        found = [float(f"{value:.12g}") for value in found]
-        return [int(value) for value in found] if self.whole and all(map(float.is_integer, found)) else found
+            values = [self.low + (self.high - self.low) * share for share in shares]
+        values = [float(f"{value:.12g}") for value in values]
+        return [int(value) for value in values] if self.integral and all(map(float.is_integer, values)) else values
 
 
 Axis = list[Any] | Range
-"""What one key takes: these values, or any of a range."""
+"""The values of one key: a list, or a range."""
 
 
-def read_axes(table: object, known: Sequence[str], prefix: str = "", *, steps_needed: bool = True) -> dict[str, Axis]:
-    """The keys of a (nested) table with the values that each takes.
+def read_axes(table: object, keys: Sequence[str], prefix: str = "", *, steps_needed: bool = True) -> dict[str, Axis]:
+    """Return the keys of a (nested) table with the values of each.
 
-    `known` are the full keys that may vary; `prefix` is put before a key in errors. Raises `InvalidValue` for an unknown key,
+    `keys` are the full keys that may vary; `prefix` is put before a key in errors. Raises `InvalidValue` for an unknown key,
     with the nearest, and for anything that is no list or range.
     """
     if not isinstance(table, Mapping):
         raise InvalidValue(
             f"{prefix.rstrip('.')} must be a table of keys, each with {_EXAMPLE}, not {quoted(table, show)}"
         )
-    return {key: _axis(value, prefix + key, steps_needed) for key, value in _leaves(table, "", known, prefix)}
+    return {key: _axis(value, prefix + key, steps_needed) for key, value in _leaves(table, "", keys, prefix)}
 
 
-def combinations(table: object, known: Sequence[str]) -> list[Changes]:
-    """Every setting that a `[settings]` table asks for, in the order of its lists, the last key changing fastest."""
-    way = {"combine": table["combine"]} if isinstance(table, Mapping) and "combine" in table else {}
-    rest = {key: value for key, value in table.items() if key != "combine"} if isinstance(table, Mapping) else table
-    lists = {key: values_of(axis) for key, axis in read_axes(rest, known, "settings.").items()}
-    return [
-        dict(zip(lists, values, strict=True)) for values in _combined(lists, **checked(_combined, way, "settings."))
-    ]
+def combinations(table: object, keys: Sequence[str]) -> list[Changes]:
+    """Return every setting that a `[settings]` table asks for, in the order of its lists, the last key changing fastest."""
+    options = {"combine": table["combine"]} if isinstance(table, Mapping) and "combine" in table else {}
+    axes = {key: value for key, value in table.items() if key != "combine"} if isinstance(table, Mapping) else table
+    lists = {key: values_of(axis) for key, axis in read_axes(axes, keys, "settings.").items()}
+    options = checked(_combined, options, "settings.")
+    return [dict(zip(lists, values, strict=True)) for values in _combined(lists, **options)]
 
 
 def _combined(lists: Mapping[str, list[Any]], *, combine: Literal["product", "zip"] = "product") -> Iterator[Any]:
@@ -107,7 +106,7 @@ def _combined(lists: Mapping[str, list[Any]], *, combine: Literal["product", "zi
 
 
 def require_few(sizes: Sequence[int]) -> None:
-    """Raise `InvalidValue` where so many values of each key have more than `MOST_COMBINATIONS` combinations."""
+    """Raise `InvalidValue` where so many values of the keys have more than `MOST_COMBINATIONS` combinations."""
     count = math.prod(sizes)
     if count > MOST_COMBINATIONS:
         product = " x ".join(map(str, sizes))
@@ -115,30 +114,30 @@ def require_few(sizes: Sequence[int]) -> None:
 
 
 def values_of(axis: Axis) -> list[Any]:
-    """All values of a list, or of a range with steps."""
+    """Return all values of a list, or of a range with steps."""
     return axis.values() if isinstance(axis, Range) else axis
 
 
 def label(changes: Mapping[str, Any]) -> str:
-    """A setting as people read and type it: `data.partition=iid, training.epochs=5`; empty without changes."""
+    """Return a setting as people read and type it: `data.partition=iid, training.epochs=5`; empty without changes."""
     return ", ".join(f"{key}={plain_text(value)}" for key, value in changes.items())
 
 
 def plain_text(value: Any) -> str:
-    """A value as it stands behind `key=` on the command line."""
+    """Return a value as it is typed behind `key=` on the command line."""
     if isinstance(value, list):
         return f"[{', '.join(map(plain_text, value))}]"
     return value if isinstance(value, str) else show(value)
 
 
 def with_changes(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a nested table with the values of some full keys replaced; tables on the way are made.
+    """Return a copy of a nested table with the values of some full keys replaced; tables on the way are made.
 
     Raises `InvalidValue` where a value stands in the way.
     """
     result = copy.deepcopy(dict(table))
     for key, value in changes.items():
-        *tables, last = key.split(".")
+        *tables, name_in_table = key.split(".")
         inner = result
         for depth, name in enumerate(tables, start=1):
             inner = inner.setdefault(name, {})
@@ -146,33 +145,33 @@ def with_changes(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
                 raise InvalidValue(
                     f"{quoted(key)} cannot be set: {quoted('.'.join(tables[:depth]))} is a value, not a table"
                 )
-        inner[last] = value
+        inner[name_in_table] = value
     return result
 
 
-def require_key(key: str, known: Sequence[str], prefix: str = "") -> None:
-    """Raise `InvalidValue` unless the full key is known; it names the nearest, by the whole key or by its last word."""
-    if key not in known:
-        words = {one.rpartition(".")[2]: one for one in reversed(known)}
+def require_key(key: str, keys: Sequence[str], prefix: str = "") -> None:
+    """Raise `InvalidValue` unless the full key is one of `keys`; it names the nearest, by the key or by its last word."""
+    if key not in keys:
+        words = {full.rpartition(".")[2]: full for full in reversed(keys)}
         short = key[:LONGEST_QUOTED]
         alike = difflib.get_close_matches(short.rpartition(".")[2], words, n=1)
-        near = difflib.get_close_matches(short, known, n=1, cutoff=0.8) or [words[word] for word in alike]
-        hint = f"did you mean '{prefix}{near[0]}'?" if near else f"there are {', '.join(known)}"
+        near = difflib.get_close_matches(short, keys, n=1, cutoff=0.8) or [words[word] for word in alike]
+        hint = f"did you mean '{prefix}{near[0]}'?" if near else f"there are {', '.join(keys)}"
         raise InvalidValue(f"unknown key {quoted(prefix + key)}: {hint}")
 
 
-def _leaves(table: Mapping[str, Any], inside: str, known: Sequence[str], prefix: str) -> Iterator[tuple[str, Any]]:
-    """The full keys of a nested table, each with what is given for it."""
+def _leaves(table: Mapping[str, Any], outer: str, keys: Sequence[str], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield the full keys of a nested table with their values."""
     for name, value in table.items():
-        key = inside + name
-        opens = any(one.startswith(f"{key}.") for one in known)
+        key = outer + name
+        is_table = any(full.startswith(f"{key}.") for full in keys)
         if isinstance(value, Mapping) and (
-            opens or (key in known and not value.keys() & _Range.__annotations__.keys())
+            is_table or (key in keys and not value.keys() & _Range.__annotations__.keys())
         ):
-            yield from _leaves(value, f"{key}.", known, prefix)
+            yield from _leaves(value, f"{key}.", keys, prefix)
         else:
-            if not any(key.startswith(f"{one}.") and one.endswith("_options") for one in known):
-                require_key(key, known, prefix)
+            if not any(key.startswith(f"{full}.") and full.endswith("_options") for full in keys):
+                require_key(key, keys, prefix)
             yield key, value
 
 
@@ -197,10 +196,10 @@ def _range(table: Mapping[str, Any], key: str, steps_needed: bool) -> Range:
     missing = [name for name in ("from", "to", *(["steps"] if steps_needed else [])) if name not in table]
     if missing:
         raise InvalidValue(f"{key} lacks {' and '.join(missing)}: give {_EXAMPLE}")
-    given = checked(_Range, table, f"{key}.")
-    low, high, logarithmic = given["from"], given["to"], given.get("scale") == "log"
+    options = checked(_Range, table, f"{key}.")
+    low, high, logarithmic = options["from"], options["to"], options.get("scale") == "log"
     if not low < high:
         raise InvalidValue(f"{key} must go from a smaller number to a larger one, not from {low} to {high}")
     if logarithmic and low <= 0:
         raise InvalidValue(f"{key}.from of a range with scale = 'log' must be greater than 0, not {low}")
-    return Range(low, high, given.get("steps"), logarithmic)
+    return Range(low, high, options.get("steps"), logarithmic)

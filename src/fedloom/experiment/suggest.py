@@ -1,4 +1,4 @@
-"""Trials that Optuna suggests, each from what those before it gave."""
+"""Trials that Optuna suggests from the results of earlier ones."""
 
 from __future__ import annotations
 
@@ -12,82 +12,84 @@ from fedloom.experiment.settings import Axis, Changes, Range
 from fedloom.experiment.tune import Runner, Search, Trial
 
 TRIALS = 20
-"""Trials unless told otherwise."""
+"""Default number of trials."""
 
 STARTUP = 5
 """Trials that come to their end before any is given up."""
 
 
-def search_optuna(search: Search, runner: Runner, trials: int = TRIALS, together: int = 1) -> list[Trial]:
-    """Make `trials` trials, `together` at a time, as Optuna's TPE sampler suggests them.
+def search_optuna(search: Search, runner: Runner, trials: int = TRIALS, batch_size: int = 1) -> list[Trial]:
+    """Make `trials` trials, `batch_size` at a time, as Optuna's TPE sampler suggests them.
 
     With several seeds, a trial whose mean so far is below the median of the others at the same seed is given up (Optuna's
     `MedianPruner`). The sampler draws by the configuration's seed, so the same search suggests the same trials, whose
-    finished runs are only read: it goes on where it stopped, as long as `together` and Optuna's version stay the same.
+    finished runs are only read: it goes on where it stopped, as long as `batch_size` and Optuna's version stay the same.
     Raises `MissingExtra` without Optuna.
     """
     optuna = _optuna()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        sampler = optuna.samplers.TPESampler(seed=search.told.seed, constant_liar=together > 1)
+        sampler = optuna.samplers.TPESampler(seed=search.configuration.seed, constant_liar=batch_size > 1)
     study = optuna.create_study(
         direction="maximize", sampler=sampler, pruner=optuna.pruners.MedianPruner(n_startup_trials=STARTUP)
     )
     spaces = {key: _space(optuna, axis) for key, axis in search.axes.items()}
-    found: list[Trial] = []
-    while len(found) < trials:
-        asked = [
+    made: list[Trial] = []
+    while len(made) < trials:
+        suggestions = [
             study.ask({key: space for key, (space, _) in spaces.items()})
-            for _ in range(min(together, trials - len(found)))
+            for _ in range(min(batch_size, trials - len(made)))
         ]
         batch: list[Trial] = []
-        for number, one in enumerate(asked, start=len(found) + 1):
-            changes: Changes = {key: value_of(one.params[key]) for key, (_, value_of) in spaces.items()}
+        for number, suggestion in enumerate(suggestions, start=len(made) + 1):
+            changes: Changes = {key: value_of(suggestion.params[key]) for key, (_, value_of) in spaces.items()}
             batch.append(_trial(search, number, changes))
-        _make(runner, batch, asked)
-        for trial, one in zip(batch, asked, strict=True):
+        _make(runner, batch, suggestions)
+        for trial, suggestion in zip(batch, suggestions, strict=True):
             state = None if trial.score is not None else optuna.trial.TrialState.FAIL
             if trial.reason.startswith(_GIVEN_UP):
                 state = optuna.trial.TrialState.PRUNED
-            study.tell(one, trial.score, state=state) if state is None else study.tell(one, state=state)
-        found += batch
-    return found
+            study.tell(suggestion, trial.score if state is None else None, state=state)
+        made += batch
+    return made
 
 
 _GIVEN_UP = "given up"
 
 
-def _make(runner: Runner, batch: list[Trial], asked: list[Any]) -> None:
+def _make(runner: Runner, batch: list[Trial], suggestions: list[Any]) -> None:
     """Run the batch seed by seed, without the trials that failed or are hopeless."""
-    live = [(trial, one) for trial, one in zip(batch, asked, strict=True) if not trial.reason]
+    live = [(trial, suggestion) for trial, suggestion in zip(batch, suggestions, strict=True) if not trial.reason]
     for step, seed in enumerate(batch[0].seeds):
         if not live:
             return
         runner.run([trial for trial, _ in live], [seed])
-        live = [(trial, one) for trial, one in live if not trial.reason]
-        for trial, one in live:
-            one.report(trial.signed(sum(trial.values.values()) / len(trial.values)), step)
-            if step + 1 < len(trial.seeds) and one.should_prune():
-                trial.reason = f"{_GIVEN_UP} after {step + 1} of {len(trial.seeds)} seeds"
-        live = [(trial, one) for trial, one in live if not trial.reason]
+        for trial, suggestion in live:
+            if not trial.reason:
+                suggestion.report(trial.signed(sum(trial.values.values()) / len(trial.values)), step)
+                if step + 1 < len(trial.seeds) and suggestion.should_prune():
+                    trial.reason = f"{_GIVEN_UP} after {step + 1} of {len(trial.seeds)} seeds"
+        live = [(trial, suggestion) for trial, suggestion in live if not trial.reason]
 
 
 def _trial(search: Search, number: int, changes: Changes) -> Trial:
-    """The trial; values that do not go together are its reason to fail, not the search's."""
+    """Return the trial; values that do not fit each other fail it, not the search."""
     try:
         return search.trial(number, changes)
     except FedloomError as error:
-        return Trial(number, changes, search.trial(number, search.first).configuration, reason=str(error))
+        return Trial(number, changes, search.trial(number, search.corner).configuration, reason=str(error))
 
 
 def _space(optuna: Any, axis: Axis) -> tuple[Any, Callable[[Any], Any]]:
-    """Optuna's distribution, and what turns its value into ours. Lists and steps are told apart by their places: some values
-    (lists, methods) are none that Optuna knows, and places of steps have an order."""
+    """Return Optuna's distribution, and the function from its values to ours.
+
+    Lists and steps are searched by index: some values (lists, methods) Optuna does not take, and steps have an order.
+    """
     if isinstance(axis, Range) and axis.steps is not None:
         values = axis.values()
         return optuna.distributions.IntDistribution(0, len(values) - 1), values.__getitem__
-    if isinstance(axis, Range) and axis.whole:
+    if isinstance(axis, Range) and axis.integral:
         return optuna.distributions.IntDistribution(int(axis.low), int(axis.high), log=axis.logarithmic), int
     if isinstance(axis, Range):
         return optuna.distributions.FloatDistribution(axis.low, axis.high, log=axis.logarithmic), _six_digits

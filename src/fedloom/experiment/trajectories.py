@@ -1,12 +1,11 @@
 """The trajectories of one client's models with several methods, in one plane over one surface of its loss (FedALA, figure 4).
 
-trajectories.json    in the folder of the page that shows them: what is drawn, and the digest of the records it was made of
+trajectories.json    in the folder of the page that shows them: the drawing, and the digest of the records it was made from
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,119 +18,115 @@ from fedloom.experiment.configuration import Configuration
 from fedloom.experiment.directory import read_json, write_json
 from fedloom.recording.plane import principal_plane
 from fedloom.recording.recorder import RunContext
-from fedloom.recording.run_recording import RESULT, kept_file
+from fedloom.recording.run_recording import RESULT, recorded_tensors
 from fedloom.recording.trajectory import Trajectory, surroundings
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.evaluation import newcomers_last
 from fedloom.rounds.scoring import Evaluator
-from fedloom.state.tensors import read_tensors
+from fedloom.state.digest import Digest
 
 FILE = "trajectories.json"
 
 Run = tuple[Path, RunSummary]
-"""A run of one setting, and where it lies."""
+"""A run of one setting, and its directory."""
 
 
-def draw_together(folder: Path, runs: Sequence[Run], context: Callable[[int], RunContext]) -> None:
-    """Keep in `folder` what is to be drawn of these runs together.
+def draw_joint_trajectories(folder: Path, runs: Sequence[Run], context: Callable[[int], RunContext]) -> None:
+    """Write the joint trajectories of these runs to `folder`, unless they are there.
 
     All models of a client that the methods recorded with one seed span the plane (`principal_plane`); its surface is as of one
-    trajectory (`Trajectory`), the floating-point buffers the mean of all these models'. `context` is that of a seed, and asked
-    for only where two methods recorded the same client's trajectory and that is not kept yet.
+    trajectory (`Trajectory`), with the mean of all these models' floating-point buffers. `context` returns that of a seed, and
+    is called only where two methods recorded the same client's trajectory.
     """
     groups = _groups(runs)
-    if not groups or _known(folder, groups) is not None:
+    if not groups or _stored(folder, groups) is not None:
         return
     seed = next(iter(groups.values()))[0][1].seed
-    found = [
-        one for client, group in groups.items() if (one := _in_one_plane(client, group, context(seed))) is not None
-    ]
-    write_json(folder / FILE, {"of": _digest(groups), "trajectories": found})
+    drawn = [_in_one_plane(client, group, context(seed)) for client, group in groups.items()]
+    write_json(folder / FILE, {"of": _digest(groups), "trajectories": [entry for entry in drawn if entry is not None]})
 
 
-def together(folder: Path, runs: Sequence[Run]) -> list[RunSummary]:
-    """The summaries of the runs, with what is kept in `folder` to be drawn together where it is of just these runs."""
+def with_joint_trajectories(folder: Path, runs: Sequence[Run]) -> list[RunSummary]:
+    """Return the summaries of the runs, with the joint trajectories that `folder` holds of just these runs."""
     summaries, groups = [run for _, run in runs], _groups(runs)
-    known = _known(folder, groups)
-    if not known:
+    stored = _stored(folder, groups)
+    if not stored:
         return summaries
-    first = next(iter(groups.values()))[0][1]
-    return [
-        dataclasses.replace(run, recorded=[*run.recorded, *known]) if run is first else run for run in summaries
-    ]  # fmt: skip
+    owner = next(iter(groups.values()))[0][1]
+    return [dataclasses.replace(run, recorded=[*run.recorded, *stored]) if run is owner else run for run in summaries]
 
 
-def context_of(told: Configuration, seed: int) -> RunContext:
-    """What recorders saw of a run with this configuration and seed."""
-    schedule, whole = dataclasses.replace(told.schedule, seed=seed), told.task(seed)
-    newcomers = schedule.newcomers(whole.clients)
-    task, numbers = newcomers_last(whole, newcomers, seed)
+def context_of(configuration: Configuration, seed: int) -> RunContext:
+    """Return what recorders saw of a run with this configuration and seed."""
+    schedule, full_task = configuration.seeded(seed), configuration.task(seed)
+    newcomers = schedule.newcomers(full_task.clients)
+    task, numbers = newcomers_last(full_task, newcomers, seed)
     evaluator = Evaluator(task.model, task.layout, task.dataset)
     return RunContext(task, schedule.rounds, task.clients - newcomers, numbers, evaluator)
 
 
 def _groups(runs: Sequence[Run]) -> dict[int, list[Run]]:
-    """Of the first seed with which two methods or more recorded a client's trajectory, one of them long enough to span a plane
-    by itself: these runs, by client."""
+    """Return, by client, the runs of the first seed with which two methods or more recorded its trajectory.
+
+    One of them must be long enough to span a plane by itself.
+    """
     for seed in dict.fromkeys(run.seed for _, run in runs):
         clients: dict[int, list[Run]] = {}
-        for place, run in runs:
-            for one in run.recorded:
-                if run.seed == seed and one["kind"] == "trajectory":
-                    clients.setdefault(one["client"], []).append((place, run))
-        found = {
+        for path, run in runs:
+            for entry in run.recorded:
+                if run.seed == seed and entry["kind"] == "trajectory":
+                    clients.setdefault(entry["client"], []).append((path, run))
+        groups = {
             client: group
             for client, group in clients.items()
             if len(group) > 1 and any("points" in _entry(run, client) for _, run in group)
         }
-        if found:
-            return found
+        if groups:
+            return groups
     return {}
 
 
-def _known(folder: Path, groups: Mapping[int, Sequence[Run]]) -> list[dict[str, Any]] | None:
-    """What is kept in the folder of these runs; None where nothing is, or where it is of others."""
+def _stored(folder: Path, groups: Mapping[int, Sequence[Run]]) -> list[dict[str, Any]] | None:
+    """Return the trajectories in the folder; None where there are none, or they are of other runs."""
     try:
-        kept = read_json(folder / FILE, dict)
+        content = read_json(folder / FILE, dict)
     except CheckpointError:
         return None
-    return list(kept["trajectories"]) if groups and kept.get("of") == _digest(groups) else None
+    entries = content.get("trajectories")
+    return entries if groups and isinstance(entries, list) and content.get("of") == _digest(groups) else None
 
 
 def _digest(groups: Mapping[int, Sequence[Run]]) -> str:
-    digest = hashlib.sha256()
+    digest = Digest()
     for client, group in groups.items():
-        for place, run in group:
-            digest.update(f"{client} {run.algorithm} {run.seed}\n".encode() + (place / RESULT).read_bytes())
+        for path, run in group:
+            digest.update(f"{client} {run.algorithm} {run.seed}\n".encode() + (path / RESULT).read_bytes())
     return digest.hexdigest()
 
 
 def _in_one_plane(client: int, group: Sequence[Run], context: RunContext) -> dict[str, Any] | None:
-    """The trajectories of a client's models with all these methods; None where the models span no plane."""
+    """Return the trajectories of a client's models with all these methods; None where the models span no plane."""
     entries = [_entry(run, client) for _, run in group]
-    models = [_models(place, one["rounds"], client) for (place, _), one in zip(group, entries, strict=True)]
-    rows = torch.stack([one["model"] for found in models for one in found])
+    models = [_models(path, entry["rounds"], client) for (path, _), entry in zip(group, entries, strict=True)]
+    rows = torch.stack([tensors["model"] for states in models for tensors in states])
     plane = principal_plane(rows[:, : context.task.layout.trainable].cpu())
     if plane is None:
         return None
-    points = plane.points.split([len(found) for found in models])
+    points = plane.points.split([len(states) for states in models])
     methods = {
-        run.algorithm: {"rounds": one["rounds"], "losses": one["losses"], "points": own.tolist()}
-        for (_, run), one, own in zip(group, entries, points, strict=True)
+        run.algorithm: {"rounds": entry["rounds"], "losses": entry["losses"], "points": coordinates.tolist()}
+        for (_, run), entry, coordinates in zip(group, entries, points, strict=True)
     }
-    grid = len(next((one["x"] for one in entries if "x" in one), range(Trajectory.grid)))
+    grid = len(next((entry["x"] for entry in entries if "x" in entry), range(Trajectory.grid)))
     integers = models[0][-1].get("integers")
     around = surroundings(plane, grid, rows.double().mean(0).to(rows), integers, client, context)
-    seed = group[0][1].seed
-    return {"kind": "trajectories", "client": client, "seed": seed, "methods": methods, **around}
+    return {"kind": "trajectories", "client": client, "seed": group[0][1].seed, "methods": methods, **around}
 
 
 def _entry(run: RunSummary, client: int) -> Mapping[str, Any]:
-    return next(one for one in run.recorded if one["kind"] == "trajectory" and one["client"] == client)
+    return next(entry for entry in run.recorded if entry["kind"] == "trajectory" and entry["client"] == client)
 
 
-def _models(place: Path, rounds: Sequence[int], client: int) -> list[dict[str, Tensor]]:
-    """The client's models of these rounds. Raises `DamagedCheckpoint` when one cannot be read."""
-    prefix = f"{Trajectory(client).name}/"
-    files = (read_tensors(kept_file(place, number), round=str(number))[0] for number in rounds)
-    return [{n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)} for tensors in files]
+def _models(path: Path, rounds: Sequence[int], client: int) -> list[dict[str, Tensor]]:
+    """Read the client's models of these rounds. Raise `DamagedCheckpoint` when one cannot be read."""
+    return [recorded_tensors(path, Trajectory(client).name, number) for number in rounds]

@@ -1,7 +1,7 @@
-"""A search for a method's best parameters, on validation data alone: a grid, some of it, or Optuna's suggestions.
+"""A search for a method's best parameters, on validation data alone: a grid, a sample of it, or Optuna's suggestions.
 
-Each trial is a configuration; its runs, one a seed, are kept in `tune/` like all runs and are never repeated, so the same
-search goes on where it was interrupted. What is searched on is `withhold`'s validation part of the clients' training data.
+Each trial is a configuration; its runs, one a seed, lie in `tune/` like all runs and are never repeated, so the same search
+goes on where it was interrupted. Trials are judged on the validation data that `withhold` takes from the clients' training data.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from fedloom.algorithm import build, describe
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.experiment.configuration import VARYING, Configuration, configuration
 from fedloom.experiment.directory import finished_runs, read_json, write_json
@@ -41,14 +40,14 @@ from fedloom.report.summary import MEASURES, TO_TARGET, Spread, measured
 from fedloom.state.files import write_text
 
 SHARE = 0.2
-"""Part of each client's training samples that is held out for validation unless `data.validation` says otherwise."""
+"""Share of each client's training samples that is held out for validation unless `data.validation` says otherwise."""
 
 FOLDER = "tune"
 
 
 @dataclass(eq=False)
 class Trial:
-    """One choice of the searched keys, and what its runs gave: the measure by seed, or the reason why there is none."""
+    """One choice of the searched keys, and the measure of its runs by seed, or the reason why there is none."""
 
     number: int
     changes: Changes
@@ -64,11 +63,11 @@ class Trial:
 
     @property
     def score(self) -> float | None:
-        """What the best trial has most of: the mean over the seeds, negative where less is better."""
+        """The mean over the seeds, negative where less is better: the best trial has the highest score."""
         return None if self.spread is None else self.signed(self.spread.mean)
 
     def signed(self, value: float) -> float:
-        """A value of the metric as a score, of which more is better."""
+        """Return a value of the metric as a score, of which more is better."""
         return value if self.metric.higher_is_better else -value
 
     @property
@@ -81,13 +80,13 @@ class Trial:
         return self.configuration.seeds or [self.configuration.seed]
 
     def name(self, seed: int) -> RunName:
-        """The name of one of its runs; parameters of the method stand in the method."""
-        own = {key: value for key, value in self.changes.items() if not key.startswith(PREFIX)}
-        return RunName(self.algorithm, seed, label(own))
+        """Return the name of a run; parameters of the method are in the method's expression."""
+        changes = {key: value for key, value in self.changes.items() if not key.startswith(PREFIX)}
+        return RunName(self.algorithm, seed, label(changes))
 
 
 class Search:
-    """What is searched: the table of a configuration, and the values that some of its keys may take.
+    """The space of a search: the table of a configuration, and the values of some of its keys.
 
     `searched` is a (nested) table like `[settings]`, with keys `algorithm.PARAMETER` beside the configuration's. `steps_needed`
     says whether ranges must name their steps. Raises `InvalidValue` or `UnknownName`, in one line, for what is not allowed.
@@ -97,19 +96,18 @@ class Search:
         if "settings" in table:
             raise InvalidValue("fedloom tune searches in one setting: leave out settings, or search their keys")
         self.table = {key: value for key, value in table.items() if key != "algorithms"}
-        told = configuration(table)
-        self.algorithm = describe(build(told.only_method("tune")))
-        self.told = told
-        known = [*parameter_keys(self.algorithm), *(key for key in VARYING if key != "data.validation")]
-        self.axes = read_axes(searched, known, steps_needed=steps_needed)
+        self.configuration = base = configuration(table)
+        self.algorithm = base.described(base.only_method("tune"))
+        keys = [*parameter_keys(self.algorithm), *(key for key in VARYING if key != "data.validation")]
+        self.axes = read_axes(searched, keys, steps_needed=steps_needed)
         if not self.axes:
             raise InvalidValue(
                 "nothing to search: give --search KEY=[...], such as --search training.learning_rate=[0.01,0.1]"
             )
-        if told.measure in TO_TARGET:
+        if base.measure in TO_TARGET:
             allowed = ", ".join(MEASURES)
-            raise InvalidValue(f"measure must be one of {allowed} for fedloom tune, not {told.measure!r}")
-        if told.measure == "personal" and told.data.local_test is None:
+            raise InvalidValue(f"measure must be one of {allowed} for fedloom tune, not {base.measure!r}")
+        if base.measure == "personal" and base.data.local_test is None:
             raise InvalidValue(
                 "measure = 'personal' needs test data of the clients' own: give data.local_test, such as 0.25"
             )
@@ -117,47 +115,48 @@ class Search:
             self.trial(0, changes)
 
     @property
-    def first(self) -> Changes:
+    def corner(self) -> Changes:
         """The first value of each key."""
         return next(self._corners())
 
     @property
     def folder(self) -> Path:
-        """Where the trials lie."""
-        return self.told.folder / FOLDER
+        """The folder of the trials."""
+        return self.configuration.folder / FOLDER
 
     def trial(self, number: int, changes: Changes) -> Trial:
-        """The trial of some values. Raises `InvalidValue` for a value that is not allowed."""
-        share = self.told.data.validation or SHARE
+        """Return the trial of some values. Raises `InvalidValue` for a value that is not allowed."""
+        share = self.configuration.data.validation or SHARE
         table = self.chosen({**changes, "data.validation": share, "directory": str(self.folder)})
         return Trial(number, changes, configuration(table))
 
     def chosen(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """The table of the configuration with these values."""
+        """Return the table of the configuration with these values."""
         parameters = {key: value for key, value in changes.items() if key.startswith(PREFIX)}
-        others = {key: value for key, value in changes.items() if not key.startswith(PREFIX)}
+        settings = {key: value for key, value in changes.items() if not key.startswith(PREFIX)}
         try:
-            return with_changes({**self.table, "algorithm": with_parameters(self.algorithm, parameters)}, others)
+            return with_changes({**self.table, "algorithm": with_parameters(self.algorithm, parameters)}, settings)
         except FedloomError as error:
             raise InvalidValue(f"{label(parameters)}: {error}") from None
 
     def grid(self, trials: int | None = None) -> list[Trial]:
-        """A trial for each combination of values, or `trials` of them drawn at random (by the stream (seed, "trials"))."""
+        """Return a trial for each combination of values, or `trials` of them drawn by the stream (seed, "trials")."""
         lists = [values_of(axis) for axis in self.axes.values()]
         sizes = [len(values) for values in lists]
         if trials is None or trials >= math.prod(sizes):
             require_few(sizes)
             every = [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*lists)]
         else:
-            drawn = sorted(numpy_stream(self.told.seed, "trials").choice(math.prod(sizes), trials, replace=False))
-            places = zip(*np.unravel_index(drawn, sizes), strict=True)
+            generator = numpy_stream(self.configuration.seed, "trials")
+            drawn = sorted(generator.choice(math.prod(sizes), trials, replace=False))
             every = [
-                {key: values[k] for key, values, k in zip(self.axes, lists, place, strict=True)} for place in places
+                {key: values[k] for key, values, k in zip(self.axes, lists, indices, strict=True)}
+                for indices in zip(*np.unravel_index(drawn, sizes), strict=True)
             ]
         return [self.trial(number, changes) for number, changes in enumerate(every, start=1)]
 
     def _corners(self) -> Iterator[Changes]:
-        """Every value of the lists and both ends of the ranges, each at least once."""
+        """Yield choices with every value of the lists and both ends of the ranges, each at least once."""
         ends = [[axis.low, axis.high] if isinstance(axis, Range) else axis for axis in self.axes.values()]
         for k in range(max(map(len, ends))):
             yield {key: values[min(k, len(values) - 1)] for key, values in zip(self.axes, ends, strict=True)}
@@ -170,17 +169,17 @@ class Runner:
         self.pool, self.watch, self.stopped = pool, watch, stopped
 
     def jobs(self, trials: Sequence[Trial], seeds: Sequence[int] | None = None) -> dict[RunName, Job]:
-        """The jobs of the trials, with all their seeds or these; trials that are alike share theirs."""
-        known = finished_runs(trials[0].configuration.folder)
+        """Return the jobs of the trials, with all their seeds or these; trials that are alike share theirs."""
+        finished = finished_runs(trials[0].configuration.folder)
         return {
-            name: job_of(trial.configuration, name, known)
+            name: job_of(trial.configuration, name, finished)
             for trial in trials
             for seed in (trial.seeds if seeds is None else seeds)
             for name in [trial.name(seed)]
         }
 
     def run(self, trials: Sequence[Trial], seeds: Sequence[int] | None = None) -> None:
-        """Make the runs that are not finished yet and take down what all gave."""
+        """Make the runs that are not finished yet and note the measure of all."""
         jobs = self.jobs(trials, seeds)
         for job in jobs.values():
             job.require()
@@ -188,11 +187,11 @@ class Runner:
                 self.watch(Event("skipped", job.name, job.configuration.rounds))
         failed = self.pool.run([job for job in jobs.values() if not job.finished], self.watch, False, self.stopped)
         for trial in trials:
-            told = trial.configuration
+            measure, evaluations = trial.configuration.measure, trial.configuration.last
             for seed in trial.seeds if seeds is None else seeds:
                 name = trial.name(seed)
                 summary = None if name in failed else jobs[name].summary()
-                value = None if summary is None else measured(summary, told.measure, told.last)
+                value = None if summary is None else measured(summary, measure, evaluations)
                 if summary is None or value is None:
                     trial.reason = failed.get(name, "nothing was measured")
                 else:
@@ -201,14 +200,14 @@ class Runner:
 
 def search_grid(search: Search, runner: Runner, tasks: Tasks, trials: int | None = None) -> list[Trial]:
     """Make all trials of the grid; see `Search.grid`."""
-    found = search.grid(trials)
-    require_possible([job for job in runner.jobs(found).values() if not job.finished], tasks)
-    runner.run(found)
-    return found
+    grid = search.grid(trials)
+    require_possible([job for job in runner.jobs(grid).values() if not job.finished], tasks)
+    runner.run(grid)
+    return grid
 
 
 def best_of(trials: Sequence[Trial]) -> Trial:
-    """The trial with the highest score, the first of equals. Raises `InvalidValue` when none came to its end."""
+    """Return the trial with the highest score, the first of equals. Raises `InvalidValue` when none came to its end."""
     scored = [trial for trial in trials if trial.score is not None]
     if not scored:
         raise InvalidValue(f"none of {len(trials)} trials came to its end, the first: {trials[0].reason}")
@@ -216,7 +215,7 @@ def best_of(trials: Sequence[Trial]) -> Trial:
 
 
 def write_trials(search: Search, trials: Sequence[Trial]) -> Path:
-    """Write every trial to `trials.csv` and the best one's configuration to `best.toml`, whose path is returned."""
+    """Write every trial to `trials.csv` and the configuration of the best to `best.toml`; return its path."""
     lines = [
         {
             "trial": trial.number,
@@ -232,25 +231,25 @@ def write_trials(search: Search, trials: Sequence[Trial]) -> Path:
     write_text(search.folder / "trials.csv", csv_text(lines, ["trial"]))
     best = search.folder / "best.toml"
     table = search.chosen(best_of(trials).changes)
-    write_text(best, tomli_w.dumps({**table, "name": f"{search.told.name}-best"}))
+    write_text(best, tomli_w.dumps({**table, "name": f"{search.configuration.name}-best"}))
     return best
 
 
 def score_on_test(search: Search, best: Trial, runner: Runner) -> Trial:
-    """The best choice trained on all training data and scored on the test data, which this search may look at once.
+    """Train the best choice on all training data and score it on the test data, which a search may look at once.
 
-    Asked for again, the figure is read. Raises `InvalidValue` when the test data were used for another choice before: a
-    second figure would be chosen by the first.
+    Called again, it reads the figure. Raises `InvalidValue` when the test data were used for another choice: a second figure
+    would be chosen by the first.
     """
     path = search.folder / "tested.json"
     choice = {key: plain_text(value) for key, value in best.changes.items()}
-    if path.exists() and (before := read_json(path, dict, f"remove {path}")) != choice:
+    if path.exists() and (tested := read_json(path, dict, f"remove {path}")) != choice:
         raise InvalidValue(
-            f"the test data of this search were used once, for {label(before)}: a second choice tested on them is no test "
+            f"the test data of this search were used once, for {label(tested)}: a second choice tested on them is no test "
             f"any more (remove {path} to do it all the same)"
         )
     table = search.chosen({**best.changes, "data.validation": "none", "directory": str(search.folder / "test")})
-    if search.told.measure == "best":
+    if search.configuration.measure == "best":
         table["measure"] = "final"  # the best of all evaluations would be chosen on the test data
     trial = Trial(0, best.changes, configuration(table))
     write_json(path, choice)

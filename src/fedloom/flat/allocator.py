@@ -16,10 +16,10 @@ _LARGEST_MMAP_THRESHOLD = 32 * 2**20  # glibc refuses more on 64 bits
 
 
 def keep_pages() -> bool:
-    """Ask the C library to keep freed pages for this process; true where it agreed (glibc), false elsewhere."""
+    """Ask the C library to keep freed pages for this process. Return True if it agreed (glibc)."""
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    wishes = ((_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD), (_TRIM_THRESHOLD, _LARGEST), (_TOP_PAD, 64 * 2**20))
-    granted = [bool(mallopt(parameter, value)) for parameter, value in wishes]
+    settings = ((_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD), (_TRIM_THRESHOLD, _LARGEST), (_TOP_PAD, 64 * 2**20))
+    granted = [bool(mallopt(parameter, value)) for parameter, value in settings]
     return all(granted)

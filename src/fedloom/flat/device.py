@@ -1,4 +1,4 @@
-"""Where a task's data and models lie: the processor's own memory, or that of an accelerator."""
+"""Devices that hold a task's data and models: the processor's memory, or that of an accelerator."""
 
 from __future__ import annotations
 
@@ -16,23 +16,21 @@ from fedloom.errors import InvalidValue, quoted, suggestion
 
 
 def require_device(name: str) -> None:
-    """Raise `InvalidValue` unless `name` can name a device (which need not be here): cpu, cuda, cuda:1 or auto."""
+    """Raise `InvalidValue` unless `name` is cpu, cuda, cuda:1 or auto. The device need not be present."""
     if not re.fullmatch(r"cpu|auto|cuda(:\d+)?", name):
-        known = ("cpu", "cuda", "auto")
-        raise InvalidValue(
-            f"device {quoted(name)} is not allowed{suggestion(name, known)} (allowed: cpu, cuda, cuda:1, auto)"
-        )
+        nearest = suggestion(name, ("cpu", "cuda", "auto"))
+        raise InvalidValue(f"device {quoted(name)} is not allowed{nearest} (allowed: cpu, cuda, cuda:1, auto)")
 
 
 def present() -> list[str]:
-    """The names of the devices that are here."""
+    """Return the names of the devices of this machine."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return ["cpu", *(f"cuda:{number}" for number in range(count))]
 
 
 @cache
 def processor() -> str:
-    """The model of the processor, as Linux says; elsewhere what Python knows of it."""
+    """Return the model of the processor, from Linux or else from Python."""
     with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line for line in lines if line.startswith("model name")).partition(": ")[2]
@@ -40,25 +38,25 @@ def processor() -> str:
 
 
 def find_device(name: str) -> torch.device:
-    """The device called `name`: `cpu`, `cuda` (the first), `cuda:1`, or `auto`, which is the first GPU where there is one.
+    """Return the device called `name`: `cpu`, `cuda` (the first), `cuda:1`, or `auto`, the first GPU if there is one.
 
-    Raises `InvalidValue`, with what there is, for a device that is not here.
+    Raises `InvalidValue`, with the present devices, for a device that this machine lacks.
     """
     require_device(name)
-    here = present()
-    wanted = {"auto": here[min(1, len(here) - 1)], "cuda": "cuda:0"}.get(name, name)
-    if wanted not in here:
-        raise InvalidValue(f"there is no device {quoted(name)} here (there are: {', '.join(here)})")
-    return torch.device(wanted)
+    devices = present()
+    device = {"auto": devices[min(1, len(devices) - 1)], "cuda": "cuda:0"}.get(name, name)
+    if device not in devices:
+        raise InvalidValue(f"there is no device {quoted(name)} here (there are: {', '.join(devices)})")
+    return torch.device(device)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`. A copy to a GPU does not block this process; it comes in order with the GPU's other work."""
+    """Return the tensor on `device`. A copy to a GPU does not block this process; it is queued with the GPU's work."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def moved_back(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Tensors read from a file, each moved to the device of the tensor of that name in `like`, or else to `device`."""
+    """Return tensors read from a file, each on the device of the tensor of its name in `like`, or else on `device`."""
     return {name: tensor.to(like[name].device if name in like else device) for name, tensor in tensors.items()}

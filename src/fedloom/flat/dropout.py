@@ -14,15 +14,15 @@ from torch.overrides import TorchFunctionMode
 from fedloom.flat.device import moved
 
 _SHARED_AXES = {F.dropout: None, F.dropout1d: 1, F.dropout2d: 2, F.dropout3d: 3}
-"""How many trailing axes of a sample share one draw (None: every number has its own)."""
+"""Count of trailing axes of a sample that share one draw (None: each number has its own)."""
 
 
 def dropout_of(streams: Sequence[torch.Generator]) -> AbstractContextManager[Any]:
-    """While active, dropout under `vmap` takes the mask of row k from the k-th stream.
+    """Draw the dropout masks of row k under `vmap` from the k-th stream, inside the block.
 
-    A stream gives a client the masks that torch's global generator gives it when seeded alike and used by that client alone
-    (on the CPU, for values that lie in the usual order; on CUDA or in channels-last order torch draws another sample of the same
-    law). Without streams nothing changes, and `vmap` refuses layers that draw.
+    A stream gives a client the masks that torch's global generator would give it with the same seed, on the CPU and in the usual
+    memory order; on CUDA or with the channels last, torch draws other masks of the same law. Without streams `vmap` refuses
+    layers that draw.
     """
     return _Dropout(streams) if streams else nullcontext()
 

@@ -1,7 +1,7 @@
 """A model is a vector: any module to a row of floats and back without loss, and which slices of it form a layer.
 
 A row holds what training may change: the trainable parameters first, `[0:T]`, then floating-point buffers such as batch-norm
-statistics, `[T:P]`. Buffers of integers and truth values cannot be averaged; they are kept apart as a row of int64.
+statistics, `[T:P]`. Buffers of integers and truth values cannot be averaged; they form a separate row of int64.
 
 The rest of a module is frozen and in no row: parameters without `requires_grad`, of any type; buffers that are not persistent;
 and the buffers of modules that `model.train()` leaves in evaluation mode. Copies of the module share its frozen parameters.
@@ -9,7 +9,6 @@ and the buffers of modules that `model.train()` leaves in evaluation mode. Copie
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,19 +19,20 @@ from torch import Tensor, nn
 
 from fedloom.errors import InvalidValue, quoted
 from fedloom.models.structure import copied, layer_finder
+from fedloom.state.digest import Digest
 
 Unit = tuple[slice, ...]
-"""The slices of a row that move together."""
+"""Slices of a row that are moved as one."""
 
 UnitKind = Literal["layer", "tensor", "segment"]
 
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Where one tensor of a module lies in a row."""
+    """Position of one tensor of a module in a row."""
 
     name: str  # as in `named_parameters` and `named_buffers`
-    layer: str  # the module that owns it, or the one around that which is one layer (`models.structure.layer_finder`)
+    layer: str  # the module that owns it, or the one around that if it counts as one layer (`models.structure.layer_finder`)
     shape: torch.Size
     dtype: torch.dtype
     start: int
@@ -46,10 +46,19 @@ class TensorSlice:
 class Layout:
     """Maps modules of one architecture to rows and back.
 
-    Attributes: `size` = P and `trainable` = T, in numbers; `slices`, one per floating-point tensor in the order of the row;
-    `integer_slices`, one per other buffer, with offsets into the row of integers; `frozen`, the names of what is in neither;
-    `dtype`, float32, or float64 when a tensor of the row has it (half precision fits into float32 without loss; complex numbers
-    are stored as pairs).
+    Attributes:
+        size: P, the length of a row.
+        trainable: T, the count of trainable numbers, with which a row begins.
+        slices: One entry per floating-point tensor, in the order of the row.
+        integer_slices: One entry per other buffer, with offsets into the row of integers.
+        integers: Z, the length of the row of integers.
+        frozen: Names of the tensors that are in neither row.
+        layers: Names of the layers, in the order of the module.
+        dtype: float32, or float64 if a tensor of the row has it. Half precision fits into float32 without loss; complex numbers
+            are stored as pairs.
+
+    Raises:
+        InvalidValue: The module has no trainable parameter.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -63,47 +72,41 @@ class Layout:
         layer = layer_finder(module)
         self.slices = tuple(_consecutive({**trained, **carried}, layer))
         self.integer_slices = tuple(_consecutive(discrete, layer))
-        self.trainable = sum(part.stop - part.start for part in self.slices if part.name in trained)
+        self.trainable = sum(entry.stop - entry.start for entry in self.slices if entry.name in trained)
         self.size = self.slices[-1].stop
         self.integers = self.integer_slices[-1].stop if self.integer_slices else 0
         wide = any(t.dtype in (torch.float64, torch.complex128) for t in (*trained.values(), *carried.values()))
         self.dtype = torch.float64 if wide else torch.float32
-        self.layers = _layer_order(module, {part.layer for part in self.slices})
+        self.layers = _layer_order(module, {entry.layer for entry in self.slices})
 
     @property
     def row_bytes(self) -> int:
         return self.size * self.dtype.itemsize
 
     def flatten(self, module: nn.Module) -> Tensor:
-        """The module's floating-point tensors as a new row `[P]`, on the device of its first parameter."""
+        """Return the module's floating-point tensors as a new row `[P]`, on the device of its first parameter."""
         tensors = _tensors(module)
-        first = tensors[self.slices[0].name]
-        row = torch.empty(self.size, dtype=self.dtype, device=first.device)
-        for part in self.slices:
-            row[part.slice].copy_(_as_real(tensors[part.name].detach()).reshape(-1))
+        row = torch.empty(self.size, dtype=self.dtype, device=tensors[self.slices[0].name].device)
+        for entry in self.slices:
+            row[entry.slice].copy_(_as_real(tensors[entry.name].detach()).reshape(-1))
         return row
 
     def flatten_integers(self, module: nn.Module) -> Tensor:
-        """The module's integer and boolean buffers as a new int64 row."""
+        """Return the module's integer and boolean buffers as a new row `[Z]` of int64."""
         tensors = _tensors(module)
         row = torch.empty(self.integers, dtype=torch.int64, device=tensors[self.slices[0].name].device)
-        for part in self.integer_slices:
-            row[part.slice].copy_(tensors[part.name].reshape(-1))
+        for entry in self.integer_slices:
+            row[entry.slice].copy_(tensors[entry.name].reshape(-1))
         return row
 
     def frozen_tensors(self, module: nn.Module) -> dict[str, Tensor]:
-        """The module's tensors that are in no row, by name."""
+        """Return the module's tensors that are in no row, by name."""
         tensors = _tensors(module)
         return {name: tensors[name] for name in self.frozen}
 
-    def unfrozen_tensors(self, module: nn.Module) -> dict[str, Tensor]:
-        """The module's tensors that are in a row, by name."""
-        tensors = _tensors(module)
-        return {part.name: tensors[part.name] for part in (*self.slices, *self.integer_slices)}
-
     def frozen_digest(self, module: nn.Module) -> str:
-        """A digest of all that is frozen; empty where nothing is."""
-        digest = hashlib.sha256()
+        """Return a digest of the frozen tensors; empty if there are none."""
+        digest = Digest()
         for name, tensor in self.frozen_tensors(module).items():
             digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -111,13 +114,22 @@ class Layout:
 
     @torch.no_grad()
     def load(self, module: nn.Module, row: Tensor, integers: Tensor | None = None) -> None:
-        """Copy a row (and a row of integers) into the module. Raises `InvalidValue` when the length does not fit."""
+        """Copy a row into the module.
+
+        Args:
+            module: A module of this architecture.
+            row: Its floating-point tensors, `[P]`.
+            integers: Its other buffers, `[Z]`; left as they are without.
+
+        Raises:
+            InvalidValue: The row has another length.
+        """
         if row.shape != (self.size,):
             raise InvalidValue(f"a row of this model has {self.size} numbers, not shape {list(row.shape)}")
         tensors = _tensors(module)
-        for part in self.slices:
-            target = _as_real(tensors[part.name])
-            target.copy_(row[part.slice].view(target.shape))
+        for entry in self.slices:
+            target = _as_real(tensors[entry.name])
+            target.copy_(row[entry.slice].view(target.shape))
         if integers is not None:
             self.load_integers(module, integers)
 
@@ -125,58 +137,65 @@ class Layout:
     def load_integers(self, module: nn.Module, integers: Tensor) -> None:
         """Copy a row of integers into the module's integer and boolean buffers."""
         tensors = _tensors(module)
-        for part in self.integer_slices:
-            tensors[part.name].copy_(integers[part.slice].view(part.shape))
+        for entry in self.integer_slices:
+            tensors[entry.name].copy_(integers[entry.slice].view(entry.shape))
 
     def tensors(self, row: Tensor) -> dict[str, Tensor]:
-        """Views into a row `[P]`, by name, in each tensor's own shape and type: what `torch.func.functional_call` takes."""
-        found = {}
-        for part in self.slices:
-            numbers = row[part.slice]
-            if part.dtype.is_complex:
-                numbers = torch.view_as_complex(numbers.reshape(*part.shape, 2))
-            found[part.name] = numbers.view(part.shape).to(part.dtype)
-        return found
+        """Return views into a row `[P]`, by name, in each tensor's shape and type, for `torch.func.functional_call`."""
+        views = {}
+        for entry in self.slices:
+            numbers = row[entry.slice]
+            if entry.dtype.is_complex:
+                numbers = torch.view_as_complex(numbers.reshape(*entry.shape, 2))
+            views[entry.name] = numbers.view(entry.shape).to(entry.dtype)
+        return views
 
     def bind(self, module: nn.Module, row: Tensor) -> None:
-        """Make every floating-point tensor of the module a view of `row [P]`, so that training moves the row itself. The module
-        is a `shell`."""
+        """Make every floating-point tensor of a `shell` a view of `row [P]`, so that training moves the row itself."""
         tensors = _tensors(module)
-        for part in self.slices:
-            tensors[part.name].data = row[part.slice].view(part.shape)
+        for entry in self.slices:
+            tensors[entry.name].data = row[entry.slice].view(entry.shape)
 
     def shell(self, module: nn.Module) -> nn.Module:
-        """A copy of the module to be bound to rows: until then it shares the module's floating-point tensors, so that it holds
-        nothing but integer and frozen buffers of its own. It must not train before.
+        """Return a copy of the module to be bound to rows. It shares the module's floating-point tensors until it is bound, and
+        must not train before.
 
-        Raises `InvalidValue` where tensors of the row are of several types, or of another than float32 and float64: a row holds
-        numbers of one type, and a view of it cannot convert them. Frozen parameters may be of any type.
+        Raises `InvalidValue` if tensors of the row are of several types, or of another than float32 and float64: a view of a row
+        cannot convert its numbers. Frozen parameters may be of any type.
         """
         require_no_tensor_hooks(module)
         tensors = _tensors(module)
-        for part in self.slices:
-            if part.dtype != self.dtype:
-                kind, rows = (str(dtype).removeprefix("torch.") for dtype in (part.dtype, self.dtype))
+        for entry in self.slices:
+            if entry.dtype != self.dtype:
+                kind, rows = (str(dtype).removeprefix("torch.") for dtype in (entry.dtype, self.dtype))
                 raise InvalidValue(
-                    f"tensor {part.name!r} of the model is {kind}, and its other numbers are kept as {rows}: "
+                    f"tensor {entry.name!r} of the model is {kind}, and its other numbers are kept as {rows}: "
                     "models train where all numbers that move are float32, or all are float64"
                 )
-        shared = {id(tensors[part.name]): _alias(tensors[part.name]) for part in self.slices}
+        shared = {id(tensors[entry.name]): _alias(tensors[entry.name]) for entry in self.slices}
         return self.copy(module, shared)
 
     def copy(self, module: nn.Module, shared: dict[int, Tensor] | None = None) -> nn.Module:
-        """A copy of the module with the same frozen parameters, not copies of them. `shared`: what else takes the place of the
-        module's own tensors, by their ids."""
+        """Return a copy of the module that shares its frozen parameters, and the tensors that `shared` gives by the ids of those
+        they replace."""
         frozen = {id(t): t for t in self.frozen_tensors(module).values() if isinstance(t, nn.Parameter)}
         return copied(module, {**frozen, **(shared or {})})
 
     def units(self, kind: UnitKind = "layer", fraction: float = 1.0) -> list[Unit]:
-        """The slices that move together: each layer's tensors, each single tensor, or segments of layers.
+        """Return the units of a row, such as FedMR recombines.
 
-        With N layers and `fraction` x, layer j (from 1) belongs to segment ceil(j / (x N)) (FedMR KDD'24, section 5).
+        Args:
+            kind: `layer` for each layer's tensors, `tensor` for each tensor, `segment` for runs of layers.
+            fraction: Share of the layers in a segment, in (0, 1]. With N layers and share x, layer j (from 1) belongs to segment
+                ceil(j / (x N)).
+
+        Raises:
+            InvalidValue: The kind or the fraction is not allowed.
+
+        Source: FedMR (KDD'24), section 5.
         """
         if kind == "tensor":
-            return [(part.slice,) for part in self.slices]
+            return [(entry.slice,) for entry in self.slices]
         if kind == "layer":
             return [self._owned({layer}) for layer in self.layers]
         if kind != "segment":
@@ -191,24 +210,24 @@ class Layout:
         return [self._owned(layers) for layers in segments.values()]
 
     def _owned(self, layers: set[str]) -> Unit:
-        """The slices of all tensors that these layers own themselves."""
-        return self.unit(lambda part: part.layer in layers)
+        """Return the slices of the tensors of these layers."""
+        return self.unit(lambda entry: entry.layer in layers)
 
-    def unit(self, wanted: Callable[[TensorSlice], bool]) -> Unit:
-        """The slices of all wanted tensors, neighbours merged."""
+    def unit(self, belongs: Callable[[TensorSlice], bool]) -> Unit:
+        """Return the slices of all tensors for which `belongs` is true, neighbours merged."""
         merged: list[slice] = []
-        for part in self.slices:
-            if not wanted(part):
+        for entry in self.slices:
+            if not belongs(entry):
                 continue
-            if merged and merged[-1].stop == part.start:
-                merged[-1] = slice(merged[-1].start, part.stop)
+            if merged and merged[-1].stop == entry.start:
+                merged[-1] = slice(merged[-1].start, entry.stop)
             else:
-                merged.append(part.slice)
+                merged.append(entry.slice)
         return tuple(merged)
 
 
 def require_no_tensor_hooks(module: nn.Module) -> None:
-    """Raise `InvalidValue` for a parameter with a hook of its own: a copy of the module would be without."""
+    """Raise `InvalidValue` for a parameter with a hook, which a copy of the module would lack."""
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise InvalidValue(
@@ -222,7 +241,7 @@ def _is_continuous(tensor: Tensor) -> bool:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Another tensor of the same numbers, so that binding one leaves the other."""
+    """Return another tensor with the same storage, so that binding one does not move the other."""
     return nn.Parameter(tensor.detach(), tensor.requires_grad) if isinstance(tensor, nn.Parameter) else tensor.detach()
 
 
@@ -235,19 +254,21 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _moved_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that training may change: those that are persistent, of modules that are in training mode then."""
-    modes = {part: part.training for part in module.modules()}
+    """Return the buffers that training may change: the persistent ones of modules that `train()` puts into training mode."""
+    modes = {submodule: submodule.training for submodule in module.modules()}
     module.train()
-    resting = {name for name, part in module.named_modules() if not part.training}
-    for part, mode in modes.items():
-        part.training = mode
-    passing = {
-        f"{name}.{own}".lstrip(".") for name, part in module.named_modules() for own in part._non_persistent_buffers_set
+    resting = {name for name, submodule in module.named_modules() if not submodule.training}
+    for submodule, mode in modes.items():
+        submodule.training = mode
+    transient = {
+        f"{name}.{buffer}".lstrip(".")
+        for name, submodule in module.named_modules()
+        for buffer in submodule._non_persistent_buffers_set
     }
     return {
         name: buffer
         for name, buffer in module.named_buffers()
-        if name not in passing and name.rpartition(".")[0] not in resting
+        if name not in transient and name.rpartition(".")[0] not in resting
     }
 
 

@@ -1,4 +1,4 @@
-"""Linear layers one after another, trained without autograd: their gradients are products, into which SGD's update is folded."""
+"""Chains of linear layers, trained without autograd: their gradients are products, into which SGD's update is folded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedloom.training import Training
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """Where a layer's weight `[out, in]` and bias `[out]` lie in a row, and whether a ReLU follows."""
+    """Positions of a layer's weight `[out, in]` and bias `[out]` in a row; `rectified` if a ReLU follows."""
 
     weight: TensorSlice
     bias: TensorSlice | None
@@ -27,18 +27,20 @@ class LinearLayer:
 
 
 def linear_layers(module: nn.Module, layout: Layout) -> list[LinearLayer]:
-    """The layers of a module that flattens its sample and passes it through linear layers, each with or without a ReLU; none for
-    any other module, such as one with hooks, parametrizations, frozen weights or weights that layers share."""
-    if layout.frozen or any(_has_hooks(part) for part in module.modules()):
+    """Return the layers of a module that flattens its sample and passes it through linear layers, each with or without a ReLU.
+
+    The list is empty for any other module, such as one with hooks, parametrizations, frozen weights or shared weights.
+    """
+    if layout.frozen or any(_has_hooks(submodule) for submodule in module.modules()):
         return []
     try:
         nodes = list(fx.symbolic_trace(module).graph.nodes)
-    except Exception:  # what cannot be traced is something else, for whichever reason
+    except Exception:  # untraceable modules are no chains, whatever the reason
         return []
-    slices = {part.name: part for part in layout.slices}
+    slices = {entry.name: entry for entry in layout.slices}
     layers: list[LinearLayer] = []
-    for before, node in pairwise(nodes[:-1]):
-        if node.args[:1] != (before,) or len(before.users) != 1:
+    for source, node in pairwise(nodes[:-1]):
+        if node.args[:1] != (source,) or len(source.users) != 1:
             return []
         kind = type(module.get_submodule(str(node.target))) if node.op == "call_module" else None
         if kind is nn.Identity or (_flattens(module, node) and not layers):
@@ -49,42 +51,48 @@ def linear_layers(module: nn.Module, layout: Layout) -> list[LinearLayer]:
             layers.append(LinearLayer(slices[f"{node.target}.weight"], slices.get(f"{node.target}.bias"), False))
         else:
             return []
-    used = [part.name for layer in layers for part in (layer.weight, layer.bias) if part is not None]
-    alone = sorted(used) == sorted(slices) and layout.trainable == layout.size and not layout.integers
-    return layers if alone else []
+    used = [entry.name for layer in layers for entry in (layer.weight, layer.bias) if entry is not None]
+    complete = sorted(used) == sorted(slices) and layout.trainable == layout.size and not layout.integers
+    return layers if complete else []
 
 
 @torch.no_grad()
 def backward(
     layers: Sequence[LinearLayer], rows: Tensor, batch: Batch, use: Callable[[TensorSlice, Tensor, Tensor], None]
 ) -> Tensor:
-    """The mean cross entropy `[k]` of k models `rows [k, P]`, and its gradient by the chain rule, from the last layer down.
+    """Return the mean cross entropy of k models, and pass its gradient on, from the last layer down.
 
-    `use(part, d, x)` is called for each weight and bias W `[k, out, in]` (a bias is one column), whose gradient is d'x: x
-    `[k, b, in]` is what enters, d `[k, b, out]` the loss's gradient by what leaves. It may move W. It heeds the samples' `share`
-    of the mean.
+    Args:
+        layers: The chain.
+        rows: The models, `[k, P]`.
+        batch: Samples `[k, b, ...]`; their `share` of the mean is respected.
+        use: Called as `use(entry, d, x)` for each weight and bias W `[k, out, in]` (a bias is one column). The gradient of W is
+            d'x, with the layer's input x `[k, b, in]` and the gradient d `[k, b, out]` by its output. It may move W.
+
+    Returns:
+        The loss of each model, `[k]`.
     """
-    ones = torch.ones_like(batch.labels, dtype=rows.dtype).unsqueeze(2)
+    bias_input = torch.ones_like(batch.labels, dtype=rows.dtype).unsqueeze(2)
     values = _forward(layers, rows, batch.inputs)
     log_probabilities = values[-1].log_softmax(2)
     labels = batch.labels.unsqueeze(2)
     share = 1 / labels.shape[1] if batch.share is None else batch.share.unsqueeze(2).to(rows)
     loss = -(log_probabilities.gather(2, labels) * share).sum((1, 2))
-    delta = log_probabilities.exp_().scatter_add_(2, labels, -ones).mul_(share)
-    for place in reversed(range(len(layers))):
-        layer, inputs = layers[place], values[place]
+    delta = log_probabilities.exp_().scatter_add_(2, labels, -bias_input).mul_(share)
+    for index in reversed(range(len(layers))):
+        layer, inputs = layers[index], values[index]
         if layer.rectified:
-            delta = torch.ops.aten.threshold_backward(delta, values[place + 1], 0)
-        below = torch.bmm(delta, matrix(rows, layer.weight)) if place else delta
+            delta = torch.ops.aten.threshold_backward(delta, values[index + 1], 0)
+        below = torch.bmm(delta, matrix(rows, layer.weight)) if index else delta
         use(layer.weight, delta, inputs)
         if layer.bias is not None:
-            use(layer.bias, delta, ones)
+            use(layer.bias, delta, bias_input)
         delta = below
     return loss
 
 
 def _forward(layers: Sequence[LinearLayer], rows: Tensor, inputs: Tensor) -> list[Tensor]:
-    """What enters each layer, `[k, b, in]`, and the logits."""
+    """Return the input of each layer, `[k, b, in]`, and the logits."""
     values = [inputs.reshape(*inputs.shape[:2], -1)]
     for layer in layers:
         weight = matrix(rows, layer.weight).mT
@@ -96,9 +104,9 @@ def _forward(layers: Sequence[LinearLayer], rows: Tensor, inputs: Tensor) -> lis
     return values
 
 
-def matrix(rows: Tensor, part: TensorSlice) -> Tensor:
-    """A view of every row's weight, `[k, out, in]`, or bias as one column, `[k, out, 1]`."""
-    return rows[:, part.slice].view(len(rows), part.shape[0], -1)
+def matrix(rows: Tensor, entry: TensorSlice) -> Tensor:
+    """Return a view of every row's weight, `[k, out, in]`, or bias as one column, `[k, out, 1]`."""
+    return rows[:, entry.slice].view(len(rows), entry.shape[0], -1)
 
 
 class FoldedSGD:
@@ -114,27 +122,27 @@ class FoldedSGD:
 
     @staticmethod
     def covers(settings: Training) -> bool:
-        """Whether local training with these settings is such a step: SGD without clipping, autocast or other options."""
+        """Return True if local training with these settings is such a step: SGD without clipping, autocast or other options."""
         plain = settings.clip is None and settings.autocast == "none" and settings.local_schedule == CONSTANT
         return settings.optimizer == "sgd" and plain and not any(settings.optimizer_options.values())
 
     def __call__(self, rows: Tensor, velocity: Tensor | None, batch: Batch) -> Tensor:
-        """Move `rows [k, P]` and, with momentum, `velocity [k, P]`; the answer is the loss before, `[k]`."""
+        """Update `rows [k, P]` and, with momentum, `velocity [k, P]`. Return the loss before the step, `[k]`."""
         return backward(self.layers, rows, batch, partial(self._move, rows, velocity, batch.step == 0))
 
     def _move(
-        self, rows: Tensor, velocity: Tensor | None, first: bool, part: TensorSlice, delta: Tensor, x: Tensor
+        self, rows: Tensor, velocity: Tensor | None, starts: bool, entry: TensorSlice, delta: Tensor, x: Tensor
     ) -> None:
-        """W <- W - eta (delta' x + decay W), or the same through the velocity."""
-        weight = matrix(rows, part)
+        """Set W <- W - eta (delta' x + decay W), with momentum through the velocity."""
+        weight = matrix(rows, entry)
         if velocity is None:
             weight.baddbmm_(delta.mT, x, beta=1 - self.rate * self.decay, alpha=-self.rate)
             return
-        moved = matrix(velocity, part)
-        moved.baddbmm_(delta.mT, x, beta=0 if first else self.momentum)
+        momentum = matrix(velocity, entry)
+        momentum.baddbmm_(delta.mT, x, beta=0 if starts else self.momentum)
         if self.decay:
-            moved.add_(weight, alpha=self.decay)
-        weight.add_(moved, alpha=-self.rate)
+            momentum.add_(weight, alpha=self.decay)
+        weight.add_(momentum, alpha=-self.rate)
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -146,8 +154,8 @@ def _has_hooks(module: nn.Module) -> bool:
 
 def _flattens(module: nn.Module, node: fx.Node) -> bool:
     if node.op == "call_module":
-        found = module.get_submodule(str(node.target))
-        return isinstance(found, nn.Flatten) and (found.start_dim, found.end_dim) == (1, -1)
+        layer = module.get_submodule(str(node.target))
+        return isinstance(layer, nn.Flatten) and (layer.start_dim, layer.end_dim) == (1, -1)
     named = node.op == "call_method" and node.target == "flatten"
     return (named or node.target is torch.flatten) and node.args[1:] == (1,) and not node.kwargs
 

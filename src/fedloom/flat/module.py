@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from fedloom.flat.compiled import CompiledGradient
 from fedloom.flat.layout import Layout, TensorSlice, Unit
 from fedloom.flat.precision import autocast, stacked_autocast
 from fedloom.models.structure import head_name
@@ -21,7 +20,7 @@ from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.training import Training
 
 Rows = slice | Tensor
-"""Some of the rows of `[k, ...]`."""
+"""A selection of the rows of `[k, ...]`."""
 
 
 class Batch(NamedTuple):
@@ -29,8 +28,8 @@ class Batch(NamedTuple):
 
     inputs: Tensor
     labels: Tensor
-    step: int = 0  # which step of this call, from 0; where clients' steps differ, that of the client with the fewest
-    clients: Rows | None = None  # whose samples they are, where that is not everybody in the cohort
+    step: int = 0  # index of the step in this training; if clients' steps differ, the smallest
+    clients: Rows | None = None  # rows of the cohort's clients that the samples belong to; None for all
     share: Tensor | None = None  # `[k, b]`, each sample's share of its client's mean: 0 for padding
 
 
@@ -38,39 +37,39 @@ class Net(Protocol):
     """One client's model as its loss sees it."""
 
     objective: Objective
-    """What the task's models learn: `objective.loss(outputs, labels)` is the mean loss of a batch."""
+    """The task's objective: `objective.loss(outputs, labels)` is the mean loss of a batch."""
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """What the model puts out, such as logits `[b, classes]`."""
+        """Return the model's outputs, such as logits `[b, classes]`."""
 
     def both(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """The features that enter the classifier, and what the model puts out, from one forward pass."""
+        """Return the features that enter the classifier and the model's outputs, from one forward pass."""
 
     def head(self, features: Tensor) -> Tensor:
-        """The classifier alone."""
+        """Return the classifier's outputs for features."""
 
     def at(self, row: Tensor) -> Net:
-        """The same architecture with the weights of `row [P]`, in evaluation mode and without gradients to its weights."""
+        """Return the same architecture with the weights of `row [P]`, in evaluation mode and without gradients to its weights."""
 
 
 FILTERS_PER_ACTIVATION = 8
-"""Above so many weights of convolutions for each number that they put out for one sample, channels stay first on a CPU: turning
-the filters in every step would cost more than the images gain (ResNet-20 on CIFAR: 1.4; VGG-16: 53)."""
+"""Convolution weights per output number of a sample, above which channels stay first on a CPU: turning the filters in every step
+would cost more than the images gain (ResNet-20 on CIFAR: 1.4; VGG-16: 53)."""
 
 LossFn = Callable[[Net, Batch, Mapping[str, Tensor]], Tensor]
-"""One client's loss: its net, its batch, what the method gave for it (a row of each `[k, ...]` tensor) -> a scalar."""
+"""One client's loss: (net, batch, the client's row of each tensor of the context) -> a scalar."""
 
 FoldedStep = Callable[[Tensor, Tensor | None, Batch], Tensor]
-"""(rows `[k, P]`, velocity `[k, T]` where there is momentum, batch) -> loss `[k]`: forward, backward and update at once."""
+"""(rows `[k, P]`, velocity `[k, T]` with momentum, batch) -> loss `[k]`: forward, backward and update at once."""
 
 
 def data_loss(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
-    """The loss of the task's objective on the batch."""
+    """Return the loss of the task's objective on the batch."""
     return net.objective.loss(net(batch.inputs), batch.labels)
 
 
 def head_loss(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
-    """The same for a batch whose inputs are what enters the classifier (`Cohort.for_classifier`)."""
+    """Return the same for a batch of features that enter the classifier (`Cohort.for_classifier`)."""
     return net.objective.loss(net.head(batch.inputs), batch.labels)
 
 
@@ -97,7 +96,7 @@ class BoundNet:
 
 
 class CalledNet:
-    """`Net` of a module that is called with tensors of a row; works on one row and under `vmap` alike."""
+    """`Net` of a module that is called with tensors of a row, on one row or under `vmap`."""
 
     def __init__(
         self,
@@ -120,8 +119,8 @@ class CalledNet:
 
     def head(self, features: Tensor) -> Tensor:
         prefix = f"{self.classifier_name}." if self.classifier_name else ""
-        own = {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
-        logits: Tensor = functional_call(self.classifier, own, (features,))
+        weights = {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
+        logits: Tensor = functional_call(self.classifier, weights, (features,))
         return logits
 
     def at(self, row: Tensor) -> Net:
@@ -151,23 +150,30 @@ def _features_and_logits(classifier: nn.Module, forward: Callable[[], Tensor]) -
 
 @dataclass(frozen=True)
 class Shortcuts:
-    """Faster ways to compute a local step that may be taken, since they were held against the plain way (`local.proof`)."""
+    """Faster ways to compute a local step that were compared with the plain way and may be taken (`prove`)."""
 
-    channels_last: bool = False  # images lie with the channels last
+    channels_last: bool = False  # channels-last memory format for images
     linear: bool = False  # linear layers' gradients are products, into which plain SGD is folded
     joint_optimizer: bool = False  # one optimizer of torch moves all rows of a stack
 
 
 PLAIN = Shortcuts()
-"""None of them."""
+"""No shortcut."""
 
 
 class FlatModule:
     """One copy of the task's module, reused for every client that trains in this process, one at a time.
 
-    `weights [1, P]` given to `gradient` is trained in place: parameters and statistics of the module are views of it, while
+    The `rows [1, P]` given to `gradient` are trained in place: the module's parameters and statistics are views of them, while
     frozen parameters are those of the task's module. So loading a client's model costs one copy of its row, and one tensor of
-    an optimizer covers every parameter. Forward and loss compute in `autocast`, where there is one and it does no harm.
+    an optimizer covers every parameter.
+
+    Args:
+        module: The task's module, which stays as it is.
+        layout: Its layout.
+        shortcuts: Faster ways that may be taken.
+        autocast: Type of the forward pass and the loss, in operations that tolerate it; None for the weights' type.
+        objective: What is learned.
     """
 
     def __init__(
@@ -184,15 +190,14 @@ class FlatModule:
         self.frozen = layout.shell(module).eval().requires_grad_(False)
         self.net = BoundNet(self.module, layout, self.frozen, objective)
         self.needs_pairs = any(
-            isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training for part in self.module.modules()
+            isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training for layer in self.module.modules()
         )
         self.smallest_batch = 2 if self.needs_pairs else 1
         self._row: Tensor | None = None
         self._gradient = torch.zeros(1, layout.trainable, dtype=layout.dtype, device=next(module.parameters()).device)
-        self._compiled: CompiledGradient | None = None
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
         self._slices = layout.slices[: len(self._parameters)]
-        self._moving = self._slices  # those of the parameters that train
+        self._moving = self._slices  # of the parameters that train
 
     @cached_property
     def initial(self) -> Tensor:
@@ -201,11 +206,11 @@ class FlatModule:
 
     @property
     def like(self) -> Tensor:
-        """Empty tensor with the rows' dtype and device."""
+        """An empty tensor with the rows' dtype and device."""
         return self._gradient[0, :0]
 
     def bind(self, rows: Tensor) -> None:
-        """Make the module a view of `rows [1, P]` (which costs nothing when it is one already)."""
+        """Make the module a view of `rows [1, P]`, unless it is already."""
         row = rows[0]
         if self._row is None or self._row.data_ptr() != row.data_ptr():
             self.layout.bind(self.module, row)
@@ -214,8 +219,8 @@ class FlatModule:
     def gradient(
         self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Loss `[k]` and its gradient `[k, T]` at `rows [k, P]`; the gradient is a buffer that the next call overwrites.
-        Statistics in `rows[:, T:]` move as training mode moves them."""
+        """Return the loss `[k]` and its gradient `[k, T]` at `rows [k, P]`; the next call overwrites the gradient. Statistics in
+        `rows[:, T:]` are updated, as in training mode."""
         loss, gradients = self.tensor_gradients(rows, batch, loss_fn, context)
         buffer = self._gradient[: len(rows)]
         if len(gradients) == len(self._slices):
@@ -223,45 +228,42 @@ class FlatModule:
             torch.cat(self._as_rows(gradients), 1, out=buffer)
         else:
             buffer.zero_()
-            for part, gradient in zip(self._moving, self._as_rows(gradients), strict=True):
-                buffer[:, part.slice] = gradient
+            for entry, gradient in zip(self._moving, self._as_rows(gradients), strict=True):
+                buffer[:, entry.slice] = gradient
         return loss, buffer
 
     def partial_gradient(
         self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Loss `[k]` and the gradient of what `train_only` left, its slices side by side, `[k, n]`."""
+        """Return the loss `[k]` and the gradient of the parameters that train, side by side, `[k, n]`."""
         loss, gradients = self.tensor_gradients(rows, batch, loss_fn, context)
         return loss, torch.cat(self._as_rows(gradients), 1)
 
     def _as_rows(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         pairs = zip(gradients, self._moving, strict=True)
-        return [gradient.reshape(-1, part.stop - part.start) for gradient, part in pairs]
+        return [gradient.reshape(-1, entry.stop - entry.start) for gradient, entry in pairs]
 
     def pieces(self, rows: Tensor) -> list[Tensor]:
-        """The parameters that train, as views `[k, ...]` of `rows [k, T or more]`; `tensor_gradients` gives one gradient each."""
-        return [piece(rows, part) for part in self._moving]
+        """Return the parameters that train as views `[k, ...]` of `rows [k, T or more]`, in the order of `tensor_gradients`."""
+        return [piece(rows, entry) for entry in self._moving]
 
     def folded(self, settings: Training, rate: float) -> FoldedStep | None:
-        """A whole step of SGD on the data loss in one function, if there is one for this module and these settings."""
+        """Return a step of SGD on the data loss as one function, or None for other modules and settings."""
         return None
 
     def heeds_share(self, loss_fn: LossFn) -> bool:
-        """Whether gradients of this loss heed `Batch.share`, so that batches may hold padding."""
+        """Return True if gradients of this loss respect `Batch.share`, so that batches may be padded."""
         return False
 
     def tensor_gradients(
         self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Loss `[k]` and the gradient of every tensor of `pieces(rows)`, zero for one that the loss does not use. Gradients may
-        share memory: they are not to be changed in place."""
+        """Return the loss `[k]` and the gradient of each tensor of `pieces(rows)`, zero if the loss does not use it. Do not
+        change gradients in place: they may share memory."""
         self.bind(rows)
-        one = Batch(self._laid_out(batch.inputs[0]), batch.labels[0], batch.step)
-        compiled = self._compiled_for(batch, loss_fn)
-        if compiled is not None:
-            return self._by_compiled(compiled, one)
+        client_batch = Batch(self._laid_out(batch.inputs[0]), batch.labels[0], batch.step)
         with autocast(self.autocast, rows.device):
-            loss = loss_fn(self.net, one, {name: value[0] for name, value in context.items()})
+            loss = loss_fn(self.net, client_batch, {name: value[0] for name, value in context.items()})
         trained = [p for p in self._parameters if p.requires_grad]
         gradients = torch.autograd.grad(loss, trained, materialize_grads=True)
         return loss.detach().to(rows).unsqueeze(0), [gradient.unsqueeze(0) for gradient in gradients]
@@ -269,20 +271,20 @@ class FlatModule:
     def sample_gradients(
         self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """The loss `[b]` of each sample of one client's batch, as if alone in it, and its gradient `[b, n]`. By `vmap`, or
-        one after the other where an operation does not take that."""
-        held, own = self.layout.tensors(rows[0].detach()), {name: value[0] for name, value in context.items()}
+        """Return the loss `[b]` of each sample of one client's batch, as a batch of its own, and its gradient `[b, n]`. It takes
+        `vmap`, or one sample after another if an operation does not support that."""
+        tensors, client_context = self.layout.tensors(rows[0].detach()), {n: value[0] for n, value in context.items()}
 
         def loss_of_one(trained: Mapping[str, Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
-            net = CalledNet(self.module, self.layout, {**held, **trained}, self.frozen, self.objective)
-            return loss_fn(net, Batch(inputs.unsqueeze(0), labels.unsqueeze(0), batch.step), own)
+            net = CalledNet(self.module, self.layout, {**tensors, **trained}, self.frozen, self.objective)
+            return loss_fn(net, Batch(inputs.unsqueeze(0), labels.unsqueeze(0), batch.step), client_context)
 
-        trained = {part.name: held[part.name] for part in self._moving}
+        trained = {entry.name: tensors[entry.name] for entry in self._moving}
         try:
-            each = vmap(grad_and_value(loss_of_one), (None, 0, 0), randomness="different")
+            of_samples = vmap(grad_and_value(loss_of_one), (None, 0, 0), randomness="different")
             with stacked_autocast(self.autocast), no_loop_in_vmap():
-                found, losses = each(trained, batch.inputs[0], batch.labels[0])
-            return losses.to(rows), torch.cat([found[name].flatten(1) for name in trained], 1)
+                by_name, losses = of_samples(trained, batch.inputs[0], batch.labels[0])
+            return losses.to(rows), torch.cat([by_name[name].flatten(1) for name in trained], 1)
         except RuntimeError:
             singles = zip(batch.inputs.split(1, 1), batch.labels.split(1, 1), strict=True)
             pairs = [
@@ -292,62 +294,38 @@ class FlatModule:
             gradients = [torch.cat(self._as_rows(gradients), 1) for _, gradients in pairs]
             return torch.cat([loss for loss, _ in pairs]), torch.cat(gradients)
 
-    def compile_for(self, batch_size: int | None, notice: Callable[[str], None]) -> None:
-        """Have the data loss and its gradient on batches of so many samples compiled, and others not (None: none at all).
-        Which steps are compiled depends on their shape alone, so that a run can be repeated bit for bit. `notice` is told of
-        compiled steps that are left out, since they differ from the others."""
-        if batch_size is None:
-            self._compiled = None
-        elif self._compiled is None or self._compiled.batch_size != batch_size:
-            module = self.layout.shell(self.original).train()
-            self._compiled = CompiledGradient(module, batch_size, self.objective.loss, notice)
-
-    def _compiled_for(self, batch: Batch, loss_fn: LossFn) -> CompiledGradient | None:
-        """The compiled loss and gradient for batches of this shape, if there are any."""
-        compiled = self._compiled
-        if compiled is None or loss_fn is not data_loss or self.autocast is not None:
-            return None
-        return compiled if batch.labels.shape[1] == compiled.batch_size else None
-
-    def _by_compiled(self, compiled: CompiledGradient, one: Batch) -> tuple[Tensor, Sequence[Tensor]]:
-        tensors = self.layout.unfrozen_tensors(self.module)
-        trained = {name: tensors.pop(name) for name, p in list(tensors.items()) if p.requires_grad}
-        loss, gradients, after = compiled(trained, tensors, one.inputs, one.labels, stacked=False)
-        for name, tensor in after.items():
-            tensors[name].detach().copy_(tensor)
-        return loss.unsqueeze(0), [gradient.unsqueeze(0) for gradient in gradients]
-
     def _laid_out(self, inputs: Tensor) -> Tensor:
-        """Images `[b, c, h, w]` in the memory format in which convolutions are fastest here; filters keep that of the row."""
+        """Return images `[b, c, h, w]` in the memory format in which convolutions are fastest; filters keep that of the row."""
         return channels_last(inputs) if self.shortcuts.channels_last and inputs.dim() == 4 else inputs
 
     def train_only(self, units: Unit | None) -> None:
         """Let gradients reach only the parameters inside `units` (None: all), so that backward goes no deeper."""
         pairs = list(zip(self._parameters, self._slices, strict=True))
-        for parameter, part in pairs:
-            parameter.requires_grad_(units is None or any(u.start <= part.start and part.stop <= u.stop for u in units))
-        self._moving = tuple(part for parameter, part in pairs if parameter.requires_grad)
+        for parameter, entry in pairs:
+            inside = units is None or any(u.start <= entry.start and entry.stop <= u.stop for u in units)
+            parameter.requires_grad_(inside)
+        self._moving = tuple(entry for parameter, entry in pairs if parameter.requires_grad)
 
     @torch.no_grad()
     def features(self, rows: Tensor, inputs: Tensor) -> Tensor | None:
-        """What enters the classifier in training mode, `[1, n, ...]` for `inputs [1, n, ...]`.
+        """Return the features that enter the classifier in training mode, `[1, n, ...]` for `inputs [1, n, ...]`.
 
-        None where that is not a function of each sample alone: a layer draws, normalises by the batch or keeps statistics; and
-        where the classifier is not the model's last operation.
+        They are None if they are not a function of each sample alone (a layer draws, normalises by the batch or keeps
+        statistics), or if the classifier is not the model's last operation.
         """
         if self.needs_pairs or self.layout.trainable < self.layout.size or self.layout.integers:
             return None
         self.bind(rows)
         with torch.random.fork_rng(devices=[rows.device] if rows.is_cuda else []):
-            before = generator_state(rows)
+            state = generator_state(rows)
             features, logits = self.net.both(self._laid_out(inputs[0]))
-            drawn = not torch.equal(before, generator_state(rows))
-        whole = isinstance(logits, Tensor) and not drawn and torch.equal(self.net.head(features), logits)
-        return features.unsqueeze(0) if whole else None
+            drawn = not torch.equal(state, generator_state(rows))
+        suffice = isinstance(logits, Tensor) and not drawn and torch.equal(self.net.head(features), logits)
+        return features.unsqueeze(0) if suffice else None
 
     @torch.no_grad()
     def outputs(self, row: Tensor, inputs: Tensor) -> Any:
-        """What the model `row [P]` puts out in evaluation mode for `inputs [b, ...]`."""
+        """Return the outputs of the model `row [P]` in evaluation mode for `inputs [b, ...]`."""
         self.layout.bind(self.frozen, row)
         return self.frozen(self._laid_out(inputs))
 
@@ -356,45 +334,45 @@ class FlatModule:
         self.layout.load_integers(self.module, integers[0])
 
     def integers(self) -> Tensor:
-        """The integer buffers, `[1, Z]`."""
+        """Return the integer buffers, `[1, Z]`."""
         return self.layout.flatten_integers(self.module).unsqueeze(0)
 
 
-def piece(rows: Tensor, part: TensorSlice) -> Tensor:
-    """A view of one tensor of every row, `[k, *shape]`."""
-    return rows[:, part.slice].view(len(rows), *part.shape)
+def piece(rows: Tensor, entry: TensorSlice) -> Tensor:
+    """Return a view of one tensor of every row, `[k, *shape]`."""
+    return rows[:, entry.slice].view(len(rows), *entry.shape)
 
 
 @torch.no_grad()
 def convolutions_weigh_little(module: nn.Module, image: Tensor) -> bool:
-    """Whether the module has 2d convolutions with few weights compared with their outputs for one image `[1, c, h, w]`. On a CPU
-    these are faster in channels-last memory format, which each layer hands on to the next."""
-    convolutions = [part for part in module.modules() if isinstance(part, nn.Conv2d)]
+    """Return True if the module has 2d convolutions with few weights compared with their outputs for one image `[1, c, h, w]`. On
+    a CPU these are faster in channels-last memory format, which each layer passes on to the next."""
+    convolutions = [layer for layer in module.modules() if isinstance(layer, nn.Conv2d)]
     if not convolutions:
         return False
-    put_out = 0
+    outputs = 0
 
-    def note(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> None:
-        nonlocal put_out
-        put_out += output.numel()
+    def count(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> None:
+        nonlocal outputs
+        outputs += output.numel()
 
-    handles = [part.register_forward_hook(note) for part in convolutions]
+    handles = [layer.register_forward_hook(count) for layer in convolutions]
     try:
         with torch.random.fork_rng(devices=[]):
             module(image)
     finally:
         for handle in handles:
             handle.remove()
-    return sum(part.weight.numel() for part in convolutions) <= FILTERS_PER_ACTIVATION * put_out
+    return sum(layer.weight.numel() for layer in convolutions) <= FILTERS_PER_ACTIVATION * outputs
 
 
 def generator_state(tensor: Tensor) -> Tensor:
-    """The state of torch's global generator for the tensor's device."""
+    """Return the state of torch's global generator for the tensor's device."""
     return torch.cuda.get_rng_state(tensor.device) if tensor.is_cuda else torch.get_rng_state()
 
 
 def channels_last(images: Tensor) -> Tensor:
-    """`[b, c, h, w]` in channels-last memory format. For one channel the formats differ in the strides alone, which are set."""
+    """Return `[b, c, h, w]` in channels-last memory format. With one channel the formats differ in the strides alone."""
     height, width = images.shape[2:]
     if images.shape[1] == 1 and images.is_contiguous():
         return images.as_strided(images.shape, (height * width, 1, width, 1), images.storage_offset())
@@ -403,11 +381,11 @@ def channels_last(images: Tensor) -> Tensor:
 
 @contextmanager
 def no_loop_in_vmap() -> Iterator[None]:
-    """Inside, `vmap` raises where it would take its rows one by one, slower than without it."""
+    """Make `vmap` raise, inside the block, for operations that it would compute row by row, slower than without it."""
     functorch: Any = torch._C._functorch
-    before = functorch._is_vmap_fallback_enabled()
+    enabled = functorch._is_vmap_fallback_enabled()
     functorch._set_vmap_fallback_enabled(False)
     try:
         yield
     finally:
-        functorch._set_vmap_fallback_enabled(before)
+        functorch._set_vmap_fallback_enabled(enabled)

@@ -17,7 +17,7 @@ _SHORT = frozenset({
     F.scaled_dot_product_attention, torch.einsum, torch.matmul, torch.mm, torch.bmm, torch.mv, torch.addmm, torch.baddbmm,
     Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm, Tensor.bmm,
 })  # fmt: skip
-"""Functions that compute in the short type: those of torch's own autocast."""
+"""Functions that compute in the short type, as in torch's autocast."""
 
 _LONG = frozenset({
     F.cross_entropy, F.nll_loss, F.kl_div, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.binary_cross_entropy_with_logits,
@@ -30,7 +30,7 @@ _LONG = frozenset({
 
 
 def autocast(kind: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
-    """While active, one model's forward pass and loss compute in `kind` where that does no harm (None: nowhere).
+    """Compute one model's forward pass and loss in `kind`, inside the block, in operations that tolerate it (None: in none).
 
     Autocast's cache of converted weights is off, since each step changes the weights.
     """
@@ -38,7 +38,7 @@ def autocast(kind: torch.dtype | None, device: torch.device) -> AbstractContextM
 
 
 def stacked_autocast(kind: torch.dtype | None) -> AbstractContextManager[Any]:
-    """The same for models under `vmap`, which torch's autocast does not see: vmap's rules run before it."""
+    """Do the same for models under `vmap`, which torch's autocast does not see: vmap's rules run before it."""
     return nullcontext() if kind is None else _Autocast(kind)
 
 
@@ -53,6 +53,6 @@ class _Autocast(TorchFunctionMode):
         kind = self.kind if func in _SHORT else torch.float32 if func in _LONG else None
         if kind is None:
             return func(*args, **(kwargs or {}))
-        there = torch.float32 if func in _SHORT else self.kind
-        args, kwargs = tree_map_only(Tensor, lambda t: t.to(kind) if t.dtype == there else t, (args, kwargs or {}))
+        source = torch.float32 if func in _SHORT else self.kind
+        args, kwargs = tree_map_only(Tensor, lambda t: t.to(kind) if t.dtype == source else t, (args, kwargs or {}))
         return func(*args, **kwargs)

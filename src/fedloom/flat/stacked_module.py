@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from fedloom.flat.compiled import CompiledGradient
 from fedloom.flat.device import moved
 from fedloom.flat.dropout import dropout_of
 from fedloom.flat.layout import Layout, TensorSlice
@@ -32,11 +31,10 @@ from fedloom.training import Training
 
 
 class StackedModule(FlatModule):
-    """The task's architecture over k rows at once, under the interface of `FlatModule`, with `[k, ...]` for its `[1, ...]`.
+    """The task's architecture over k rows at once, with the interface of `FlatModule` and `[k, ...]` for its `[1, ...]`.
 
-    The loss, written for one client, runs under `vmap` over the rows; the summed loss has one backward. Nothing is ever
-    mixed between rows; frozen parameters are there once for all of them. `features` and `outputs` still take one row at a time.
-    """
+    The loss, written for one client, runs under `vmap` over the rows, with one backward pass of the sum. Rows never mix, and
+    share frozen parameters. `features` and `outputs` still take one row at a time."""
 
     def __init__(
         self,
@@ -51,22 +49,20 @@ class StackedModule(FlatModule):
         self._layers = linear_layers(self.module, layout) if linear else []
         self._statistics = layout.slices[len(self._slices) :]
         self._counts: Tensor | None = None
-        self._places: tuple[Tensor, Tensor] | None = None  # some clients' places, and the same beside the counts
+        self._moved_rows: tuple[Tensor, Tensor] | None = None  # a selection of rows, and its copy on the counts' device
         self._streams: Sequence[torch.Generator] = ()
 
     def begin(self, clients: int, streams: Sequence[torch.Generator]) -> None:
-        """Another cohort of `clients` clients. `streams`, one a client, are what dropout draws from; without them no layer may
-        draw."""
+        """Begin a cohort of `clients` clients. Dropout draws from `streams`, one per client; without them no layer may draw."""
         self._streams = streams
         self._counts = self.layout.flatten_integers(self.module).repeat(clients, 1)
         if len(self._gradient) < clients:
             self._gradient = self._gradient.new_zeros(clients, self.layout.trainable)
 
     def folded(self, settings: Training, rate: float) -> FoldedStep | None:
-        whole = len(self._moving) == len(self._slices)
-        return (
-            FoldedSGD(self._layers, settings, rate) if self._layers and whole and FoldedSGD.covers(settings) else None
-        )
+        all_move = len(self._moving) == len(self._slices)
+        folds = self._layers and all_move and FoldedSGD.covers(settings)
+        return FoldedSGD(self._layers, settings, rate) if folds else None
 
     def heeds_share(self, loss_fn: LossFn) -> bool:
         return bool(self._layers) and loss_fn is data_loss and self.autocast is None
@@ -82,11 +78,11 @@ class StackedModule(FlatModule):
         return self._by_layers(rows, batch, buffer), buffer
 
     def _by_layers(self, rows: Tensor, batch: Batch, into: Tensor) -> Tensor:
-        """The loss `[k]`; its gradient by what moves is written `into [k, T]`."""
+        """Return the loss `[k]`, and write its gradient by the parameters that train `into [k, T]`."""
 
-        def keep(part: TensorSlice, delta: Tensor, x: Tensor) -> None:
-            if part in self._moving:
-                matrix(into, part).baddbmm_(delta.mT, x, beta=0)
+        def keep(entry: TensorSlice, delta: Tensor, x: Tensor) -> None:
+            if entry in self._moving:
+                matrix(into, entry).baddbmm_(delta.mT, x, beta=0)
 
         return backward(self._layers, rows, batch, keep)
 
@@ -94,83 +90,69 @@ class StackedModule(FlatModule):
         self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]
     ) -> tuple[Tensor, Sequence[Tensor]]:
         if self.heeds_share(loss_fn):
-            found = self._gradient[: len(rows)]
-            return self._by_layers(rows, batch, found), self.pieces(found)
-        trained = {part.name: piece(rows, part).detach().requires_grad_() for part in self._moving}
-        names = trained.keys()
-        others = {part.name: piece(rows, part).detach() for part in self._slices if part.name not in names}
-        # Under vmap batch norm moves its statistics in place only where they are one contiguous block; a row's slice is none,
-        # and the move would be lost without a word.
-        statistics = {part.name: piece(rows, part).detach().contiguous() for part in self._statistics}
+            buffer = self._gradient[: len(rows)]
+            return self._by_layers(rows, batch, buffer), self.pieces(buffer)
+        trained = {entry.name: piece(rows, entry).detach().requires_grad_() for entry in self._moving}
+        resting = {entry.name: piece(rows, entry).detach() for entry in self._slices if entry.name not in trained}
+        # Under vmap batch norm updates its statistics in place only if they are one contiguous block; a row's slice is none, and
+        # the update would be lost without a word.
+        statistics = {entry.name: piece(rows, entry).detach().contiguous() for entry in self._statistics}
         counts = self._counts_for(batch.clients)
-        integers = {part.name: counts[:, part.slice].view(len(rows), *part.shape).to(part.dtype)
-                    for part in self.layout.integer_slices}  # fmt: skip
+        integers = {entry.name: counts[:, entry.slice].view(len(rows), *entry.shape).to(entry.dtype)
+                    for entry in self.layout.integer_slices}  # fmt: skip
 
-        held = {**others, **statistics, **integers}
-        compiled = self._compiled_for(batch, loss_fn)
-        if compiled is not None:
-            losses, gradients, after = compiled(trained, held, batch.inputs, batch.labels, stacked=True)
-            statistics = {name: after[name] for name in statistics}
-            integers = {name: after[name] for name in integers}
-        else:
-            losses, gradients = self._by_vmap(trained, held, batch, loss_fn, context)
-        for part in self._statistics:
-            piece(rows, part).detach().copy_(statistics[part.name])
+        losses, gradients = self._by_vmap(trained, {**resting, **statistics, **integers}, batch, loss_fn, context)
+        for entry in self._statistics:
+            piece(rows, entry).detach().copy_(statistics[entry.name])
         self._keep_counts(batch.clients, integers)
         return losses.detach().to(rows), gradients
 
     def _by_vmap(
         self,
         trained: dict[str, Tensor],
-        held: dict[str, Tensor],
+        untrained: dict[str, Tensor],
         batch: Batch,
         loss_fn: LossFn,
         context: Mapping[str, Tensor],
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Losses `[k]` and gradients; what layers move of `held` moves in place."""
+        """Return losses `[k]` and gradients. Layers update their buffers among the `untrained` tensors in place."""
 
         def loss_of_one(
-            tensors: Mapping[str, Tensor], inputs: Tensor, labels: Tensor, own: Mapping[str, Tensor]
+            tensors: Mapping[str, Tensor], inputs: Tensor, labels: Tensor, client_context: Mapping[str, Tensor]
         ) -> Tensor:
             net = CalledNet(self.module, self.layout, tensors, self.frozen, self.objective)
-            return loss_fn(net, Batch(inputs, labels, batch.step), own)
+            return loss_fn(net, Batch(inputs, labels, batch.step), client_context)
 
         with dropout_of(self._drawing(batch.clients)), stacked_autocast(self.autocast):
-            losses = vmap(loss_of_one)({**trained, **held}, batch.inputs, batch.labels, dict(context))
+            losses = vmap(loss_of_one)({**trained, **untrained}, batch.inputs, batch.labels, dict(context))
         return losses, torch.autograd.grad(losses.sum(), list(trained.values()), materialize_grads=True)
-
-    def _compiled_for(self, batch: Batch, loss_fn: LossFn) -> CompiledGradient | None:
-        """As for one model; and all of the cohort take the step, with no layer that draws."""
-        apart = batch.clients is not None or bool(self._streams)
-        return None if apart else super()._compiled_for(batch, loss_fn)
 
     def _drawing(self, clients: Rows | None) -> Sequence[torch.Generator]:
         if clients is None or not self._streams:
             return self._streams
-        return [self._streams[place] for place in torch.arange(len(self._streams))[clients].tolist()]
+        return [self._streams[row] for row in torch.arange(len(self._streams))[clients].tolist()]
 
-    def _here(self, clients: Rows) -> Rows:
-        """The clients' row numbers on the device of the counts, copied there once for all steps of the same clients."""
+    def _on_device(self, clients: Rows) -> Rows:
+        """Return the clients' row numbers on the device of the counts, copied once for all steps of the same clients."""
         if not isinstance(clients, Tensor):
             return clients
-        if self._places is None or self._places[0] is not clients:
-            self._places = clients, moved(clients, self._counts_for(None).device)
-        return self._places[1]
+        if self._moved_rows is None or self._moved_rows[0] is not clients:
+            self._moved_rows = clients, moved(clients, self._counts_for(None).device)
+        return self._moved_rows[1]
 
-    # --- integer buffers, which batch norm counts its batches in ---
+    # --- integer buffers, in which batch norm counts its batches ---
 
     def _counts_for(self, clients: Rows | None) -> Tensor:
         if self._counts is None:
             raise RuntimeError("begin a cohort first")
-        return self._counts if clients is None else self._counts[self._here(clients)]
+        return self._counts if clients is None else self._counts[self._on_device(clients)]
 
     def _keep_counts(self, clients: Rows | None, integers: Mapping[str, Tensor]) -> None:
         if not integers or self._counts is None:
             return
-        flat = [integers[part.name].reshape(-1, part.stop - part.start) for part in self.layout.integer_slices]
-        self._counts[slice(None) if clients is None else self._here(clients)] = torch.cat(
-            [part.long() for part in flat], 1
-        )
+        slices = self.layout.integer_slices
+        columns = [integers[entry.name].reshape(-1, entry.stop - entry.start).long() for entry in slices]
+        self._counts[slice(None) if clients is None else self._on_device(clients)] = torch.cat(columns, 1)
 
     def load_integers(self, integers: Tensor) -> None:
         self._counts = integers.clone()

@@ -1,4 +1,4 @@
-"""How a gradient moves the weights: SGD, and the other optimizers of torch, for one client or for several side by side."""
+"""Updates of the weights by SGD and the other optimizers of torch, for one client or for several side by side."""
 
 from __future__ import annotations
 
@@ -16,46 +16,45 @@ from fedloom.local.batches import LockStep
 from fedloom.training import Training
 
 Context = Mapping[str, Tensor]
-"""What a method hands to its hooks: named tensors with one row a client, `[k, ...]`."""
+"""Named tensors that a method passes to its hooks, with one row a client, `[k, ...]`."""
 
 Correction = Callable[[Tensor, Tensor, Context], Tensor]
 """(weights `[k, T]`, gradient `[k, T]`, context) -> the gradient to use; it may change the gradient in place."""
 
 GradientFn = Callable[[Tensor, Batch, Context], tuple[Tensor, Tensor]]
-"""(weights `[k, P]`, batch, context) -> loss `[k]` and the gradient `[k, T]` to use, from `Cohort.gradient` wherever the method
-wants it taken."""
+"""(weights `[k, P]`, batch, context) -> loss `[k]` and the gradient `[k, T]` to use, from `Cohort.gradient` at any weights."""
 
 
 class StepRates:
-    """The learning rates of k clients' next steps: `base`, one for all or one each `[k]`, times what the local schedule gives
-    for the steps `totals [k]` that each client will make."""
+    """Learning rates of k clients' next steps: `base`, one for all or one each `[k]`, times the factor of the local schedule for
+    clients that make `totals [k]` steps."""
 
     def __init__(self, base: float | Tensor, schedule: str, totals: Tensor) -> None:
         count = len(totals)
         self.base = base.tolist() if isinstance(base, Tensor) else [base] * count
-        self.schedule, self.totals, self.made = schedule, totals.tolist(), [0] * count
+        self.schedule, self.totals, self.steps = schedule, totals.tolist(), [0] * count
         self.constant = schedule == CONSTANT and len(set(self.base)) == 1
 
     def alike(self, members: Sequence[int]) -> bool:
-        """Whether these clients' steps have the same rates from here on."""
-        return self.constant or len({(self.base[k], self.made[k], self.totals[k]) for k in members}) == 1
+        """Return True if these clients' steps have the same rates from now on."""
+        return self.constant or len({(self.base[k], self.steps[k], self.totals[k]) for k in members}) == 1
 
     def step(self, members: Sequence[int]) -> float | list[float]:
-        """The rate of these clients' next step, or the rate of each; the step then counts as made."""
+        """Return the rate of these clients' next step, or the rate of each, and count the step."""
         if self.constant:
             return self.base[0]
-        found = [self.base[k] * rate_factor(self.schedule, self.made[k], self.totals[k]) for k in members]
+        rates = [self.base[k] * rate_factor(self.schedule, self.steps[k], self.totals[k]) for k in members]
         for k in members:
-            self.made[k] += 1
-        return found[0] if len(set(found)) == 1 else found
+            self.steps[k] += 1
+        return rates[0] if len(set(rates)) == 1 else rates
 
 
 class LocalOptimizer:
-    """One local training: how each batch moves the rows of the clients whose it is.
+    """One local training: each batch moves the rows of its clients.
 
-    Per step the gradient of `loss_fn` (or what `gradient_fn` gives in its place), then `correction`, clipping, weight decay and
-    momentum as the settings say. `weights [k, P]` are those of the whole cohort; with `only`, just these slices move.
-    An optimizer of the user's is given tensors in the shapes that the model has, one optimizer a client.
+    A step takes the gradient of `loss_fn` or `gradient_fn`, then applies `correction`, clipping, weight decay and momentum.
+    `weights [k, P]` are those of the whole cohort; `only` names the slices that move. An optimizer of the user's is given tensors
+    in the model's shapes, one optimizer a client.
     """
 
     def __init__(
@@ -73,8 +72,8 @@ class LocalOptimizer:
         self.loss_fn, self.gradient_fn, self.correction = loss_fn, gradient_fn, correction
         trainable = flat_module.layout.trainable
         slices = [slice(0, trainable)] if only is None else only
-        self.parts = tuple(slice(p.start, min(p.stop, trainable)) for p in slices if p.start < trainable)
-        # Where nothing looks at the whole gradient, each tensor is updated from where autograd left its gradient.
+        self.columns = tuple(slice(s.start, min(s.stop, trainable)) for s in slices if s.start < trainable)
+        # If nothing needs the gradient as one vector, each tensor is updated from autograd's own gradient.
         sgd = settings.optimizer == "sgd"
         self.by_tensor = sgd and settings.clip is None and gradient_fn is None and correction is None
         self.shaped = self.by_tensor or settings.own_optimizer
@@ -84,8 +83,8 @@ class LocalOptimizer:
         self.optimizers = None if sgd else TorchOptimizers(settings, rates.base[0], self._moved(weights), joint)
 
     def take(self, group: LockStep, state: Mapping[str, Tensor], context: Context) -> list[Tensor]:
-        """Let clients take their batches; the answer is the loss of each, `[g]`. Their rows of the state move: `weights [g, P]`
-        and with momentum `velocity [g, T]`."""
+        """Take the steps of a group of clients and return the loss of each step, `[g]`. Their rows of the state move:
+        `weights [g, P]` and with momentum `velocity [g, T]`."""
         rows, velocity = state["weights"], state.get("velocity")
         if self.folded is not None:
             return [self.folded(rows, velocity, batch) for batch in group.batches]
@@ -97,17 +96,17 @@ class LocalOptimizer:
         return [self.step(rows, batch, context, update, self.rates.step(members)) for batch in group.batches]
 
     def step(self, rows: Tensor, batch: Batch, context: Context, update: Update, rate: float | list[float]) -> Tensor:
-        """One step of clients whose models are `rows [g, P]`; the answer is their loss before, `[g]`."""
+        """Take one step of clients with models `rows [g, P]` and return their loss before it, `[g]`."""
         loss, gradients = self._gradients(rows, batch, context)
         update.step(gradients, rate, batch.step == 0)
         return loss
 
     def _moved(self, rows: Tensor) -> list[Tensor]:
-        """What moves of `rows [g, T or more]`, as views."""
-        return self.flat_module.pieces(rows) if self.shaped else [rows[:, part] for part in self.parts]
+        """Return views of what moves of `rows [g, T or more]`."""
+        return self.flat_module.pieces(rows) if self.shaped else [rows[:, columns] for columns in self.columns]
 
     def _gradients(self, rows: Tensor, batch: Batch, context: Context) -> tuple[Tensor, Sequence[Tensor]]:
-        """The loss `[g]`, and a gradient for each of `_moved(rows)`."""
+        """Return the loss `[g]`, and a gradient for each of `_moved(rows)`."""
         if self.by_tensor:
             return self.flat_module.tensor_gradients(rows, batch, self.loss_fn, context)
         if self.gradient_fn is None:
@@ -123,7 +122,7 @@ class LocalOptimizer:
 
 
 def clipped(gradient: Tensor, limit: float) -> Tensor:
-    """Each row of `[k, T]` scaled down to a norm of at most `limit`."""
+    """Scale each row of `[k, T]` down to a norm of at most `limit`."""
     norm = gradient.norm(dim=1, keepdim=True)
     scaled: Tensor = gradient * (limit / (norm + 1e-6)).clamp(max=1.0)
     return scaled
@@ -132,14 +131,14 @@ def clipped(gradient: Tensor, limit: float) -> Tensor:
 class Update(Protocol):
     """Moves the weights of some clients."""
 
-    def step(self, gradients: Sequence[Tensor], rate: float | list[float], first: bool) -> None:
-        """Apply one gradient for each tensor of weights, at one learning rate or at one for each client; `first` says that it is
-        the clients' first."""
+    def step(self, gradients: Sequence[Tensor], rate: float | list[float], starts: bool) -> None:
+        """Apply one gradient for each tensor of weights, at one learning rate or one for each client. `starts` marks the first
+        step."""
 
 
 class SGD:
-    """SGD over `weights`, with a `velocity` for each where there is momentum; what that holds before the first step does not
-    matter. Gradients stay as they are: two may lie in the same memory."""
+    """SGD over `weights`, with a `velocity` for each if there is momentum, which the first step overwrites. Gradients stay as
+    they are: they may share memory."""
 
     def __init__(self, settings: Training, weights: list[Tensor], velocity: list[Tensor]) -> None:
         self.weights, self.velocity = weights, velocity
@@ -148,12 +147,12 @@ class SGD:
         self.dampening = float(settings.optimizer_options.get("dampening", 0.0))
 
     @torch.no_grad()
-    def step(self, gradients: Sequence[Tensor], rate: float | list[float], first: bool) -> None:
+    def step(self, gradients: Sequence[Tensor], rate: float | list[float], starts: bool) -> None:
         step = list(gradients)
         if self.weight_decay:
             step = list(torch._foreach_add(step, self.weights, alpha=self.weight_decay))
         if self.momentum:
-            if first:
+            if starts:
                 torch._foreach_copy_(self.velocity, step)
             else:
                 torch._foreach_mul_(self.velocity, self.momentum)
@@ -170,39 +169,38 @@ class SGD:
 
 
 TOGETHER = 1 << 20
-"""Weights of several clients that an optimizer of torch moves at a time on a CPU. It passes over them several times in a step,
-slower than client by client where not all fit the caches: beside clients that train one after another (1.0), ten models of
+"""Most weights of several clients that one optimizer of torch moves on a CPU. It passes over them several times in a step,
+which is slower than client by client if they do not fit the caches: relative to clients one after another, ten models of
 200,000 weights took 1.5 of the time with one optimizer and 1.3 with one each, twenty models of 5,000 took 0.2 and 0.4."""
 
 
 class TorchOptimizers:
-    """A fresh optimizer of torch for each client, over what moves of its row: `tensors [k, ...]` hold all clients'.
+    """Fresh optimizers of torch, one for each client, over what moves of all clients' rows, `tensors [k, ...]`.
 
-    It is one for all of them where that is allowed (`joint`) and faster, since these optimizers treat every number alike, until a
-    batch is not everybody's or learning rates differ: from then on what each keeps of its steps differs.
-    """
+    One optimizer serves all clients if that is allowed (`joint`) and faster, since these optimizers treat every number alike,
+    until a batch is not everybody's or learning rates differ: from then on the clients' optimizer states differ."""
 
     def __init__(self, settings: Training, rate: float, tensors: Sequence[Tensor], joint: bool) -> None:
         self.clients = len(tensors[0])
         joint = joint and self.clients > 1
         joint = joint and (tensors[0].is_cuda or sum(tensor.numel() for tensor in tensors) <= TOGETHER)
         self._joint = _Optimizer(settings, rate, tensors) if joint else None
-        alone = range(0 if joint else self.clients)
-        self._apart = [_Optimizer(settings, rate, [tensor[k] for tensor in tensors]) for k in alone]
+        separate = range(0 if joint else self.clients)
+        self._separate = [_Optimizer(settings, rate, [tensor[k] for tensor in tensors]) for k in separate]
 
     def of(self, members: Sequence[int], tensors: Sequence[Tensor], alike: bool) -> Update:
-        """What moves `tensors [g, ...]`, which are those of the clients at the places `members`; `alike` says that these have the
-        same learning rates."""
+        """Return the update of `tensors [g, ...]`, those of the clients in the rows `members`; `alike` if their rates are
+        equal."""
         if self._joint is not None:
             if alike and list(members) == list(range(self.clients)):
-                self._joint.lie_in(tensors)
+                self._joint.attach(tensors)
                 return self._joint
-            self._apart = [self._joint.of_row(k) for k in range(self.clients)]
+            self._separate = [self._joint.of_row(k) for k in range(self.clients)]
             self._joint = None
-        chosen = [self._apart[k] for k in members]
-        for place, optimizer in enumerate(chosen):
-            optimizer.lie_in([tensor[place] for tensor in tensors])
-        return _Apart(chosen)
+        optimizers = [self._separate[k] for k in members]
+        for row, optimizer in enumerate(optimizers):
+            optimizer.attach([tensor[row] for tensor in tensors])
+        return _Separate(optimizers)
 
 
 class _Optimizer:
@@ -213,41 +211,41 @@ class _Optimizer:
         self.tensors = [torch.nn.Parameter(tensor) for tensor in tensors]
         self.optimizer = settings.torch_optimizer(self.tensors, rate)
 
-    def lie_in(self, tensors: Sequence[Tensor]) -> None:
-        """Move these from now on."""
-        for own, tensor in zip(self.tensors, tensors, strict=True):
-            own.data = tensor
+    def attach(self, tensors: Sequence[Tensor]) -> None:
+        """Move these tensors from now on."""
+        for parameter, tensor in zip(self.tensors, tensors, strict=True):
+            parameter.data = tensor
 
-    def step(self, gradients: Sequence[Tensor], rate: float | list[float], first: bool) -> None:
+    def step(self, gradients: Sequence[Tensor], rate: float | list[float], starts: bool) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        for own, gradient in zip(self.tensors, gradients, strict=True):
-            own.grad = gradient
+        for parameter, gradient in zip(self.tensors, gradients, strict=True):
+            parameter.grad = gradient
         self.optimizer.step()
 
     def of_row(self, k: int) -> _Optimizer:
-        """The optimizer of row k alone, with what this one keeps for it."""
-        one = _Optimizer(self.settings, self.rate, [tensor.detach()[k] for tensor in self.tensors])
-        for all_rows, row in zip(self.tensors, one.tensors, strict=True):
-            kept = self.optimizer.state[all_rows]
-            one.optimizer.state[row] = {name: _of_row(value, k, all_rows.shape) for name, value in kept.items()}
-        return one
+        """Return an optimizer of row k alone, with its share of this one's state."""
+        optimizer = _Optimizer(self.settings, self.rate, [tensor.detach()[k] for tensor in self.tensors])
+        for all_rows, row in zip(self.tensors, optimizer.tensors, strict=True):
+            state = self.optimizer.state[all_rows]
+            optimizer.optimizer.state[row] = {name: _of_row(value, k, all_rows.shape) for name, value in state.items()}
+        return optimizer
 
 
-class _Apart:
+class _Separate:
     """One optimizer for each client."""
 
     def __init__(self, optimizers: Sequence[_Optimizer]) -> None:
         self.optimizers = optimizers
 
-    def step(self, gradients: Sequence[Tensor], rate: float | list[float], first: bool) -> None:
-        for place, optimizer in enumerate(self.optimizers):
-            own = rate[place] if isinstance(rate, list) else rate
-            optimizer.step([gradient[place] for gradient in gradients], own, first)
+    def step(self, gradients: Sequence[Tensor], rate: float | list[float], starts: bool) -> None:
+        for row, optimizer in enumerate(self.optimizers):
+            client_rate = rate[row] if isinstance(rate, list) else rate
+            optimizer.step([gradient[row] for gradient in gradients], client_rate, starts)
 
 
 def _of_row(value: Any, k: int, shape: torch.Size) -> Any:
-    """Row k of what has a number for each weight, a copy of what is the same for all."""
+    """Slice per-parameter optimizer state for row k; copy shared state."""
     if not isinstance(value, Tensor):
         return value
     return (value[k] if value.shape == shape else value).clone()

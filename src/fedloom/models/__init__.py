@@ -1,4 +1,4 @@
-"""The papers' models as plain modules, one family a file; `models` lists them by name."""
+"""Models of the papers as plain modules, one family a file; `models` lists them by name."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,8 @@ from torch import nn
 
 from fedloom.config.registry import Registry
 
-# A model is a function (spec: DataSpec, *, parameters with defaults) -> nn.Module.
+# A model is a function (spec: DataSpec, *, options with defaults) -> nn.Module; it raises `InvalidValue` for data
+# that do not fit it.
 models: Registry[Callable[..., nn.Module]] = Registry("model", "fedloom.models")
 
 __all__ = ["models"]

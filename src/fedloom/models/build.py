@@ -19,17 +19,21 @@ from fedloom.randomness import global_stream
 
 
 def build_model(expression: str, spec: DataSpec, seed: int) -> nn.Module:
-    """The model of `mlp(hidden=[100])` or `package.module:callable(width=3)` for data like `spec`, on the CPU, its initial
-    weights drawn from the stream (`seed`, "model").
+    """Build a model on the CPU. PyTorch's own random state stays as it was.
 
-    What the path leads to is called with the arguments, and with `spec` where it has a parameter of that name. The current
-    directory is searched too. PyTorch's own random state is left as it was.
+    Args:
+        expression: `mlp(hidden=[100])`, or the path of a callable with its options, `package.module:callable(width=3)`, which
+            also gets `spec` if it has a parameter of that name. The current directory is searched, too.
+        spec: The data that it is to fit.
+        seed: The seed of the stream "model", from which initial weights are drawn.
 
-    Raises `UnknownName` for a name that is not registered and `InvalidValue` for an option the model does not take, data
-    it does not fit, a path that does not lead to a callable, or a callable that fails or returns no `nn.Module`.
+    Raises:
+        UnknownName: For a name that is not registered.
+        InvalidValue: For an option that the model does not take, data that it does not fit, a path that leads to no callable,
+            or a callable that fails or returns no `nn.Module`.
     """
-    # A default device would draw from an accelerator's generator. A user's file may draw numbers when it is first imported, so it
-    # is found before.
+    # A default device would draw from an accelerator's generator. A user's file may draw numbers when it is imported, so that
+    # happens before the stream begins.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         make = _read(expression, spec)
         with global_stream(seed, "model"):
@@ -41,7 +45,7 @@ def build_model(expression: str, spec: DataSpec, seed: int) -> nn.Module:
 
 
 def _read(expression: str, spec: DataSpec) -> Callable[[], nn.Module]:
-    """What makes the model that an expression names."""
+    """Return a function that builds the model of an expression."""
     path, bracket, inside = expression.partition("(")
     if ":" not in path:
         entry, options = models.read(expression)
@@ -54,7 +58,7 @@ def _read(expression: str, spec: DataSpec) -> Callable[[], nn.Module]:
 
 
 def _called(path: str, make: Callable[..., Any], spec: DataSpec, options: Mapping[str, Any]) -> nn.Module:
-    """The module that `make`, found at `path`, returns."""
+    """Call `make`, which `path` leads to, and check the module that it returns."""
     named = dict(options)
     if "spec" in named:
         raise InvalidValue(f"model {quoted(path)}: 'spec' describes the data and is no option")

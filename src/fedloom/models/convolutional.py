@@ -16,10 +16,10 @@ Variant = Literal["auto", "cifar", "femnist"]
 
 
 class Convolutional(nn.Module):
-    """`[n, channels, height, width] -> [n, classes]`: `conv1`, `conv2`, one ReLU layer for each width in `hidden`
-    (named `fc`, or `fc1`, `fc2`, ... where there are several), then `head`.
+    """`[n, channels, height, width] -> [n, classes]`: `conv1`, `conv2`, a ReLU layer for each width in `hidden`, then `head`.
 
-    `name` is the model's, for errors. Raises `InvalidValue` where the data are no images or too small for the pools.
+    The ReLU layers are `fc`, or `fc1`, `fc2`, ... if there are several. `name` is the model's, for errors. Raises `InvalidValue`
+    if the data are no images or too small for the pools.
     """
 
     def __init__(
@@ -49,10 +49,7 @@ class Convolutional(nn.Module):
 
 @models.register("digits_cnn")
 def digits_cnn(spec: DataSpec) -> nn.Module:
-    """Small CNN for the built-in 8x8 digits (13,706 parameters): 3x3 convolutions of 16 and 32, a layer of 64.
-
-    Raises `InvalidValue` where the data are no images of at least 4x4.
-    """
+    """Small CNN for the built-in 8x8 digits (13,706 parameters): 3x3 convolutions of 16 and 32, a layer of 64."""
     return Convolutional("digits_cnn", spec, filters=(16, 32), kernel=3, padding=1, hidden=(64,))
 
 
@@ -60,7 +57,7 @@ def digits_cnn(spec: DataSpec) -> nn.Module:
 def mcmahan_cnn(spec: DataSpec) -> nn.Module:
     """McMahan's CNN: padded 5x5 convolutions of 32 and 64, a layer of 512 (1,663,370 parameters on MNIST).
 
-    Source: McMahan et al. 2017, section 3. Raises `InvalidValue` where the data are no images of at least 4x4.
+    Source: McMahan et al. 2017, section 3.
     """
     return Convolutional("mcmahan_cnn", spec, filters=(32, 64), kernel=5, padding=2, hidden=(512,))
 
@@ -69,7 +66,9 @@ def mcmahan_cnn(spec: DataSpec) -> nn.Module:
 def cnn4(spec: DataSpec) -> nn.Module:
     """FedALA's four-layer CNN: 5x5 convolutions of 32 and 64, a layer of 512 (582,026 parameters on MNIST).
 
-    Source: FedALA, section "Experiments". Raises `InvalidValue` where the data are no images of at least 16x16.
+    Needs images of at least 16x16.
+
+    Source: FedALA, section "Experiments".
     """
     return Convolutional("cnn4", spec, filters=(32, 64), kernel=5, padding=0, hidden=(512,))
 
@@ -78,9 +77,13 @@ def cnn4(spec: DataSpec) -> nn.Module:
 def fedmr_cnn(spec: DataSpec, *, variant: Variant = "auto") -> nn.Module:
     """FedMR's CNN: LeNet-5 for colour (62,006 parameters on CIFAR-10), a wider one for grey (160,510 on FEMNIST).
 
-    `variant`: `cifar` has convolutions of 6 and 16 and layers of 120 and 84, `femnist` convolutions of 16 and 32 and a
-    layer of 256; `auto` takes `femnist` for images of one channel. Source: the code of FedMR; its text describes
-    `mcmahan_cnn`. Raises `InvalidValue` where the data are no images of at least 16x16.
+    Needs images of at least 16x16.
+
+    Args:
+        variant: `cifar` has convolutions of 6 and 16 and layers of 120 and 84, `femnist` convolutions of 16 and 32 and a layer
+            of 256; `auto` takes `femnist` for images of one channel.
+
+    Source: the code of FedMR; its text describes `mcmahan_cnn`.
     """
     if is_femnist("fedmr_cnn", spec, variant):
         return Convolutional("fedmr_cnn", spec, filters=(16, 32), kernel=5, padding=0, hidden=(256,))
@@ -91,15 +94,14 @@ def fedmr_cnn(spec: DataSpec, *, variant: Variant = "auto") -> nn.Module:
 def feddc_cnn(spec: DataSpec) -> nn.Module:
     """FedDC's CNN: 5x5 convolutions of 64 and 64, layers of 384 and 192 (797,962 parameters on CIFAR-10).
 
-    Source: FedUmf, appendix. Raises `InvalidValue` where the data are no images of at least 16x16.
+    Needs images of at least 16x16.
+
+    Source: FedUmf, appendix.
     """
     return Convolutional("feddc_cnn", spec, filters=(64, 64), kernel=5, padding=0, hidden=(384, 192))
 
 
 def is_femnist(model: str, spec: DataSpec, variant: Variant) -> bool:
-    """Whether FedMR's model for FEMNIST is meant rather than the one for CIFAR; `auto` looks at the channels.
-
-    Raises `InvalidValue` where the data are no images.
-    """
+    """Return True for FedMR's model for FEMNIST, False for the one for CIFAR; `auto` goes by the channels."""
     channels, _, _ = image_shape(model, spec)
     return channels == 1 if variant == "auto" else variant == "femnist"

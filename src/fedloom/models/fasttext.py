@@ -11,8 +11,10 @@ from fedloom.models.shapes import vocabulary
 
 
 class FastText(nn.Module):
-    """Tokens `[n, length]` int64 `-> [n, classes]`: the mean embedding over all positions through `hidden` and `head`, with
-    no activation between. Token 0 is padding: its embedding is zero and receives no gradient."""
+    """Tokens `[n, length]` int64 `-> [n, classes]`: the mean embedding over all positions, `hidden`, `head`, no activation.
+
+    Token 0 is padding: its embedding is zero and receives no gradient.
+    """
 
     def __init__(self, tokens: int, width: int, classes: int) -> None:
         super().__init__()
@@ -29,7 +31,11 @@ class FastText(nn.Module):
 def fasttext(spec: DataSpec, *, width: Count = 32) -> nn.Module:
     """FedALA's fastText: mean of 32-wide embeddings, two linear layers (3,157,508 parameters on AG News).
 
-    Positions that hold padding count in the mean, as in FedALA's code. Source: Joulin et al. 2017; FedALA, section
-    "Experiments". Raises `InvalidValue` where the data are no sequences of tokens.
+    Positions that hold padding count in the mean, as in FedALA's code.
+
+    Args:
+        width: The width of the embeddings and of the hidden layer.
+
+    Source: Joulin et al. 2017; FedALA, section "Experiments".
     """
     return FastText(vocabulary("fasttext", spec), width, spec.outputs)

@@ -1,4 +1,4 @@
-"""Language models of `transformers`, whole or with adapters of `peft`: the next token at every place of a sequence."""
+"""Language models of `transformers`, whole or with adapters of `peft`: the next token at every position of a sequence."""
 
 from __future__ import annotations
 
@@ -24,8 +24,15 @@ def transformer(
 ) -> nn.Module:
     """GPT-2's architecture of any size, for sequences as long as the data's, with initial weights drawn from the seed.
 
-    With `lora`, all of that is frozen, and adapters of so low a rank are trained (`causal_lm`). Needs the extra `language`.
-    Source: Radford et al. 2019. Raises `InvalidValue` where the data are no tokens, or `width` no multiple of `heads`.
+    Needs the extra `language`.
+
+    Args:
+        layers: The number of blocks.
+        width: The width of the embeddings, a multiple of `heads`.
+        heads: The attention heads of a block.
+        lora: The rank of adapters that are trained, all else frozen (`causal_lm`); 0 for none.
+
+    Source: Radford et al. 2019.
     """
     tokens = vocabulary("transformer", spec)
     if width % heads:
@@ -53,11 +60,19 @@ def causal_lm(
 ) -> nn.Module:
     """The language model that `save_pretrained` wrote to `folder`, frozen, with adapters of rank `lora` that are trained.
 
-    Each chosen weight W becomes W + (alpha / lora) B A, with A at random and B zero at first; alpha is 2 lora unless given, and
-    `modules` names the layers to adapt, by default those that peft chooses for the architecture. Only A and B are in the row.
-    The frozen rest is in `dtype`. With `lora=0` the whole model trains. Stacked clients need `attention=eager`. Nothing is
-    downloaded, and no code from the folder runs. Needs the extra `language`. Source: Hu et al. 2022 (LoRA), section 4.1.
-    Raises `InvalidValue` for a folder without a model, or a vocabulary smaller than the data's.
+    Each chosen weight W becomes W + (alpha / lora) B A, with A at random and B zero at the start; only A and B are in the row.
+    Nothing is downloaded, and no code from the folder runs. Needs the extra `language`.
+
+    Args:
+        folder: The folder of the model, whose vocabulary holds the data's.
+        lora: The rank of the adapters; 0 trains the whole model.
+        alpha: The scale, by default 2 lora.
+        dropout: The dropout before A, in [0, 1).
+        modules: The layers to adapt, by default those that peft chooses for the architecture.
+        dtype: The type of the frozen weights.
+        attention: `eager` for clients that are stacked.
+
+    Source: Hu et al. 2022 (LoRA), section 4.1.
     """
     tokens = vocabulary("causal_lm", spec)
     if not (Path(folder) / "config.json").is_file():
@@ -80,7 +95,7 @@ def causal_lm(
 
 
 def _adapted(base: Any, lora: int, alpha: float | None, dropout: float, modules: Sequence[str]) -> nn.Module:
-    """The model with adapters of that rank, the rest frozen; as it is where the rank is 0."""
+    """Return the model with adapters of rank `lora`, all else frozen; as it is for 0."""
     if lora:
         try:
             from peft import LoraConfig, get_peft_model
@@ -100,7 +115,7 @@ def _adapted(base: Any, lora: int, alpha: float | None, dropout: float, modules:
 
 @contextmanager
 def _transformers(model: str) -> Iterator[Any]:
-    """The library, which warns and shows progress bars to nobody here."""
+    """Yield the library, without its warnings and progress bars."""
     try:
         import transformers
     except ImportError as error:

@@ -35,7 +35,8 @@ class Perceptron(nn.Module):
 def logistic(spec: DataSpec, *, zero_init: bool = False) -> nn.Module:
     """Multinomial logistic regression on the flattened sample.
 
-    `zero_init` starts from zero weights, as FedDC's synthetic experiments do. Raises `InvalidValue` for tokens.
+    Args:
+        zero_init: Start from zero weights, as FedDC's synthetic experiments do.
     """
     module = Perceptron(flat_features("logistic", spec), (), spec.outputs)
     if zero_init:
@@ -46,10 +47,7 @@ def logistic(spec: DataSpec, *, zero_init: bool = False) -> nn.Module:
 
 @models.register("mlp")
 def mlp(spec: DataSpec, *, hidden: Sequence[Count] = (200, 200)) -> nn.Module:
-    """Multilayer perceptron with ReLU layers of the widths `hidden`.
-
-    Raises `InvalidValue` for tokens.
-    """
+    """Multilayer perceptron with ReLU layers of the widths `hidden`."""
     return Perceptron(flat_features("mlp", spec), hidden, spec.outputs)
 
 
@@ -57,7 +55,7 @@ def mlp(spec: DataSpec, *, hidden: Sequence[Count] = (200, 200)) -> nn.Module:
 def mcmahan_2nn(spec: DataSpec) -> nn.Module:
     """McMahan's 2NN: two hidden layers of 200 (199,210 parameters on 28x28 and 10 classes).
 
-    Source: McMahan et al. 2017, section 3. Raises `InvalidValue` for tokens.
+    Source: McMahan et al. 2017, section 3.
     """
     return Perceptron(flat_features("mcmahan_2nn", spec), (200, 200), spec.outputs)
 
@@ -66,6 +64,9 @@ def mcmahan_2nn(spec: DataSpec) -> nn.Module:
 def feddc_fcn(spec: DataSpec, *, hidden: Count = 200) -> nn.Module:
     """FedDC's fully connected network: two equal hidden layers (width 200 for MNIST, 100 for EMNIST letters).
 
-    Source: FedUmf, appendix, with the widths of FedDC's code. Raises `InvalidValue` for tokens.
+    Args:
+        hidden: That width.
+
+    Source: FedUmf, appendix, with the widths of FedDC's code.
     """
     return Perceptron(flat_features("feddc_fcn", spec), (hidden, hidden), spec.outputs)

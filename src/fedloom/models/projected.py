@@ -29,8 +29,11 @@ class Projected(nn.Module):
 def projected(spec: DataSpec, *, model: str = "mlp", width: Count = 256) -> nn.Module:
     """Another model with MOON's projection head: features d -> d -> `width` -> classes in place of its classifier.
 
-    `model` is the name of a registered model, with its default options. Source: Li et al. 2021 (MOON), section 3.2.
-    Raises `UnknownName` for a model that is not registered and `InvalidValue` for one whose classifier is no linear layer.
+    Args:
+        model: The name of a registered model with a linear classifier, which gets its default options.
+        width: The width of the projection.
+
+    Source: Li et al. 2021 (MOON), section 3.2.
     """
     body = models[model].make(spec)
     name = head_name(body)

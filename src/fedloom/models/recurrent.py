@@ -1,4 +1,4 @@
-"""Recurrent networks that tell the next token of a text."""
+"""Recurrent networks that predict the next token of a text."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from fedloom.models.shapes import vocabulary
 
 
 class Recurrent(nn.Module):
-    """Tokens `[n, length]` int64 `-> [n, length, vocabulary]`: an embedding, recurrent layers, and a linear layer on what
-    these give at every place, in which no later token has a part. Token 0 is padding: its embedding is zero and stays so."""
+    """Tokens `[n, length]` int64 `-> [n, length, vocabulary]`: an embedding, recurrent layers and a linear layer.
+
+    No later token reaches a position. Token 0 is padding: its embedding is zero and stays so.
+    """
 
     def __init__(self, tokens: int, embedding: int, body: nn.LSTM | nn.GRU) -> None:
         super().__init__()
@@ -39,13 +41,20 @@ def recurrent(
 ) -> nn.Module:
     """Next token: an embedding, `layers` of LSTM or GRU and a linear layer; by default McMahan's and LEAF's for Shakespeare.
 
-    For next words, Reddi et al. (ICLR 2021) take `embedding=96, width=670, layers=1`. Source: McMahan et al., AISTATS 2017,
-    section 3; LEAF (Caldas et al., 2018). Raises `InvalidValue` where the data are no sequences of tokens, each with a next one.
+    For next words, Reddi et al. (ICLR 2021) take `embedding=96, width=670, layers=1`.
+
+    Args:
+        cell: `lstm` or `gru`.
+        embedding: The width of the embeddings.
+        width: The width of the recurrent layers.
+        layers: Their number.
+
+    Source: McMahan et al., AISTATS 2017, section 3; LEAF (Caldas et al., 2018).
     """
     tokens = vocabulary("recurrent", spec)
     if spec.outputs != tokens:
         raise InvalidValue(
-            f"recurrent tells the next of {tokens} tokens, but the data have {spec.outputs} outputs: set objective = 'sequence'"
+            f"recurrent predicts one of {tokens} tokens, but the data have {spec.outputs} outputs: set objective = 'sequence'"
         )
     kind = nn.LSTM if cell == "lstm" else nn.GRU
     return Recurrent(tokens, embedding, kind(embedding, width, layers, batch_first=True))

@@ -17,8 +17,8 @@ from fedloom.models.shapes import image_shape
 class BasicBlock(nn.Module):
     """`relu(F(x) + shortcut(x))` with `F` two 3x3 convolutions, each with batch norm, the first of the given stride.
 
-    Where the shape changes, the shortcut is a strided 1x1 convolution with batch norm (`project`, He's option B), or every
-    stride-th pixel with channels of zeros after the old ones (option A, no parameters).
+    If the shape changes, the shortcut is a strided 1x1 convolution with batch norm (`project`, He's option B), or every
+    stride-th pixel with channels of zeros appended (option A, no parameters).
     """
 
     def __init__(self, channels: int, out: int, stride: int, *, project: bool) -> None:
@@ -39,7 +39,7 @@ class BasicBlock(nn.Module):
         return F.relu(y + self.shortcut(x))
 
     def shortcut(self, x: Tensor) -> Tensor:
-        """The block's input in the shape of its output."""
+        """Return the block's input in the shape of its output."""
         if self.downsample is not None:
             projected: Tensor = self.downsample(x)
             return projected
@@ -49,21 +49,24 @@ class BasicBlock(nn.Module):
 
 
 def stage(channels: int, out: int, stride: int, *, depth: int, project: bool) -> nn.Sequential:
-    """`depth` basic blocks; the first changes the number of channels and the resolution."""
-    first = BasicBlock(channels, out, stride, project=project)
-    return nn.Sequential(first, *(BasicBlock(out, out, 1, project=project) for _ in range(depth - 1)))
+    """Return `depth` basic blocks, of which the one at the bottom changes the number of channels and the resolution."""
+    bottom = BasicBlock(channels, out, stride, project=project)
+    return nn.Sequential(bottom, *(BasicBlock(out, out, 1, project=project) for _ in range(depth - 1)))
 
 
 def initialise(module: nn.Module) -> None:
-    """He's normal initialisation of every convolution, with variance `2 / fan_out`."""
+    """Initialise every convolution by He's normal distribution of variance `2 / fan_out`."""
     for layer in module.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
 
 
 class ResNet(nn.Module):
-    """`[n, channels, height, width] -> [n, classes]`: stages `layer1`, `layer2`, ... of `depth` blocks, each after the first at
-    half the resolution, global average pooling, `head`. `large` images are first reduced to a quarter of their side."""
+    """`[n, channels, height, width] -> [n, classes]`: stages `layer1`, `layer2`, ..., global average pooling, `head`.
+
+    A stage has `depth` blocks, and half the resolution of the one below it. `large` images are reduced to a quarter of their
+    side at the bottom.
+    """
 
     def __init__(
         self, channels: int, classes: int, widths: Sequence[int], *, depth: int, project: bool, large: bool = False
@@ -74,8 +77,8 @@ class ResNet(nn.Module):
         self.conv1 = nn.Conv2d(channels, widths[0], kernel, stride=stride, padding=kernel // 2, bias=False)
         self.bn1 = nn.BatchNorm2d(widths[0])
         self.stages = tuple(f"layer{k + 1}" for k in range(len(widths)))
-        for name, before, width in zip(self.stages, (widths[0], *widths), widths, strict=False):
-            self.add_module(name, stage(before, width, 1 if before == width else 2, depth=depth, project=project))
+        for name, below, width in zip(self.stages, (widths[0], *widths), widths, strict=False):
+            self.add_module(name, stage(below, width, 1 if below == width else 2, depth=depth, project=project))
         self.head = nn.Linear(widths[-1], classes)
         self.blocks = (("conv1", "bn1"), *((name,) for name in self.stages), ("head",))
         initialise(self)
@@ -93,7 +96,7 @@ class ResNet(nn.Module):
 class Bottleneck(nn.Module):
     """`x + F(x)` with `F` three convolutions (1x1, 3x3 with the stride, 1x1), each after batch norm and ReLU.
 
-    `out = 4·planes` channels. Where the shape changes, a 1x1 convolution of `x` itself takes the place of `x`.
+    `out = 4·planes` channels. If the shape changes, a 1x1 convolution of `x` replaces `x`.
     """
 
     def __init__(self, channels: int, planes: int, stride: int) -> None:
@@ -152,11 +155,13 @@ class PreActivationResNet20(nn.Module):
 
 @models.register("resnet18")
 def resnet18(spec: DataSpec, *, stem: Literal["imagenet", "cifar"] = "imagenet") -> nn.Module:
-    """ResNet-18 (11,181,642 parameters at 10 classes); `stem`: `imagenet`, or `cifar` for small images.
+    """ResNet-18 (11,181,642 parameters at 10 classes).
 
-    The `imagenet` stem is a 7x7 convolution of stride 2 and max pooling, as FedALA uses it for Tiny-ImageNet; `cifar` is a
-    3x3 convolution of stride 1 and no pooling. Source: He et al. 2016, table 1. Raises `InvalidValue` where the data are
-    no images.
+    Args:
+        stem: `imagenet` is a 7x7 convolution of stride 2 and max pooling, as FedALA uses it for Tiny-ImageNet; `cifar`, for small
+            images, is a 3x3 convolution of stride 1 and no pooling.
+
+    Source: He et al. 2016, table 1.
     """
     channels, _, _ = image_shape("resnet18", spec)
     widths = (64, 128, 256, 512)
@@ -167,7 +172,7 @@ def resnet18(spec: DataSpec, *, stem: Literal["imagenet", "cifar"] = "imagenet")
 def resnet20(spec: DataSpec) -> nn.Module:
     """He's ResNet-20 for CIFAR: basic blocks, parameter-free shortcuts (269,722 parameters on CIFAR-10).
 
-    Source: He et al. 2016, section 4.2. Raises `InvalidValue` where the data are no images.
+    Source: He et al. 2016, section 4.2.
     """
     channels, _, _ = image_shape("resnet20", spec)
     return ResNet(channels, spec.outputs, (16, 32, 64), depth=3, project=False)
@@ -177,9 +182,13 @@ def resnet20(spec: DataSpec) -> nn.Module:
 def fedmr_resnet20(spec: DataSpec, *, variant: Variant = "auto") -> nn.Module:
     """FedMR's ResNet-20: six pre-activation bottlenecks (219,482 parameters on CIFAR-10).
 
-    `variant`: `femnist` adds 3x3 max pooling of stride 1 after the first convolution, `cifar` does not; `auto` takes
-    `femnist` for images of one channel. The averages over 8x8 (CIFAR) and 7x7 (FEMNIST) pixels are those over the whole
-    image. Source: the code of FedMR. Raises `InvalidValue` where the data are no images.
+    The averages over 8x8 (CIFAR) and 7x7 (FEMNIST) pixels are those over the whole image.
+
+    Args:
+        variant: `femnist` adds 3x3 max pooling of stride 1 after `conv1`, `cifar` does not; `auto` takes `femnist` for images of
+            one channel.
+
+    Source: the code of FedMR.
     """
     channels, _, _ = image_shape("fedmr_resnet20", spec)
     return PreActivationResNet20(channels, spec.outputs, pooled=is_femnist("fedmr_resnet20", spec, variant))

@@ -1,4 +1,4 @@
-"""The shape of data that a model needs, refused in one line where the data have another."""
+"""Checks of the data's shape, with a refusal in one line if a model needs another."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class Window(NamedTuple):
 
 
 def image_shape(model: str, spec: DataSpec, windows: Sequence[Window] = ()) -> tuple[int, int, int]:
-    """`(channels, height, width)` after `windows` have passed over the images of `spec`.
+    """Return `(channels, height, width)` after `windows` have passed over the images of `spec`.
 
-    Raises `InvalidValue` where the data are no images, or images too small for a window.
+    Raises:
+        InvalidValue: If the data are no images, or images too small for a window.
     """
     if spec.vocabulary is not None or len(spec.shape) != 3:
         raise InvalidValue(f"{model} needs images (channels, height, width), not {described(spec)}")
@@ -37,20 +38,20 @@ def image_shape(model: str, spec: DataSpec, windows: Sequence[Window] = ()) -> t
 
 
 def flat_features(model: str, spec: DataSpec) -> int:
-    """Numbers in one sample of features or pixels; raises `InvalidValue` for tokens."""
+    """Return the numbers in a sample of features or pixels; raises `InvalidValue` for tokens."""
     if spec.vocabulary is not None or not spec.shape:
         raise InvalidValue(f"{model} needs features or images, not {described(spec)}")
     return prod(spec.shape)
 
 
 def vocabulary(model: str, spec: DataSpec) -> int:
-    """Distinct tokens of the data; raises `InvalidValue` where the data are no sequences of tokens."""
+    """Return the number of tokens of the data; raises `InvalidValue` unless these are sequences of tokens."""
     if spec.vocabulary is None or len(spec.shape) != 1:
         raise InvalidValue(f"{model} needs tokens (length,) with a vocabulary, not {described(spec)}")
     return spec.vocabulary
 
 
 def described(spec: DataSpec) -> str:
-    """The data in words: `images of shape (1, 8, 8)`, `features of shape (30,)`, `tokens of shape (200,)`."""
+    """Describe the data: `images of shape (1, 8, 8)`, `features of shape (30,)`, `tokens of shape (200,)`."""
     kind = "tokens" if spec.vocabulary is not None else {1: "features", 3: "images"}.get(len(spec.shape), "samples")
     return f"{kind} of shape {spec.shape}"

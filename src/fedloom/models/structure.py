@@ -1,4 +1,4 @@
-"""Where a model's classifier is, and which of its submodules form a block, from bottom to top."""
+"""Structure of models: the classifier, and the blocks of submodules from bottom to top."""
 
 from __future__ import annotations
 
@@ -18,41 +18,40 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def copied(module: Module, shared: Mapping[int, object] = MappingProxyType({})) -> Module:
-    """A deep copy of a module; `shared`: what takes the place of some of its tensors, by their ids.
+    """Return a deep copy of a module, with the replacements `shared` for some of its tensors, by their ids.
 
-    Parameters are cloned here: when the first one is copied by PyTorch's own code, that imports its compiler, which takes longer
-    than the import of PyTorch itself.
+    Parameters are cloned here: PyTorch's own code imports its compiler to copy one, which takes longer than importing PyTorch.
     """
     memo = dict(shared)
-    for one in module.parameters():
-        if type(one) is nn.Parameter and id(one) not in memo:
-            memo[id(one)] = nn.Parameter(one.detach().clone(), one.requires_grad)
+    for parameter in module.parameters():
+        if type(parameter) is nn.Parameter and id(parameter) not in memo:
+            memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
     return copy.deepcopy(module, memo)
 
 
 def layer_finder(module: nn.Module) -> Callable[[str], str]:
-    """Which layer a tensor of the module belongs to, by its name: the module that owns it.
+    """Return a function from a tensor's name to that of its layer: the module that owns it.
 
     A module with the attribute `one_layer = True` is one layer with all modules inside it, and so is every module that carries
-    adapters of peft: the factors A and B of a low-rank update mean nothing apart.
+    adapters of peft: neither factor of a low-rank update means anything without the other.
     """
-    whole = [
+    layers = [
         name
-        for name, part in module.named_modules()
-        if getattr(part, "one_layer", hasattr(part, "adapter_layer_names"))
+        for name, submodule in module.named_modules()
+        if getattr(submodule, "one_layer", hasattr(submodule, "adapter_layer_names"))
     ]
 
     def layer(tensor: str) -> str:
-        around = (name for name in whole if not name or tensor.startswith(f"{name}."))
+        around = (name for name in layers if not name or tensor.startswith(f"{name}."))
         return next(around, tensor.rpartition(".")[0])
 
     return layer
 
 
 def head_name(module: nn.Module) -> str:
-    """Dotted name of the classifier: the submodule `head` if there is one, else the last layer that has parameters.
+    """Return the dotted name of the classifier: the submodule `head` if there is one, else the topmost layer with parameters.
 
-    The name is empty where the model is a single layer. Raises `InvalidValue` for a module without parameters.
+    The name is empty for a model of a single layer. Raises `InvalidValue` for a module without parameters.
     """
     head = getattr(module, "head", None)
     if isinstance(head, nn.Module) and next(head.parameters(), None) is not None:
@@ -66,11 +65,13 @@ def head_name(module: nn.Module) -> str:
 
 
 def blocks(module: nn.Module) -> Blocks:
-    """Dotted names of submodules from bottom to top, grouped into blocks; every trainable parameter is in exactly one.
+    """Return dotted names of submodules from bottom to top, grouped into blocks; every trainable parameter is in exactly one.
 
-    The attribute `blocks` of the module, where that is a tuple of tuples of names (FedALA, table 5: ResNet-18 is
+    The attribute `blocks` of the module, if that is a tuple of tuples of names (FedALA, table 5: ResNet-18 is
     conv1+bn1 | layer1 | layer2 | layer3 | layer4 | head); else one block for each layer that trains (`layer_finder`).
-    Raises `InvalidValue` if the attribute names what is not there, names something twice or leaves a parameter out.
+
+    Raises:
+        InvalidValue: If the attribute has a name that no submodule has, a name twice, or leaves a parameter out.
     """
     declared = _declared(module)
     if declared is None:
@@ -87,11 +88,10 @@ def blocks(module: nn.Module) -> Blocks:
 
 
 def block_parameters(module: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Names of the trainable parameters in each of `blocks(module)` that has any, in the order of `named_parameters`; each name
-    occurs once."""
-    found = blocks(module)
-    members: list[list[str]] = [[] for _ in found]
-    for name, block in _assigned(module, found).items():
+    """Return the names of the trainable parameters in each of `blocks(module)` that has any, in `named_parameters`' order."""
+    grouping = blocks(module)
+    members: list[list[str]] = [[] for _ in grouping]
+    for name, block in _assigned(module, grouping).items():
         members[block].append(name)
     return tuple(tuple(names) for names in members if names)
 
@@ -101,17 +101,17 @@ def _trainable(module: nn.Module) -> list[str]:
 
 
 def _declared(module: nn.Module) -> Blocks | None:
-    """The attribute `blocks` if it is a tuple of tuples of names; None otherwise, as for lists of submodules of that name."""
-    found = getattr(module, "blocks", None)
-    if not isinstance(found, tuple) or not found:
+    """Return the attribute `blocks` if it is a tuple of tuples of names; None otherwise, as for lists of submodules."""
+    grouping = getattr(module, "blocks", None)
+    if not isinstance(grouping, tuple) or not grouping:
         return None
-    if not all(isinstance(block, tuple) and all(isinstance(name, str) for name in block) for block in found):
+    if not all(isinstance(block, tuple) and all(isinstance(name, str) for name in block) for block in grouping):
         return None
-    return found
+    return grouping
 
 
 def _assigned(module: nn.Module, grouping: Blocks) -> dict[str, int]:
-    """Number of the block that each parameter is in; raises `InvalidValue` for one that is in none."""
+    """Return the number of each parameter's block; raises `InvalidValue` for one that is in none."""
     block_of = {name: number for number, block in enumerate(grouping) for name in block}
     assigned: dict[str, int] = {}
     for parameter in _trainable(module):

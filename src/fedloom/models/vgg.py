@@ -19,7 +19,7 @@ FEMNIST_WINDOWS = (Window(1, padding=1), Window(2), Window(2), HALVE)
 
 
 def stage(channels: int, out: int, depth: int) -> nn.Sequential:
-    """`depth` padded 3x3 convolutions, each with batch norm and ReLU."""
+    """Return `depth` padded 3x3 convolutions, each with batch norm and ReLU."""
     layers: list[nn.Module] = []
     for i in range(depth):
         layers += [nn.Conv2d(channels if i == 0 else out, out, 3, padding=1), nn.BatchNorm2d(out), nn.ReLU()]
@@ -27,8 +27,10 @@ def stage(channels: int, out: int, depth: int) -> nn.Sequential:
 
 
 class Vgg16(nn.Module):
-    """`[n, channels, height, width] -> [n, classes]`: 13 convolutions with batch norm in five stages, each followed by 2x2
-    max pooling, two layers of 4096 with dropout, then `head`. `pixels` are left after the fifth pooling."""
+    """`[n, channels, height, width] -> [n, classes]`: 13 convolutions with batch norm, two layers of 4096, then `head`.
+
+    The convolutions are in five stages, each followed by 2x2 max pooling, after which `pixels` remain; the layers have dropout.
+    """
 
     blocks: ClassVar[tuple[tuple[str, ...], ...]] = (
         ("stage1",), ("stage2",), ("stage3",), ("stage4",), ("stage5",), ("fc1",), ("fc2",), ("head",)
@@ -57,8 +59,10 @@ class Vgg16(nn.Module):
 
 
 class FemnistVgg(nn.Module):
-    """`[n, channels, height, width] -> [n, classes]`: five convolutions without batch norm, average pooling to 7x7, a
-    layer of 256, then `head`. No activation stands between `fc` and `head`: FedMR's code has none."""
+    """`[n, channels, height, width] -> [n, classes]`: five convolutions, average pooling to 7x7, a layer of 256, then `head`.
+
+    There is no batch norm, and no activation between `fc` and `head`: FedMR's code has none.
+    """
 
     def __init__(self, channels: int, classes: int) -> None:
         super().__init__()
@@ -84,9 +88,14 @@ class FemnistVgg(nn.Module):
 def fedmr_vgg16(spec: DataSpec, *, variant: Variant = "auto", dropout: BelowOne = 0.5) -> nn.Module:
     """FedMR's VGG-16 with batch norm (33,646,666 parameters on CIFAR-10); a smaller net for FEMNIST.
 
-    `variant`: `cifar`, or `femnist` (five convolutions, no batch norm, no dropout: 8,024,958 parameters at 62 classes);
-    `auto` takes `femnist` for images of one channel. `dropout` stands after each of the two layers of 4096. Source: the
-    code of FedMR. Raises `InvalidValue` where the data are no images of at least 32x32 (`femnist`: 2x2).
+    Needs images of at least 32x32 (`femnist`: 2x2).
+
+    Args:
+        variant: `cifar`, or `femnist` (five convolutions, no batch norm, no dropout: 8,024,958 parameters at 62 classes); `auto`
+            takes `femnist` for images of one channel.
+        dropout: The dropout after each of the two layers of 4096, in [0, 1).
+
+    Source: the code of FedMR.
     """
     if is_femnist("fedmr_vgg16", spec, variant):
         channels, _, _ = image_shape("fedmr_vgg16", spec, FEMNIST_WINDOWS)

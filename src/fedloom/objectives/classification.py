@@ -1,4 +1,4 @@
-"""One class for each sample."""
+"""Classification: one class for each sample."""
 
 from __future__ import annotations
 
@@ -22,9 +22,13 @@ from fedloom.objectives import ACCURACY, Objective, Totals, kind_of, objectives,
 class Classification(Objective):
     """One class for each sample: mean cross entropy, judged by the accuracy.
 
-    Of logits `[b, classes]` and labels `[b]`. `label_smoothing` is that of PyTorch's `cross_entropy`, as are `class_weights`, one
-    for each class: the weighted mean is divided by the weights of the batch. `top_k` records the share of samples whose class
-    is among the k largest logits, too.
+    Of logits `[b, classes]` and labels `[b]` int64.
+
+    Args:
+        label_smoothing: As in PyTorch's `cross_entropy`, in [0, 1).
+        class_weights: A weight of at least 0 for each class, as in `cross_entropy`: a batch's weighted sum is divided by its
+            weights. By default all are 1.
+        top_k: Also record the share of samples whose class is among the k largest logits.
     """
 
     label_smoothing: BelowOne = 0.0
@@ -46,17 +50,17 @@ class Classification(Objective):
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         logits = prediction(outputs)
         if self.plain_cross_entropy:
-            if is_batchedtensor(
-                logits
-            ):  # in `vmap` the other imports PyTorch's symbolic shapes, half a second, for the same bits
+            # In `vmap`, `cross_entropy` imports PyTorch's symbolic shapes, half a second, for the same bits.
+            if is_batchedtensor(logits):
                 return -logits.log_softmax(1).gather(1, targets.unsqueeze(1)).mean()
             return F.cross_entropy(logits, targets)
-        loss, weights = self._each(logits, targets)
+        loss, weights = self._losses(logits, targets)
         return loss.sum() / weights.sum()
 
-    def _each(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss and weight of each sample, `[b]`: with classes c, weights w and smoothing e,
-        (1 - e) w_y (-log p_y) + e / c sum_k w_k (-log p_k), and w_y. As in `cross_entropy`, but `vmap` takes it.
+    def _losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return loss and weight of each sample, `[b]`, as in `cross_entropy`, but also under `vmap`.
+
+        With c classes, weights w and smoothing e: (1 - e) w_y (-log p_y) + e / c sum_k w_k (-log p_k), and w_y.
         """
         surprise = -logits.log_softmax(1)
         classes = logits.shape[1]
@@ -65,37 +69,32 @@ class Classification(Objective):
                 f"class_weights has {len(self.class_weights)} numbers, but the model has {classes} outputs"
             )
         weights = on_device(tuple(self.class_weights) or (1.0,) * classes, logits.device, logits.dtype)
-        own = weights[targets]
-        right = surprise.gather(1, targets.unsqueeze(1)).squeeze(1) * own
-        return (1 - self.label_smoothing) * right + self.label_smoothing * (surprise * weights).mean(1), own
+        weight = weights[targets]
+        unsmoothed = surprise.gather(1, targets.unsqueeze(1)).squeeze(1) * weight
+        return (1 - self.label_smoothing) * unsmoothed + self.label_smoothing * (surprise * weights).mean(1), weight
 
     def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
         logits = prediction(outputs)
-        found = {"correct": logits.argmax(1) == targets}
+        counts = {"correct": logits.argmax(1) == targets}
         if self.plain_cross_entropy:
-            found["loss"] = F.cross_entropy(logits, targets, reduction="none")
+            counts["loss"] = F.cross_entropy(logits, targets, reduction="none")
         else:
-            found["loss"], found["weight"] = self._each(logits, targets)
+            counts["loss"], counts["weight"] = self._losses(logits, targets)
         if self.top_k is not None:
             largest = logits.topk(min(self.top_k, logits.shape[1]), dim=1).indices
-            found["among"] = (largest == targets.unsqueeze(1)).any(1)
-        return found
+            counts["among"] = (largest == targets.unsqueeze(1)).any(1)
+        return counts
 
     def shapes(self, outputs: int) -> dict[str, tuple[int, ...]]:
-        names = (
-            "correct",
-            "loss",
-            *(() if self.plain_cross_entropy else ("weight",)),
-            *(("among",) if self.top_k else ()),
-        )
-        return dict.fromkeys(names, ())
+        weight = () if self.plain_cross_entropy else ("weight",)
+        return dict.fromkeys(("correct", "loss", *weight, *(("among",) if self.top_k else ())), ())
 
     def figures(self, totals: Totals) -> dict[str, Tensor]:
-        found = {
+        figures = {
             "accuracy": totals["correct"] / totals["samples"],
             "loss": totals["loss"] / totals.get("weight", totals["samples"]),
         }
-        return found if self.top_k is None else {**found, f"top_{self.top_k}": totals["among"] / totals["samples"]}
+        return figures if self.top_k is None else {**figures, f"top_{self.top_k}": totals["among"] / totals["samples"]}
 
     def require_targets(self, targets: Tensor) -> None:
         if targets.dim() != 1 or targets.dtype != torch.int64:
@@ -125,4 +124,4 @@ class Classification(Objective):
 
 
 CLASSIFICATION = Classification()
-"""What is learned where nothing else is said."""
+"""The objective of data sets that name none."""

@@ -1,4 +1,4 @@
-"""A loss of the user's own."""
+"""Objectives of the user's own: a function that gives the loss of each sample."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from fedloom.objectives import Metric, Objective, Totals, objectives
 
 @dataclass(frozen=True)
 class Custom(Objective):
-    """The mean of `function`, which takes what the model returns for b samples and their targets and gives the loss of each,
-    `[b]`; judged by that."""
+    """The mean of a function, judged by that.
+
+    Args:
+        function: Maps a model's outputs for b samples and their targets to the loss of each, `[b]`.
+    """
 
     function: Callable[[Any, Tensor], Tensor]
     metric = Metric("loss", "Loss")
@@ -29,18 +32,18 @@ class Custom(Objective):
                 f"objective must be a name, 'module:function' or a function, not {type(self.function).__name__}"
             )
 
-    def _each(self, outputs: Any, targets: Tensor) -> Tensor:
-        found = self.function(outputs, targets)
-        if not isinstance(found, Tensor) or found.dim() != 1:
-            what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise InvalidValue(f"the objective's function must return the loss of each sample, [b], not {what}")
-        return found
+    def _losses(self, outputs: Any, targets: Tensor) -> Tensor:
+        losses = self.function(outputs, targets)
+        if not isinstance(losses, Tensor) or losses.dim() != 1:
+            kind = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            raise InvalidValue(f"the objective's function must return the loss of each sample, [b], not {kind}")
+        return losses
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        return self._each(outputs, targets).mean()
+        return self._losses(outputs, targets).mean()
 
     def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-        return {"loss": self._each(outputs, targets)}
+        return {"loss": self._losses(outputs, targets)}
 
     def outputs(self, targets: Tensor, classes: int, vocabulary: int | None) -> int:
         return classes or (targets.shape[1] if targets.dim() == 2 else 1)
@@ -56,8 +59,10 @@ class Custom(Objective):
 
 
 def build_objective(expression: str | Callable[..., Any] | Objective) -> Objective:
-    """The objective of an expression such as `regression(loss='huber')`, of `module:function`, or of a function of one's own,
-    (outputs, targets) -> the loss of each sample, `[b]`. Raises `InvalidValue` or `UnknownName` for what does not fit."""
+    """Build the objective of an expression such as `regression(kind=huber)`, of `module:function`, or of a function.
+
+    A function maps (outputs, targets) to the loss of each sample, `[b]`. Raises `InvalidValue` or `UnknownName`.
+    """
     if isinstance(expression, Objective):
         return expression
     if not isinstance(expression, str):
@@ -67,16 +72,15 @@ def build_objective(expression: str | Callable[..., Any] | Objective) -> Objecti
         return cast(Objective, objectives.build(expression))
     if bracket:
         raise InvalidValue(f"objective {expression!r}: a function of your own takes no options here")
-    found = found_at(path, "objective", "a registered name or 'package.module:function'")
-    made = found() if isinstance(found, type) and issubclass(found, Objective) else found
-    return build_objective(made)
+    loss = found_at(path, "objective", "a registered name or 'package.module:function'")
+    return build_objective(loss() if isinstance(loss, type) and issubclass(loss, Objective) else loss)
 
 
 def expression_of(objective: Objective) -> str | None:
-    """The expression that `objectives` makes this objective of again; None for a function of the user's."""
+    """Return the expression that builds an equal objective, or None for a function of the user's."""
     for entry in objectives:
         if entry.make is type(objective):
-            given = {name: getattr(objective, name) for name in entry.parameters}
-            named = {name: value for name, value in given.items() if value != entry.parameters[name].default}
-            return str(Call(entry.name, named=named))
+            values = {name: getattr(objective, name) for name in entry.parameters}
+            options = {name: value for name, value in values.items() if value != entry.parameters[name].default}
+            return str(Call(entry.name, named=options))
     return None

@@ -1,7 +1,7 @@
 """Figures of the user's choice beside those of the objective: functions of `torchmetrics` by name, or the user's own.
 
-Unlike what an objective counts, they need not add up over samples: they see everything that is judged together, the global test
-set or one client's samples. Over several clients, a figure is the mean of the clients' values, weighted by their samples.
+A metric need not add up over samples: it takes all outputs and targets of the global test set or of one client. Over several
+clients, its figure is the mean of the clients' values, weighted by their samples.
 """
 
 from __future__ import annotations
@@ -29,93 +29,104 @@ from fedloom.objectives.multilabel import Multilabel
 from fedloom.objectives.regression import Regression
 
 Kind = Literal["multiclass", "multilabel", "regression"]
-"""How `torchmetrics` calls what is learned."""
+"""The tasks of `torchmetrics`."""
 
-_COUNTED = "metrics/"
-"""What the names of metrics begin with beside those that the objective counts."""
+_PREFIX = "metrics/"
+"""Begins the names of metrics among the counts of the objective."""
 
-_SETTLED = {"preds", "target", "task", "num_classes", "num_labels", "num_outputs", "validate_args"}
-"""Parameters that are no options: the task says what they are."""
+_TASK_PARAMETERS = {"preds", "target", "task", "num_classes", "num_labels", "num_outputs", "validate_args"}
+"""Parameters that are no options, since the task determines them."""
 
 
 @dataclass(frozen=True)
 class NamedMetric:
-    """`function(outputs [n, ...], targets [n, ...])`, one number of all samples that are judged together, recorded as `name`."""
+    """A metric and the name that it is recorded under.
+
+    Args:
+        name: The name in the records.
+        function: Maps outputs and targets `[n, ...]` of the samples to one number.
+    """
 
     name: str
     function: Callable[[Tensor, Tensor], Any]
 
     def value(self, outputs: Tensor, targets: Tensor) -> float:
-        """The figure: 0 where it is not defined (a client with one class alone), NaN of a model that has diverged."""
+        """Compute the figure: 0 where it is undefined (a client with one class alone), NaN for a model that has diverged."""
         if not torch.isfinite(outputs).all():
             return math.nan
         with warnings.catch_warnings(action="ignore"):  # of classes that do not occur
-            found = torch.as_tensor(self.function(outputs, targets))
-        if found.numel() != 1:
+            figure = torch.as_tensor(self.function(outputs, targets))
+        if figure.numel() != 1:
             raise InvalidValue(
-                f"metrics: {self.name} gives {list(found.shape)}, not one number: an average is an option of many"
+                f"metrics: {self.name} gives {list(figure.shape)}, not one number: an average is an option of many"
             )
-        return 0.0 if math.isnan(float(found)) else float(found)
+        return 0.0 if math.isnan(float(figure)) else float(figure)
 
 
 def counted(
     metrics: Sequence[NamedMetric], outputs: Tensor, targets: Tensor, owner: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """What stands for the metrics beside what the objective counts of n samples: of each its owner's value, `[n]` float64 by
-    name. Without `owner [n]`, all samples have one."""
+    """Return metrics as counts: for each of n samples the value of its `owner [n]` (None: one for all), `[n]` float64 by name."""
     groups = torch.zeros(len(targets), dtype=torch.int64) if owner is None else owner
-    found = {_COUNTED + one.name: torch.zeros(len(targets), dtype=torch.float64) for one in metrics}
+    counts = {_PREFIX + metric.name: torch.zeros(len(targets), dtype=torch.float64) for metric in metrics}
     for group in groups.unique().tolist():
-        own = groups == group
-        for one in metrics:
-            found[_COUNTED + one.name][own] = one.value(
-                outputs[own.to(outputs.device)], targets[own.to(targets.device)]
+        mask = groups == group
+        for metric in metrics:
+            counts[_PREFIX + metric.name][mask] = metric.value(
+                outputs[mask.to(outputs.device)], targets[mask.to(targets.device)]
             )
-    return found
+    return counts
 
 
 def counted_shapes(metrics: Iterable[NamedMetric]) -> dict[str, tuple[int, ...]]:
-    """The shapes, by name, of what `counted` gives of one sample."""
-    return {_COUNTED + one.name: () for one in metrics}
+    """Return the shapes of one sample's counts of `counted`, by name."""
+    return {_PREFIX + metric.name: () for metric in metrics}
 
 
 def figures(objective: Objective, totals: Totals) -> dict[str, Tensor]:
-    """The objective's figures of n clients and the metrics, `[n]` float64 by name."""
-    chosen = {name: total for name, total in totals.items() if name.startswith(_COUNTED)}
-    found = objective.figures({name: total for name, total in totals.items() if name not in chosen})
-    return found | {name.removeprefix(_COUNTED): total / totals["samples"] for name, total in chosen.items()}
+    """Return the objective's figures and the metrics of n clients, `[n]` float64 by name."""
+    metrics = {name: total for name, total in totals.items() if name.startswith(_PREFIX)}
+    values = objective.figures({name: total for name, total in totals.items() if name not in metrics})
+    return values | {name.removeprefix(_PREFIX): total / totals["samples"] for name, total in metrics.items()}
 
 
 def build_metrics(
-    given: Sequence[str | Callable[..., Any]], objective: Objective, outputs: int | None = None
+    metrics: Sequence[str | Callable[..., Any]], objective: Objective, outputs: int | None = None
 ) -> tuple[NamedMetric, ...]:
-    """The metrics of expressions such as `auroc` or `f1(average='macro')`, of `module:function`, or of functions of one's own,
-    (outputs [n, ...], targets [n, ...]) -> a number. Those by name are tried where it is known how many numbers a model puts out.
+    """Build the metrics that are recorded beside an objective's figures.
 
-    Raises `InvalidValue` or `UnknownName` for what does not fit, `MissingExtra` for a name where there is no `torchmetrics`.
+    Args:
+        metrics: Expressions such as `auroc` or `f1(average='macro')`, paths `module:function`, or functions that map outputs and
+            targets `[n, ...]` to a number.
+        objective: The objective of the task.
+        outputs: The number of a model's outputs, if known; metrics by name are then tried on a few samples.
+
+    Raises:
+        InvalidValue: For an option that is not allowed, or a name that is recorded already.
+        UnknownName: For a name that `torchmetrics` does not have.
+        MissingExtra: For a name if `torchmetrics` is not installed.
     """
-    if isinstance(given, str):
-        raise InvalidValue(f"metrics must be a list, such as [{given!r}]")
-    found: list[NamedMetric] = []
-    for one in given:
-        metric = (
-            _own(one) if not isinstance(one, str) or ":" in one.partition("(")[0] else _named(one, objective, outputs)
-        )
-        if metric.name in [*objective.figure_names, *(other.name for other in found)]:
+    if isinstance(metrics, str):
+        raise InvalidValue(f"metrics must be a list, such as [{metrics!r}]")
+    built: list[NamedMetric] = []
+    for item in metrics:
+        named = isinstance(item, str) and ":" not in item.partition("(")[0]
+        metric = _named(item, objective, outputs) if named else _from_function(item)  # type: ignore[arg-type]
+        if metric.name in [*objective.figure_names, *(earlier.name for earlier in built)]:
             raise InvalidValue(f"metrics: {metric.name!r} is recorded already")
-        found.append(metric)
-    return tuple(found)
+        built.append(metric)
+    return tuple(built)
 
 
-def _own(given: str | Callable[..., Any]) -> NamedMetric:
-    function = found_at(given, "metrics") if isinstance(given, str) else given
+def _from_function(source: str | Callable[..., Any]) -> NamedMetric:
+    function = found_at(source, "metrics") if isinstance(source, str) else source
     if not callable(function):
         raise InvalidValue(f"metrics must be names, 'module:function' or functions, not {type(function).__name__}")
     return NamedMetric(str(getattr(function, "__name__", type(function).__name__)), function)
 
 
 def _named(expression: str, objective: Objective, outputs: int | None) -> NamedMetric:
-    """A function of `torchmetrics`, tried on a few samples, so that an option that it refuses is refused before anything runs."""
+    """Build a metric of `torchmetrics`, tried on a few samples so that a bad option is refused before anything runs."""
     call = parse(expression)
     kind: Kind
     if isinstance(objective, Regression):
@@ -127,44 +138,44 @@ def _named(expression: str, objective: Objective, outputs: int | None) -> NamedM
             f"metrics: {quoted(expression)}: metrics by name are for classification, multilabel and regression: "
             "give a function (outputs, targets) of your own"
         )
-    known = _functions(kind)
-    name = call.name if call.name in known else f"{call.name}_score"
-    if name not in known:
-        raise UnknownName("metric", call.name, sorted({*known, *(one.removesuffix("_score") for one in known)}))
-    options = _options(call, known[name])
+    functions = _functions(kind)
+    name = call.name if call.name in functions else f"{call.name}_score"
+    if name not in functions:
+        raise UnknownName("metric", call.name, {*functions, *(key.removesuffix("_score") for key in functions)})
+    options = _options(call, functions[name])
     metric = NamedMetric(_label(call.name, options), partial(_torchmetric, kind, name, options))
     if outputs is None:
         return metric
     targets = torch.arange(4 * outputs) % outputs
     scores = torch.linspace(0.1, 0.9, 4 * outputs * outputs).reshape(-1, outputs)
-    tried = {"multiclass": targets, "multilabel": F.one_hot(targets, outputs), "regression": scores.flip(0).square()}
+    trial = {"multiclass": targets, "multilabel": F.one_hot(targets, outputs), "regression": scores.flip(0).square()}
     try:
-        metric.value(scores, tried[kind])
+        metric.value(scores, trial[kind])
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidValue(f"metrics: {quoted(expression)}: {first_line(error)}") from None
     return metric
 
 
 def _functions(kind: Kind) -> dict[str, Callable[..., Any]]:
-    """The functions of `torchmetrics`, by name, for what is learned."""
-    library = _library("regression" if kind == "regression" else "classification")
-    found: dict[str, Callable[..., Any]]
-    found = {name: one for name, one in vars(library).items() if inspect.isfunction(one) and name[0] != "_"}
+    """Return the functions of `torchmetrics` for a task, by name."""
+    functions: dict[str, Callable[..., Any]]
+    functions = {name: f for name, f in vars(_library(kind)).items() if inspect.isfunction(f) and name[0] != "_"}
     if kind == "regression":
-        return found
-    return {name: one for name, one in found.items() if "task" in inspect.signature(one).parameters}
+        return functions
+    return {name: f for name, f in functions.items() if "task" in inspect.signature(f).parameters}
 
 
-def _library(part: str) -> ModuleType:
+def _library(kind: Kind) -> ModuleType:
     try:
         with warnings.catch_warnings(action="ignore"):
-            return importlib.import_module(f"torchmetrics.functional.{part}")
+            module = "regression" if kind == "regression" else "classification"
+            return importlib.import_module(f"torchmetrics.functional.{module}")
     except ImportError:
         raise MissingExtra("torchmetrics", "metrics", "metrics by name") from None
 
 
 def _options(call: Call, function: Callable[..., Any]) -> dict[str, Any]:
-    allowed = [name for name in inspect.signature(function).parameters if name not in _SETTLED]
+    allowed = [name for name in inspect.signature(function).parameters if name not in _TASK_PARAMETERS]
     if call.positional:
         raise InvalidValue(f"metrics: {quoted(call, str)}: give options by name, such as {call.name}({allowed[0]}=...)")
     for name in call.named:
@@ -177,18 +188,18 @@ def _options(call: Call, function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _label(name: str, options: dict[str, Any]) -> str:
-    """What a metric is called in the records: `f1_macro`, `accuracy_top_k_5`."""
-    parts = [value if isinstance(value, str) else f"{option}_{show(value)}" for option, value in options.items()]
-    return re.sub(r"\W+", "_", "_".join([name, *parts])).strip("_")
+    """Return a metric's name in the records: `f1_macro`, `accuracy_top_k_5`."""
+    words = [value if isinstance(value, str) else f"{option}_{show(value)}" for option, value in options.items()]
+    return re.sub(r"\W+", "_", "_".join([name, *words])).strip("_")
 
 
 def _torchmetric(kind: Kind, name: str, options: dict[str, Any], outputs: Tensor, targets: Tensor) -> Any:
-    """Metric of logits or numbers `[n, outputs]` as `torchmetrics` wants them: probabilities, whole numbers, one column flat."""
-    function = getattr(_library("regression" if kind == "regression" else "classification"), name)
+    """Apply a function of `torchmetrics` to outputs `[n, outputs]` in its form: probabilities, whole numbers, one flat column."""
+    function = getattr(_library(kind), name)
     if kind == "multiclass":
         return function(outputs.softmax(1), targets, task=kind, num_classes=outputs.shape[1], **options)
     if kind == "multilabel":
         return function(outputs.sigmoid(), targets.long(), task=kind, num_labels=outputs.shape[1], **options)
-    found, wanted = (one.reshape(len(one), -1).squeeze(1).contiguous() for one in (outputs, targets.to(outputs.dtype)))
-    several = found.dim() == 2 and "num_outputs" in inspect.signature(function).parameters
-    return function(found, wanted, **({"num_outputs": found.shape[1]} if several else {}), **options)
+    outputs, targets = (x.reshape(len(x), -1).squeeze(1).contiguous() for x in (outputs, targets.to(outputs.dtype)))
+    several = outputs.dim() == 2 and "num_outputs" in inspect.signature(function).parameters
+    return function(outputs, targets, **({"num_outputs": outputs.shape[1]} if several else {}), **options)

@@ -1,4 +1,4 @@
-"""Any number of classes for each sample."""
+"""Multilabel classification: any number of classes for each sample."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Multilabel(Objective):
     """Any number of classes for each sample: mean binary cross entropy, judged by F1.
 
     Of logits and targets `[b, classes]`, which are 0 or 1. A class counts as predicted where its logit is above 0.
-    F1 = 2 tp / (2 tp + fp + fn): `f1` of all decisions together, `f1_macro` the mean over classes that occur or are predicted;
+    F1 = 2 tp / (2 tp + fp + fn): `f1` of all decisions in all, `f1_macro` the mean over classes that occur or are predicted;
     `exact`, the share of samples with every class right.
     """
 
@@ -31,28 +31,27 @@ class Multilabel(Objective):
         return F.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype))
 
     def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-        logits, wanted = prediction(outputs), targets > 0.5
-        found = logits > 0
+        logits, occurring = prediction(outputs), targets > 0.5
+        predicted = logits > 0
+        loss = F.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype), reduction="none")
         return {
-            "loss": F.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype), reduction="none")
-            .double()
-            .mean(1),
-            "exact": (found == wanted).all(1),
-            "right": found & wanted,
-            "predicted": found,
-            "occurring": wanted,
+            "loss": loss.double().mean(1),
+            "exact": (predicted == occurring).all(1),
+            "right": predicted & occurring,
+            "predicted": predicted,
+            "occurring": occurring,
         }
 
     def shapes(self, outputs: int) -> dict[str, tuple[int, ...]]:
         return {"loss": (), "exact": (), **dict.fromkeys(("right", "predicted", "occurring"), (outputs,))}
 
     def figures(self, totals: Totals) -> dict[str, Tensor]:
-        right, both = totals["right"], totals["predicted"] + totals["occurring"]
-        counts = both > 0
-        each = torch.where(counts, 2 * right / both.clamp_min(1), 0)
+        hits, decisions = totals["right"], totals["predicted"] + totals["occurring"]
+        counts = decisions > 0
+        f1 = torch.where(counts, 2 * hits / decisions.clamp_min(1), 0)
         return {
-            "f1": 2 * right.sum(1) / both.sum(1).clamp_min(1),
-            "f1_macro": each.sum(1) / counts.sum(1).clamp_min(1),
+            "f1": 2 * hits.sum(1) / decisions.sum(1).clamp_min(1),
+            "f1_macro": f1.sum(1) / counts.sum(1).clamp_min(1),
             "exact": totals["exact"] / totals["samples"],
             "loss": totals["loss"] / totals["samples"],
         }

@@ -1,7 +1,8 @@
-"""Numbers for each sample."""
+"""Regression: numbers for each sample."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,16 +17,23 @@ from fedloom.objectives import Metric, Objective, Totals, kind_of, objectives, p
 STRATA = 10
 """Groups of equally many samples, by the size of their target, that a partition skewed by label shares out."""
 
+_ROUNDING = 8 * torch.finfo(torch.float64).eps
+"""A standard deviation of targets below this share of their mean is rounding: the targets are constant."""
+
 
 @objectives.register("regression")
 @dataclass(frozen=True)
 class Regression(Objective):
     """Numbers for each sample: the mean error, judged by the RMSE.
 
-    Over samples and columns, of outputs and targets `[b, d]` (or `[b]`, d = 1). `kind` of error: `squared`, (y - t)^2;
-    `absolute`, |y - t|; or `huber`: (y - t)^2 / 2 where |y - t| <= `delta`, and `delta` (|y - t| - `delta` / 2) beyond. Recorded:
-    the root of the mean squared error, `rmse`; the mean absolute error, `mae`; and `r2`, 1 minus the squared error over the
-    variance of the targets, the mean over columns (0 where they do not vary).
+    Outputs and targets are `[b, d]`, or `[b]` for d = 1; all means are over samples and columns. Recorded are `rmse`, the root of
+    the mean squared error; `mae`, the mean absolute error; and `r2`, 1 minus the squared error over the variance of the
+    targets, the mean over columns (0 for a constant column).
+
+    Args:
+        kind: The error: `squared`, (y - t)^2; `absolute`, |y - t|; or `huber`, (y - t)^2 / 2 where |y - t| <= `delta` and
+            `delta` (|y - t| - `delta` / 2) beyond.
+        delta: Width of Huber's quadratic part, greater than 0.
     """
 
     kind: Literal["squared", "absolute", "huber"] = "squared"
@@ -35,46 +43,71 @@ class Regression(Objective):
     def __post_init__(self) -> None:
         require_fields(self)
 
-    def _each(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss of every number, `[b, d]`, the outputs and the targets, in one shape."""
-        found = prediction(outputs)
-        if found.dim() == 1:
-            found = found.unsqueeze(1)
-        wanted = (targets.unsqueeze(1) if targets.dim() == 1 else targets).to(found.dtype)
-        if found.shape != wanted.shape:
-            raise InvalidValue(f"the model returns {list(found.shape)} where the targets are {list(wanted.shape)}")
+    def _losses(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss of every number and the outputs, `[b, d]` each."""
+        values = prediction(outputs)
+        if values.dim() == 1:
+            values = values.unsqueeze(1)
+        targets = _columns(targets).to(values.dtype)
+        if values.shape != targets.shape:
+            raise InvalidValue(f"the model returns {list(values.shape)} where the targets are {list(targets.shape)}")
         if self.kind == "huber":
-            return F.huber_loss(found, wanted, reduction="none", delta=self.delta), found, wanted
+            return F.huber_loss(values, targets, reduction="none", delta=self.delta), values
         function = F.mse_loss if self.kind == "squared" else F.l1_loss
-        return function(found, wanted, reduction="none"), found, wanted
+        return function(values, targets, reduction="none"), values
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        return self._each(outputs, targets)[0].mean()
+        return self._losses(outputs, targets)[0].mean()
 
     def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-        loss, found, wanted = (tensor.double() for tensor in self._each(outputs, targets))
-        error = found - wanted
+        loss, values = (tensor.double() for tensor in self._losses(outputs, targets))
+        targets = _columns(targets).double()
+        error = values - targets
         return {
             "loss": loss.mean(1),
             "absolute": error.abs().mean(1),
             "squared": error.square(),
-            "target": wanted,
-            "target_squared": wanted.square(),
+            "target": targets,
+            "deviation": torch.zeros_like(targets),
         }
 
     def shapes(self, outputs: int) -> dict[str, tuple[int, ...]]:
-        return {"loss": (), "absolute": (), **dict.fromkeys(("squared", "target", "target_squared"), (outputs,))}
+        return {"loss": (), "absolute": (), **dict.fromkeys(("squared", "target", "deviation"), (outputs,))}
+
+    def add_up(
+        self, counts: Totals, total: Callable[[Tensor], Tensor], owner: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Add up as any objective, and the squared deviations of the targets from their owner's mean in a second pass.
+
+        Sums of squares would cancel where the mean is large beside the deviation.
+        """
+        totals = super().add_up(counts, total, owner)
+        samples = counts.get("samples", torch.ones_like(counts["loss"])).unsqueeze(1)
+        size = total(samples).clamp_min(1)
+        mean = totals["target"] / size
+        offset = counts["target"] / samples.clamp_min(1) - (mean if owner is None else mean[owner.to(mean.device)])
+        remainder = total(samples * offset)  # of the mean, by rounding
+        totals["target"] = totals["target"] + remainder
+        squares = total(samples * offset.square()) - remainder.square() / size
+        totals["deviation"] = totals["deviation"] + squares.clamp_min(0)
+        return totals
 
     def figures(self, totals: Totals) -> dict[str, Tensor]:
-        samples = totals["samples"]
-        squared = totals["squared"] / samples.unsqueeze(1)
-        variance = totals["target_squared"] / samples.unsqueeze(1) - (totals["target"] / samples.unsqueeze(1)).square()
+        samples = totals["samples"].unsqueeze(1)
+        squared, variance = totals["squared"] / samples, totals["deviation"] / samples
+        varies = variance > (_ROUNDING * totals["target"] / samples).square()
         return {
             "rmse": squared.mean(1).sqrt(),
-            "mae": totals["absolute"] / samples,
-            "r2": torch.where(variance > 0, 1 - squared / variance, 0).mean(1),
-            "loss": totals["loss"] / samples,
+            "mae": totals["absolute"] / totals["samples"],
+            "r2": torch.where(varies, 1 - squared / variance, 0).mean(1),
+            "loss": totals["loss"] / totals["samples"],
         }
+
+    def require_totals(self, totals: Totals) -> None:
+        super().require_totals(totals)
+        for name in ("loss", "absolute", "squared", "deviation"):
+            if (totals[name] < 0).any():
+                raise InvalidValue(f"{name} is a sum of what is at least 0, not {float(totals[name].min()):g}")
 
     def require_targets(self, targets: Tensor) -> None:
         if targets.dim() not in (1, 2) or not targets.is_floating_point():
@@ -89,6 +122,9 @@ class Regression(Objective):
         return 1 if targets.dim() == 1 else targets.shape[1]
 
     def strata(self, targets: Tensor) -> Tensor:
-        first = targets if targets.dim() == 1 else targets[:, 0]
-        rank = first.argsort(stable=True).argsort()
+        rank = _columns(targets)[:, 0].argsort(stable=True).argsort()
         return rank * STRATA // max(1, len(rank))
+
+
+def _columns(targets: Tensor) -> Tensor:
+    return targets.unsqueeze(1) if targets.dim() == 1 else targets

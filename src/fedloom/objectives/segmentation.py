@@ -1,4 +1,4 @@
-"""A class for each pixel."""
+"""Segmentation: a class for each pixel."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ from fedloom.objectives import Metric, Objective, Totals, kind_of, masked_cross_
 class Segmentation(Objective):
     """A class for each pixel: mean cross entropy, judged by the mean IoU.
 
-    Over the pixels of a batch, of logits `[b, classes, h, w]` and targets `[b, h, w]`; pixels equal to `ignore` count nowhere.
-    IoU is intersection / union, its mean is over classes; `accuracy` is the share of pixels that are right.
+    Over the pixels of a batch, of logits `[b, classes, h, w]` and targets `[b, h, w]` int64. IoU is intersection / union, its
+    mean is over the classes that occur or are predicted; `accuracy` is the share of pixels that are right.
+
+    Args:
+        ignore: Pixels with this target count nowhere, whatever is predicted for them.
     """
 
     ignore: int = 255
@@ -35,16 +38,15 @@ class Segmentation(Objective):
 
     def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
         logits = prediction(outputs)
-        counts, found, classes = targets != self.ignore, logits.argmax(1), range(logits.shape[1])
+        counts, predicted = targets != self.ignore, logits.argmax(1)
         loss = F.cross_entropy(logits, targets, ignore_index=self.ignore, reduction="none")
-        both = [((found == c) & (targets == c)).sum((1, 2)) for c in classes]
-        either = [(((found == c) & counts) | (targets == c)).sum((1, 2)) for c in classes]
+        masks = [((predicted == c) & counts, (targets == c) & counts) for c in range(logits.shape[1])]
         return {
             "loss": loss.double().sum((1, 2)),
-            "correct": ((found == targets) & counts).sum((1, 2)),
+            "correct": ((predicted == targets) & counts).sum((1, 2)),
             "pixels": counts.sum((1, 2)),
-            "intersection": torch.stack(both, 1),
-            "union": torch.stack(either, 1),
+            "intersection": torch.stack([(a & b).sum((1, 2)) for a, b in masks], 1),
+            "union": torch.stack([(a | b).sum((1, 2)) for a, b in masks], 1),
         }
 
     def shapes(self, outputs: int) -> dict[str, tuple[int, ...]]:
@@ -52,9 +54,9 @@ class Segmentation(Objective):
 
     def figures(self, totals: Totals) -> dict[str, Tensor]:
         pixels, union = totals["pixels"].clamp_min(1), totals["union"]
-        each = torch.where(union > 0, totals["intersection"] / union.clamp_min(1), 0)
+        iou = torch.where(union > 0, totals["intersection"] / union.clamp_min(1), 0)
         return {
-            "miou": each.sum(1) / (union > 0).sum(1).clamp_min(1),
+            "miou": iou.sum(1) / (union > 0).sum(1).clamp_min(1),
             "accuracy": totals["correct"] / pixels,
             "loss": totals["loss"] / pixels,
         }

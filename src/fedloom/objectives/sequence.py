@@ -1,4 +1,4 @@
-"""The next token at every place of a sequence."""
+"""Sequences: the next token at every position."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from fedloom.objectives import Metric, Objective, Totals, kind_of, masked_cross_
 @objectives.register("sequence")
 @dataclass(frozen=True)
 class NextToken(Objective):
-    """The next token at every place: mean cross entropy, judged by the perplexity.
+    """The next token at every position: mean cross entropy, judged by the perplexity.
 
-    Over the tokens of a batch, of logits `[b, tokens, vocabulary]` and targets `[b, tokens]`; targets equal to `padding` count
-    nowhere. The perplexity is exp(loss); `accuracy` is the share of tokens whose logit is largest.
+    Over the tokens of a batch, of logits `[b, tokens, vocabulary]` and targets `[b, tokens]` int64. The perplexity is exp(loss);
+    `accuracy` is the share of tokens whose logit is largest.
+
+    Args:
+        padding: Targets equal to it count nowhere.
     """
 
     padding: int = -100

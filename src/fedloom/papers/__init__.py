@@ -1,6 +1,7 @@
-"""The tables and figures of the five papers as runs: protocols, estimates, and what the papers print beside what is measured.
+"""The tables and figures of the papers as runs: protocols, estimates, and what the papers print beside what is measured.
 
-fedmr.toml, fedumf.toml, fedala.toml   the papers' settings, methods, tables and figures; numbers.json, what they print
+fedmr.toml, fedumf.toml, fedala.toml, mcmahan.toml, niid-bench.toml   the papers' settings, methods, tables and figures
+numbers.json    what they print
 datasets.toml   their data sets
 protocols       settings, measures and cells
 paper_file      the papers' files, and all tables and figures by name

@@ -1,4 +1,4 @@
-"""How long the runs will take on this machine: the time of a few real local steps, times the steps of the protocol."""
+"""Estimates of the runs' time on this machine: the time of a few real local steps, times the steps of the protocol."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What is still to be run in one setting."""
+    """Runs of one setting, and the steps and seconds of those that are not finished."""
 
     setting: str
     runs: int
@@ -63,56 +63,62 @@ class Estimate:
 
 
 def estimate(plan: ReproducePlan, threads: int) -> list[Estimate]:
-    """Setting by setting, with `threads` threads a run; runs that are finished cost nothing."""
-    found = []
-    for key, own in plan.configurations.items():
+    """Return an estimate for each setting, with `threads` threads a run; runs that are finished cost nothing."""
+    estimates = []
+    for key, configuration in plan.configurations.items():
         jobs = [job for job in plan.jobs if job.name.setting == key]
         waiting = [job for job in jobs if not job.finished]
         costs = []
         if waiting:
-            data = _facts(own)
-            each = seconds_a_step(own, data.spec, threads)
-            costs = [cost(own, job.name.algorithm, data, each) for job in waiting]
+            data = _facts(configuration)
+            step = seconds_a_step(configuration, data.spec, threads)
+            costs = [cost(configuration, job.name.algorithm, data, step) for job in waiting]
         if jobs:
             steps, seconds = sum(cost.steps for cost in costs), sum(cost.seconds for cost in costs)
-            found.append(Estimate(key, len(jobs), len(jobs) - len(waiting), steps, seconds))
-    return found
+            estimates.append(Estimate(key, len(jobs), len(jobs) - len(waiting), steps, seconds))
+    return estimates
 
 
-def cost(own: Configuration, algorithm: str, data: DataFacts, each: float) -> Cost:
-    """Steps and seconds of one run, where a local step on a whole batch takes `each` seconds.
+def cost(configuration: Configuration, algorithm: str, data: DataFacts, step: float) -> Cost:
+    """Return steps and seconds of one run.
 
     Steps are K clients x epochs x ceil(n / B) a round, with n samples a client in the mean; evaluation passes forward only.
+
+    Args:
+        configuration: The configuration of the run's setting.
+        algorithm: The expression of its method.
+        data: Size of the data set.
+        step: Seconds of a local step on a whole batch.
     """
-    schedule, training = own.schedule, own.training
-    clients = own.data.clients or 180  # natural clients: FEMNIST's writers
-    total = data.train + (data.test if own.data.merge else 0)
-    samples = total * (1 - (own.data.local_test or 0.0)) / clients
+    schedule, training = configuration.schedule, configuration.training
+    clients = configuration.data.clients or 180  # natural clients: FEMNIST's writers
+    local_test = configuration.data.local_test
+    total = data.train + (data.test if configuration.data.merge else 0)
+    samples = total * (1 - (local_test or 0.0)) / clients
     batch = min(training.batch_size or samples, samples)
     local = int(training.local_steps(torch.tensor(samples, dtype=torch.float64)))
     steps = schedule.rounds * schedule.participants(clients) * local
     call = parse(algorithm)
-    each *= batch / (training.batch_size or samples)  # a client with less than a batch takes smaller steps
-    forward = each / (TRAINING_PASSES * batch)
+    step *= batch / (training.batch_size or samples)  # a client with less than a batch takes smaller steps
+    forward = step / (TRAINING_PASSES * batch)
     evaluations = math.ceil(schedule.rounds / (schedule.evaluate_every or 1))
-    seconds = steps * each * work(call, schedule.participation) + evaluations * data.test * forward
-    if schedule.personal_every and own.data.local_test is not None:
+    seconds = steps * step * work(call, schedule.participation) + evaluations * data.test * forward
+    if schedule.personal_every and local_test is not None:
         scored = math.ceil(schedule.rounds / schedule.personal_every)
-        once = total * own.data.local_test * forward + scoring(call) * clients * local * each
-        seconds += scored * once
-    return Cost(steps, seconds + forward * sum(surface_passes(text) for text in own.record))
+        seconds += scored * (total * local_test * forward + scoring(call) * clients * local * step)
+    return Cost(steps, seconds + forward * sum(map(surface_passes, configuration.record)))
 
 
 def surface_passes(recorder: str) -> int:
-    """Samples that pass forward, once, for a surface of the loss over a plane; other recorders cost little beside a run."""
+    """Return samples that pass forward, once, for a surface of the loss over a plane; any different recorder costs little."""
     [built] = build_recorders([recorder])
     return built.grid**2 * built.samples if isinstance(built, Landscape) else 0
 
 
 def work(call: Call, participation: float) -> float:
-    """Time of a method's local training relative to plain SGD. Under `umf` the clients of the next round train as well."""
+    """Return the time of local training relative to plain SGD. Under `umf` the clients of the next round train as well."""
     inner = [value for value in (*call.positional, *call.named.values()) if isinstance(value, Call)]
-    most = max((work(one, participation) for one in inner), default=1.0)
+    most = max((work(method, participation) for method in inner), default=1.0)
     if call.name == "umf":
         return most * (2 - participation)
     if call.name == "ala":
@@ -125,17 +131,16 @@ def work(call: Call, participation: float) -> float:
 
 
 def scoring(call: Call) -> float:
-    """Work of a client before its own model is scored, relative to a local training."""
+    """Return the work of a client before its own model is scored, relative to a local training."""
     inner = [value for value in (*call.positional, *call.named.values()) if isinstance(value, Call)]
-    own = float(call.named.get("finetune_epochs", SCORING.get(call.name, 0.0)))
-    return own + sum(scoring(one) for one in inner)
+    return float(call.named.get("finetune_epochs", SCORING.get(call.name, 0.0))) + sum(map(scoring, inner))
 
 
-def seconds_a_step(own: Configuration, spec: DataSpec, threads: int) -> float:
-    """Seconds of one local step of plain SGD on samples of that shape, in the engine that runs use."""
-    training = own.training
+def seconds_a_step(configuration: Configuration, spec: DataSpec, threads: int) -> float:
+    """Return seconds of one local step of plain SGD on samples of that shape, in the engine that runs use."""
+    training = configuration.training
     batch = training.batch_size or 50
-    return _timed(own.model, spec, batch, training.augmentation, training.optimizer, threads)
+    return _timed(configuration.model, spec, batch, training.augmentation, training.optimizer, threads)
 
 
 @cache
@@ -156,7 +161,7 @@ def _timed(model: str, spec: DataSpec, batch: int, augmentation: str, optimizer:
 
 
 def _noise(spec: DataSpec, count: int) -> Samples:
-    """Random samples of a shape, as the data sets hold them: bytes for images, token numbers, or figures."""
+    """Draw random samples of a shape, as the data sets hold them: bytes for images, token numbers, or figures."""
     generator = stream(0, "estimate")
     if spec.vocabulary is not None:
         inputs = torch.randint(0, spec.vocabulary, (count, *spec.shape), generator=generator)
@@ -167,14 +172,14 @@ def _noise(spec: DataSpec, count: int) -> Samples:
     return Samples(inputs, torch.randint(0, spec.outputs, (count,), generator=generator))
 
 
-def _facts(own: Configuration) -> DataFacts:
-    """Shape and sizes of the data: known for the papers' sets, looked up for others."""
-    call = parse(own.data.name)
-    known = facts().get(data_of(own.data.name))
-    if known is None:
-        data = make_dataset(own.data.name)
+def _facts(configuration: Configuration) -> DataFacts:
+    """Return shape and sizes of the data: of the papers' sets from the table of facts, of any different data from themselves."""
+    call = parse(configuration.data.name)
+    data_facts = facts().get(data_of(configuration.data.name))
+    if data_facts is None:
+        data = make_dataset(configuration.data.name)
         return DataFacts(data.name, data.spec, len(data.train), len(data.test))
     if call.name != "part":
-        return known
-    share = min(1.0, int(call.named["samples"]) / (known.train + known.test))
-    return replace(known, train=round(known.train * share), test=round(known.test * share))
+        return data_facts
+    share = min(1.0, int(call.named["samples"]) / (data_facts.train + data_facts.test))
+    return replace(data_facts, train=round(data_facts.train * share), test=round(data_facts.test * share))

@@ -1,8 +1,7 @@
-"""How far the papers' tables and figures are reproduced, from records of what `fedloom reproduce` measured.
+"""The state of reproduction of the papers' tables and figures, from records of `fedloom reproduce`.
 
-A record, a JSON file, holds the cells of one table or figure as one command measured them, what of the paper's protocol was left
-out, the versions and the machine. `reasons.toml` beside the records says, by name or pattern, why a table or figure was not
-reproduced.
+A record, a JSON file, holds the cells of one table or figure as one command measured them, departures from the protocol, the
+versions and the machine. `reasons.toml` beside the records says, by name or pattern, why a table or figure was not reproduced.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from fedloom.experiment.directory import to_json
 from fedloom.papers.measure import Measured, deviations
 from fedloom.papers.paper_file import exhibit, exhibits, papers, titles
 from fedloom.papers.protocols import Exhibit
-from fedloom.papers.result_table import CellResult, found_text, printed_text
+from fedloom.papers.result_table import CellResult, measured_text, printed_text
 from fedloom.report.export import escape_markdown, markdown_table
 
 STATES = {
@@ -54,48 +53,52 @@ class ExhibitRecord:
     source: str = ""
 
     def to_json(self) -> str:
-        """The contents of the record's file. Folders of this machine are left out of the command."""
+        """Return the contents of the record's file. Folders of this machine are left out of the command."""
         cells = [
             {
-                "row": one.cell.row,
-                "column": one.cell.column,
-                **{name: value for name, value in dataclasses.asdict(one.here).items() if value is not None},
-                "left_out": one.left_out,
+                "row": line.cell.row,
+                "column": line.cell.column,
+                **{name: value for name, value in dataclasses.asdict(line.result).items() if value is not None},
+                "left_out": line.left_out,
             }
-            for one in self.results
-            if one.here is not None
+            for line in self.results
+            if line.result is not None
         ]
         words = shlex.split(self.command)
-        folders = ("--data", "--directory")
         anywhere = [
-            re.sub(r"^(\w+=)?.*", r"\1FOLDER", word) if before in folders else word
-            for before, word in zip(("", *words), words, strict=False)
+            re.sub(r"^(\w+=)?.*", r"\1FOLDER", word) if option in ("--data", "--directory") else word
+            for option, word in zip(("", *words), words, strict=False)
         ]
-        told = {name: value for name, value in vars(self).items() if name != "results"}
-        return to_json({**told, "command": shlex.join(anywhere), "cells": cells})
+        fields = {name: value for name, value in vars(self).items() if name != "results"}
+        return to_json({**fields, "command": shlex.join(anywhere), "cells": cells})
 
     @classmethod
     def read(cls, path: Path) -> ExhibitRecord:
-        """The record in a file. Raises `InvalidValue` for another file, or for a cell that the table or figure does not have."""
+        """Return the record in a file.
+
+        Raises:
+            InvalidValue: For any different file, or for a cell that the table or figure does not have.
+        """
         try:
             table = json.loads(path.read_text(encoding="utf-8"))
-            known = {(cell.row, cell.column): cell for cell in exhibit(table["exhibit"]).cells}
+            cells = {(cell.row, cell.column): cell for cell in exhibit(table["exhibit"]).cells}
             results = []
-            for one in table.pop("cells"):
-                row, column, left_out = one.pop("row"), one.pop("column"), tuple(one.pop("left_out"))
-                if (row, column) not in known:
+            for entry in table.pop("cells"):
+                row, column, left_out = entry.pop("row"), entry.pop("column"), tuple(entry.pop("left_out"))
+                if (row, column) not in cells:
                     raise InvalidValue(f"{path}: {table['exhibit']} has no cell of {row!r} in {column!r}")
-                here = Measured(**{"mean": None, "std": None, **one})
-                results.append(CellResult(known[row, column], here, left_out))
+                results.append(
+                    CellResult(cells[row, column], Measured(**{"mean": None, "std": None, **entry}), left_out)
+                )
             return cls(**table, results=tuple(results))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, InvalidValue):
                 raise
             raise InvalidValue(f"{path} is no record of a table or figure ({error})") from None
 
 
 def today() -> str:
-    """The date of a record that is written now."""
+    """Return today's date, for a record."""
     return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
@@ -110,136 +113,141 @@ class LedgerEntry:
     @property
     def results(self) -> list[CellResult]:
         """The cells of all records."""
-        return [one for record in self.records for one in record.results]
+        return [line for record in self.records for line in record.results]
 
     @property
     def judged(self) -> list[CellResult]:
-        """Those that followed the whole protocol, and of which the paper prints a number."""
-        return [one for one in self.results if one.cell.printed is not None and _complete(one)]
+        """The cells with a printed number that followed the whole protocol."""
+        return [line for line in self.results if line.cell.printed is not None and _complete(line)]
 
     @property
     def pairs(self) -> tuple[int, int]:
-        """Of the pairs of methods in one column of one record that the paper prints different numbers of, how many come out in
-        the paper's order, and how many there are."""
-        same = total = 0
+        """Pairs in the paper's order and all pairs: methods of a record's column that are printed with different numbers."""
+        same_order = total = 0
         for record in self.records:
-            for one, other in itertools.combinations(record.results, 2):
-                a, b = one.cell, other.cell
-                alike = (a.column, a.measure) == (b.column, b.measure)
-                if alike and a.printed and b.printed and one.here and other.here:
-                    printed = _beyond(a.printed.mean) - _beyond(b.printed.mean)
+            for pair in itertools.combinations(record.results, 2):
+                a, b = (line.cell for line in pair)
+                x, y = (line.result for line in pair)
+                if (a.column, a.measure) == (b.column, b.measure) and a.printed and b.printed and x and y:
+                    printed = _or_infinity(a.printed.mean) - _or_infinity(b.printed.mean)
                     if printed != 0 and not math.isnan(printed):
                         total += 1
-                        same += (_beyond(one.here.mean) - _beyond(other.here.mean)) * printed > 0
-        return same, total
+                        same_order += (_or_infinity(x.mean) - _or_infinity(y.mean)) * printed > 0
+        return same_order, total
 
     @property
     def state(self) -> str:
         """One of `STATES`."""
         if not self.results:
             return "not run"
-        if all(one.cell.printed is None for one in self.results):
+        if all(line.cell.printed is None for line in self.results):
             return "curves" if any(map(_complete, self.results)) else "partial"
         if not self.judged:
             return "partial"
         if all(map(_within, self.judged)):
             return "within"
-        same, total = self.pairs
-        return "order" if same == total > 0 else "differs"
+        same_order, total = self.pairs
+        return "order" if same_order == total > 0 else "differs"
 
 
 def ledger(folder: Path) -> list[LedgerEntry]:
-    """Every table and figure with its records in `folder`, paper by paper. Raises as `ExhibitRecord.read`."""
+    """Return every table and figure with its records in `folder`, paper by paper. Raises as `ExhibitRecord.read`."""
     reasons = tomllib.loads((folder / "reasons.toml").read_text(encoding="utf-8"))
     records = [ExhibitRecord.read(path) for path in sorted(folder.glob("*.json"))]
     return [
         LedgerEntry(
-            one,
+            entry,
             [record for record in records if record.exhibit == name],
             next((reason for pattern, reason in reasons.items() if fnmatchcase(name, pattern)), ""),
         )
-        for name, one in exhibits().items()
+        for name, entry in exhibits().items()
     ]
 
 
 def to_markdown(entries: Sequence[LedgerEntry]) -> str:
-    """The ledger as Markdown: a table for each version of a paper, and below it each record."""
-    parts = []
+    """Return the ledger as Markdown: a table for each version of a paper, and below it each record."""
+    blocks = []
     for version, title in titles().items():
-        own = [one for one in entries if one.exhibit.id.partition(".")[0] == version]
-        nothing = [
-            [name.partition(".")[2], escape_markdown(what), "nothing to run", "", "", "", ""]
-            for one in papers()
-            for name, what in one.not_run.items()
+        shown = [entry for entry in entries if entry.exhibit.id.partition(".")[0] == version]
+        drawings = [
+            [name.partition(".")[2], escape_markdown(kind), "nothing to run", "", "", "", ""]
+            for paper in papers()
+            for name, kind in paper.not_run.items()
             if name.partition(".")[0] == version
         ]
-        lines = [*map(_overview, own), *nothing]
-        parts += [f"## {title}\n", markdown_table(_HEADS, lines, left=range(len(_HEADS)))]
-        parts += [
-            f"### {one.exhibit.id} {{#{_anchor(one)}}}\n\n" + "\n".join(map(_details, one.records))
-            for one in own
-            if one.records
+        lines = [*map(_overview, shown), *drawings]
+        blocks += [f"## {title}\n", markdown_table(_HEADS, lines, texts=range(len(_HEADS)))]
+        blocks += [
+            f"### {entry.exhibit.id} {{#{_anchor(entry)}}}\n\n" + "\n".join(map(_details, entry.records))
+            for entry in shown
+            if entry.records
         ]
-    return "\n".join(parts)
+    return "\n".join(blocks)
 
 
 def _overview(entry: LedgerEntry) -> list[str]:
     name = entry.exhibit.id.partition(".")[2]
-    recorded = len({(one.cell.row, one.cell.column) for one in entry.results})
-    same, pairs = entry.pairs
+    recorded = len({(line.cell.row, line.cell.column) for line in entry.results})
+    same_order, pairs = entry.pairs
     return [
         f"[{name}](#{_anchor(entry)})" if entry.records else name,
         escape_markdown(entry.exhibit.shows),
         STATES[entry.state],
         f"{recorded} of {len(entry.exhibit.cells)}",
         f"{sum(map(_within, entry.judged))} of {len(entry.judged)}" if entry.judged else "",
-        f"{same} of {pairs} pairs" if pairs else "",
+        f"{same_order} of {pairs} pairs" if pairs else "",
         entry.reason if entry.state in ("differs", "partial", "not run", "order") else "",
     ]
 
 
 def _details(record: ExhibitRecord) -> str:
-    """The command with versions and machine, and each cell beside the print."""
-    known = record.environment
-    versions = ", ".join(f"{name} {known[name]}" for name in ("fedloom", "python", "torch") if name in known)
-    machine = f"{known.get('processor') or known.get('machine', '')}, {known.get('processors', '?')} cores"
+    """Return the command with versions and machine, and each cell beside the print."""
+    environment = record.environment
+    versions = ", ".join(
+        f"{name} {environment[name]}" for name in ("fedloom", "python", "torch") if name in environment
+    )
+    machine = (
+        f"{environment.get('processor') or environment.get('machine', '')}, {environment.get('processors', '?')} cores"
+    )
     source = f"; transcribed from {record.source}" if record.source else ""
     lines = []
-    for one in record.results:
-        cell, here = one.cell, one.here
-        by = deviations(here, cell.printed)
+    for line in record.results:
+        cell, result = line.cell, line.result
+        by = deviations(result, cell.printed)
         values = (
             f"{cell.column}, {cell.measure.unit}",
             cell.row,
             printed_text(cell.printed, cell.measure),
-            "" if here is None else found_text(here, cell.measure),
+            "" if result is None else measured_text(result, cell.measure),
             "" if by is None else f"{by:+.1f}",
-            "; ".join(one.left_out) or "followed",
+            "; ".join(line.left_out) or "followed",
         )
         lines.append(list(map(escape_markdown, values)))
-    table = markdown_table(("setting", "method", "paper", "here", "in std", "protocol"), lines, left=(0, 1, 5))
+    table = markdown_table(("setting", "method", "paper", "here", "in std", "protocol"), lines, texts=(0, 1, 5))
     return f"`{record.command}` ({record.date}; {versions}; {machine}{source})\n\n{table}"
 
 
-def _complete(one: CellResult) -> bool:
-    """Whether the whole protocol was followed, as far as it can change the value: rounds after a target that every run reached
-    cannot."""
-    reached = one.cell.measure.kind in ("rounds", "speedup") and one.here is not None and one.here.mean is not None
-    return one.cell.measure.kind == "weights" or all(reached and text.endswith(" rounds") for text in one.left_out)
+def _complete(line: CellResult) -> bool:
+    """Return True if the whole protocol was followed, as far as it can change the value: rounds after a target that every run
+    reached cannot."""
+    reached = (
+        line.cell.measure.kind in ("rounds", "speedup") and line.result is not None and line.result.mean is not None
+    )
+    return line.cell.measure.kind == "weights" or all(reached and text.endswith(" rounds") for text in line.left_out)
 
 
-def _within(one: CellResult) -> bool:
-    """Whether the value is at most two standard deviations from what is printed, or the same where no deviation is known."""
-    by = deviations(one.here, one.cell.printed)
+def _within(line: CellResult) -> bool:
+    """Return True if the value is at most two standard deviations from the print, or equal where no deviation is known."""
+    by = deviations(line.result, line.cell.printed)
     if by is not None:
         return abs(by) <= 2
-    assert one.here is not None
-    assert one.cell.printed is not None
-    return math.isclose(_beyond(one.here.mean), _beyond(one.cell.printed.mean), rel_tol=1e-6)
+    assert line.result is not None
+    assert line.cell.printed is not None
+    return math.isclose(_or_infinity(line.result.mean), _or_infinity(line.cell.printed.mean), rel_tol=1e-6)
 
 
-def _beyond(value: float | None) -> float:
-    """A target that was never reached is later than any round."""
+def _or_infinity(value: float | None) -> float:
+    """Return infinity for a target that was never reached: it is later than any round."""
     return math.inf if value is None else value
 
 

@@ -41,7 +41,7 @@ class Measured:
 
 
 def measured(cell: PaperCell, runs: Runs, base: Runs = ()) -> Measured | None:
-    """The cell's value over its `runs`, a seed each; `base` are those of its baseline, where it has one.
+    """Return the cell's value over its `runs`, a seed each; `base` are those of its baseline, where it has one.
 
     None when there is no run, or no figure of the kind in them.
     """
@@ -54,7 +54,8 @@ def measured(cell: PaperCell, runs: Runs, base: Runs = ()) -> Measured | None:
         return _end(runs)
     if kind == "rounds":
         best = max((share for run in runs if (share := figures.best(run)) is not None), default=None)
-        return _reached([figures.rounds_to(run, target) for run in runs], runs, _percent(best))
+        reach = crossing if cell.measure.interpolated else figures.rounds_to
+        return _reached([reach(run, target) for run in runs], runs, _percent(best))
     if kind == "speedup":
         return _speedup(runs, base, target)
     values: dict[str, Callable[[RunSummary], float | None]] = {
@@ -73,24 +74,24 @@ def measured(cell: PaperCell, runs: Runs, base: Runs = ()) -> Measured | None:
 
 
 def judged(cells: Sequence[PaperCell]) -> Criterion | None:
-    """The criterion of the first of the cells whose measure is an accuracy; None where there is none."""
+    """Return the criterion of the first of the cells whose measure is an accuracy; None without such a cell."""
     return next((CRITERIA[cell.measure.kind] for cell in cells if cell.measure.kind in CRITERIA), None)
 
 
-def difference(here: Measured | None, paper: Printed | None) -> float | None:
-    """What was measured minus what is printed."""
-    if here is None or paper is None or here.mean is None or paper.mean is None:
+def difference(result: Measured | None, printed: Printed | None) -> float | None:
+    """Return the measured minus the printed figure."""
+    if result is None or printed is None or result.mean is None or printed.mean is None:
         return None
-    return here.mean - paper.mean
+    return result.mean - printed.mean
 
 
-def deviations(here: Measured | None, paper: Printed | None) -> float | None:
-    """The difference in standard deviations, d / sqrt(s_paper^2 + s_here^2), of those that are known; None where none is."""
-    by = difference(here, paper)
-    if by is None or here is None or paper is None:
+def deviations(result: Measured | None, printed: Printed | None) -> float | None:
+    """Return the difference in standard deviations, d / sqrt(s_printed^2 + s_measured^2); None where there is neither of them."""
+    by = difference(result, printed)
+    if by is None or result is None or printed is None:
         return None
-    together = math.hypot(paper.std or 0.0, here.std or 0.0)
-    return by / together if together > 0 else None
+    std = math.hypot(printed.std or 0.0, result.std or 0.0)
+    return by / std if std > 0 else None
 
 
 def _length(runs: Runs) -> int:
@@ -102,7 +103,7 @@ def _percent(share: float | None) -> float | None:
 
 
 def _end(runs: Runs) -> Measured | None:
-    """Mean over runs of the mean of the last evaluations, with the deviation within a run: sqrt(mean_r s_r^2)."""
+    """Return the mean over runs of the mean of the last evaluations, with the deviation within a run: sqrt(mean_r s_r^2)."""
     ends = [[100 * value for value in figures.accuracies(run)[-LAST:]] for run in runs]
     if not all(ends):
         return None
@@ -113,15 +114,31 @@ def _end(runs: Runs) -> Measured | None:
 
 
 def _reached(values: Sequence[float | None], runs: Runs, best: float | None = None) -> Measured:
-    """A value that runs have only where they reached a target: no mean unless all did."""
-    known = [value for value in values if value is not None]
-    whole = len(known) == len(values)
-    std = statistics.stdev(known) if whole and len(known) > 1 else None
-    return Measured(statistics.fmean(known) if whole else None, std, len(values), len(known), _length(runs), best)
+    """Summarise a value that runs have only where they reached a target: no mean unless all did."""
+    reached = [value for value in values if value is not None]
+    complete = len(reached) == len(values)
+    std = statistics.stdev(reached) if complete and len(reached) > 1 else None
+    return Measured(
+        statistics.fmean(reached) if complete else None, std, len(values), len(reached), _length(runs), best
+    )
+
+
+def crossing(run: RunSummary, target: float) -> float | None:
+    """Return the round at which the best accuracy so far, drawn with straight lines between evaluations, crosses `target`; None
+    if it never does. The line to the first evaluation begins at round 0 and accuracy 0."""
+    highest, last_round = 0.0, 0
+    for record in run.records:
+        if run.metric.name not in record:
+            continue
+        number, accuracy = int(record["round"]), float(record[run.metric.name])
+        if accuracy >= target:
+            return last_round + (number - last_round) * (target - highest) / (accuracy - highest)
+        highest, last_round = max(highest, accuracy), number
+    return None
 
 
 def _speedup(runs: Runs, base: Runs, target: float) -> Measured | None:
-    """Rounds of the baseline's run with the same seed over a run's own."""
+    """Divide rounds of the baseline's run with the same seed by a run's rounds."""
     theirs = {run.seed: figures.rounds_to(run, target) for run in base}
     pairs = [(theirs[run.seed], figures.rounds_to(run, target)) for run in runs if run.seed in theirs]
     return _reached([a / b if a is not None and b is not None else None for a, b in pairs], runs) if pairs else None
@@ -132,81 +149,81 @@ def _best_personal(run: RunSummary) -> float | None:
 
 
 def _improvement(run: RunSummary, base: Runs) -> float | None:
-    """Points above the baseline's run with the same seed."""
-    own = _best_personal(run)
-    theirs = next((_best_personal(other) for other in base if other.seed == run.seed), None)
-    return None if own is None or theirs is None else 100 * own - 100 * theirs
+    """Return the points above the baseline's run with the same seed."""
+    best = _best_personal(run)
+    baseline = next((_best_personal(match) for match in base if match.seed == run.seed), None)
+    return None if best is None or baseline is None else 100 * best - 100 * baseline
 
 
 def _personal(run: RunSummary) -> dict[int, float]:
-    """Accuracy of the clients' own models by round."""
+    """Return the accuracy of the clients' own models by round."""
     return {int(r["round"]): float(r["personal_accuracy"]) for r in run.records if "personal_accuracy" in r}
 
 
 def _best_joining(run: RunSummary) -> float | None:
-    """Best accuracy of any round over the clients that train in the round which the evaluated models begin."""
+    """Return the best accuracy of any round over the clients that train in the round which the evaluated models begin."""
     joining = {int(record["round"]): set(record["clients"]) for record in run.records}
-    found = []
+    means = []
     for line in run.clients:
-        table, then = line.get("personal"), joining.get(int(line["round"]) + 1, set())
+        table, clients = line.get("personal"), joining.get(int(line["round"]) + 1, set())
         lines = [] if table is None else zip(table["clients"], table["samples"], table["accuracy"], strict=True)
-        if counted := [(samples, accuracy) for client, samples, accuracy in lines if client in then]:
-            found.append(sum(s * a for s, a in counted) / sum(s for s, _ in counted))
-    return max(found, default=None)
+        if counted := [(samples, accuracy) for client, samples, accuracy in lines if client in clients]:
+            means.append(sum(s * a for s, a in counted) / sum(s for s, _ in counted))
+    return max(means, default=None)
 
 
 def _seconds(line: Mapping[str, float]) -> float:
-    """Of training and server work in a round."""
+    """Return the seconds of training and server work in a round."""
     return float(line["train_seconds"] + line["server_seconds"])
 
 
 def _minutes(run: RunSummary) -> float | None:
-    """Median minutes of a round."""
+    """Return the median minutes of a round."""
     return statistics.median(map(_seconds, run.timings)) / 60 if run.timings else None
 
 
 def _total(run: RunSummary) -> float | None:
-    """Minutes until the round with the best personal accuracy is over."""
+    """Return the minutes until the round with the best personal accuracy is over."""
     scores = _personal(run)
     if not scores or not run.timings:
         return None
-    last = max(scores, key=lambda number: scores[number])
-    return sum(_seconds(line) for line in run.timings if line["round"] <= last) / 60
+    best = max(scores, key=lambda number: scores[number])
+    return sum(_seconds(line) for line in run.timings if line["round"] <= best) / 60
 
 
 def _slower(run: RunSummary, base: Runs) -> float | None:
-    known = [minutes for other in base if (minutes := _minutes(other))]
-    own = _minutes(run)
-    return own / statistics.fmean(known) if own and known else None
+    baselines = [minutes for baseline in base if (minutes := _minutes(baseline))]
+    minutes = _minutes(run)
+    return minutes / statistics.fmean(baselines) if minutes and baselines else None
 
 
 def _models(run: RunSummary, cell: PaperCell) -> float:
-    """Bytes of the last round in models; by one client or by all of the round."""
-    last, name = run.records[-1], str(run.configuration["data"]["name"])
+    """Return bytes of the run's final round in models; by one client or by all of the round."""
+    record, name = run.records[-1], str(run.configuration["data"]["name"])
     data = parse(cell.setting.data).name
     spec = facts()[data].spec if name.startswith(("part", data)) else make_dataset(name).spec  # a stand-in may differ
-    sent = (last["bytes_down"] + last["bytes_up"]) / (4 * _sizes(str(run.configuration["model"]), spec)[0])
-    return float(sent / len(last["clients"]) if cell.measure.a_client else sent)
+    sent = (record["bytes_down"] + record["bytes_up"]) / (4 * _sizes(str(run.configuration["model"]), spec)[0])
+    return float(sent / len(record["clients"]) if cell.measure.a_client else sent)
 
 
 @cache
 def _sizes(model: str, spec: DataSpec) -> tuple[int, tuple[int, ...]]:
-    """Floating-point numbers of a model, buffers included, and trainable ones of each of its blocks, from bottom to top."""
+    """Return the size of a model, buffers included, and of the trainable part of each of its blocks, from bottom to top."""
     module = build_model(model, spec, 0)
-    own = {name: parameter.numel() for name, parameter in module.named_parameters()}
-    blocks = tuple(sum(own[name] for name in names) for names in block_parameters(module))
+    sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
+    blocks = tuple(sum(sizes[name] for name in names) for names in block_parameters(module))
     return Layout(module).size, blocks
 
 
 def _weights(cell: PaperCell) -> int:
-    """ALA learns one weight for each parameter of the p highest blocks."""
+    """Return the number of ALA's weights, one for each parameter of the p highest blocks."""
     ranges = int(parse(cell.algorithm).named["p"])
     return sum(_sizes(cell.setting.model, facts()[parse(cell.setting.data).name].spec)[1][-ranges:])
 
 
 def _classes(run: RunSummary) -> float | None:
-    held = [sum(count > 0 for count in counts) for counts in run.label_counts]
-    return statistics.fmean(held) if held else None
+    classes = [sum(count > 0 for count in counts) for counts in run.label_counts]
+    return statistics.fmean(classes) if classes else None
 
 
 CRITERIA = {
@@ -215,4 +232,4 @@ CRITERIA = {
     "personal": Criterion("best accuracy of the clients' own models", _best_personal),
     "joining": Criterion("best accuracy of the joining clients' own models", _best_joining),
 }
-"""What the runs of a cell are judged by, where its measure is an accuracy."""
+"""Criteria of the runs of a cell whose measure is an accuracy."""

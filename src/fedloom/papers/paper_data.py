@@ -1,4 +1,4 @@
-"""Which data the papers' settings need, how large they are, and whether they are at hand. Nothing is loaded here."""
+"""Data sets of the papers' settings: their sizes, and where they lie. Loads no data."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from importlib.resources import files as package_files
 from fedloom.config.expression import Call, parse
 from fedloom.data.dataset import DataSpec
 from fedloom.data.formats.arrow import hub_installed
-from fedloom.data.sets.origin import places
+from fedloom.data.sets.origin import candidates
 
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What is known of a data set without reading it (`datasets.toml`)."""
+    """Facts about a data set for which it need not be read (`datasets.toml`)."""
 
     label: str
     spec: DataSpec
@@ -28,29 +28,29 @@ class DataFacts:
 
     @property
     def generated(self) -> bool:
-        """Whether it needs no files."""
+        """True if it needs no files."""
         return not self.files
 
 
 @cache
 def facts() -> dict[str, DataFacts]:
-    """The papers' data sets by name."""
+    """Return the papers' data sets by name."""
     text = (package_files("fedloom.papers") / "datasets.toml").read_text(encoding="utf-8")
-    found = {}
+    by_name = {}
     for name, table in tomllib.loads(text).items():
         spec = DataSpec(tuple(table.pop("shape")), table.pop("classes"), table.pop("vocabulary", None))
-        found[name] = DataFacts(spec=spec, **table)
-    return found
+        by_name[name] = DataFacts(spec=spec, **table)
+    return by_name
 
 
 def data_of(expression: str) -> str:
-    """The name of the data set that an expression is of, or is a part of."""
+    """Return the name of the data set that an expression is of, or is a part of."""
     call = parse(expression)
     return parse(str(call.named["of"])).name if call.name == "part" else call.name
 
 
 def in_folder(expression: str, folder: str | None) -> str:
-    """The data set's expression with its folder."""
+    """Return the data set's expression with its folder."""
     if folder is None:
         return expression
     call = parse(expression)
@@ -58,23 +58,23 @@ def in_folder(expression: str, folder: str | None) -> str:
 
 
 def family(name: str) -> str:
-    """The name under which a folder is given: CIFAR-100's two sets of labels share their files."""
+    """Return the name of the data's folder in options: CIFAR-100's two sets of labels share their files."""
     return {"cifar100_coarse": "cifar100"}.get(name, name)
 
 
 def families() -> list[str]:
-    """The names under which folders can be given."""
-    return sorted({family(name) for name, known in facts().items() if not known.generated})
+    """Return the names that folders have in options."""
+    return sorted({family(name) for name, data in facts().items() if not data.generated})
 
 
 def at_hand(name: str, folder: str | None = None) -> bool:
-    """Whether a file of the data set is found in `folder` or FEDLOOM_DATA, or the hub's package is there to fetch it.
+    """Return True if a file of the data set lies in `folder` or FEDLOOM_DATA, or the hub's package is there to fetch it.
 
-    Whether the files are complete is only found out when they are read.
+    Only reading the files tells if they are complete.
     """
-    known = facts()[name]
-    if known.generated or any(
-        next(place.glob(pattern), None) for place in places(known.folders, folder) for pattern in known.files
+    data = facts()[name]
+    if data.generated or any(
+        next(path.glob(pattern), None) for path in candidates(data.folders, folder) for pattern in data.files
     ):
         return True
-    return known.hub and folder is None and hub_installed()
+    return data.hub and folder is None and hub_installed()

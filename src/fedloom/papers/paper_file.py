@@ -1,24 +1,23 @@
-"""A paper's protocols, methods, tables and figures, as one TOML file holds them: `fedmr.toml`, `fedumf.toml`, `fedala.toml`.
+"""A paper's protocols, methods, tables and figures, as one TOML file holds them, such as `fedmr.toml`.
 
 A value of a table or figure is described by words, such as `dataset = "mnist"`, `heterogeneity = "dir:0.1"` and
 `method = "FedAvg"`: those of a printed number (numbers.json), or of a combination in a figure (`over`). From them follow its
 experiment, its method and its measure. The parts of a file:
 
 `[papers]`      the versions of the paper: the prefix of their tables' and figures' names, and their titles.
-`[words]`       words that are given unless others are.
+`[words]`       default words.
 `[setting]`     the experiment (fields of `Setting`). Words stand in braces: `"{lr}"` is the word itself, `"dirichlet({of})"` text
-                with it; `{of}` is what follows the colon in `heterogeneity`, `{alone}` the method without what follows a plus
-                sign. In `name`, words are shown by their `[labels]`, chosen by pattern, and left out where they are not given.
+                with it; `{of}` is the text after the colon in `heterogeneity`, `{alone}` the method up to a plus sign. In
+                `name`, words are shown by their `[labels]`, chosen by pattern; absent words are left out.
 `where`         rules, in `[setting]` for all and in a table or figure for its own: where all words match their patterns, `set`
                 changes the setting, `words` adds words, `algorithm` replaces the expression of the method, `measure` the measure.
 `[methods]`     the expression of each method, by name or pattern; `{inner}` is that of the method before a plus sign.
                 `[methods_of]` says which of them a version of the paper has, if not all.
-`[hour]`        what can be checked in an hour on two cores: of which `exhibit`, with which of the command's options, what it
-                `can` show and what it `cannot`.
+`[hour]`        a check of an hour on two cores: the `exhibit`, the command's options, what it `can` show and what it `cannot`.
 `[not_run]`     tables and figures with nothing to run, and why.
 `[[exhibits]]`  tables and figures: `id` (several where versions share it), what it `shows`, and its words: those of the printed
                 `numbers`, or the combinations of words in `over`, methods innermost, with `words` that all have. It may have
-                its own `set`, `where`, `methods` and `measure`; `like` takes all that is not given from an earlier one.
+                its own `set`, `where`, `methods` and `measure`; `like` takes absent keys from an earlier one.
                 `cells` are the values of each combination, by default one: `row`, `column` (`{setting}` is the setting's name),
                 `measure`, `target`; the word that is the `printed` value (by default `mean`, with `std`), and `times` which
                 factor; the `baseline`, the method that it is compared with (`relative`: in parts of its number); and `when`,
@@ -39,7 +38,7 @@ from typing import Any
 from fedloom.errors import InvalidValue, UnknownName, suggestion
 from fedloom.papers.protocols import Baseline, Exhibit, Measure, PaperCell, Printed, Setting
 
-FILES = ("fedmr", "fedumf", "fedala")
+FILES = ("fedmr", "fedumf", "fedala", "mcmahan", "niid-bench")
 
 Toml = Mapping[str, Any]
 """A table of a TOML file."""
@@ -60,25 +59,25 @@ class Paper:
     @cached_property
     def exhibits(self) -> dict[str, Exhibit]:
         """All tables and figures that have something to run, by name."""
-        known: dict[str, Toml] = {}
-        found = {}
-        for one in self.contents["exhibits"]:
-            whole = {**known[one["like"]], **one} if "like" in one else one
-            for name in _listed(one["id"]):
-                known[name] = whole
-                found[name] = Exhibit(name, one["shows"], partial(self._cells, name.partition(".")[0], whole))
-        return found
+        tables: dict[str, Toml] = {}
+        for table in self.contents["exhibits"]:
+            complete = {**tables[table["like"]], **table} if "like" in table else table
+            tables |= dict.fromkeys(_listed(table["id"]), complete)
+        return {
+            name: Exhibit(name, table["shows"], partial(self._cells, name.partition(".")[0], table))
+            for name, table in tables.items()
+        }
 
     def setting(self, **words: Any) -> Setting:
-        """The experiment that words describe, such as `dataset="cifar100", heterogeneity="dir:0.1", clients=50`."""
+        """Return the experiment that words describe, such as `dataset="cifar100", heterogeneity="dir:0.1", clients=50`."""
         return _Described(self, words).setting
 
     def algorithm(self, method: str, **words: Any) -> str:
-        """The expression of a method in the experiment that words describe."""
+        """Return the expression of a method in the experiment that words describe."""
         return _Described(self, {**words, "method": method}).algorithm
 
     def _combinations(self, version: str, exhibit: Toml) -> Iterator[Words]:
-        """The words of each printed number, or of each combination in a figure, the methods innermost."""
+        """Yield the words of each printed number, or of each combination in a figure, the methods innermost."""
         if "numbers" in exhibit:
             yield from printed(*exhibit["numbers"].format(paper=version).split("/"))
             return
@@ -90,45 +89,49 @@ class Paper:
 
     def _cells(self, version: str, exhibit: Toml) -> list[PaperCell]:
         combinations = list(self._combinations(version, exhibit))
-        found: dict[tuple[str, str], PaperCell] = {}
+        cells: dict[tuple[str, str], PaperCell] = {}
         for template in exhibit.get("cells", [{}]):
             for words in combinations:
                 cell = self._cell(template, words, exhibit, combinations)
                 if cell is not None:  # a number that is printed twice is one cell
-                    found.setdefault((cell.row, cell.column), cell)
-        return list(found.values())
+                    cells.setdefault((cell.row, cell.column), cell)
+        return list(cells.values())
 
-    def _cell(self, template: Toml, given: Words, exhibit: Toml, others: Sequence[Words]) -> PaperCell | None:
-        """The cell of a template for words, among `others`; None where it has none, as for a method beside itself."""
-        told = _Described(self, given, exhibit)
-        words = {**told.words, "setting": told.setting.name}
-        baseline = template.get("baseline", "").format(**words)
-        if not _match(template.get("when", {}), words) or baseline == words["method"]:
+    def _cell(self, template: Toml, words: Words, exhibit: Toml, combinations: Sequence[Words]) -> PaperCell | None:
+        """Return the cell of a template for the words of one of the combinations; None where there is none, as for a method and
+        itself."""
+        described = _Described(self, words, exhibit)
+        filled = {**described.words, "setting": described.setting.name}
+        baseline = template.get("baseline", "").format(**filled)
+        if not _match(template.get("when", {}), filled) or baseline == filled["method"]:
             return None
         target = template.get("target")
-        beside = _Described(self, {**given, "method": baseline}, exhibit)
-        over = next(one for one in others if one["method"] == baseline) if template.get("relative") else None
+        compared = _Described(self, {**words, "method": baseline}, exhibit)
+        divisor = (
+            next(line for line in combinations if line["method"] == baseline) if template.get("relative") else None
+        )
         return PaperCell(
-            row=template.get("row", "{method}").format(**words),
-            column=template.get("column", "{setting}").format(**words),
-            setting=told.setting,
-            algorithm=told.algorithm,
+            row=template.get("row", "{method}").format(**filled),
+            column=template.get("column", "{setting}").format(**filled),
+            setting=described.setting,
+            algorithm=described.algorithm,
             measure=Measure(
-                template.get("measure", told.measure),
-                None if target is None else float(words[target]),
+                template.get("measure", described.measure),
+                None if target is None else float(filled[target]),
                 template.get("a_client", False),
+                template.get("interpolated", False),
             ),
-            printed=_printed(template, words, over),
-            baseline=Baseline(baseline, beside.setting, beside.algorithm) if baseline else None,
+            printed=_printed(template, filled, divisor),
+            baseline=Baseline(baseline, compared.setting, compared.algorithm) if baseline else None,
         )
 
 
 class _Described:
-    """What words describe in a table or figure, or in the paper as a whole."""
+    """An experiment, described by words in a table or figure, or in the whole paper."""
 
-    def __init__(self, paper: Paper, given: Words, exhibit: Toml | None = None) -> None:
+    def __init__(self, paper: Paper, described_by: Words, exhibit: Toml | None = None) -> None:
         contents, exhibit = paper.contents, exhibit or {}
-        words = {"method": "", **contents.get("words", {}), **exhibit.get("words", {}), **given}
+        words = {"method": "", **contents.get("words", {}), **exhibit.get("words", {}), **described_by}
         self._method = str(words["method"])
         words |= {"of": str(words.get("heterogeneity")).partition(":")[2], "alone": self._method.partition("+")[0]}
         setting = {key: value for key, value in contents["setting"].items() if key != "where"}
@@ -147,7 +150,7 @@ class _Described:
         self.words: Words = words
         self._setting = _merged(setting, exhibit.get("set", {}))
         self._expression: str = exhibit.get("methods", {}).get(self._method, expression)
-        self._paper, self._given, self._exhibit = paper, given, exhibit
+        self._paper, self._described_by, self._exhibit = paper, described_by, exhibit
 
     @property
     def setting(self) -> Setting:
@@ -162,12 +165,12 @@ class _Described:
     @property
     def algorithm(self) -> str:
         """The expression of the method."""
-        alone = {**self._given, "method": self.words["alone"]}
-        inner = _Described(self._paper, alone, self._exhibit).algorithm if "{inner}" in self._expression else ""
+        plain = {**self._described_by, "method": self.words["alone"]}
+        inner = _Described(self._paper, plain, self._exhibit).algorithm if "{inner}" in self._expression else ""
         return self._expression.format(**self.words, inner=inner)
 
     def _shown(self) -> Words:
-        """The words that have labels, as they are shown; empty where they are not given."""
+        """Return the labels of the words; empty for absent words."""
         return {
             word: _by_pattern(labels, self.words[word], f"{{{word}}}").format(**self.words)
             if word in self.words
@@ -178,42 +181,45 @@ class _Described:
 
 @cache
 def paper(name: str) -> Paper:
-    """The paper of a file, such as `fedmr`."""
+    """Return the paper of a file, such as `fedmr`."""
     return Paper(tomllib.loads((files("fedloom.papers") / f"{name}.toml").read_text(encoding="utf-8")))
 
 
 def papers() -> list[Paper]:
-    """All papers."""
+    """Return all papers."""
     return [paper(name) for name in FILES]
 
 
 def titles() -> dict[str, str]:
-    """The titles of all versions of all papers, by the prefix of their tables and figures."""
-    return {name: title for one in papers() for name, title in one.titles.items()}
+    """Return the titles of all versions of all papers, by the prefix of their tables and figures."""
+    return {name: title for paper in papers() for name, title in paper.titles.items()}
 
 
 @cache
 def exhibits() -> dict[str, Exhibit]:
-    """Every table and figure that has something to run, paper by paper."""
-    found = {name: exhibit for one in papers() for name, exhibit in one.exhibits.items()}
-    return {name: found[name] for version in titles() for name in found if name.partition(".")[0] == version}
+    """Return every table and figure that has something to run, paper by paper."""
+    entries = {name: exhibit for paper in papers() for name, exhibit in paper.exhibits.items()}
+    return {name: entries[name] for version in titles() for name in entries if name.partition(".")[0] == version}
 
 
 def exhibit(name: str) -> Exhibit:
-    """The table or figure called `fedumf.table-a2`. Raises `InvalidValue` for one with nothing to run and any other name, with
-    the nearest."""
-    known = exhibits()
-    for one in papers():
-        if name in one.not_run:
-            raise InvalidValue(f"{name} is {one.not_run[name]}: nothing to run")
-    if name not in known:
-        near = suggestion(name, [*known, *titles()])
-        raise InvalidValue(f"no table or figure is called {name!r}{near} (fedloom reproduce lists all {len(known)})")
-    return known[name]
+    """Return the table or figure called `fedumf.table-a2`.
+
+    Raises:
+        InvalidValue: For a name without anything to run, or an unknown name, with the nearest.
+    """
+    entries = exhibits()
+    for paper in papers():
+        if name in paper.not_run:
+            raise InvalidValue(f"{name} is {paper.not_run[name]}: nothing to run")
+    if name not in entries:
+        near = suggestion(name, [*entries, *titles()])
+        raise InvalidValue(f"no table or figure is called {name!r}{near} (fedloom reproduce lists all {len(entries)})")
+    return entries[name]
 
 
 def hour_of(name: str) -> Toml:
-    """What can be checked of a paper (`fedumf`) in an hour on two cores. Raises `UnknownName` for another name."""
+    """Return the check of a paper (`fedumf`) that takes two cores an hour. Raises `UnknownName` for an unknown paper."""
     if name not in FILES:
         raise UnknownName("paper", name, FILES)
     return paper(name).hour
@@ -225,18 +231,18 @@ def _numbers() -> tuple[Words, ...]:
 
 
 def printed(version: str, table: str) -> list[Words]:
-    """The numbers of a paper's table (`fedumf`, `A2`), in the order in which they are printed: dataset, heterogeneity, method and
-    so on, with the figures."""
+    """Return the numbers of a paper's table (`fedumf`, `A2`) in the printed order: dataset, heterogeneity, method and so on, with
+    the figures."""
     return [number for number in _numbers() if number["paper"] == version and number["table"] == table]
 
 
-def _printed(template: Toml, words: Words, over: Words | None) -> Printed | None:
-    """What the paper prints, divided by what it prints for the baseline (`over`) if given; None where it prints no number."""
+def _printed(template: Toml, words: Words, divisor: Words | None) -> Printed | None:
+    """Return the printed number, divided by that of the baseline in `divisor`; None where the paper prints no number."""
     word = template.get("printed", "mean")
     value, std = words.get(word, ""), words.get("std") if word == "mean" else None
     if value is None or value == "":
         return None if value == "" else Printed(None)
-    return Printed(value * template.get("times", 1) / (1 if over is None else over[word]), std)
+    return Printed(value * template.get("times", 1) / (1 if divisor is None else divisor[word]), std)
 
 
 def _listed(value: Any) -> list[Any]:
@@ -244,7 +250,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _match(conditions: Toml, words: Words) -> bool:
-    """Whether each of these words is given and matches its pattern, or one of its patterns."""
+    """Return True if each of these words is there and matches its pattern, or one of its patterns."""
     return all(
         words.get(word) is not None and any(fnmatchcase(str(words[word]), pattern) for pattern in _listed(patterns))
         for word, patterns in conditions.items()
@@ -252,22 +258,22 @@ def _match(conditions: Toml, words: Words) -> bool:
 
 
 def _by_pattern(texts: Mapping[str, str], value: Any, otherwise: str) -> str:
-    """The text of the value itself or of the first pattern that it matches."""
+    """Return the text of the value itself, or else of the pattern that it matches, the earliest of several."""
     name = str(value)
     return texts.get(name, next((text for pattern, text in texts.items() if fnmatchcase(name, pattern)), otherwise))
 
 
 def _merged(table: Toml, changes: Toml) -> dict[str, Any]:
-    """The table with changes, tables inside it merged."""
+    """Return the table with changes, tables inside it merged."""
     inside = {key: _merged(table[key], value) for key, value in changes.items() if isinstance(table.get(key), dict)}
     return {**table, **changes, **inside}
 
 
 def _filled(value: Any, words: Words) -> Any:
-    """The value with words in the place of their names in braces."""
+    """Return the value with words for their names in braces."""
     if isinstance(value, dict):
         return {key: _filled(inner, words) for key, inner in value.items()}
     if not isinstance(value, str):
         return value
-    alone = value.removeprefix("{").removesuffix("}")
-    return words[alone] if value == f"{{{alone}}}" else value.format(**words)
+    word = value.removeprefix("{").removesuffix("}")
+    return words[word] if value == f"{{{word}}}" else value.format(**words)

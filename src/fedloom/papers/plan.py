@@ -1,4 +1,4 @@
-"""What a user wants of a table or figure (which cells, and how much less than the whole protocol), and the runs that it takes."""
+"""The options of a reproduction (the cells, and departures from the protocol), and the runs that it takes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedloom.config.checks import require_at_least
 from fedloom.config.expression import Call, parse
+from fedloom.config.fields import require_at_least
 from fedloom.errors import InvalidValue, UnknownName, suggestion
 from fedloom.experiment.configuration import Configuration, configuration, put
 from fedloom.experiment.events import RunName
@@ -20,7 +20,7 @@ from fedloom.papers.protocols import Baseline, Exhibit, PaperCell, Setting, fold
 from fedloom.rounds.schedule import NEUTRAL
 
 PLACES = ("workers", "threads", "engine", *NEUTRAL)
-"""Keys that change nothing of what is measured, but for the last digits of sums."""
+"""Keys that change nothing in the figures but the last digits of sums."""
 
 _REFUSED = {
     "name": "--directory",
@@ -37,8 +37,8 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class ReproduceOptions:
-    """What a user wants: `rows` and `columns` choose cells (all where empty), `rounds` is the most that a run has, `samples` how
-    many of a data set's samples are used; `folders` are those of the data by name, `changes` are `key=value`."""
+    """A user's options: `rows` and `columns` choose cells (all where empty), `rounds` is the most that a run has, `samples` the
+    number of a data set's samples that are used; `folders` are those of the data by name, `changes` are `key=value`."""
 
     rows: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
@@ -69,8 +69,8 @@ class ReproduceOptions:
 
 @dataclass(frozen=True)
 class ReproducePlan:
-    """The chosen cells with what it takes to fill them: the configuration of each setting, by the setting's name, what of the
-    protocol is left out there (`partial`, empty for all of it), and the runs."""
+    """The chosen cells with the runs that fill them, and the configuration of each setting and its departures from the protocol
+    (`partial`), by the setting's name."""
 
     exhibit: Exhibit
     options: ReproduceOptions
@@ -91,86 +91,81 @@ class ReproducePlan:
 
     @property
     def folder(self) -> Path:
-        """Where the files about this table or figure go."""
+        """The folder of the files about this table or figure."""
         return self.options.directory / self.exhibit.id
 
-    def jobs_of(self, where: PaperCell | Baseline) -> list[Job]:
-        """The runs of a cell, or of its baseline, a seed each."""
-        wanted = str(parse(where.algorithm))
-        key = setting_key(where.setting)
-        return [job for job in self.jobs if job.name.setting == key and job.name.algorithm == wanted]
+    def jobs_of(self, cell: PaperCell | Baseline) -> list[Job]:
+        """Return the runs of a cell, or of its baseline, a seed each."""
+        key = (setting_key(cell.setting), str(parse(cell.algorithm)))
+        return [job for job in self.jobs if (job.name.setting, job.name.algorithm) == key]
 
 
 def setting_key(setting: Setting) -> str:
-    """What tells the settings of one table apart: their names, with the method that has one of its own."""
+    """Return a name that differs between the settings of one table: with the method that has a setting for itself."""
     return f"{setting.name} ({setting.only})" if setting.only else setting.name
 
 
 def plan(exhibit: Exhibit, options: ReproduceOptions) -> ReproducePlan:
-    """What is to be run. Raises `InvalidValue`, in one line, for rows, columns or values that there are not."""
+    """Return the runs for a table or figure. Raises `InvalidValue`, in one line, for unknown rows or columns, or bad values."""
     cells = chosen(exhibit, options)
     configurations: dict[str, Configuration] = {}
     partial: dict[str, tuple[str, ...]] = {}
-    methods: dict[str, list[str]] = {}
-    for where in [place for cell in cells for place in (cell.baseline, cell) if place is not None]:
-        key = setting_key(where.setting)
+    methods: dict[str, dict[str, None]] = {}
+    for run in [run for cell in cells for run in (cell.baseline, cell) if run is not None]:
+        key = setting_key(run.setting)
         if key not in configurations:
-            seeds = options.seeds or where.setting.seeds
-            configurations[key] = _configured(where.setting, key, options, seeds)
-            partial[key] = _left_out(where.setting, options, seeds)
-        if isinstance(where, Baseline) or where.measure.kind != "weights":
-            methods.setdefault(key, [])
-            methods[key] += [text for text in [str(parse(where.algorithm))] if text not in methods[key]]
-    jobs = []
-    for key, texts in methods.items():
-        own = configurations[key]
-        for seed in own.seeds:
-            for text in texts:
-                place = run_directory(own, text, seed)
-                jobs.append(Job(own, RunName(text, seed, key), place.path))
+            seeds = options.seeds or run.setting.seeds
+            configurations[key] = _configured(run.setting, key, options, seeds)
+            partial[key] = _left_out(run.setting, options, seeds)
+        if isinstance(run, Baseline) or run.measure.kind != "weights":
+            methods.setdefault(key, {})[str(parse(run.algorithm))] = None
+    jobs = [
+        Job(configurations[key], RunName(text, seed, key), run_directory(configurations[key], text, seed).path)
+        for key, texts in methods.items()
+        for seed in configurations[key].seeds
+        for text in texts
+    ]
     return ReproducePlan(exhibit, options, cells, configurations, partial, jobs)
 
 
 def chosen(exhibit: Exhibit, options: ReproduceOptions) -> list[PaperCell]:
-    """The cells in the rows and columns that are asked for."""
+    """Return the cells in the rows and columns of the options."""
     rows = _matching("row", options.rows, [cell.row for cell in exhibit.cells])
     columns = _matching("column", options.columns, [cell.column for cell in exhibit.cells])
-    found = [cell for cell in exhibit.cells if cell.row in rows and cell.column in columns]
-    if not found:
+    cells = [cell for cell in exhibit.cells if cell.row in rows and cell.column in columns]
+    if not cells:
         raise InvalidValue(f"{exhibit.id} has no cell in both the rows and the columns that were given")
-    return found
+    return cells
 
 
 def _matching(kind: str, texts: Sequence[str], labels: Sequence[str]) -> set[str]:
-    """The labels that any of the texts means; a text that means none may be several with commas between them."""
-    known = list(dict.fromkeys(labels))
+    """Return the labels that any of the texts matches; a text without a match may be several with commas between them."""
+    unique = list(dict.fromkeys(labels))
     if not texts:
-        return set(known)
-    found: set[str] = set()
+        return set(unique)
+    matches: set[str] = set()
     for text in texts:
-        whole = _meant(text, known)
-        for part in [] if whole else [part.strip() for part in text.split(",")]:
-            hits = _meant(part, known)
-            if not hits:
-                near = suggestion(part, [*known, *(word for label in known for word in label.split())])
-                raise InvalidValue(f"no {kind} has {part!r} in its name{near} (there are: {_few(known)})")
-            whole |= hits
-        found |= whole
-    return found
+        hits = _hits(text, unique)
+        for word in [] if hits else [word.strip() for word in text.split(",")]:
+            if not (word_hits := _hits(word, unique)):
+                near = suggestion(word, [*unique, *(name for label in unique for name in label.split())])
+                raise InvalidValue(f"no {kind} has {word!r} in its name{near} (there are: {_few(unique)})")
+            hits |= word_hits
+        matches |= hits
+    return matches
 
 
-def _meant(text: str, labels: Sequence[str]) -> set[str]:
-    """The labels that are this text; or else those that have all of its words; or else those that it is part of."""
+def _hits(text: str, labels: Sequence[str]) -> set[str]:
+    """Return the labels that are this text; or else those that have all of its words; or else those that contain it."""
     small = text.casefold()
-    same = {label for label in labels if label.casefold() == small}
+    equal = {label for label in labels if label.casefold() == small}
     words = {label for label in labels if small.split() and set(small.split()) <= set(label.casefold().split())}
     inside = {label for label in labels if small.strip() and small in label.casefold()}
-    return same or words or inside
+    return equal or words or inside
 
 
 def _few(labels: Sequence[str], most: int = 12) -> str:
-    more = f", and {len(labels) - most} more" if len(labels) > most else ""
-    return ", ".join(labels[:most]) + more
+    return ", ".join(labels[:most]) + (f", and {len(labels) - most} more" if len(labels) > most else "")
 
 
 def _configured(setting: Setting, key: str, options: ReproduceOptions, seeds: Sequence[int]) -> Configuration:
@@ -178,28 +173,28 @@ def _configured(setting: Setting, key: str, options: ReproduceOptions, seeds: Se
     table = setting.table(rounds)
     data: dict[str, Any] = table["data"]
     name = data_of(setting.data)
-    known = facts()[name]
+    size = facts()[name]
     data["name"] = in_folder(setting.data, options.folders.get(family(name)))
-    if options.samples is not None and not known.generated:
+    if options.samples is not None and not size.generated:
         data["name"] = str(Call("part", named={"of": data["name"], "samples": options.samples}))
         if "steps" in table["training"]:
-            share = min(1.0, options.samples / (known.train + known.test))
+            share = min(1.0, options.samples / (size.train + size.test))
             table["training"]["steps"] = math.ceil(share * table["training"]["steps"])
     for change in options.changes:
         put(table, change)
-    # Where something lies or how many work at it makes no other experiment.
-    place = options.directory / setting.paper / folder_of(key, {k: v for k, v in table.items() if k not in PLACES})
-    return configuration({**table, "name": setting.paper, "directory": str(place), "seeds": list(seeds)})
+    # Folders and numbers of workers make no different experiment.
+    folder = options.directory / setting.paper / folder_of(key, {k: v for k, v in table.items() if k not in PLACES})
+    return configuration({**table, "name": setting.paper, "directory": str(folder), "seeds": list(seeds)})
 
 
 def _left_out(setting: Setting, options: ReproduceOptions, seeds: Sequence[int]) -> tuple[str, ...]:
-    """What makes runs of this setting less than, or other than, the paper's; empty when they are the same."""
-    found = []
+    """Return how runs of this setting depart from the paper's; empty when they are the same."""
+    departures = []
     if options.rounds is not None and options.rounds < setting.rounds:
-        found.append(f"{options.rounds} of {setting.rounds:,} rounds")
+        departures.append(f"{options.rounds} of {setting.rounds:,} rounds")
     if len(seeds) < len(setting.seeds):
-        found.append(f"{len(seeds)} of {len(setting.seeds)} seeds")
+        departures.append(f"{len(seeds)} of {len(setting.seeds)} seeds")
     if options.samples is not None and not facts()[data_of(setting.data)].generated:
-        found.append(f"{options.samples:,} samples of the data")
-    found += [change for change in options.changes if change.partition("=")[0].strip() not in PLACES]
-    return tuple(found)
+        departures.append(f"{options.samples:,} samples of the data")
+    departures += [change for change in options.changes if change.partition("=")[0].strip() not in PLACES]
+    return tuple(departures)

@@ -1,14 +1,13 @@
-"""What the papers' tables and figures are made of: settings, measures and cells."""
+"""Settings, measures and cells of the papers' tables and figures."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from fedloom.state.digest import digest_of_json
 from fedloom.state.files import slug
 
 
@@ -19,9 +18,9 @@ class Setting:
     `data` is the data set's expression without a folder, `training` the keys of `[training]` that are not the defaults.
     Evaluations take place every `evaluate_every` rounds, of the global model or, with `personal`, of the clients' own models
     on the quarter of each client's data that is held out (FedALA; training and test part are merged before). `seeds` are the
-    runs of the protocol. `record` is what is recorded beside the figures: expressions of recorders, or tables of a `recorder`
-    with `{every}`, noted `every` so many rounds but at least so many `times` in a run; or `instead` of which another is
-    taken in runs of less than so many `rounds`. `only` names the method that this setting is for, where a paper trains one
+    runs of the protocol. `record` lists recorders: expressions; or tables of a `recorder` with `{every}`, which records `every`
+    so many rounds but at least so many `times` in a run; or tables of a `recorder` with a shorter one to run `instead` in runs
+    of less than so many `rounds`. `only` names the method that this setting is for, where a paper trains one
     method in another way than the others in the same column.
     """
 
@@ -41,7 +40,7 @@ class Setting:
     only: str = ""
 
     def table(self, rounds: int) -> dict[str, Any]:
-        """The configuration of this setting for so many rounds, without methods, seeds and folders.
+        """Return the configuration of this setting for so many rounds, without methods, seeds and folders.
 
         With so few rounds that fewer than ten evaluations would be left, evaluations come closer together: ten of them, or
         one a round.
@@ -57,37 +56,38 @@ class Setting:
             "evaluate_every": rounds if self.personal else every,
             **({"personal_every": every} if self.personal else {}),
             "model": self.model,
-            "record": [_recorder(one, rounds) for one in self.record],
+            "record": [_recorder(recorder, rounds) for recorder in self.record],
             "data": data,
             "training": dict(self.training),
         }
 
 
-def _recorder(one: str | Mapping[str, Any], rounds: int) -> str:
-    """The expression of a recorder in a run of so many rounds."""
-    if isinstance(one, str):
-        return one
-    if "times" in one:
-        return str(one["recorder"].format(every=max(1, min(one["every"], rounds // one["times"]))))
-    return str(one["instead"] if rounds < one["rounds"] else one["recorder"])
+def _recorder(entry: str | Mapping[str, Any], rounds: int) -> str:
+    """Return the expression of a recorder in a run of so many rounds."""
+    if isinstance(entry, str):
+        return entry
+    if "times" in entry:
+        return str(entry["recorder"].format(every=max(1, min(entry["every"], rounds // entry["times"]))))
+    return str(entry["instead"] if rounds < entry["rounds"] else entry["recorder"])
 
 
 def folder_of(name: str, table: dict[str, Any]) -> str:
-    """The folder of a setting's runs: its name and a digest of everything in its configuration, so that runs with fewer
+    """Return the folder of a setting's runs: its name and a digest of everything in its configuration, so that runs with fewer
     rounds, say, lie beside those of the whole protocol and are never taken for them."""
-    return f"{slug(name.lower().replace('%', ''))}-{hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:8]}"
+    return f"{slug(name.lower().replace('%', ''))}-{digest_of_json(table)[:8]}"
 
 
 @dataclass(frozen=True)
 class Measure:
-    """What a cell holds.
+    """The figure of a cell.
 
     `best`      best test accuracy over rounds, %
     `end`       mean of the last ten evaluations' test accuracy, %
     `personal`  best over rounds of the accuracy of the clients' own models, over all their test samples, %
     `joining`   the same over the clients that take part in the round alone, %
     `improvement`  best personal accuracy less the baseline's, points
-    `rounds`    first round whose test accuracy is at least `target` %
+    `rounds`    first round whose test accuracy is at least `target` %; `interpolated`: where the best accuracy so far, drawn with
+                straight lines between rounds, crosses it (McMahan et al. 2017)
     `speedup`   the baseline's round over this run's
     `minutes`   minutes a round (training and server)
     `total`     minutes until the best personal accuracy is reached
@@ -100,10 +100,11 @@ class Measure:
     kind: str
     target: float | None = None
     a_client: bool = False
+    interpolated: bool = False
 
     @property
     def unit(self) -> str:
-        """What its figures count."""
+        """The unit of its figures."""
         return _UNITS[self.kind]
 
 
@@ -126,7 +127,7 @@ _UNITS = {
 
 @dataclass(frozen=True)
 class Printed:
-    """What the paper prints: `mean` is None where a target was never reached (`*`), `std` where it gives none."""
+    """A printed figure: `mean` is None where a target was never reached (`*`), `std` where it gives none."""
 
     mean: float | None
     std: float | None = None
@@ -134,7 +135,7 @@ class Printed:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The run that a measure compares with: the method as the paper calls it, where, and how."""
+    """The run that a measure compares with: the method as the paper calls it, its setting and its expression."""
 
     row: str
     setting: Setting
@@ -160,7 +161,7 @@ class PaperCell:
 
 @dataclass(frozen=True)
 class Exhibit:
-    """A table or figure: `shows` says what is in it."""
+    """A table or figure; `shows` is a short description."""
 
     id: str
     shows: str

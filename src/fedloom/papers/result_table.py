@@ -25,27 +25,27 @@ LEFT = (0, 5)
 
 @dataclass(frozen=True)
 class CellResult:
-    """One cell with what was found; `left_out` is what of the protocol was left out, `failed` why a run failed."""
+    """One cell with its measured value; `left_out` names departures from the protocol, `failed` the reason of a failed run."""
 
     cell: PaperCell
-    here: Measured | None
+    result: Measured | None
     left_out: tuple[str, ...] = ()
     failed: str = ""
 
     @property
     def status(self) -> str:
-        """`complete`, `PARTIAL` (never without the word), or why there is nothing."""
+        """The word `complete` or `PARTIAL`, or the reason why there is no value."""
         if self.failed:
             return f"failed: {self.failed}"
         if self.cell.measure.kind == "weights":
             return COMPLETE  # counted, not run
-        if self.here is None:
+        if self.result is None:
             return NOT_RUN
         return PARTIAL if self.left_out else COMPLETE
 
 
 def to_table(title: str, lines: Sequence[CellResult], notes: Sequence[str]) -> Table:
-    """For the terminal, a block a column of the paper; `notes` stand below."""
+    """Return a table for the terminal, a block a column of the paper; `notes` stand below."""
     table = Table(
         title=Text(title),
         caption=Text("\n".join(notes)),
@@ -56,9 +56,9 @@ def to_table(title: str, lines: Sequence[CellResult], notes: Sequence[str]) -> T
         caption_justify="left",
     )
     for name in HEADS:
-        right = name not in ("Method", "Status")  # words may break, figures may not
+        figures = name not in ("Method", "Status")  # words may break, figures may not
         least = len(PARTIAL) if name == "Status" else None
-        table.add_column(name, justify="right" if right else "left", no_wrap=right, min_width=least)
+        table.add_column(name, justify="right" if figures else "left", no_wrap=figures, min_width=least)
     for column, block in _by_column(lines).items():
         table.add_row(Text(f"{column}, {block[0].cell.measure.unit}", style="bold"))
         for line in block:
@@ -67,14 +67,14 @@ def to_table(title: str, lines: Sequence[CellResult], notes: Sequence[str]) -> T
 
 
 def to_markdown(title: str, lines: Sequence[CellResult], notes: Sequence[str]) -> str:
-    """As a Markdown table, the notes below."""
+    """Return a Markdown table, the notes below."""
     rows = ([cell.replace("|", "/") for cell in (line.cell.column, line.cell.row, *_cells(line))] for line in lines)
     listed = "".join(f"- {note}\n" for note in notes)
-    return f"## {title}\n\n{markdown_table(('Setting', *HEADS), rows, left=(0, 1, 6))}\n{listed}"
+    return f"## {title}\n\n{markdown_table(('Setting', *HEADS), rows, texts=(0, 1, 6))}\n{listed}"
 
 
 def to_latex(exhibit: str, title: str, lines: Sequence[CellResult], notes: Sequence[str]) -> str:
-    """As LaTeX tables, one a column of the paper; the notes are in the first."""
+    """Return LaTeX tables, one a column of the paper; the notes are below `tables[0]`."""
     tables: list[str] = []
     for number, (column, block) in enumerate(_by_column(lines).items(), start=1):
         rows = ([escape_latex(cell) for cell in (line.cell.row, *_cells(line))] for line in block)
@@ -84,20 +84,20 @@ def to_latex(exhibit: str, title: str, lines: Sequence[CellResult], notes: Seque
 
 
 def _by_column(lines: Sequence[CellResult]) -> dict[str, list[CellResult]]:
-    """The cells of each column of the paper."""
-    found: dict[str, list[CellResult]] = {}
+    """Return the cells of each column of the paper."""
+    columns: dict[str, list[CellResult]] = {}
     for line in lines:
-        found.setdefault(line.cell.column, []).append(line)
-    return found
+        columns.setdefault(line.cell.column, []).append(line)
+    return columns
 
 
 def to_csv(exhibit: str, lines: Sequence[CellResult]) -> str:
-    """With plain numbers; empty where there is none. `*` is a target that was never reached."""
+    """Return CSV with plain numbers; empty where there is none. `*` is a target that was never reached."""
     return csv_text([_plain(exhibit, line) for line in lines], ["exhibit"])
 
 
 def _plain(exhibit: str, line: CellResult) -> Mapping[str, object]:
-    cell, here, paper = line.cell, line.here, line.cell.printed
+    cell, result, printed = line.cell, line.result, line.cell.printed
     never = cell.measure.kind in ("rounds", "speedup")
     return {
         "exhibit": exhibit,
@@ -106,13 +106,13 @@ def _plain(exhibit: str, line: CellResult) -> Mapping[str, object]:
         "algorithm": cell.algorithm,
         "measure": cell.measure.kind,
         "unit": cell.measure.unit,
-        "paper": None if paper is None else NEVER if paper.mean is None else paper.mean,
-        "paper_std": None if paper is None else paper.std,
-        "here": None if here is None else NEVER if here.mean is None and never else here.mean,
-        "here_std": None if here is None else here.std,
-        "difference": difference(here, paper),
-        "in_std": deviations(here, paper),
-        **{name: None if here is None else getattr(here, name) for name in ("runs", "reached", "best", "rounds")},
+        "paper": None if printed is None else NEVER if printed.mean is None else printed.mean,
+        "paper_std": None if printed is None else printed.std,
+        "here": None if result is None else NEVER if result.mean is None and never else result.mean,
+        "here_std": None if result is None else result.std,
+        "difference": difference(result, printed),
+        "in_std": deviations(result, printed),
+        **{name: None if result is None else getattr(result, name) for name in ("runs", "reached", "best", "rounds")},
         "protocol_rounds": cell.setting.rounds,
         "status": line.status,
         "left_out": "; ".join(line.left_out),
@@ -120,37 +120,36 @@ def _plain(exhibit: str, line: CellResult) -> Mapping[str, object]:
 
 
 def _cells(line: CellResult) -> list[str]:
-    """Paper, here, difference, in standard deviations, status."""
-    measure, here = line.cell.measure, line.here
-    by, deviating = difference(here, line.cell.printed), deviations(here, line.cell.printed)
+    """Return printed and measured figure, difference, the same in standard deviations, and status."""
+    measure, result = line.cell.measure, line.result
+    by, deviating = difference(result, line.cell.printed), deviations(result, line.cell.printed)
     return [
         printed_text(line.cell.printed, measure),
-        "" if here is None else found_text(here, measure),
+        "" if result is None else measured_text(result, measure),
         "" if by is None else f"{by:+{_digits(measure, by)}}",
         "" if deviating is None else f"{deviating:+,.0f}" if abs(deviating) >= 100 else f"{deviating:+.1f}",
         line.status,
     ]
 
 
-def printed_text(paper: Printed | None, measure: Measure) -> str:
-    """`46.12 ± 2.35`, `*` for a target that was never reached, `curve` where the paper prints no number."""
-    if paper is None:
+def printed_text(printed: Printed | None, measure: Measure) -> str:
+    """Return `46.12 ± 2.35`, `*` for a target that was never reached, `curve` where the paper prints no number."""
+    if printed is None:
         return "curve" if measure.kind in ("best", "end", "personal") else "–"
-    if paper.mean is None:
+    if printed.mean is None:
         return NEVER
-    return _with_deviation(paper.mean, paper.std, measure)
+    return _with_deviation(printed.mean, printed.std, measure)
 
 
-def found_text(here: Measured, measure: Measure) -> str:
-    """As `printed_text`; where not every run reached a target, within how many rounds, how many did, and how near the best
-    came."""
-    if here.mean is None and measure.kind == "speedup":
+def measured_text(result: Measured, measure: Measure) -> str:
+    """Return the same of a measurement; where a run missed the target, also the rounds, the runs that reached it and the best."""
+    if result.mean is None and measure.kind == "speedup":
         return NEVER
-    if here.mean is None:
-        some = f", {here.reached} of {here.runs} did" if here.reached else ""
-        near = "" if here.best is None else f", best {here.best:.1f}%"
-        return f"{NEVER} in {here.rounds}{some}{near}"
-    return _with_deviation(here.mean, here.std, measure)
+    if result.mean is None:
+        reached = f", {result.reached} of {result.runs} did" if result.reached else ""
+        near = "" if result.best is None else f", best {result.best:.1f}%"
+        return f"{NEVER} in {result.rounds}{reached}{near}"
+    return _with_deviation(result.mean, result.std, measure)
 
 
 def _with_deviation(mean: float, std: float | None, measure: Measure) -> str:
@@ -159,7 +158,7 @@ def _with_deviation(mean: float, std: float | None, measure: Measure) -> str:
 
 
 def _digits(measure: Measure, value: float) -> str:
-    """As many digits as the papers print of such a figure."""
+    """Return the format with as many digits as the papers print of such a figure."""
     if measure.kind == "weights":
         return ",.0f"
     if measure.kind in ("rounds", "total"):

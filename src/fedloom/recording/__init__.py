@@ -1,1 +1,1 @@
-"""What a run writes down on request, beside its figures: objectives, ALA's learning, trajectories, how alike models are."""
+"""Recorders: what a run writes down on request beside its figures, such as objectives, trajectories and similarities."""

@@ -10,7 +10,16 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm
 from fedloom.config.fields import Count
-from fedloom.recording.recorder import Exchange, Kept, Measurement, Recorder, RunContext, Series, recorders, rounds_of
+from fedloom.recording.recorder import (
+    ClientExchange,
+    Measurement,
+    Recorder,
+    RunContext,
+    Series,
+    Tensors,
+    recorders,
+    rounds_of,
+)
 
 
 @recorders.register("aggregate")
@@ -30,29 +39,29 @@ class Aggregate(Recorder):
     def require(self, context: RunContext) -> None:
         context.require_test_samples()
 
-    def measure(self, number: int, exchanges: Sequence[Exchange], context: RunContext) -> Measurement | None:
-        chosen = [one for one in exchanges if self.models is None or one.slot < self.models]
-        if number % self.every or not chosen:
+    def measure(self, number: int, exchanges: Sequence[ClientExchange], context: RunContext) -> Measurement | None:
+        scored = [exchange for exchange in exchanges if self.models is None or exchange.slot < self.models]
+        if number % self.every or not scored:
             return None
-        scores = [context.test_score(one.uploaded, one.uploaded_integers) for one in chosen]
+        scores = [context.test_score(exchange.uploaded, exchange.uploaded_integers) for exchange in scored]
         values = {measure: [score[measure] for score in scores] for measure in _measures(context)}
-        return Measurement({"slots": [one.slot for one in chosen], **values})
+        return Measurement({"slots": [exchange.slot for exchange in scored], **values})
 
     def complete(self, value: Any, method: Algorithm, integers: Tensor, context: RunContext) -> Any:
         score = context.test_score(method.model(), integers)
         return {**value, "global": {measure: score[measure] for measure in _measures(context)}}
 
-    def result(self, series: Series, kept: Kept, context: RunContext) -> dict[str, Any]:
-        """`models[measure][slot]` holds a value for each recorded round, None where no client replied in that slot."""
+    def result(self, series: Series, tensors: Tensors, context: RunContext) -> dict[str, Any]:
+        """Return `models[measure][slot]` with a value for each recorded round, None where no client replied in that slot."""
         slots = sorted({slot for _, value in series for slot in value["slots"]})
         models = {
             measure: [[dict(zip(value["slots"], value[measure], strict=True)).get(slot) for _, value in series] for slot in slots]
             for measure in _measures(context)
         }  # fmt: skip
-        whole = {measure: [value["global"][measure] for _, value in series] for measure in _measures(context)}
-        return {"rounds": rounds_of(series), "slots": slots, "models": models, "global": whole}
+        aggregated = {measure: [value["global"][measure] for _, value in series] for measure in _measures(context)}
+        return {"rounds": rounds_of(series), "slots": slots, "models": models, "global": aggregated}
 
 
 def _measures(context: RunContext) -> tuple[str, ...]:
-    """The metric that models are judged by, and the loss."""
+    """Return the metric that models are judged by, and the loss."""
     return tuple(dict.fromkeys((context.task.objective.metric.name, "loss")))

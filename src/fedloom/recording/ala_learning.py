@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from fedloom.algorithm import Algorithm
-from fedloom.algorithms.ala import Ala
+from fedloom.algorithms.ala import Ala, Blend
 from fedloom.config.fields import NonNegativeInt
-from fedloom.recording.recorder import Kept, Recorder, RunContext, Series, recorders, rounds_of
+from fedloom.local.cohort import Cohort
+from fedloom.recording.recorder import Recorder, RunContext, Series, Tensors, recorders, rounds_of
 
 
 @recorders.register("ala")
@@ -20,7 +20,7 @@ from fedloom.recording.recorder import Kept, Recorder, RunContext, Series, recor
 class AlaLearning(Recorder):
     """The loss of each epoch in which one client learns its blending weights, in every round in which it does.
 
-    The loss of an epoch is the one that ALA itself judges by (`epoch_loss`). Source: Zhang et al. 2023 (FedALA), figure 3.
+    The loss of an epoch is ALA's own criterion (`epoch_loss`). Source: Zhang et al. 2023 (FedALA), figure 3.
     """
 
     client: NonNegativeInt = 0
@@ -29,41 +29,31 @@ class AlaLearning(Recorder):
     def name(self) -> str:
         return f"ala of client {self.client}"
 
-    def inapplicable(self, method: Algorithm) -> str:
-        return "" if any(isinstance(part, Ala) for part in method.nested()) else "it does not learn with ala"
-
     def require(self, context: RunContext) -> None:
         context.client(self.client)
 
+    def inapplicable(self, method: Algorithm) -> str:
+        return "" if any(isinstance(inner, Ala) for inner in method.nested()) else "it does not learn with ala"
+
     def hook(self, method: Algorithm, context: RunContext) -> Callable[[int], Any] | None:
         client = context.client(self.client)
-        reported: dict[int, list[float]] = {}
+        learned: dict[int, list[float]] = {}
 
-        def listen(number: int, clients: tuple[int, ...], losses: list[Tensor]) -> None:
-            if client in clients:
-                own = [float(loss[clients.index(client)]) for loss in losses]
-                # NaN: finished before others, or nothing to learn
-                if known := [loss for loss in own if not math.isnan(loss)]:
-                    reported[number] = known
+        def listening(report: Callable[[Cohort, Blend], None]) -> Callable[[Cohort, Blend], None]:
+            def listen(cohort: Cohort, blend: Blend) -> None:
+                report(cohort, blend)
+                if client in cohort.clients and blend.losses:
+                    losses = torch.stack(blend.losses)[:, cohort.clients.index(client)]
+                    # NaN: finished in an earlier epoch, or nothing to learn
+                    if curve := losses[~losses.isnan()].tolist():
+                        learned[cohort.round.number] = curve
 
-        for part in method.nested():
-            if isinstance(part, Ala):
-                part.observe = _both(part.observe, listen)
-        return lambda number: reported.pop(number, None)
+            return listen
 
-    def result(self, series: Series, kept: Kept, context: RunContext) -> dict[str, Any]:
+        for inner in method.nested():
+            if isinstance(inner, Ala):
+                setattr(inner, "report", listening(inner.report))  # noqa: B010
+        return lambda number: learned.pop(number, None)
+
+    def result(self, series: Series, tensors: Tensors, context: RunContext) -> dict[str, Any]:
         return {"client": self.client, "rounds": rounds_of(series), "losses": [value for _, value in series]}
-
-
-Listener = Callable[[int, tuple[int, ...], list[Tensor]], None]
-
-
-def _both(first: Listener | None, second: Listener) -> Listener:
-    """A listener beside one that is there already."""
-
-    def listen(number: int, clients: tuple[int, ...], losses: list[Tensor]) -> None:
-        for one in (first, second):
-            if one is not None:
-                one(number, clients, losses)
-
-    return listen

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
-from fedloom.config.checks import require_at_least
-from fedloom.config.fields import Count, NonNegativeInt, Positive
+from fedloom.config.fields import Count, NonNegativeInt, Positive, require_at_least
 from fedloom.data.dataset import Samples
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout
 from fedloom.randomness import stream
-from fedloom.recording.recorder import Exchange, Kept, Measurement, Recorder, RunContext, Series, recorders
+from fedloom.recording.recorder import ClientExchange, Measurement, Recorder, RunContext, Series, Tensors, recorders
 from fedloom.rounds.scoring import Evaluator
 from fedloom.task import Task
 
@@ -52,70 +51,70 @@ class Landscape(Recorder):
         if self.data == "test":
             context.require_test_samples()
 
-    def measure(self, number: int, exchanges: Sequence[Exchange], context: RunContext) -> Measurement | None:
+    def measure(self, number: int, exchanges: Sequence[ClientExchange], context: RunContext) -> Measurement | None:
         return Measurement({}) if number == context.rounds else None
 
     def complete(self, value: Any, method: Algorithm, integers: Tensor, context: RunContext) -> Any:
         return self.around(method.model(), context.task, integers, context.evaluator)
 
-    def result(self, series: Series, kept: Kept, context: RunContext) -> dict[str, Any]:
+    def result(self, series: Series, tensors: Tensors, context: RunContext) -> dict[str, Any]:
         return dict(series[-1][1])
 
     def around(
         self, model: Tensor, task: Task, integers: Tensor | None = None, evaluator: Evaluator | None = None
     ) -> dict[str, Any]:
-        """The landscape around the model `[P]` on the task's samples, as reports draw it.
+        """Return the landscape around the model `[P]` on the task's samples, as reports draw it.
 
         `surface[i][j]` is the loss at b = `y[i]`, a = `x[j]`, None where it is not finite; `loss` and `accuracy` are the model's
         own on the same samples.
         """
         judge = evaluator or Evaluator(task.model, task.layout, task.dataset)
-        samples = self._chosen(task)
-        first, second = (
+        samples = self._samples(task)
+        across, up = (
             filter_normalised(gaussian(task.layout, self.directions, axis).to(model), model, task.layout)
             for axis in ("first", "second")
         )
         ticks = np.linspace(-self.radius, self.radius, self.grid).tolist()
         surface = [
-            [judge.score(model + along * first + up * second, samples, integers)["loss"] for along in ticks]
-            for up in ticks
+            [judge.score(model + a * across + b * up, samples, integers)["loss"] for a in ticks]
+            for b in ticks
         ]  # fmt: skip
-        own = judge.score(model, samples, integers)
+        score = judge.score(model, samples, integers)
         return {
             "kind": "landscape",
             "x": ticks,
             "y": ticks,
             "surface": [[value if np.isfinite(value) else None for value in line] for line in surface],
-            "loss": own["loss"],
-            task.objective.metric.name: own[task.objective.metric.name],
+            "loss": score["loss"],
+            task.objective.metric.name: score[task.objective.metric.name],
             "data": self.data,
             "samples": len(samples),
             "directions": self.directions,
         }
 
-    def _chosen(self, task: Task) -> Samples:
+    def _samples(self, task: Task) -> Samples:
         pool = np.arange(len(task.test)) if self.data == "test" else np.sort(task.partition.indices)
-        places = np.linspace(0, len(pool) - 1, min(self.samples, len(pool))).round().astype(np.int64)
+        positions = np.linspace(0, len(pool) - 1, min(self.samples, len(pool))).round().astype(np.int64)
         source = task.test if self.data == "test" else task.train
-        return source[torch.from_numpy(pool[places]).to(source.labels.device)]
+        return source[torch.from_numpy(pool[positions]).to(source.labels.device)]
 
 
 def gaussian(layout: Layout, directions: int, axis: str) -> Tensor:
-    """A standard normal row `[P]`, drawn by its name: the same for every model of one architecture."""
+    """Draw a standard normal row `[P]` by its name: the same for every model of one architecture."""
     return torch.randn(layout.size, generator=stream(directions, f"landscape {axis}"), dtype=layout.dtype)
 
 
 def filter_normalised(direction: Tensor, model: Tensor, layout: Layout) -> Tensor:
-    """The direction `[P]` scaled filter by filter to the model's norms: d_f <- d_f |w_f| / |d_f|.
+    """Return the direction `[P]` scaled filter by filter to the model's norms: d_f <- d_f |w_f| / |d_f|.
 
     A filter is one row of a weight along its first dimension: a convolution's output channel, a linear layer's neuron. Biases,
     the parameters of batch norm and all buffers get 0. Source: Li et al. 2018, section 4, and their code's `biasbn`.
     """
     result = torch.zeros_like(direction)
-    for part in layout.slices:
-        if part.stop <= layout.trainable and len(part.shape) >= 2:
-            filters = direction[part.slice].view(part.shape[0], -1)
-            norms = model[part.slice].view(part.shape[0], -1).norm(dim=1, keepdim=True)
+    for tensor in layout.slices:
+        if tensor.stop <= layout.trainable and len(tensor.shape) >= 2:
+            filters = direction[tensor.slice].view(tensor.shape[0], -1)
+            norms = model[tensor.slice].view(tensor.shape[0], -1).norm(dim=1, keepdim=True)
             lengths = filters.norm(dim=1, keepdim=True).clamp_min(torch.finfo(direction.dtype).tiny)
-            result[part.slice] = (filters * norms / lengths).reshape(-1)
+            result[tensor.slice] = (filters * norms / lengths).reshape(-1)
     return result

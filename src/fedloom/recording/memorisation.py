@@ -1,4 +1,4 @@
-"""What the global model learns of right and of wrong training labels."""
+"""Accuracy of the global model on right and on wrong training labels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm
 from fedloom.config.fields import Count
 from fedloom.errors import InvalidValue
-from fedloom.recording.recorder import Exchange, Kept, Measurement, Recorder, RunContext, Series, recorders, rounds_of
+from fedloom.recording.recorder import (
+    ClientExchange,
+    Measurement,
+    Recorder,
+    RunContext,
+    Series,
+    Tensors,
+    recorders,
+    rounds_of,
+)
 
 CURVES = ("right", "memorised", "corrected")
 
@@ -35,22 +44,22 @@ class Memorisation(Recorder):
         if not context.task.objective.classes:
             raise InvalidValue(f"the targets of {context.task.dataset.name!r} are no classes")
 
-    def measure(self, number: int, exchanges: Sequence[Exchange], context: RunContext) -> Measurement | None:
+    def measure(self, number: int, exchanges: Sequence[ClientExchange], context: RunContext) -> Measurement | None:
         return None if number % self.every else Measurement({})
 
     def complete(self, value: Any, method: Algorithm, integers: Tensor, context: RunContext) -> Any:
         task = context.task
         trained = np.sort(task.partition.indices[: task.partition.offsets[context.trainers]])
         index = torch.from_numpy(trained).to(task.train.labels.device)
-        given = task.train[index]
-        true = given.labels if task.true_labels is None else task.true_labels[index]
-        wrong = given.labels != true
-        parts = (given[~wrong], given[wrong], replace(given, labels=true)[wrong])
-        model = method.model()
-        scores = [context.evaluator.score(model, part, integers)["accuracy"] if len(part) else None for part in parts]
-        return {"samples": [len(parts[0]), len(parts[1])], **dict(zip(CURVES, scores, strict=True))}
+        samples = task.train[index]
+        true = samples.labels if task.true_labels is None else task.true_labels[index]
+        wrong = samples.labels != true
+        groups = (samples[~wrong], samples[wrong], replace(samples, labels=true)[wrong])
+        model, score = method.model(), context.evaluator.score
+        scores = [score(model, group, integers)["accuracy"] if len(group) else None for group in groups]
+        return {"samples": [len(groups[0]), len(groups[1])], **dict(zip(CURVES, scores, strict=True))}
 
-    def result(self, series: Series, kept: Kept, context: RunContext) -> dict[str, Any]:
-        """`samples` are those with right and with wrong labels; a curve without samples is left out."""
+    def result(self, series: Series, tensors: Tensors, context: RunContext) -> dict[str, Any]:
+        """Return the numbers of `samples` with right and with wrong labels, and the curves that have samples."""
         curves = {name: [value[name] for _, value in series] for name in CURVES if series[0][1][name] is not None}
         return {"rounds": rounds_of(series), "samples": series[0][1]["samples"], **curves}

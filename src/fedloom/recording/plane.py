@@ -21,14 +21,14 @@ class Plane(NamedTuple):
     explained: Tensor
 
     def at(self, x: float, y: float) -> Tensor:
-        """The point `[D]` with these coordinates."""
+        """Return the point `[D]` with these coordinates."""
         return self.centre + x * self.axes[0] + y * self.axes[1]
 
 
 def principal_plane(rows: Tensor) -> Plane | None:
-    """The first two principal components of `rows [n, D]`; None where these do not span a plane (fewer than three, or in line).
+    """Return the first two principal components of `rows [n, D]`; None where the rows span no plane.
 
-    X = rows - mean = U S V^T; axes = the first two rows of V^T, points = U S. Found from the eigenvectors of X X^T, which is
+    X = rows - mean = U S V^T; axes = the first two rows of V^T, points = U S. Computed from the eigenvectors of X X^T, which is
     small. Each axis points where its largest entry by magnitude is positive, so that the signs are settled.
     """
     if len(rows) < 3:
@@ -36,12 +36,12 @@ def principal_plane(rows: Tensor) -> Plane | None:
     exact = rows.double()
     centre = exact.mean(0)
     centred = exact - centre
-    squares, left = torch.linalg.eigh(centred @ centred.T)
+    squares, vectors = torch.linalg.eigh(centred @ centred.T)
     values = squares.clamp_min(0).flip(0)
     singular = values[:2].sqrt()
     if not float(singular[1]) > FLAT * float(singular[0]):
         return None
-    axes = (left.flip(1)[:, :2].T @ centred) / singular.unsqueeze(1)
+    axes = (vectors.flip(1)[:, :2].T @ centred) / singular.unsqueeze(1)
     largest = axes.gather(1, axes.abs().argmax(1, keepdim=True))
     axes = axes * largest.sign()
     return Plane(centre, axes, centred @ axes.T, values[:2] / values.sum())

@@ -1,4 +1,4 @@
-"""What a recorder is: it writes down chosen values of chosen rounds, without any influence on the run."""
+"""Recorders write down chosen values of chosen rounds, without any influence on the run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fedloom.task import Task
 Series = Sequence[tuple[int, Any]]
 """(round, value measured in it), in the order of the rounds."""
 
-Kept = Mapping[int, Mapping[str, Tensor]]
-"""The tensors kept with measurements, by round and name."""
+Tensors = Mapping[int, Mapping[str, Tensor]]
+"""Tensors of measurements, by round and name."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RunContext:
     evaluator: Evaluator
 
     def training_loss(self, row: Tensor, client: int, integers: Tensor | None) -> tuple[float, int]:
-        """Loss of the model `row [P]` in evaluation mode, summed over a client's training samples, and their number."""
+        """Return the loss of the model `row [P]` in evaluation mode, summed over a client's training samples, and their count."""
         tally = self.evaluator.tally(row, self.task.train, self.task.partition, [client], integers)
         samples = int(tally.samples[0])
         return tally.overall(self.task.objective)["loss"] * samples, samples
@@ -45,24 +45,24 @@ class RunContext:
             raise InvalidValue(f"the test set of {self.task.dataset.name!r} is empty")
 
     def test_score(self, row: Tensor, integers: Tensor | None) -> dict[str, float]:
-        """The model `row [P]` on the global test set, in evaluation mode."""
+        """Return the figures of the model `row [P]` on the global test set, in evaluation mode."""
         return self.evaluator.score(row, self.task.test, integers)
 
     def client(self, number: int) -> int:
-        """The client that the user knows by this number. Raises `InvalidValue` when there is none, or it never trains."""
-        known = list(self.numbers)
-        if number not in known:
-            raise InvalidValue(f"client must be between 0 and {len(known) - 1}, not {number}")
-        if known.index(number) >= self.trainers:
+        """Return the client that the user calls by this number. Raises `InvalidValue` where none does or it never trains."""
+        numbers = list(self.numbers)
+        if number not in numbers:
+            raise InvalidValue(f"client must be between 0 and {len(numbers) - 1}, not {number}")
+        if numbers.index(number) >= self.trainers:
             raise InvalidValue(f"client {number} never trains (new_clients)")
-        return known.index(number)
+        return numbers.index(number)
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """What one client received in a round and what it uploaded: models `[P]` and, where there are any, integer buffers.
+class ClientExchange:
+    """The models `[P]` and integer buffers (if any) that a client received and uploaded in a round.
 
-    `slot` is its place among the round's selected clients.
+    `slot` is its index among the round's selected clients.
     """
 
     slot: int
@@ -75,7 +75,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is written down of one round: a value ready for JSON and, where models are kept, named tensors."""
+    """A recorder's value of one round, ready for JSON, and named tensors, such as models."""
 
     value: Any
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -101,35 +101,35 @@ class Recorder:
 
     @property
     def hooks_training(self) -> bool:
-        """Whether it hooks into the clients' training, which then must take place in this process."""
+        """True if it hooks into the clients' training, which then must take place in this process."""
         return type(self).hook is not Recorder.hook
 
     @property
     def needs_models(self) -> bool:
-        """Whether it needs the models that clients receive and upload."""
+        """True if it needs the models that clients receive and upload."""
         return type(self).measure is not Recorder.measure
 
     def inapplicable(self, method: Algorithm) -> str:
-        """Why this method, not yet set up, has nothing to be recorded; empty where it has."""
+        """Return the reason why this method, not yet set up, has nothing to record; empty where it has."""
         return ""
 
     def require(self, context: RunContext) -> None:
         """Raise `InvalidValue` when this run has no such client or round."""
 
     def hook(self, method: Algorithm, context: RunContext) -> Callable[[int], Any] | None:
-        """Hook into the method itself, where it reports what is recorded; the function returned gives what a round reported."""
+        """Hook into the method's own code, if need be; the function returned gives a round's value."""
         return None
 
-    def measure(self, number: int, exchanges: Sequence[Exchange], context: RunContext) -> Measurement | None:
-        """The measurement of round `number`, in which the clients exchanged these models, in the order of the slots."""
+    def measure(self, number: int, exchanges: Sequence[ClientExchange], context: RunContext) -> Measurement | None:
+        """Return the measurement of round `number`, in which clients exchanged these models, in the order of the slots."""
         return None
 
     def complete(self, value: Any, method: Algorithm, integers: Tensor, context: RunContext) -> Any:
-        """The value of a round's measurement once the method has received the replies: what it makes of them may be added."""
+        """Return a measurement's value once the method has received the replies: figures of the aggregate may be added."""
         return value
 
-    def result(self, series: Series, kept: Kept, context: RunContext) -> dict[str, Any]:
-        """All measurements as reports draw them: here the rounds and, by name, the values of each."""
+    def result(self, series: Series, tensors: Tensors, context: RunContext) -> dict[str, Any]:
+        """Return all measurements as reports draw them: by default the rounds and, by name, the values of each."""
         names = series[0][1]
         return {"rounds": rounds_of(series), **{name: [value[name] for _, value in series] for name in names}}
 
@@ -138,35 +138,36 @@ recorders: Registry[type[Recorder]] = Registry("recorder", "fedloom.recording")
 
 
 def rounds_of(series: Series) -> list[int]:
-    """The rounds that were measured."""
+    """Return the measured rounds."""
     return [number for number, _ in series]
 
 
 def build_recorders(expressions: Sequence[str]) -> list[Recorder]:
-    """The recorders of expressions such as `objective(every=10)` or `ala(client=8)`.
+    """Return the recorders of expressions such as `objective(every=10)` or `ala(client=8)`.
 
-    Raises `UnknownName` or `InvalidValue`, in one line, for whatever does not fit, and for two that would record the same thing.
+    Raises:
+        UnknownName, InvalidValue: For whatever does not fit, and for two that would record the same.
     """
-    found: list[Recorder] = []
+    built: list[Recorder] = []
     for text in expressions:
         recorder: Recorder = recorders.build(text)
-        if any(recorder.name == other.name for other in found):
+        if recorder.name in [previous.name for previous in built]:
             raise InvalidValue(f"{recorder.name} is recorded once, not twice")
-        found.append(recorder)
-    return found
+        built.append(recorder)
+    return built
 
 
 def expression(recorder: Recorder) -> str:
-    """The expression that builds this recorder again, with every parameter."""
-    given = ", ".join(f"{f.name}={show(getattr(recorder, f.name))}" for f in fields(recorder))
-    return f"{recorder.kind}({given})"
+    """Return the expression that builds this recorder again, with every parameter."""
+    parameters = ", ".join(f"{field.name}={show(getattr(recorder, field.name))}" for field in fields(recorder))
+    return f"{recorder.kind}({parameters})"
 
 
 def partial_models(method: Algorithm) -> str:
-    """Why the method's clients do not receive one model and upload one, both whole; empty where they do. The method is set up."""
-    for part in method.nested():
-        if not part.single_download:
+    """Return the reason why clients of the method, which is set up, exchange no whole models one by one; empty where they do."""
+    for inner in method.nested():
+        if not inner.single_download:
             return "its clients download several models"
-        if part.expects(part.plan.opening()).get("model") != (part.layout.size,):
+        if inner.expects(inner.plan.opening()).get("model") != (inner.layout.size,):
             return "its clients keep part of the model to themselves"
     return ""

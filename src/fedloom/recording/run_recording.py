@@ -1,6 +1,6 @@
-"""The recording of one run: it observes the rounds, keeps the measurements, also when the run is killed, and gathers them.
+"""The recording of one run: it observes the rounds and stores the measurements, also when the run is killed.
 
-In the run's directory: `recorded.jsonl`, a line a round; `recorded/round-*.safetensors`, the models that are kept;
+In the run's directory: `recorded.jsonl`, a line a round; `recorded/round-*.safetensors`, recorded models;
 `recording.json`, all of it as reports draw it, when the run is finished.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Replies, describe
 from fedloom.errors import InvalidValue
-from fedloom.recording.recorder import Exchange, Kept, Measurement, Recorder, RunContext, partial_models
+from fedloom.recording.recorder import ClientExchange, Measurement, Recorder, RunContext, Tensors, partial_models
 from fedloom.round import Round
 from fedloom.rounds.checkpoint import RecordsInMemory, RoundLog, without_gap
 from fedloom.rounds.engine import INTEGERS, ClientTask
@@ -29,10 +29,10 @@ RESULT = "recording.json"
 
 
 class Recording:
-    """Lets recorders measure what they want of each round; the run itself is the same with and without.
+    """Recorders at work in a run, which is the same with and without them.
 
-    A round's measurements are kept when the round is, so that a run that is resumed records the same bytes. `notices`: which
-    recorders were left out because they do not apply to this method, a line each.
+    A round's measurements are stored when the round succeeds, so that a run that is resumed records the same bytes. `notices`
+    names the recorders that do not apply to this method, a line each.
     """
 
     def __init__(self, recorders: Sequence[Recorder], directory: Path | None = None) -> None:
@@ -41,6 +41,7 @@ class Recording:
         self.notices: list[str] = []
         self._log = None if directory is None else RoundLog(directory / "recorded.jsonl")
         self._records = self._log or RecordsInMemory()
+        self._results: list[dict[str, Any]] | None = None  # read once
         self._tensors: dict[int, dict[str, Tensor]] = {}  # of all rounds, where there is no directory
         self._pending: dict[str, Measurement] = {}
         self._unsynced: list[Path] = []
@@ -84,41 +85,39 @@ class Recording:
         assert self.directory is not None
         return self.directory / "recorded"
 
-    def _path(self, number: int) -> Path:
-        assert self.directory is not None
-        return kept_file(self.directory, number)
-
     @property
     def logs(self) -> Sequence[RoundLog]:
-        """Where the measurements are written."""
+        """The file of the measurements, if there is one."""
         return [] if self._log is None else [self._log]
 
     def finished(self) -> int:
-        """How many rounds from the first on have all their measurements on disk."""
-        lines = [] if self._log is None else self._log.read()
-        whole = without_gap(lines)
-        lost = (k for k, line in enumerate(lines[:whole]) if line["kept"] and not self._path(line["round"]).exists())
-        return next(lost, whole)
+        """Return the number of rounds, from 1 on, that have all their measurements on disk."""
+        if self.directory is None or self._log is None:
+            return 0
+        lines = self._log.read()
+        complete = without_gap(lines)
+        models = [models_file(self.directory, line["round"]) if line["kept"] else None for line in lines[:complete]]
+        return next((k for k, path in enumerate(models) if path and not path.exists()), complete)
 
     def resume(self, finished: int) -> None:
-        """Go on after round `finished`; what was recorded of later ones is dropped."""
+        """Go on after round `finished`; measurements of later ones are dropped."""
         if self._log is not None:
             self._log.resume(finished)
 
     def observe(self, round: Round, client_tasks: Sequence[ClientTask], replies: Replies) -> None:
-        """Measure what recorders want of this round, which may still fail. Nothing given is changed or kept without a copy."""
+        """Let the recorders measure this round, which may still fail. Changes no argument and stores none without a copy."""
         exchanges = _exchanges(client_tasks, replies)
         self._pending = {}
         for recorder in self.recorders:
             reported = self._hooks[recorder.name](round.number) if recorder.name in self._hooks else None
-            found = (
-                recorder.measure(round.number, exchanges, self._context) if reported is None else Measurement(reported)
-            )
-            if found is not None:
-                self._pending[recorder.name] = found
+            measurement = recorder.measure(round.number, exchanges, self._context) if reported is None else None
+            if reported is not None:
+                measurement = Measurement(reported)
+            if measurement is not None:
+                self._pending[recorder.name] = measurement
 
     def commit(self, number: int) -> None:
-        """The round has succeeded: its measurements are kept, models before the line that refers to them."""
+        """Store the measurements of a round that has succeeded, models before the line that refers to them."""
         method, integers = self._federation.algorithm, self._federation.integers
         values = {
             recorder.name: _plain(
@@ -127,16 +126,18 @@ class Recording:
             for recorder in self.recorders
             if recorder.name in self._pending
         }
-        tensors = {f"{name}/{key}": t for name, found in self._pending.items() for key, t in found.tensors.items()}
+        tensors = {f"{name}/{key}": t for name, pending in self._pending.items() for key, t in pending.tensors.items()}
         line = {"round": number, "kept": bool(tensors), "values": values}
         self._pending = {}
-        if self._log is None:
+        if self.directory is None:
             self._tensors[number] = tensors
         elif tensors:
             self._folder.mkdir(exist_ok=True)
-            write_tensors(self._path(number), tensors, {"round": str(number)}, durable=False)
-            self._unsynced.append(self._path(number))
+            path = models_file(self.directory, number)
+            write_tensors(path, tensors, {"round": str(number)}, durable=False)
+            self._unsynced.append(path)
         self._records.append(line)
+        self._results = None
 
     def sync(self) -> None:
         """Wait until all measurements are on the disk."""
@@ -147,64 +148,70 @@ class Recording:
             self._log.sync()
 
     def results(self) -> list[dict[str, Any]]:
-        """What each recorder has found, ready for JSON and for reports; recorders without a single measurement are left out.
+        """Return each recorder's result, ready for JSON and for reports; recorders without a single measurement are left out.
 
-        Raises `DamagedCheckpoint` when a model that was kept cannot be read.
+        Raises:
+            DamagedCheckpoint: When a recorded model cannot be read.
         """
-        found, recorded = [], self._records.read()
+        if self._results is not None:
+            return self._results
+        results, records = [], self._records.read()
         for recorder in self.recorders:
-            lines = [line for line in recorded if recorder.name in line["values"]]
+            lines = [line for line in records if recorder.name in line["values"]]
             if series := [(line["round"], line["values"][recorder.name]) for line in lines]:
-                kept = self._kept(recorder, [line["round"] for line in lines if line["kept"]])
-                found.append(_plain({"kind": recorder.kind, **recorder.result(series, kept, self._context)}))
-        return found
+                tensors = self._models(recorder, [line["round"] for line in lines if line["kept"]])
+                results.append(_plain({"kind": recorder.kind, **recorder.result(series, tensors, self._context)}))
+        self._results = results
+        return results
 
     def write(self, results: Sequence[Mapping[str, Any]]) -> None:
         """Write the results into the run's directory."""
         if self.directory is not None:
             write_text(self.directory / RESULT, json.dumps(list(results)) + "\n")
 
-    def _kept(self, recorder: Recorder, numbers: Sequence[int]) -> Kept:
-        """The tensors that a recorder kept in these rounds."""
-        prefix = f"{recorder.name}/"
-        found = {}
-        for number in numbers:
-            tensors = (
-                self._tensors[number] if self._log is None else read_tensors(self._path(number), round=str(number))[0]
-            )
-            found[number] = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-        return found
+    def _models(self, recorder: Recorder, numbers: Sequence[int]) -> Tensors:
+        """Return the tensors that a recorder stored in these rounds."""
+        if self.directory is None:
+            return {number: _of(recorder.name, self._tensors[number]) for number in numbers}
+        return {number: recorded_tensors(self.directory, recorder.name, number) for number in numbers}
 
 
-def kept_file(directory: Path, number: int) -> Path:
-    """Where a run's directory keeps the models of a round, each as `recorder/key`."""
+def models_file(directory: Path, number: int) -> Path:
+    """Return the file of a round's recorded models, each called `recorder/key`."""
     return directory / "recorded" / f"round-{number:07d}.safetensors"
 
 
-def _exchanges(client_tasks: Sequence[ClientTask], replies: Replies) -> list[Exchange]:
-    """What the clients that replied received and uploaded, in the order of the slots; none where it is not one model each."""
-    if "model" not in replies.tensors or any("model" not in client_task.inbox for client_task in client_tasks):
+def recorded_tensors(directory: Path, recorder: str, number: int) -> dict[str, Tensor]:
+    """Return the tensors that a recorder stored in a round. Raises `DamagedCheckpoint` when they cannot be read."""
+    return _of(recorder, read_tensors(models_file(directory, number), round=str(number))[0])
+
+
+def _of(recorder: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    prefix = f"{recorder}/"
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _exchanges(client_tasks: Sequence[ClientTask], replies: Replies) -> list[ClientExchange]:
+    """Return the models of the clients that replied, in the order of the slots; none where it is not one model each."""
+    if "model" not in replies.matrices or any("model" not in client_task.inbox for client_task in client_tasks):
         return []
-    sent = {client_task.slot: client_task.inbox for client_task in client_tasks if client_task.slot is not None}
-    integers = replies.tensors.get(INTEGERS)
-    found = []
-    for place, slot in enumerate(replies.slots.tolist()):
-        inbox = sent[slot]
-        found.append(
-            Exchange(
-                slot,
-                int(replies.clients[place]),
-                inbox["model"][0],
-                replies["model"][place],
-                inbox[INTEGERS][0] if INTEGERS in inbox else None,
-                None if integers is None else integers[place],
-            )
+    inboxes = {client_task.slot: client_task.inbox for client_task in client_tasks if client_task.slot is not None}
+    models, integers = replies.matrices["model"], replies.matrices.get(INTEGERS)
+    return [
+        ClientExchange(
+            slot,
+            client,
+            inboxes[slot]["model"][0],
+            models[slot],
+            inboxes[slot][INTEGERS][0] if INTEGERS in inboxes[slot] else None,
+            None if integers is None else integers[slot],
         )
-    return found
+        for client, slot in zip(map(int, replies.clients), replies.slots.tolist(), strict=True)
+    ]
 
 
 def _plain(value: Any) -> Any:
-    """The value with None for figures that are not finite, which JSON has no word for."""
+    """Return the value with None for figures that are not finite, which JSON has no word for."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""How similar the models of a round are (FedMR, figure 5)."""
+"""Similarity of a round's models (FedMR, figure 5)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm
 from fedloom.config.fields import Count
 from fedloom.flat.population import mean_cosine_similarity
-from fedloom.recording.recorder import Exchange, Kept, Measurement, Recorder, RunContext, Series, recorders
+from fedloom.recording.recorder import ClientExchange, Measurement, Recorder, RunContext, Series, Tensors, recorders
 
 
 @recorders.register("similarity")
@@ -28,16 +28,16 @@ class Similarity(Recorder):
 
     every: Count = 1
 
-    def measure(self, number: int, exchanges: Sequence[Exchange], context: RunContext) -> Measurement | None:
+    def measure(self, number: int, exchanges: Sequence[ClientExchange], context: RunContext) -> Measurement | None:
         if number % self.every or len(exchanges) < 2:
             return None
-        rows = torch.stack([one.uploaded[: context.task.layout.trainable] for one in exchanges])
+        rows = torch.stack([exchange.uploaded[: context.task.layout.trainable] for exchange in exchanges])
         return Measurement({"uploaded": float(mean_cosine_similarity(rows))})
 
     def complete(self, value: Any, method: Algorithm, integers: Tensor, context: RunContext) -> Any:
         return {**value, "pool": method.diagnose().get("pool_cosine")}
 
-    def result(self, series: Series, kept: Kept, context: RunContext) -> dict[str, Any]:
-        """`pool` holds None for the rounds in which the method had none, and is left out where it never had one."""
-        found = super().result(series, kept, context)
-        return {name: values for name, values in found.items() if name != "pool" or any(v is not None for v in values)}
+    def result(self, series: Series, tensors: Tensors, context: RunContext) -> dict[str, Any]:
+        """Return the values by name; `pool` is None for rounds without a pool, and left out where there never was one."""
+        curves = super().result(series, tensors, context)
+        return {name: values for name, values in curves.items() if name != "pool" or any(v is not None for v in values)}

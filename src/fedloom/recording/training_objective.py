@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedloom.config.fields import Count
-from fedloom.recording.recorder import Exchange, Measurement, Recorder, RunContext, recorders
+from fedloom.recording.recorder import ClientExchange, Measurement, Recorder, RunContext, recorders
 
 
 @recorders.register("objective")
@@ -22,12 +22,12 @@ class TrainingObjective(Recorder):
 
     every: Count = 10
 
-    def measure(self, number: int, exchanges: Sequence[Exchange], context: RunContext) -> Measurement | None:
+    def measure(self, number: int, exchanges: Sequence[ClientExchange], context: RunContext) -> Measurement | None:
         if number % self.every or not exchanges:
             return None
-        before, after, total = 0.0, 0.0, 0
-        for one in exchanges:
-            loss, samples = context.training_loss(one.received, one.client, one.received_integers)
-            before, total = before + loss, total + samples
-            after += context.training_loss(one.uploaded, one.client, one.uploaded_integers)[0]
-        return Measurement({"before": before / total, "after": after / total})
+        received, uploaded, total = 0.0, 0.0, 0
+        for exchange in exchanges:
+            loss, samples = context.training_loss(exchange.received, exchange.client, exchange.received_integers)
+            received, total = received + loss, total + samples
+            uploaded += context.training_loss(exchange.uploaded, exchange.client, exchange.uploaded_integers)[0]
+        return Measurement({"before": received / total, "after": uploaded / total})

@@ -9,14 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.config.checks import require_at_least
-from fedloom.config.fields import Count, NonNegativeInt
+from fedloom.config.fields import Count, NonNegativeInt, require_at_least
 from fedloom.errors import InvalidValue
 from fedloom.recording.plane import Plane, principal_plane
-from fedloom.recording.recorder import Exchange, Kept, Measurement, Recorder, RunContext, Series, recorders, rounds_of
+from fedloom.recording.recorder import (
+    ClientExchange,
+    Measurement,
+    Recorder,
+    RunContext,
+    Series,
+    Tensors,
+    recorders,
+    rounds_of,
+)
 
 MARGIN = 0.2
-"""How far the surface goes beyond the path on each side, as a share of the path's extent."""
+"""Width of the surface beyond the path on each side, as a share of the path's extent."""
 
 
 @recorders.register("trajectory")
@@ -51,28 +59,28 @@ class Trajectory(Recorder):
             if number is not None and number > context.rounds:
                 raise InvalidValue(f"{key} must be at most {context.rounds}, the number of rounds, not {number}")
 
-    def measure(self, number: int, exchanges: Sequence[Exchange], context: RunContext) -> Measurement | None:
+    def measure(self, number: int, exchanges: Sequence[ClientExchange], context: RunContext) -> Measurement | None:
         if number < self.first or (self.last is not None and number > self.last):
             return None
         client = context.client(self.client)
-        one = next((one for one in exchanges if one.client == client), None)
-        if one is None:
+        exchange = next((exchange for exchange in exchanges if exchange.client == client), None)
+        if exchange is None:
             return None
-        loss, samples = context.training_loss(one.uploaded, client, one.uploaded_integers)
-        tensors = {"model": one.uploaded, "integers": one.uploaded_integers}
+        loss, samples = context.training_loss(exchange.uploaded, client, exchange.uploaded_integers)
+        tensors = {"model": exchange.uploaded, "integers": exchange.uploaded_integers}
         return Measurement(
             loss / samples, {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
         )
 
-    def result(self, series: Series, kept: Kept, context: RunContext) -> dict[str, Any]:
+    def result(self, series: Series, tensors: Tensors, context: RunContext) -> dict[str, Any]:
         numbers = rounds_of(series)
-        found: dict[str, Any] = {"client": self.client, "rounds": numbers, "losses": [value for _, value in series]}
-        rows = torch.stack([kept[number]["model"] for number in numbers])
+        losses = {"client": self.client, "rounds": numbers, "losses": [value for _, value in series]}
+        rows = torch.stack([tensors[number]["model"] for number in numbers])
         plane = principal_plane(rows[:, : context.task.layout.trainable].cpu())
         if plane is None:
-            return found
-        buffers, integers = rows.double().mean(0).to(rows), kept[numbers[-1]].get("integers")
-        return found | {
+            return losses
+        buffers, integers = rows.double().mean(0).to(rows), tensors[numbers[-1]].get("integers")
+        return losses | {
             "points": plane.points.tolist(),
             **surroundings(plane, self.grid, buffers, integers, self.client, context),
         }
@@ -81,7 +89,7 @@ class Trajectory(Recorder):
 def surroundings(
     plane: Plane, grid: int, model: Tensor, integers: Tensor | None, client: int, context: RunContext
 ) -> dict[str, Any]:
-    """The variance that the plane explains, the coordinates `x` and `y` of a grid around its points, and the client's loss on it.
+    """Return the variance that the plane explains, coordinates `x` and `y` of a grid around its points, and the loss on it.
 
     `surface` has a line for each y, from the lowest up; the buffers are those of `model [P]`.
     """
@@ -89,17 +97,17 @@ def surroundings(
     x, y = (_ticks(plane.points[:, axis], grid) for axis in (0, 1))
     row = model.clone()
 
-    def loss_at(along: float, up: float) -> float:
-        row[:trainable] = plane.at(along, up)
+    def loss_at(a: float, b: float) -> float:
+        row[:trainable] = plane.at(a, b)
         loss, samples = context.training_loss(row, index, integers)
         return loss / samples
 
-    surface = [[loss_at(along, up) for along in x] for up in y]
+    surface = [[loss_at(a, b) for a in x] for b in y]
     return {"explained": plane.explained.tolist(), "x": x, "y": y, "surface": surface}
 
 
 def _ticks(values: Tensor, count: int) -> list[float]:
-    """`count` evenly spaced coordinates that reach beyond the values on both sides."""
+    """Return `count` evenly spaced coordinates that reach beyond the values on both sides."""
     low, high = float(values.min()), float(values.max())
-    beyond = MARGIN * (high - low)
-    return torch.linspace(low - beyond, high + beyond, count, dtype=torch.float64).tolist()
+    margin = MARGIN * (high - low)
+    return torch.linspace(low - margin, high + margin, count, dtype=torch.float64).tolist()

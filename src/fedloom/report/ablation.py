@@ -52,23 +52,23 @@ class Ablation:
     name: str
     title: str
     lines: Sequence[AblationLine]
-    share: bool = True  # whether they are shares, drawn in per cent
+    share: bool = True  # they are shares, drawn in per cent
 
     @property
     def values(self) -> list[Any]:
-        """All values, in the order of their first line."""
+        """All values, in the order in which the lines have them."""
         return list(dict.fromkeys(value for line in self.lines for value in line.spreads))
 
     @property
     def numeric(self) -> bool:
-        """Whether all values are numbers."""
+        """True if all values are numbers."""
         return all(isinstance(value, int | float) and not isinstance(value, bool) for value in self.values)
 
 
 @dataclass(frozen=True)
 class _Trained:
-    """A run with its settings and parameters by name, and its accuracy; `without_stage` where it takes the place of a run whose
-    first stage has no rounds."""
+    """A run with its settings and parameters by name, and its accuracy; `without_stage` where it stands for a run whose first
+    stage has no rounds."""
 
     features: Mapping[str, Any]
     run: RunSummary
@@ -77,33 +77,32 @@ class _Trained:
 
 
 def ablations(runs: Sequence[RunSummary], by: Criterion) -> list[Ablation]:
-    """All parameters that differ between runs which agree in everything else but the seed.
+    """Return all parameters that differ between runs which agree in everything else but the seed.
 
     Parameters of methods count with their defaults, so that `fedmr(unit=segment)` and `fedmr(unit=segment, fraction=0.5)`
     differ in one; a method beside `stages(first:n, method)` counts as the one whose first stage has 0 rounds. Accuracies are
     those of the criterion `by`.
     """
     trained = list(_trained(runs, by))
-    names = dict.fromkeys(name for one in trained for name in one.features if name != METHOD)
-    varying = [name for name in names if len({_key(one.features[name]) for one in trained if name in one.features}) > 1]
-    share = by.metric.share
-    found = [Ablation(name, by.title, _lines(name, varying, trained), share) for name in varying]
-    return [one for one in found if one.lines]
+    names = dict.fromkeys(name for run in trained for name in run.features if name != METHOD)
+    varying = [name for name in names if len({_key(run.features[name]) for run in trained if name in run.features}) > 1]
+    results = [Ablation(name, by.title, _lines(name, varying, trained), by.metric.share) for name in varying]
+    return [ablation for ablation in results if ablation.lines]
 
 
 def ablation_figure(ablation: Ablation, looks: Mapping[str, Style]) -> go.Figure:
-    """Accuracy over the values, mean over seeds with ± one standard deviation: lines over numbers, else bars.
+    """Draw accuracy over the values, mean over seeds with ± one standard deviation: lines over numbers, else bars.
 
-    `looks` are the methods' styles, kept where each line is a method of its own.
+    Where each line is a different method, it has the method's style in `looks`.
     """
     methods = [line.method for line in ablation.lines]
-    own = None not in methods and len(set(methods)) == len(methods)
+    by_method = None not in methods and len(set(methods)) == len(methods)
     traces: list[go.Scatter | go.Bar] = []
     for k, line in enumerate(ablation.lines[:LINES]):
-        style = looks[line.method] if own and line.method else Style(COLOURS[k % len(COLOURS)], "solid")
-        name = wrapped(line.method if own and line.method else line.label, NAME)
+        style = looks[line.method] if by_method and line.method else Style(COLOURS[k % len(COLOURS)], "solid")
+        name = wrapped(line.method if by_method and line.method else line.label, NAME)
         form = ".2%" if ablation.share else ".4~g"
-        traces.append(_trace(line, name, style, ablation.numeric, line.method if own else None, form))
+        traces.append(_trace(line, name, style, ablation.numeric, line.method if by_method else None, form))
     values = sorted(ablation.values) if ablation.numeric else []
     wide = bool(values) and values[0] > 0 and values[-1] / values[0] >= 20
     kind = "category" if not values else "log" if wide else "linear"
@@ -131,13 +130,14 @@ def _trace(
     line: AblationLine, name: str, style: Style, numeric: bool, group: str | None, form: str
 ) -> go.Scatter | go.Bar:
     spreads = list(line.spreads.values())
-    error = {"type": "data", "array": [one.std for one in spreads], "visible": any(one.count > 1 for one in spreads)}
+    several = any(spread.count > 1 for spread in spreads)
+    error = {"type": "data", "array": [spread.std for spread in spreads], "visible": several}
     common: dict[str, Any] = {
-        "y": [one.mean for one in spreads],
+        "y": [spread.mean for spread in spreads],
         "error_y": {**error, "thickness": 1.5, "width": 4},
         "name": name,
         "legendgroup": group,
-        "customdata": [one.count for one in spreads],
+        "customdata": [spread.count for spread in spreads],
         "hovertemplate": f"%{{x}}: %{{y:{form}}}, %{{customdata}} seeds<extra>%{{fullData.name}}</extra>",
     }
     if not numeric:
@@ -147,30 +147,33 @@ def _trace(
 
 
 def _lines(name: str, varying: Sequence[str], trained: Sequence[_Trained]) -> list[AblationLine]:
-    """The lines along `name` that have two values or more; their labels say in what they differ."""
+    """Return the lines along `name` that have two values or more; their labels say in what they differ."""
     groups: dict[tuple[tuple[str, str], ...], dict[Any, list[_Trained]]] = {}
-    others = [METHOD, *(other for other in varying if other != name)]
-    for one in trained:
-        if name in one.features and (not one.without_stage or name.startswith(STAGE)):
-            rest = tuple((other, _text(one.features[other])) for other in others if other in one.features)
-            groups.setdefault(rest, {}).setdefault(_key(one.features[name]), []).append(one)
-    groups = {rest: line for rest, line in groups.items() if len(line) > 1}
-    shared = set.intersection(*(set(rest) for rest in groups)) if groups else set()
+    fixed = [METHOD, *(feature for feature in varying if feature != name)]
+    for run in trained:
+        if name in run.features and (not run.without_stage or name.startswith(STAGE)):
+            group = tuple((feature, _text(run.features[feature])) for feature in fixed if feature in run.features)
+            groups.setdefault(group, {}).setdefault(_key(run.features[name]), []).append(run)
+    groups = {group: line for group, line in groups.items() if len(line) > 1}
+    shared = set.intersection(*(set(group) for group in groups)) if groups else set()
     if len(groups) == 1:
-        shared = {(key, value) for key, value in shared if key != METHOD}
+        shared = {(feature, value) for feature, value in shared if feature != METHOD}
     lines = []
-    for rest, line in groups.items():
-        parts = [value if key == METHOD else f"{key}={value}" for key, value in rest if (key, value) not in shared]
-        numbers = all(isinstance(value, int | float) for value in line)
-        values = sorted(line) if numbers else list(line)
-        spreads = {value: spread for value in values if (spread := Spread.of([one.accuracy for one in line[value]]))}
-        methods = {one.run.algorithm for members in line.values() for one in members}
-        lines.append(AblationLine(", ".join(parts), methods.pop() if len(methods) == 1 else None, spreads))
+    for group, line in groups.items():
+        label = [
+            value if feature == METHOD else f"{feature}={value}"
+            for feature, value in group
+            if (feature, value) not in shared
+        ]
+        values = sorted(line) if all(isinstance(value, int | float) for value in line) else list(line)
+        spreads = {value: spread for value in values if (spread := Spread.of([run.accuracy for run in line[value]]))}
+        methods = {run.run.algorithm for members in line.values() for run in members}
+        lines.append(AblationLine(", ".join(label), methods.pop() if len(methods) == 1 else None, spreads))
     return lines
 
 
 def _trained(runs: Sequence[RunSummary], by: Criterion) -> Iterator[_Trained]:
-    """Each run with an accuracy; one that also takes the place of a run without a first stage comes twice."""
+    """Yield each run with an accuracy; one that also takes the place of a run without a first stage comes twice."""
     calls = [_call(run) for run in runs]
     staged = {str(call.positional[1]): call for call in calls if _two_staged(call)}
     for run, call in zip(runs, calls, strict=True):
@@ -181,13 +184,13 @@ def _trained(runs: Sequence[RunSummary], by: Criterion) -> Iterator[_Trained]:
         }
         yield _Trained(settings | _parameters(call), run, accuracy)
         if (like := staged.get(str(call))) is not None:
-            first = like.positional[0]
-            alias = Call(like.name, (Call(first.name, first.positional, first.named, 0), call), like.named)
+            stage = like.positional[0]
+            alias = Call(like.name, (Call(stage.name, stage.positional, stage.named, 0), call), like.named)
             yield _Trained(settings | _parameters(alias), run, accuracy, without_stage=True)
 
 
 def _call(run: RunSummary) -> Call:
-    """The run's method as its configuration resolves it; a name that is no expression stands for itself."""
+    """Return the run's method as its configuration resolves it; a name that is no expression stands for itself."""
     try:
         return parse(str(run.configuration.get("algorithm", run.algorithm)))
     except FedloomError:
@@ -195,35 +198,32 @@ def _call(run: RunSummary) -> Call:
 
 
 def _two_staged(call: Call) -> bool:
-    return call.name == "stages" and len(call.positional) == 2 and all(isinstance(one, Call) for one in call.positional)
+    stages = call.positional
+    return call.name == "stages" and len(stages) == 2 and all(isinstance(stage, Call) for stage in stages)
 
 
 def _parameters(call: Call) -> dict[str, Any]:
-    """The method without its parameters, and every parameter with its value, those not given with their defaults."""
-    inner = [
-        value
-        for value in (*call.positional, *call.named.values())
-        if isinstance(value, Call) and value.name in algorithms
-    ]
-    found: dict[str, Any] = {}
+    """Return the method without its parameters, and every parameter with its value or its default."""
+    values = (*call.positional, *call.named.values())
+    features: dict[str, Any] = {}
     names: list[str] = []
-    for one in inner:
-        below = _parameters(one)
-        names.append(str(below.pop(METHOD)))
-        found |= below
-        if one.until is not None:
-            found[f"{STAGE}{one.name}"] = one.until
+    for inner in [value for value in values if isinstance(value, Call) and value.name in algorithms]:
+        nested = _parameters(inner)
+        names.append(str(nested.pop(METHOD)))
+        features |= nested
+        if inner.until is not None:
+            features[f"{STAGE}{inner.name}"] = inner.until
     if call.name in algorithms:
         entry = algorithms[call.name]
         for name, parameter in entry.parameters.items():
             if name not in entry.make.wraps and parameter.default is not parameter.empty:
                 value = call.named.get(name, parameter.default)
-                found[f"{name} of {call.name}"] = str(value) if isinstance(value, Call) else value
-    return found | {METHOD: f"{call.name}({', '.join(names)})" if names else call.name}
+                features[f"{name} of {call.name}"] = str(value) if isinstance(value, Call) else value
+    return features | {METHOD: f"{call.name}({', '.join(names)})" if names else call.name}
 
 
 def _key(value: Any) -> Any:
-    """The value, or what stands for it where it cannot be a key."""
+    """Return the value, or its expression where it cannot be a key."""
     return value if isinstance(value, int | float | str) or value is None else show(value)
 
 

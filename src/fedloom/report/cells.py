@@ -19,8 +19,8 @@ SOME = "†"
 
 @dataclass(frozen=True)
 class Cell:
-    """What is shown, and what to sort by (None sorts last); `partial` when some seeds are missing from the value, `brief` what a
-    narrow terminal shows where that is shorter."""
+    """The text to show and the value to sort by (None sorts last); `partial` when some seeds are missing from the value, `brief`
+    the text for a narrow terminal where that is shorter."""
 
     text: str
     value: float | str | None
@@ -30,14 +30,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """A column's title, whether the `largest`, the `smallest` or no (`""`) value is the best, how a page sorts by it at first,
-    `ascending`, `descending` or never (`""`), and a `brief` title where there is one."""
+    """A column's title, its best value (the `largest`, the `smallest` or none, `""`), how a page sorts by it at first
+    (`ascending`, `descending` or never, `""`), and a `brief` title where there is one."""
 
     title: str
     best: str = ""
     order: str = "descending"
     brief: str = ""
-    score: bool = False  # whether its values are of the metric that methods are judged by
+    score: bool = False  # its values are of the metric that methods are judged by
 
 
 Filled = tuple[Column, Sequence[Cell]]
@@ -53,39 +53,46 @@ class Table:
 
     @classmethod
     def of(cls, filled: Sequence[Filled]) -> Table:
-        """The table of these columns."""
+        """Make a table of these columns."""
         columns, cells = zip(*filled, strict=True)
         return cls(columns, tuple(zip(*cells, strict=True)))
 
-    def part(self, kept: Sequence[int]) -> Table:
-        """The table of these columns alone."""
-        return Table(
-            tuple(self.columns[k] for k in kept), tuple(tuple(line[k] for k in kept) for line in self.lines)
-        )  # fmt: skip
+    def select(self, columns: Sequence[int]) -> Table:
+        """Return the table of these columns alone."""
+        lines = tuple(tuple(line[k] for k in columns) for line in self.lines)
+        return Table(tuple(self.columns[k] for k in columns), lines)
 
     @property
     def best_lines(self) -> list[set[int]]:
-        """For each column the lines with the best value."""
+        """The lines with the best value, column by column."""
         return [self.best(k) for k in range(len(self.columns))]
 
     def best(self, column: int) -> set[int]:
-        """The lines with the best value of a column: none unless there are two different values to compare. A value that
-        leaves out the seeds that failed is not compared, and values that look the same share the mark."""
+        """Return the lines with the best value of a column: none unless there are two different values to compare.
+
+        A value that leaves out the seeds that failed is not compared, and values that look the same share the mark.
+        """
         values = {k: line[column].value for k, line in enumerate(self.lines) if not line[column].partial}
         numbers = {k: float(f"{value:.4g}") for k, value in values.items() if isinstance(value, int | float)}
-        wanted = self.columns[column].best
-        if not wanted or len(set(numbers.values())) < 2:
+        direction = self.columns[column].best
+        if not direction or len(set(numbers.values())) < 2:
             return set()
-        best = max(numbers.values()) if wanted == "largest" else min(numbers.values())
+        best = max(numbers.values()) if direction == "largest" else min(numbers.values())
         return {k for k, value in numbers.items() if value == best}
 
 
-def comparison(rows: Sequence[Row], marks: Mapping[str, Mapping[str, str]] | None = None, last: int = LAST) -> Table:
-    """Rows of `summarise` as a table for people: per cent, bytes in decimal units, seconds; mean ± std over seeds.
+def comparison(
+    rows: Sequence[Row], marks: Mapping[str, Mapping[str, str]] | None = None, evaluations: int = LAST
+) -> Table:
+    """Return rows of `summarise` as a table for people: per cent, bytes in decimal units, seconds; mean ± std over seeds.
 
     The rounds to a target carry their speed-up over the first method, `1.8×`, where every seed of both reached it, and
-    how many seeds did where not all. Columns about the clients' own test data stand there where there are such figures.
-    `marks` are put behind the accuracies, by measure (`MEASURES`) and method; `last` evaluations are in the mean of the last.
+    how many seeds did where not all. There are columns about the clients' own test data where these were measured.
+
+    Args:
+        rows: A line for each method.
+        marks: Texts to put behind the accuracies, by measure (`MEASURES`) and method.
+        evaluations: Number of evaluations in the mean of the last, for the title of its column.
     """
     metric, reaches = (rows[0].metric, rows[0].reaches) if rows else (ACCURACY, ())
     unit, in_percent = metric.unit, ", %" if metric.share else ""
@@ -97,10 +104,10 @@ def comparison(rows: Sequence[Row], marks: Mapping[str, Mapping[str, str]] | Non
         cells = [score_cell(getattr(row, measure), metric, marked.get(row.algorithm, "")) for row in rows]
         return Column(f"{title}{in_percent}", *order, brief, score=True), cells
 
-    def to_targets(what: str, brief: str, cell: Callable[[Reach, Reach], Cell]) -> Iterator[Filled]:
+    def to_targets(unit: str, brief: str, cell: Callable[[Reach, Reach], Cell]) -> Iterator[Filled]:
         for k, reach in enumerate(reaches):
             target = target_text(metric, reach.target)
-            column = Column(f"{what} to {target}", *smallest, f"{brief}{target}")
+            column = Column(f"{unit} to {target}", *smallest, f"{brief}{target}")
             yield column, [cell(row.reaches[k], reach) for row in rows]
 
     filled: list[Filled] = [
@@ -109,7 +116,7 @@ def comparison(rows: Sequence[Row], marks: Mapping[str, Mapping[str, str]] | Non
         (Column("Rounds"), [Cell(str(row.rounds), row.rounds) for row in rows]),
         score(f"Final {metric.noun}", "final", f"Final{unit}"),
         score(f"Best {metric.noun}", "best", f"Best{unit}"),
-        score("Mean of last", "last", f"Last {last}{in_percent}"),
+        score("Mean of last", "last", f"Last {evaluations}{in_percent}"),
     ]
     if any(row.personal is not None for row in rows):
         filled += [
@@ -134,62 +141,62 @@ def comparison(rows: Sequence[Row], marks: Mapping[str, Mapping[str, str]] | Non
 
 
 def halves(table: Table) -> tuple[Table, Table]:
-    """A comparison as two tables that fit a page: accuracies, and what they cost. Seeds and rounds, which a caption says, are
-    left out, and so are faults of none."""
+    """Split a comparison into two tables that fit a page: accuracies, and what they cost. Seeds and rounds, which a caption says,
+    are left out, and so are faults of none."""
     titles = [column.title for column in table.columns]
     accuracy = [k for k, column in enumerate(table.columns) if column.score]
     faultless = all(line[titles.index("Faults")].text == "0" for line in table.lines)
     silent = {"Method", "Seeds", "Rounds", *(["Faults"] if faultless else [])}
     cost = [k for k, title in enumerate(titles) if k not in accuracy and title not in silent]
-    return table.part([0, *accuracy]), table.part([0, *cost])
+    return table.select([0, *accuracy]), table.select([0, *cost])
 
 
 def score_cell(spread: Spread | None, metric: Metric, mark: str = "") -> Cell:
-    """A metric over seeds, a share in per cent: `87.21 ± 0.48`, or in brief `87.2±0.5`, with a mark behind it."""
+    """Return the cell of a metric over seeds, a share in per cent: `87.21 ± 0.48`, in brief `87.2±0.5`, and a mark behind it."""
     if spread is None:
         return Cell("–", None)
     several, mean, std = spread.count > 1, spread.mean, spread.std
     if metric.name == "bytes":
         return Cell(byte_text(mean) + (f" ± {byte_text(std)}" if several else "") + mark, mean)
     if metric.share:
-        mean, std, places = 100 * mean, 100 * std, (2, 1)
+        mean, std, decimals = 100 * mean, 100 * std, (2, 1)
     else:  # in brief about three digits of the mean, else two of the deviation too
         size = math.floor(math.log10(abs(mean))) if mean else 0
         few = max(0, 2 - size) if size >= 0 else 1 - size
-        places = (max(few, 1 - math.floor(math.log10(std))) if several and std > 0 else few + 1, few)
-    text, brief = (f"{mean:.{digits}f}" + (f" ± {std:.{digits}f}" if several else "") for digits in places)
+        decimals = (max(few, 1 - math.floor(math.log10(std))) if several and std > 0 else few + 1, few)
+    text, brief = (f"{mean:.{digits}f}" + (f" ± {std:.{digits}f}" if several else "") for digits in decimals)
     return Cell(f"{text}{mark}", spread.mean, brief=f"{brief.replace(' ± ', '±')}{mark}")
 
 
 def target_text(metric: Metric, target: TargetValue) -> str:
-    """A target as people read it: `87.5 %`, `loss ≤ 0.2`."""
-    wanted = Target.of(target, metric)
-    share = metric.share and wanted.figure == metric.name
-    value = f"{percent(wanted.value)} %" if share else f"{wanted.value:g}"
-    return f"{wanted.figure} {'≥' if wanted.upwards else '≤'} {value}" if isinstance(target, str) else value
+    """Return a target as people read it: `87.5 %`, `loss ≤ 0.2`."""
+    limit = Target.of(target, metric)
+    share = metric.share and limit.figure == metric.name
+    value = f"{percent(limit.value)} %" if share else f"{limit.value:g}"
+    return f"{limit.figure} {'≥' if limit.upwards else '≤'} {value}" if isinstance(target, str) else value
 
 
-def _rounds_to(reach: Reach, first: Reach) -> Cell:
+def _rounds_to(reach: Reach, baseline: Reach) -> Cell:
     if reach.rounds is None:
         return _unreached(reach)
     mean, brief = reach.rounds.mean, f"{reach.rounds.mean:.0f}"
     text = brief if reach.rounds.count == 1 else f"{mean:.1f} ± {reach.rounds.std:.1f}"
     if reach.reached < reach.seeds:
         return Cell(f"{text} ({reach.reached} of {reach.seeds} seeds)", mean, partial=True, brief=brief + SOME)
-    if reach is not first and first.rounds is not None and first.reached == first.seeds:
-        faster = f"{first.rounds.mean / mean:.1f}×"
+    if reach is not baseline and baseline.rounds is not None and baseline.reached == baseline.seeds:
+        faster = f"{baseline.rounds.mean / mean:.1f}×"
         return Cell(f"{text} ({faster})", mean, brief=f"{brief} {faster}")
     return Cell(text, mean, brief=brief)
 
 
-def _bytes_to(reach: Reach, first: Reach) -> Cell:
+def _bytes_to(reach: Reach, baseline: Reach) -> Cell:
     if reach.bytes is None:
         return _unreached(reach)
     cell, partial = _bytes(reach.bytes), reach.reached < reach.seeds
     return replace(cell, partial=partial, brief=cell.text + SOME if partial else "")
 
 
-def _seconds_to(reach: Reach, first: Reach) -> Cell:
+def _seconds_to(reach: Reach, baseline: Reach) -> Cell:
     if reach.seconds is None:
         return _unreached(reach)
     partial = reach.reached < reach.seeds
@@ -213,5 +220,5 @@ def _epsilon(spread: Spread | None) -> Cell:
 def _time(seconds: Spread | None) -> Cell:
     if seconds is None:
         return Cell("–", None)
-    whole = round(seconds.mean)
-    return Cell(time_text(seconds.mean), seconds.mean, brief=f"{whole // 60}:{whole % 60:02d}")
+    minutes, remainder = divmod(round(seconds.mean), 60)
+    return Cell(time_text(seconds.mean), seconds.mean, brief=f"{minutes}:{remainder:02d}")

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import plotly.graph_objects as go
 
-from fedloom.config.checks import require_one_of
+from fedloom.config.fields import require_one_of
 from fedloom.objectives import ACCURACY, Metric
 from fedloom.report.figures import SHARES, Style, framed, pale, styles
 from fedloom.report.summary import RunSummary, by_algorithm, simulated_seconds
@@ -19,8 +19,8 @@ from fedloom.report.units import byte_unit
 Floats = npt.NDArray[np.float64]
 
 AXES = {"round": "Round", "bytes": "Sent, down and up, {unit}", "seconds": "Seconds"}
-"""What a curve can be drawn over, with the title of the axis: the round, or what was spent until its end. Seconds are those of
-the simulated clock where there is one."""
+"""Axes of a curve with their titles: the round, or the cost until its end. Seconds are those of the simulated clock where there
+is one."""
 
 MEASURES = {
     "accuracy": ("Test accuracy", "of the global model."),
@@ -53,21 +53,21 @@ class Curve:
     seeds: int
 
     def thinned(self, points: int) -> Curve:
-        """About `points` of the measured points: the lowest and the highest of each of equal stretches, and both ends.
+        """Return about `points` of the measured points: the lowest and the highest of each of equal stretches, and both ends.
 
         Nothing is smoothed or interpolated, so no peak and no dip is lost.
         """
         if len(self.x) <= points:
             return self
-        keep = {0, len(self.x) - 1}
+        drawn = {0, len(self.x) - 1}
         for stretch in np.array_split(np.arange(len(self.x)), max(1, points // 2)):
-            keep |= {int(stretch[self.mean[stretch].argmin()]), int(stretch[self.mean[stretch].argmax()])}
-        index = np.array(sorted(keep))
+            drawn |= {int(stretch[self.mean[stretch].argmin()]), int(stretch[self.mean[stretch].argmax()])}
+        index = np.array(sorted(drawn))
         return Curve(self.rounds[index], self.x[index], self.mean[index], self.std[index], self.seeds)
 
 
 def curve(runs: Sequence[RunSummary], measure: str = "accuracy", x: str = "round") -> Curve | None:
-    """The curve of one method's `runs` for a figure of its records, such as `accuracy`, `loss` or `pool_cosine`.
+    """Return the curve of one method's `runs` for a figure of its records, such as `accuracy`, `loss` or `pool_cosine`.
 
     Runs without the measure are left out. A point is a round for which all the others have a finite value, so that a run
     that stopped early does not bend the mean. None when there is no such round, or when x is `seconds` and a run kept no
@@ -89,7 +89,7 @@ def curve(runs: Sequence[RunSummary], measure: str = "accuracy", x: str = "round
 
 
 def measures(metric: Metric) -> dict[str, tuple[str, str]]:
-    """Title and caption of the figures that records are known to have where runs are judged by this metric."""
+    """Return title and caption of the figures that records are known to have where runs are judged by this metric."""
     return {
         name.replace("accuracy", metric.name): (
             title.replace("accuracy", metric.noun).replace("Accuracy", metric.title),
@@ -100,22 +100,27 @@ def measures(metric: Metric) -> dict[str, tuple[str, str]]:
 
 
 def title_of(measure: str, metric: Metric = ACCURACY) -> str:
-    """The title of a measure's figure."""
-    known = measures(metric)
-    return known[measure][0] if measure in known else measure.replace("_", " ").capitalize()
+    """Return the title of a measure's figure."""
+    entry = measures(metric).get(measure)
+    return entry[0] if entry else measure.replace("_", " ").capitalize()
 
 
 def is_share(measure: str, metric: Metric = ACCURACY) -> bool:
-    """Whether a measure is drawn in per cent."""
+    """Return True if a measure is drawn in per cent."""
     return "accuracy" in measure or (metric.share and metric.name in measure)
 
 
 def learning_curves(runs: Sequence[RunSummary], measure: str = "", x: str = "round", points: int = POINTS) -> go.Figure:
-    """A measure of the records over rounds, bytes or seconds: mean over seeds, with a band of ± one standard deviation.
+    """Draw a measure of the records: mean over seeds, with a band of ± one standard deviation.
 
-    `measure` is `accuracy`, `loss`, `training_loss`, `pool_cosine` or any other figure of the records, by default what the runs
-    are judged by. A curve of more than `points` points is thinned. Methods that did not record the measure, or what `x` needs,
-    are left out. Raises `InvalidValue` for an unknown `x`.
+    Args:
+        runs: The runs of all methods; those that did not record the measure, or the axis, are left out.
+        measure: `accuracy`, `loss`, `training_loss`, `pool_cosine` or any other figure of the records; by default the metric.
+        x: The axis, one of `AXES`.
+        points: Number of points from which on a curve is thinned.
+
+    Raises:
+        InvalidValue: For an unknown `x`.
     """
     traces: list[go.Scatter] = []
     metric = runs[0].metric if runs else ACCURACY
@@ -123,10 +128,12 @@ def learning_curves(runs: Sequence[RunSummary], measure: str = "", x: str = "rou
     share = is_share(measure, metric)
     form = ".1%" if share else ".4~g"
     looks = styles(runs)
-    found = {name: one for name, group in by_algorithm(runs).items() if (one := curve(group, measure, x)) is not None}
-    size, unit = byte_unit(max((one.x[-1] for one in found.values()), default=0.0)) if x == "bytes" else (1, "")
-    for name, one in found.items():
-        drawn = replace(one, x=one.x / size).thinned(points)
+    curves = {
+        name: line for name, group in by_algorithm(runs).items() if (line := curve(group, measure, x)) is not None
+    }
+    size, unit = byte_unit(max((line.x[-1] for line in curves.values()), default=0.0)) if x == "bytes" else (1, "")
+    for name, line in curves.items():
+        drawn = replace(line, x=line.x / size).thinned(points)
         traces += [
             *([_band(name, looks[name], drawn)] if drawn.seeds > 1 else []),
             _line(name, looks[name], drawn, form),
@@ -143,12 +150,12 @@ def learning_curves(runs: Sequence[RunSummary], measure: str = "", x: str = "rou
 
 
 def _series(run: RunSummary, measure: str) -> dict[int, float]:
-    """The measure by round, where it was recorded."""
+    """Return the measure by round, where it was recorded."""
     return {int(r["round"]): float(r[measure]) for r in run.records if r.get(measure) is not None}
 
 
 def _positions(run: RunSummary, x: str) -> dict[int, float]:
-    """Where each round stands on the axis `x`: its number, or what was spent until its end."""
+    """Return the position of each round on the axis `x`: its number, or the cost until its end."""
     if x == "seconds" and simulated_seconds(run) is not None:
         return {int(line["round"]): float(line["simulated_seconds"]) for line in run.records}
     lines = run.timings if x == "seconds" else run.records

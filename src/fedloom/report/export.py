@@ -40,65 +40,68 @@ _ESCAPED = {
     T_TEST_ONLY: r"\textsuperscript{t}",
     **{mark: f"\\{mark}" for mark in "&%$#_{}"},
 }
-"""What LaTeX would take for its own, and signs that older LaTeX does not know."""
+"""Characters that LaTeX would take for its own, and signs that older LaTeX does not know."""
 
 _HELD_BACK = 8
-"""Tables that LaTeX is given at a time: it gives up where it has to hold back some more than twice as many for pages to come."""
+"""Tables before a page break: LaTeX gives up where it has to hold back some more than twice as many for pages to come."""
 
 _AT_MOST_A_LINE = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}"
 """Before a box: smaller where it is wider than a line."""
 
 
 def to_csv(sheets: Sequence[Sheet]) -> str:
-    """A line for each setting and method: accuracies as shares, bytes, seconds; empty where there is no value."""
-    return csv_text(
-        [{**_settings(one, keys(sheets)), **_plain(row)} for one in sheets for row in one.rows], ["algorithm"]
-    )
+    """Return a line for each setting and method: accuracies as shares, bytes, seconds; empty where there is no value."""
+    names = keys(sheets)
+    return csv_text([_settings(sheet, names) | _plain(row) for sheet in sheets for row in sheet.rows], ["algorithm"])
 
 
 def differences_to_csv(sheets: Sequence[Sheet]) -> str:
-    """A line for each setting, measure and difference, with both tests."""
-    lines = [{**_settings(one, keys(sheets)), **line} for one in sheets for line in _differences(one)]
-    return csv_text(lines, ["measure"])
+    """Return a line for each setting, measure and difference, with both tests."""
+    names = keys(sheets)
+    return csv_text([_settings(sheet, names) | line for sheet in sheets for line in _differences(sheet)], ["measure"])
 
 
 def to_data(sheets: Sequence[Sheet]) -> dict[str, Any]:
-    """The same as plain values for JSON: `methods` and `differences`, each with its setting."""
+    """Return rows and differences as plain values for JSON, each with its setting."""
     return {
-        "methods": [{**dataclasses.asdict(row), "setting": dict(one.changes)} for one in sheets for row in one.rows],
-        "differences": [{"setting": dict(one.changes), **line} for one in sheets for line in _differences(one)],
+        "methods": [
+            {**dataclasses.asdict(row), "setting": dict(sheet.changes)} for sheet in sheets for row in sheet.rows
+        ],
+        "differences": [{"setting": dict(sheet.changes), **line} for sheet in sheets for line in _differences(sheet)],
     }
 
 
 def to_markdown(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
-    """A page: all settings in one table where there are several, then two tables and the differences of each."""
-    parts = [f"# {title}\n"]
+    """Return a page: all settings in one table where there are several, then two tables and the differences of each."""
+    blocks = [f"# {title}\n"]
     if len(sheets) > 1:
-        parts += [f"{caption(sheets)}\n", _markdown(overall(sheets))]
-    for one in sheets:
-        parts += [f"## {one.setting}\n"] if one.setting else []
-        parts += [_markdown(half) for half in halves(one.table)]
-        parts += [_markdown_differences(one)] if one.tests[one.measure] else []
-    parts += [f"{text}\n" for text in (_explained(sheets), *reading(sheets)) if text]
-    return "\n".join(parts)
+        blocks += [f"{caption(sheets)}\n", _markdown(overall(sheets))]
+    for sheet in sheets:
+        blocks += [f"## {sheet.setting}\n"] if sheet.setting else []
+        blocks += map(_markdown, halves(sheet.table))
+        blocks += [_markdown_differences(sheet)] if sheet.tests[sheet.measure] else []
+    blocks += [f"{text}\n" for text in (_explained(sheets), *reading(sheets)) if text]
+    return "\n".join(blocks)
 
 
 def to_latex(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
-    """Tables for a paper, to be had with `\\input`; they need the packages booktabs and graphicx, which makes a table that is
-    wider than a line smaller. The best value of a column is bold."""
+    """Return tables for a paper, to be had with `\\input`; the best value of a column is bold.
+
+    They need the packages booktabs and graphicx, which makes a table that is wider than a line smaller.
+    """
     note = " ".join([_explained(sheets), *reading(sheets)]).strip()
     tables = [_latex(overall(sheets), caption(sheets), "overall", note)] if len(sheets) > 1 else []
-    for number, one in enumerate(sheets, start=1):
-        of = f"{title}, {one.setting}" if one.setting else title
-        place = f"-{number}" if one.setting else ""
-        accuracy, cost = halves(one.table)
-        tables.append(_latex(accuracy, f"{of}: {one.metric.noun}.", f"accuracy{place}", "" if tables else note))
-        tables.append(_latex(cost, f"{of}: cost. Rounds and bytes until the target; * never.", f"cost{place}"))
+    for number, sheet in enumerate(sheets, start=1):
+        name = f"{title}, {sheet.setting}" if sheet.setting else title
+        suffix = f"-{number}" if sheet.setting else ""
+        accuracy, cost = halves(sheet.table)
+        tables.append(_latex(accuracy, f"{name}: {sheet.metric.noun}.", f"accuracy{suffix}", "" if tables else note))
+        tables.append(_latex(cost, f"{name}: cost. Rounds and bytes until the target; * never.", f"cost{suffix}"))
     return latex_file(tables)
 
 
 def csv_text(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    """CSV with the keys of the first line, or `names` without any, as its header; empty where a value is None."""
+    """Return CSV with the keys of `lines[0]`, or `names` without lines, as its header; empty where a value is None."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(lines[0]) if lines else names, lineterminator="\n")
     writer.writeheader()
@@ -106,14 +109,14 @@ def csv_text(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     return text.getvalue()
 
 
-def markdown_table(heads: Sequence[str], lines: Iterable[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """A Markdown table; columns are right-aligned but for those on the `left`."""
-    rule = ["---" if k in left else "---:" for k in range(len(heads))]
+def markdown_table(heads: Sequence[str], lines: Iterable[Sequence[str]], texts: Collection[int] = (0,)) -> str:
+    """Return a Markdown table of cells that are Markdown already; columns are right-aligned but for the `texts`."""
+    rule = ["---" if k in texts else "---:" for k in range(len(heads))]
     return "".join(f"| {' | '.join(line)} |\n" for line in (heads, rule, *lines))
 
 
 def latex_file(tables: Sequence[str]) -> str:
-    """LaTeX tables as a file."""
+    """Return LaTeX tables as a file."""
     pages = ["\n".join(tables[k : k + _HELD_BACK]) for k in range(0, len(tables), _HELD_BACK)]
     return "% Needs \\usepackage{booktabs,graphicx}.\n\n" + "\n\\clearpage\n\n".join(pages)
 
@@ -124,32 +127,40 @@ def latex_table(
     caption: str,
     name: str,
     note: str = "",
-    left: Collection[int] = (0,),
+    texts: Collection[int] = (0,),
 ) -> str:
-    """A LaTeX table of cells that are LaTeX already; columns are right-aligned but for those on the `left`."""
-    sides = "".join("l" if k in left else "r" for k in range(len(heads)))
+    """Return a LaTeX table of cells that are LaTeX already; columns are right-aligned but for the `texts`."""
+    sides = "".join("l" if k in texts else "r" for k in range(len(heads)))
     body = "".join(f"    {' & '.join(line)} \\\\\n" for line in lines)
+    footnote = f"\\footnotesize {escape_latex(note)}\\end{{minipage}}\n"
     return (
         f"\\begin{{table}}\n  \\centering\n  \\caption{{{escape_latex(caption)}}}\n  \\label{{tab:{name}}}\n"
         f"  \\setlength{{\\tabcolsep}}{{4pt}}\n  {_AT_MOST_A_LINE}{{%\n"
         f"  \\begin{{tabular}}{{{sides}}}\n    \\toprule\n    {' & '.join(map(escape_latex, heads))} \\\\\n    \\midrule\n"
-        f"{body}    \\bottomrule\n  \\end{{tabular}}}}\n{_latex_note(note) if note else ''}\\end{{table}}\n"
+        f"{body}    \\bottomrule\n  \\end{{tabular}}}}\n"
+        + (f"  \\par\\smallskip\n  \\begin{{minipage}}{{\\linewidth}}{footnote}" if note else "")
+        + "\\end{table}\n"
     )
 
 
 def escape_latex(text: str) -> str:
-    """Text in which LaTeX finds nothing to obey."""
+    """Return text in which LaTeX finds nothing to obey."""
     return "".join(_ESCAPED.get(letter, letter) for letter in text)
 
 
-def _settings(one: Sheet, names: Sequence[str]) -> dict[str, Any]:
-    return {name: one.changes.get(name, "") for name in names}
+def escape_markdown(text: str) -> str:
+    """Return text for a cell of a Markdown table."""
+    return re.sub(r"([|*_`\\])", r"\\\1", _flat(text))
 
 
-def _differences(one: Sheet) -> Iterator[dict[str, Any]]:
+def _settings(sheet: Sheet, names: Sequence[str]) -> dict[str, Any]:
+    return {name: sheet.changes.get(name, "") for name in names}
+
+
+def _differences(sheet: Sheet) -> Iterator[dict[str, Any]]:
     """The differences of a setting, measure by measure."""
-    for name, tests in one.tests.items():
-        yield from ({"measure": name, **dataclasses.asdict(found)} for found in tests)
+    for name, tests in sheet.tests.items():
+        yield from ({"measure": name, **dataclasses.asdict(test)} for test in tests)
 
 
 def _plain(row: Row) -> dict[str, Any]:
@@ -169,57 +180,43 @@ def _plain(row: Row) -> dict[str, Any]:
 
 
 def _explained(sheets: Sequence[Sheet]) -> str:
-    """What the figures are."""
-    rows = [row for one in sheets for row in one.rows]
-    if not rows:
+    """Return what the figures are."""
+    seeds = max((row.seeds for sheet in sheets for row in sheet.rows), default=0)
+    if not seeds:
         return ""
-    seeds, last = max(row.seeds for row in rows), sheets[0].last
     spread = f"Mean ± standard deviation over {seeds} seeds. " if seeds > 1 else ""
-    return f"{spread}Mean of last: of the last {last} evaluations. Best: of any evaluation, chosen on the test data."
+    evaluations = sheets[0].last
+    return f"{spread}Mean of last: of the last {evaluations} evaluations. Best: of any evaluation, chosen on the test data."
 
 
 def _markdown(table: Table) -> str:
-    return markdown_table(*_heads_and_lines(table, escape_markdown))
+    return markdown_table(*_heads_and_lines(table, escape_markdown, "**{}**"))
 
 
-def _heads_and_lines(table: Table, shown: Callable[[str, bool], str]) -> tuple[list[str], list[list[str]]]:
-    """Titles and cells; `shown` makes text of a cell's, given whether it is the best of its column."""
+def _latex(table: Table, caption: str, name: str, note: str = "") -> str:
+    heads, lines = _heads_and_lines(table, lambda text: escape_latex(_flat(text)), "\\textbf{{{}}}")
+    return latex_table(heads, lines, caption, name, note)
+
+
+def _heads_and_lines(table: Table, escape: Callable[[str], str], bold: str) -> tuple[list[str], list[list[str]]]:
+    """Return titles and escaped cells, the best of a column in the format `bold`."""
     best = table.best_lines
     lines = [
-        [shown(cell.text, number in best[k]) for k, cell in enumerate(line)] for number, line in enumerate(table.lines)
+        [bold.format(escape(cell.text)) if k in best[column] else escape(cell.text) for column, cell in enumerate(line)]
+        for k, line in enumerate(table.lines)
     ]
     return [_flat(column.title) for column in table.columns], lines
 
 
-def escape_markdown(text: str, bold: bool = False) -> str:
-    """Text for a cell of a Markdown table."""
-    shown = re.sub(r"([|*_`\\])", r"\\\1", _flat(text))
-    return f"**{shown}**" if bold else shown
-
-
-def _markdown_differences(one: Sheet) -> str:
-    """The differences of the sheet's measure as a table."""
-    heads = ("Method", "minus", *DIFFERENCE_HEADS)
-    metric = one.criterion.metric
+def _markdown_differences(sheet: Sheet) -> str:
+    """Return the differences of the sheet's measure as a table."""
     lines = [
-        [escape_markdown(found.method), escape_markdown(found.other), *difference_cells(found, metric)]
-        for found in one.tests[one.measure]
+        [escape_markdown(test.method), escape_markdown(test.other), *difference_cells(test, sheet.criterion.metric)]
+        for test in sheet.tests[sheet.measure]
     ]
-    return f"{difference_title(one)}:\n\n{markdown_table(heads, lines, left=(0, 1, 6))}"
+    table = markdown_table(("Method", "minus", *DIFFERENCE_HEADS), lines, texts=(0, 1, 6))
+    return f"{difference_title(sheet)}:\n\n{table}"
 
 
 def _flat(text: str) -> str:
     return ", ".join(text.splitlines())
-
-
-def _latex(table: Table, caption: str, name: str, note: str = "") -> str:
-    return latex_table(*_heads_and_lines(table, _latex_cell), caption, name, note)
-
-
-def _latex_note(text: str) -> str:
-    return f"  \\par\\smallskip\n  \\begin{{minipage}}{{\\linewidth}}\\footnotesize {escape_latex(text)}\\end{{minipage}}\n"
-
-
-def _latex_cell(text: str, is_best: bool) -> str:
-    shown = escape_latex(_flat(text))
-    return f"\\textbf{{{shown}}}" if is_best else shown

@@ -1,4 +1,4 @@
-"""What all figures share, and those of whole runs, as Plotly figures: to show in a notebook, to save, and for the report's page.
+"""Layout and colours of all figures, and the figures of whole runs, as Plotly figures for notebooks, files and the report.
 
 A method keeps its colour and its line style in every figure made from the same runs; every trace carries its method as
 `legendgroup`. Names that come from users are escaped, since Plotly reads tags in text.
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from fedloom.config.checks import require_one_of
+from fedloom.config.fields import require_one_of
 from fedloom.errors import InvalidValue
 from fedloom.objectives import ACCURACY
 from fedloom.report.summary import RunSummary, Spread, best, by_algorithm, bytes_down, bytes_up, final, seconds
@@ -36,8 +36,8 @@ SHARES = {"tickformat": ".2~%", "autorangeoptions": {"clipmin": -0.02, "clipmax"
 class ReportFigure:
     """A figure with its name (of the image file and of the page's element), title and caption.
 
-    `variants` are its Plotly figures by the value of the `choice`, a row of buttons that selects one; without a choice the only
-    one has the value "".
+    `variants` are its Plotly figures by the value of the `choice`, a row of buttons that selects one; without a choice there is
+    only a variant "".
     """
 
     name: str
@@ -48,20 +48,20 @@ class ReportFigure:
 
     @property
     def height(self) -> int:
-        """In pixels; reserved until the figure is drawn, so that the page does not jump."""
+        """Height in pixels; reserved until the figure is drawn, so that the page does not jump."""
         return int(max(figure.layout.height for figure in self.variants.values()))
 
 
 @dataclass(frozen=True)
 class Style:
-    """How a method is drawn in every figure."""
+    """Colour and line style of a method in every figure."""
 
     colour: str
     dash: str
 
 
 def styles(runs: Sequence[RunSummary]) -> dict[str, Style]:
-    """A style for each method, in order of first appearance; with more methods than colours, line styles differ."""
+    """Return a style for each method, in order of first appearance; with more methods than colours, line styles differ."""
     return {
         name: Style(COLOURS[k % len(COLOURS)], DASHES[k // len(COLOURS) % len(DASHES)])
         for k, name in enumerate(by_algorithm(runs))
@@ -69,15 +69,15 @@ def styles(runs: Sequence[RunSummary]) -> dict[str, Style]:
 
 
 def accuracy_by_seed(runs: Sequence[RunSummary], measure: str = "final") -> go.Figure:
-    """Each seed's `final` or `best` test accuracy as a dot, the mean over seeds as a bar across; one line a method."""
+    """Draw each seed's `final` or `best` test accuracy as a dot, the mean over seeds as a bar across; one line a method."""
     require_one_of("measure", measure, ("final", "best"))
-    of = final if measure == "final" else best
+    score = final if measure == "final" else best
     metric = runs[0].metric if runs else ACCURACY
     form = ".2%" if metric.share else ".4~g"
     traces: list[go.Scatter] = []
     for name, group in by_algorithm(runs).items():
-        found = {run.seed: value for run in group if (value := of(run)) is not None}
-        if not found:
+        scores = {run.seed: value for run in group if (value := score(run)) is not None}
+        if not scores:
             continue
         colour = styles(runs)[name].colour
         common: dict[str, Any] = {
@@ -87,16 +87,16 @@ def accuracy_by_seed(runs: Sequence[RunSummary], measure: str = "final") -> go.F
             "mode": "markers",
         }
         mean = go.Scatter(
-            x=[sum(found.values()) / len(found)],
+            x=[sum(scores.values()) / len(scores)],
             y=[wrapped(name)],
             marker={"symbol": "line-ns", "size": 22, "line": {"width": 3, "color": colour}},
             hovertemplate=f"mean %{{x:{form}}}<extra>%{{fullData.name}}</extra>",
             **common,
         )
         dots = go.Scatter(
-            x=list(found.values()),
-            y=[wrapped(name)] * len(found),
-            customdata=list(found),
+            x=list(scores.values()),
+            y=[wrapped(name)] * len(scores),
+            customdata=list(scores),
             marker={"size": 10, "color": colour, "opacity": 0.55},
             hovertemplate=f"seed %{{customdata}}: %{{x:{form}}}<extra>%{{fullData.name}}</extra>",
             **common,
@@ -109,10 +109,15 @@ def accuracy_by_seed(runs: Sequence[RunSummary], measure: str = "final") -> go.F
 def label_distribution(
     label_counts: Sequence[Sequence[int]], class_names: Sequence[str] | None = None, limit: int = 60
 ) -> go.Figure:
-    """Which client has how many samples of which class: a bubble each, its area proportional to the samples.
+    """Draw a bubble for the samples that a client has of a class, its area proportional to their number.
 
-    `label_counts` is `[clients][classes]`. Of more than `limit` clients, `limit` evenly spaced ones are drawn. Raises
-    `InvalidValue` when the names are not as many as the classes or the rows are not equally long.
+    Args:
+        label_counts: Samples `[clients][classes]`.
+        class_names: A name for each class, by default its number.
+        limit: Number of clients to draw at most, evenly spaced.
+
+    Raises:
+        InvalidValue: When the names are not as many as the classes or the rows are not equally long.
     """
     classes = len(label_counts[0]) if label_counts else 0
     if any(len(row) != classes for row in label_counts):
@@ -141,7 +146,7 @@ def label_distribution(
         },
         hovertemplate="client %{x}, class %{y}<br>%{customdata} samples<extra></extra>",
     )
-    # Clients and classes without a bubble keep their place on the axes.
+    # Clients and classes without a bubble stay on the axes.
     across = {"categoryarray": [str(k) for k in shown], "range": [-0.7, len(shown) - 0.3]}
     up = {"categoryarray": names, "range": [-0.7, classes - 0.3]}
     return framed(
@@ -153,16 +158,16 @@ def label_distribution(
 
 
 def shown_clients(clients: int, limit: int = 60) -> list[int]:
-    """Up to `limit` of the client numbers, evenly spaced, the first and the last among them."""
+    """Return up to `limit` of the client numbers, evenly spaced, the first and the last among them."""
     return sorted({int(k) for k in np.linspace(0, clients - 1, min(clients, limit)).round()}) if clients else []
 
 
 def byte_bars(runs: Sequence[RunSummary]) -> go.Figure:
-    """Bytes of a whole run, mean over seeds: full colour down to the clients, pale up from them."""
+    """Draw bytes of a whole run, mean over seeds: full colour down to the clients, pale up from them."""
     totals = {
-        (name, direction): sum(of(run) for run in group) / len(group)
+        (name, direction): sum(sent(run) for run in group) / len(group)
         for name, group in by_algorithm(runs).items()
-        for direction, of in (("down", bytes_down), ("up", bytes_up))
+        for direction, sent in (("down", bytes_down), ("up", bytes_up))
     }
     size, unit = byte_unit(max(totals.values(), default=0.0))
     traces = [
@@ -173,7 +178,7 @@ def byte_bars(runs: Sequence[RunSummary]) -> go.Figure:
 
 
 def second_bars(runs: Sequence[RunSummary]) -> go.Figure:
-    """Seconds of a whole run, mean over seeds with ± one standard deviation. Methods without kept times are left out."""
+    """Draw seconds of a whole run, mean over seeds with ± one standard deviation; methods without times are left out."""
     traces: list[go.Bar] = []
     for name, group in by_algorithm(runs).items():
         spread = Spread.of([value for run in group if (value := seconds(run)) is not None])
@@ -185,8 +190,7 @@ def second_bars(runs: Sequence[RunSummary]) -> go.Figure:
 
 
 def wrapped(name: str, width: int = 24) -> str:
-    """A name as escaped lines of about `width` characters, broken after commas and brackets first, then after dots and
-    equals signs."""
+    """Return a name as escaped lines of about `width` characters, broken at commas and brackets, then at dots and equals."""
     text = re.sub(r"([,(])(?=\S)", r"\1 ", name)
     text = re.sub(rf"\S{{{width + 1},}}", lambda word: re.sub(r"([=.])(?=\D)", r"\1 ", word[0]), text)
     lines = textwrap.wrap(text, width, break_long_words=True) or [""]
@@ -209,7 +213,7 @@ def _bar(name: str, runs: Sequence[RunSummary], opacity: float, value: float, ho
 def _by_method(
     traces: Sequence[go.Bar | go.Scatter], runs: Sequence[RunSummary], xaxis: Mapping[str, Any]
 ) -> go.Figure:
-    """A figure with the methods from top to bottom."""
+    """Return a figure with the methods from top to bottom."""
     names = [wrapped(name) for name in by_algorithm(runs)]
     height = 110 + len(names) * (24 + 15 * max((name.count("<br>") for name in names), default=0))
     yaxis = {"autorange": "reversed", "type": "category", "showgrid": not traces or not isinstance(traces[0], go.Bar)}
@@ -217,13 +221,13 @@ def _by_method(
 
 
 def pale(colour: str, opacity: float) -> str:
-    """The colour `#rrggbb` with an opacity."""
+    """Return the colour `#rrggbb` with an opacity."""
     red, green, blue = (int(colour[k : k + 2], 16) for k in (1, 3, 5))
     return f"rgba({red},{green},{blue},{opacity})"
 
 
 def framed(traces: Sequence[Any], height: int, **layout: Any) -> go.Figure:
-    """A figure with the layout that all share; its background is transparent and its text follows the page, light or dark.
+    """Return a figure with the layout that all share; its background is transparent and its text follows the page, light or dark.
 
     The layout is made at once: changing a Plotly layout costs far more than making it.
     """

@@ -14,7 +14,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from fedloom.config.checks import require_one_of
+from fedloom.config.fields import require_one_of
 from fedloom.errors import InvalidValue, MissingExtra
 from fedloom.report.contents import image_figures
 from fedloom.report.figures import ReportFigure
@@ -29,7 +29,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 """Browsers that can draw, in the order in which they are looked for; BROWSER_PATH goes first."""
 
 WIDTH = 1000
-"""Of an image, in CSS pixels; PNG files have twice as many pixels."""
+"""Width of an image, in CSS pixels; PNG files have twice as many pixels."""
 
 INK, SOFT = "#1b2026", "#5b6570"
 
@@ -42,18 +42,25 @@ def write_images(
     *,
     captions: bool = True,
 ) -> list[Path]:
-    """Write every figure that the runs, judged `by` a criterion (None: the usual one), have data for into `folder`, once in
-    each format, with title and caption or without (`captions`); the files, in order.
+    """Write every figure that the runs have data for; return the files, such as `curve-accuracy.png` or `landscapes.svg`.
 
-    A file is named after the figure, such as `curve-accuracy.png` or `landscapes.svg`. Raises `InvalidValue` in
-    one line for an unknown format, or when Kaleido or a Chromium is missing or fails.
+    Args:
+        folder: Where the files go.
+        runs: The runs.
+        formats: The formats to write each figure in, of `FORMATS`.
+        by: The criterion that the runs are judged by, by default the usual one.
+        captions: Put title and caption into the image.
+
+    Raises:
+        InvalidValue: For an unknown format, or when Kaleido or a Chromium is missing or fails.
     """
     require_images(formats)
-    return save_figures(folder, {one.name: standalone(one, captions) for one in image_figures(runs, by)}, formats)
+    images = {figure.name: standalone(figure, captions) for figure in image_figures(runs, by)}
+    return save_figures(folder, images, formats)
 
 
 def require_images(formats: Sequence[str]) -> None:
-    """Raise `InvalidValue` unless images of these formats can be written here."""
+    """Raise `InvalidValue` unless images of these formats can be written on this machine."""
     for name in formats:
         require_one_of("image format", name, FORMATS)
     _kaleido()
@@ -61,10 +68,10 @@ def require_images(formats: Sequence[str]) -> None:
 
 
 def save_figures(folder: Path, figures: Mapping[str, go.Figure], formats: Sequence[str] = ("png",)) -> list[Path]:
-    """Write figures by name into `folder`; the files, figure by figure. Raises `InvalidValue` as `write_images` does."""
+    """Write figures by name into `folder`; return the files, figure by figure. Raises `InvalidValue` as `write_images` does."""
     kaleido = _kaleido()
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = [
+    images = [
         {
             "fig": figure,
             "path": folder / f"{name}.{form}",
@@ -76,13 +83,12 @@ def save_figures(folder: Path, figures: Mapping[str, go.Figure], formats: Sequen
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # from libraries below, about nothing that a user could change
-            kaleido.write_fig_from_object_sync(
-                wanted, kopts={"path": browser(), "mathjax": False}, cancel_on_error=True
-            )
+            options = {"path": browser(), "mathjax": False}
+            kaleido.write_fig_from_object_sync(images, kopts=options, cancel_on_error=True)
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise InvalidValue(f"images cannot be drawn with {browser()}: {reason}") from None
-    return [Path(one["path"]) for one in wanted]
+    return [Path(image["path"]) for image in images]
 
 
 def _kaleido() -> Any:
@@ -94,20 +100,20 @@ def _kaleido() -> Any:
 
 
 def browser() -> str:
-    """The browser that draws. Raises `InvalidValue` when there is none."""
-    given = os.environ.get("BROWSER_PATH")
-    found = shutil.which(given) if given else next((path for name in BROWSERS if (path := shutil.which(name))), None)
-    if found is None:
-        what = f"BROWSER_PATH={given!r} is no program" if given else "there is none on the path"
-        raise InvalidValue(f"images need a Chromium or Chrome, but {what} (Debian's package: chromium)")
-    return found
+    """Return the browser that draws. Raises `InvalidValue` when there is none."""
+    configured = os.environ.get("BROWSER_PATH")
+    for name in [configured] if configured else BROWSERS:
+        if path := shutil.which(name):
+            return path
+    problem = f"BROWSER_PATH={configured!r} is no program" if configured else "there is none on the path"
+    raise InvalidValue(f"images need a Chromium or Chrome, but {problem} (Debian's package: chromium)")
 
 
-def standalone(one: ReportFigure, captions: bool = True) -> go.Figure:
-    """The first variant of a figure on a white background with a legend and, unless not `captions`, its title and caption."""
-    figure = go.Figure(next(iter(one.variants.values())))
+def standalone(report_figure: ReportFigure, captions: bool = True) -> go.Figure:
+    """Return the first variant of a figure on white with a legend and, with `captions`, its title and caption."""
+    figure = go.Figure(next(iter(report_figure.variants.values())))
     width, height = _size(figure)
-    heading, lines = _heading(one, width) if captions else ("", 0)
+    heading, lines = _heading(report_figure, width) if captions else ("", 0)
     top = (36 + 19 * lines if captions else 14) + (26 if figure.layout.annotations else 0)
     _show_methods(figure)
     figure.update_layout(
@@ -129,24 +135,24 @@ def standalone(one: ReportFigure, captions: bool = True) -> go.Figure:
 
 
 def _size(figure: go.Figure) -> tuple[int, int]:
-    """Width and height without the heading: panels of a surface are about square, all else is wide."""
-    if not any(trace.type == "contour" for trace in figure.data):
+    """Return width and height without the heading: panels of a surface are about square, all else is wide."""
+    panels = sum(trace.type == "contour" for trace in figure.data)
+    if not panels:
         return WIDTH, int(figure.layout.height)
-    panels = sum(1 for trace in figure.data if trace.type == "contour")
     return max(560, 130 + 360 * min(panels, COLUMNS)), 60 + (400 if panels > 1 else 460) * math.ceil(panels / COLUMNS)
 
 
-def _heading(one: ReportFigure, width: int) -> tuple[str, int]:
-    """Title and caption as they stand in the report, one running into the other, and how many lines they take."""
-    first, *rest = textwrap.wrap(f"{one.title} {one.caption}", width // 8)
-    bold = one.title if first.startswith(one.title) else ""
-    soft = [html.escape(line) for line in (first.removeprefix(bold), *rest)]
-    lines = [f"<span style='color:{SOFT}'>{line}</span>" for line in soft]
-    return (f"<b>{html.escape(bold)}</b>" if bold else "") + "<br>".join(lines), len(lines)
+def _heading(figure: ReportFigure, width: int) -> tuple[str, int]:
+    """Return title and caption as they stand in the report, in running text, and the number of their lines."""
+    lines = textwrap.wrap(f"{figure.title} {figure.caption}", width // 8)
+    bold = figure.title if lines[0].startswith(figure.title) else ""
+    soft = [html.escape(line) for line in (lines[0].removeprefix(bold), *lines[1:])]
+    spans = [f"<span style='color:{SOFT}'>{line}</span>" for line in soft]
+    return (f"<b>{html.escape(bold)}</b>" if bold else "") + "<br>".join(spans), len(lines)
 
 
 def _show_methods(figure: go.Figure) -> None:
-    """A legend that names the methods, where nothing else does: no names along an axis and no bar of colours."""
+    """Show a legend of the methods unless names along an axis or a bar of colours do."""
     coloured = any(trace.type == "contour" or (trace.marker and trace.marker.showscale) for trace in figure.data)
     if coloured or figure.layout.yaxis.type == "category":
         figure.update_layout(showlegend=False)
@@ -154,8 +160,8 @@ def _show_methods(figure: go.Figure) -> None:
     shown = {trace.name for trace in figure.data if trace.showlegend is not False and trace.name}
     groups = {trace.legendgroup: trace for trace in figure.data if trace.legendgroup}
     if not shown and len(groups) > 1:
-        for name, last in groups.items():
-            last.update(showlegend=True, name=html.escape(name))
+        for name, trace in groups.items():
+            trace.update(showlegend=True, name=html.escape(name))
         shown = set(groups)
     if figure.layout.showlegend is None:
         figure.update_layout(showlegend=len(shown) > 1)

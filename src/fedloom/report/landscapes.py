@@ -20,52 +20,55 @@ COLUMNS = 3
 """Panels side by side; more go below."""
 
 Entry = Mapping[str, Any]
-"""What one recorder found (`Recorder.result`)."""
+"""The result of one recorder (`Recorder.result`)."""
 
 _ORANGE = "#d55e00"
 _BAR = {"title": {"text": "Loss"}, "thickness": 12, "outlinewidth": 0}
 _CONTOUR = {"width": 0.5, "color": "rgba(255,255,255,0.5)"}
 
 
-def landscapes(found: Mapping[str, Entry], of: Sequence[Entry] | None = None) -> go.Figure:
-    """Loss landscapes side by side, a panel for each name, with the same axes, contour lines and colours.
+def landscapes(entries: Mapping[str, Entry], scale: Sequence[Entry] | None = None) -> go.Figure:
+    """Draw loss landscapes side by side, a panel for each name, with the same axes, contour lines and colours.
 
-    `found` are results of the recorder `landscape` by the title of their panel; colours and contour lines follow the logarithm
-    of the loss, from the lowest to the highest loss of all entries in `of`, by default those that are drawn.
+    Args:
+        entries: Results of the recorder `landscape` by the title of their panel.
+        scale: Entries whose lowest and highest loss bound the contour lines and colours, which follow the logarithm of the
+            loss; by default those that are drawn.
     """
-    losses = [loss for one in (of or found.values()) for loss in _losses(one)] or [1.0]
+    losses = [loss for entry in (scale or entries.values()) for loss in _losses(entry)] or [1.0]
     low, high = _log(min(losses)), _log(max(losses))
     high = max(high, low + 1e-3)
     traces: list[go.Contour | go.Scatter] = []
     layout: dict[str, Any] = {"annotations": []}
-    columns, rows = min(COLUMNS, len(found)), math.ceil(len(found) / COLUMNS)
-    for k, (name, one) in enumerate(found.items()):
+    columns, rows = min(COLUMNS, len(entries)), math.ceil(len(entries) / COLUMNS)
+    for k, (name, entry) in enumerate(entries.items()):
         axis = str(k + 1) if k else ""
-        traces += _panel(name, one, axis, low, high)
+        traces += _panel(name, entry, axis, low, high)
         across, up = _interval(k % columns, columns, 0.07), _interval(rows - 1 - k // columns, rows, 0.16)
-        edge = {"showgrid": False, "constrain": "domain", "range": [one["x"][0], one["x"][-1]]}
+        edge = {"showgrid": False, "constrain": "domain", "range": [entry["x"][0], entry["x"][-1]]}
         layout[f"xaxis{axis}"] = {**edge, "title": "First direction", "domain": across, "anchor": f"y{axis}"}
-        beside = {"title": "" if k % columns else "Second direction", "domain": up, "anchor": f"x{axis}"}
-        layout[f"yaxis{axis}"] = {**edge, **beside, "scaleanchor": f"x{axis}", "scaleratio": 1}
-        if len(found) > 1:
-            place = {"x": sum(across) / 2, "y": up[1], "xref": "paper", "yref": "paper", "yanchor": "bottom"}
-            layout["annotations"].append({"text": html.escape(name), **place, "showarrow": False, "font": {"size": 14}})
+        vertical = {"title": "" if k % columns else "Second direction", "domain": up, "anchor": f"x{axis}"}
+        layout[f"yaxis{axis}"] = {**edge, **vertical, "scaleanchor": f"x{axis}", "scaleratio": 1}
+        if len(entries) > 1:
+            position = {"x": sum(across) / 2, "y": up[1], "xref": "paper", "yref": "paper", "yanchor": "bottom"}
+            title = {"text": html.escape(name), **position, "showarrow": False, "font": {"size": 14}}
+            layout["annotations"].append(title)
     ticks = _log_ticks(low, high)
     bar = {**_BAR, "tickvals": [math.log10(tick) for tick in ticks], "ticktext": [f"{tick:g}" for tick in ticks]}
     colours = {"colorscale": SEQUENCE, "reversescale": True, "cmin": low, "cmax": high, "colorbar": bar}
     return framed(traces, 440, hovermode="closest", showlegend=False, coloraxis=colours, **layout)
 
 
-def cross_sections(found: Mapping[str, Entry], looks: Mapping[str, Style]) -> go.Figure:
-    """Landscapes by method, cut through the model: the loss along the first direction (solid) and the second (dotted)."""
+def cross_sections(entries: Mapping[str, Entry], looks: Mapping[str, Style]) -> go.Figure:
+    """Draw landscapes by method, cut through the model: the loss along the first direction (solid) and the second (dotted)."""
     traces = []
-    for name, one in found.items():
-        middle = len(one["x"]) // 2
-        first, second = one["surface"][middle], [line[middle] for line in one["surface"]]
-        for direction, dash, values in (("first", "solid", first), ("second", "dot", second)):
+    for name, entry in entries.items():
+        middle = len(entry["x"]) // 2
+        cuts = entry["surface"][middle], [line[middle] for line in entry["surface"]]
+        for direction, dash, values in zip(("first", "second"), ("solid", "dot"), cuts, strict=True):
             traces.append(
                 go.Scatter(
-                    x=one["x"],
+                    x=entry["x"],
                     y=values,
                     mode="lines",
                     line={"color": looks[name].colour, "width": 2.5, "dash": dash},
@@ -79,8 +82,8 @@ def cross_sections(found: Mapping[str, Entry], looks: Mapping[str, Style]) -> go
 
 
 def trajectory(method: str, recorded: Entry) -> go.Figure:
-    """The trajectory of a client's models over its local loss in the plane of their two principal components; where they span
-    no plane, the loss of the models over the rounds."""
+    """Draw the trajectory of a client's models over its local loss in the plane of their two principal components; where they
+    span no plane, the loss of the models over the rounds."""
     if "points" in recorded:
         return _over([_surface(recorded, method), *_path(method, recorded, "#101010", _ORANGE)], recorded)
     line = go.Scatter(
@@ -95,30 +98,30 @@ def trajectory(method: str, recorded: Entry) -> go.Figure:
 
 
 def trajectories(recorded: Entry, looks: Mapping[str, Style]) -> go.Figure:
-    """The trajectories of one client's models with several methods, in the methods' colours, over one surface of its loss."""
+    """Draw the trajectories of one client's models with several methods, in their colours, over one surface of its loss."""
     paths = [
         trace
-        for method, one in recorded["methods"].items()
-        for trace in _path(method, one, looks[method].colour, looks[method].colour)
+        for method, path in recorded["methods"].items()
+        for trace in _path(method, path, looks[method].colour, looks[method].colour)
     ]
     return _over([_surface(recorded), *paths], recorded)
 
 
-def _losses(one: Entry) -> Iterator[float]:
-    return (value for line in one["surface"] for value in line if value is not None)
+def _losses(entry: Entry) -> Iterator[float]:
+    return (value for line in entry["surface"] for value in line if value is not None)
 
 
 def _log(loss: float) -> float:
     return math.log10(max(loss, 1e-12))
 
 
-def _panel(name: str, one: Entry, axis: str, low: float, high: float) -> list[go.Contour | go.Scatter]:
+def _panel(name: str, entry: Entry, axis: str, low: float, high: float) -> list[go.Contour | go.Scatter]:
     common: dict[str, Any] = {"xaxis": f"x{axis}", "yaxis": f"y{axis}", "legendgroup": name, "name": html.escape(name)}
     surface = go.Contour(
-        x=one["x"],
-        y=one["y"],
-        z=[[None if value is None else _log(value) for value in line] for line in one["surface"]],
-        customdata=one["surface"],
+        x=entry["x"],
+        y=entry["y"],
+        z=[[None if value is None else _log(value) for value in line] for line in entry["surface"]],
+        customdata=entry["surface"],
         coloraxis="coloraxis",
         contours={"start": low, "end": high, "size": (high - low) / LEVELS},
         line=_CONTOUR,
@@ -130,27 +133,27 @@ def _panel(name: str, one: Entry, axis: str, low: float, high: float) -> list[go
         y=[0],
         mode="markers",
         marker={"size": 10, "color": _ORANGE, "line": {"width": 1.5, "color": "#ffffff"}},
-        hovertemplate=f"the model: loss {one['loss']:.4g}{_accuracy(one)}<extra></extra>",
+        hovertemplate=f"the model: loss {entry['loss']:.4g}{_accuracy(entry)}<extra></extra>",
         **common,
     )
     return [surface, model]
 
 
 def _interval(k: int, count: int, gap: float) -> list[float]:
-    """The k-th of `count` equal intervals of [0, 1], with gaps between them."""
+    """Return the k-th of `count` equal intervals of [0, 1], with gaps between them."""
     width = (1 - gap * (count - 1)) / count
     return [k * (width + gap), min(1.0, k * (width + gap) + width)]
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """Losses for a logarithmic colour bar: at least four with few digits or, where there are none, five evenly spaced ones."""
+    """Return losses for a logarithmic colour bar: at least four with few digits, or else five evenly spaced ones."""
     powers = range(math.floor(low), math.ceil(high) + 1)
     for digits in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
         ticks = [float(f"{digit}e{power}") for power in powers for digit in digits]
         ticks = [tick for tick in ticks if low <= math.log10(tick) <= high]
         if len(ticks) >= 4:
             return ticks
-    return [float(f"{10**place:.3g}") for place in np.linspace(low, high, 5)]
+    return [float(f"{10**power:.3g}") for power in np.linspace(low, high, 5)]
 
 
 def _surface(recorded: Entry, method: str | None = None) -> go.Contour:
@@ -169,7 +172,7 @@ def _surface(recorded: Entry, method: str | None = None) -> go.Contour:
 
 
 def _path(method: str, recorded: Entry, line: str, marker: str) -> list[go.Scatter]:
-    """A path with its points, from a circle to a star, on a white outline so that it is visible on any background."""
+    """Draw a path with its points, from a circle to a star, on a white outline so that it is visible on any background."""
     x, y = zip(*recorded["points"], strict=True)
     common: dict[str, Any] = {"legendgroup": method, "showlegend": False}
     outline = go.Scatter(x=x, y=y, mode="lines", line={"color": "#ffffff", "width": 5}, hoverinfo="skip", **common)
@@ -196,7 +199,7 @@ def _path(method: str, recorded: Entry, line: str, marker: str) -> list[go.Scatt
 
 
 def _over(traces: Sequence[go.Contour | go.Scatter], recorded: Entry) -> go.Figure:
-    """The traces on the axes of the plane that was recorded."""
+    """Return the traces on the axes of the recorded plane."""
     axes = {
         axis: {
             "title": f"{name} component ({share:.0%} of the variance)",
@@ -208,5 +211,5 @@ def _over(traces: Sequence[go.Contour | go.Scatter], recorded: Entry) -> go.Figu
     return framed(list(traces), 460, **axes, hovermode="closest")
 
 
-def _accuracy(one: Mapping[str, Any]) -> str:
-    return f", accuracy {100 * one['accuracy']:.1f} %" if "accuracy" in one else ""
+def _accuracy(entry: Entry) -> str:
+    return f", accuracy {100 * entry['accuracy']:.1f} %" if "accuracy" in entry else ""

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedloom.objectives import ACCURACY, Metric
-from fedloom.report.cells import Cell, Column, Table, comparison, score_cell, target_text
+from fedloom.report.cells import Cell, Column, Filled, Table, comparison, score_cell, target_text
 from fedloom.report.significance import Difference, comparisons, differences, seeds_needed, smallest_exact
 from fedloom.report.summary import (
     LAST,
@@ -36,7 +36,7 @@ DIFFERENCE_HEADS = ("Difference", "95 % interval", "p (t), Holm", "p (exact), Ho
 
 @dataclass(frozen=True)
 class Criterion:
-    """What runs are judged by: its name, its value for a run (None where it was not measured), and the metric that this is of."""
+    """A measure that runs are judged by: its name, its value for a run (None where it was not measured), and its metric."""
 
     name: str
     of: Callable[[RunSummary], float | None]
@@ -62,19 +62,21 @@ class Sheet:
 
     @property
     def marks(self) -> dict[str, dict[str, str]]:
-        """What follows an accuracy, by measure and method; nothing where the difference is significant or not tested."""
+        """Signs behind accuracies, by measure and method; none where the difference is significant or not tested."""
         signs = {"t-test only": T_TEST_ONLY, "not significant": NOT_SIGNIFICANT}
-        return {name: {one.method: signs.get(one.verdict, "") for one in found} for name, found in self.tests.items()}
+        return {
+            name: {test.method: signs.get(test.verdict, "") for test in tests} for name, tests in self.tests.items()
+        }
 
     @property
     def criterion(self) -> Criterion:
-        """The measure as a criterion for single runs."""
+        """The measure as a criterion of single runs."""
         target = self.rows[0].reaches[0].target if self.rows and self.rows[0].reaches else None
         return criterion(self.measure, self.last, self.metric, target)
 
     @property
     def metric(self) -> Metric:
-        """What the methods are judged by."""
+        """The metric that the methods are judged by."""
         return self.rows[0].metric if self.rows else ACCURACY
 
     @property
@@ -93,53 +95,67 @@ def sheet(
     setting: str = "",
     changes: Mapping[str, Any] | None = None,
 ) -> Sheet:
-    """The sheet of the runs of one setting. Raises as `summarise` does."""
+    """Compare the runs of one setting.
+
+    Args:
+        runs: The runs; methods appear in the order of their first run.
+        targets: Values of the metric, or limits such as `loss <= 0.2`, to say the rounds, bytes and seconds to.
+        last: Number of evaluations in the mean of the last ones.
+        against: The reference of the differences, `best` or `first`.
+        measure: One of `MEASURES` or `TO_TARGET`, which a single table shows.
+        setting: Label of the setting.
+        changes: Configuration keys of the setting with their values.
+
+    Raises:
+        InvalidValue: As `summarise` does.
+    """
     rows = summarise(runs, targets, last)
     metric, target = rows[0].metric if rows else ACCURACY, next(iter(targets), None)
     tests: dict[str, Sequence[Difference]] = {}
     for name in dict.fromkeys((*MEASURES, measure)):
-        judged = criterion(name, last, metric, target)
+        judge = criterion(name, last, metric, target)
         values = {
-            method: {run.seed: value for run in group if (value := judged.of(run)) is not None}
+            method: {run.seed: value for run in group if (value := judge.of(run)) is not None}
             for method, group in by_algorithm(runs).items()
-            if name not in TO_TARGET or all(judged.of(run) is not None for run in group)
+            if name not in TO_TARGET or all(judge.of(run) is not None for run in group)
         }
-        found = differences(values, against, judged.metric.higher_is_better)
-        tests[name] = [one for one in found if one.seeds > 1]
+        tests[name] = [test for test in differences(values, against, judge.metric.higher_is_better) if test.seeds > 1]
     return Sheet(tuple(rows), tests, last, against, measure, setting, dict(changes or {}))
 
 
-def words(measure: str, last: int, metric: Metric = ACCURACY) -> str:
-    """What a measure is: `mean accuracy of the last 10 evaluations`."""
-    named = {
+def measure_name(measure: str, evaluations: int, metric: Metric = ACCURACY) -> str:
+    """Return the name of one of the `MEASURES`: `mean accuracy of the last 10 evaluations`."""
+    names = {
         "final": f"{metric.noun} after the last round",
         "best": f"best {metric.noun} of any evaluation",
         "personal": f"{metric.noun} of the clients' own models",
     }
-    return named.get(measure, f"mean {metric.noun} of the last {last} evaluations")
+    return names.get(measure, f"mean {metric.noun} of the last {evaluations} evaluations")
 
 
 def criterion(
-    measure: str = "last", last: int = LAST, metric: Metric = ACCURACY, target: TargetValue | None = None
+    measure: str = "last", evaluations: int = LAST, metric: Metric = ACCURACY, target: TargetValue | None = None
 ) -> Criterion:
-    """One of the `MEASURES` as a criterion, or what it takes `TO_TARGET`."""
+    """Return one of the `MEASURES`, or of the costs `TO_TARGET`, as a criterion."""
     if measure in TO_TARGET and target is not None:
         name = f"{measure} to {target_text(metric, target)}"
-        return Criterion(name, lambda run: measured(run, measure, last, target), Metric(measure, name))
-    return Criterion(words(measure, last, metric), lambda run: measured(run, measure, last), metric)
+        return Criterion(name, lambda run: measured(run, measure, evaluations, target), Metric(measure, name))
+    name = measure_name(measure, evaluations, metric)
+    return Criterion(name, lambda run: measured(run, measure, evaluations), metric)
 
 
 def reading(sheets: Sequence[Sheet]) -> list[str]:
-    """How differences are tested, what the verdicts and their marks mean, and what so few seeds cannot detect: the same text on
-    the page, on the terminal and in the files. Empty where nothing is tested."""
-    tested = [one for one in sheets if any(one.tests.values())]
+    """Return how differences are tested, the meaning of verdicts and marks, and the limits of so few seeds.
+
+    The text is the same on the page, on the terminal and in the files; empty where nothing is tested.
+    """
+    tested = [sheet for sheet in sheets if any(sheet.tests.values())]
     if not tested:
         return []
-    first = tested[0]
-    family = max(comparisons(len(one.rows), one.against) for one in tested)
-    seeds = min(found.seeds for one in tested for tests in one.tests.values() for found in tests)
+    family = max(comparisons(len(sheet.rows), sheet.against) for sheet in tested)
+    seeds = min(test.seeds for sheet in tested for tests in sheet.tests.values() for test in tests)
     pairs = "1 comparison" if family == 1 else f"{family} comparisons"
-    reference = "method with the best mean" if first.against == "best" else "first method"
+    reference = "method with the best mean" if tested[0].against == "best" else "first method"
     text = [
         f"Differences from the {reference} are paired by seed and tested at the 5 % level, p-values corrected by Holm's method "
         f"for {pairs}. Significant: by the exact sign-flip test, which assumes no distribution, and by the paired t-test, which "
@@ -155,106 +171,93 @@ def reading(sheets: Sequence[Sheet]) -> list[str]:
     return text
 
 
-def faults_in(one: Sheet) -> str:
-    """How often a client was absent, failed or was refused in this setting; empty where none ever was."""
-    count = sum(row.faults for row in one.rows)
+def faults_in(sheet: Sheet) -> str:
+    """Return how often a client was absent, failed or was refused in this setting; empty where none ever was."""
+    count = sum(row.faults for row in sheet.rows)
     return f"{'once' if count == 1 else f'{count:,} times'} a client was absent, failed or was refused" if count else ""
 
 
 def overall(sheets: Sequence[Sheet]) -> Table:
-    """One measure of every method (a line) in every setting (a column), and from three settings on the mean of a method's ranks.
+    """Return a table of one measure of every method (a line) in every setting (a column).
 
-    Rank 1 is the best mean; equal means share the mean of their ranks. Settings in which some method has no value are
-    left out of the ranks; a method that did not reach the target with every seed comes last.
+    From three settings on, the last column is the mean of a method's ranks. Rank 1 is the best mean; equal means share the mean
+    of their ranks. Settings in which some method has no value are left out of the ranks; a method that did not reach the target
+    with every seed comes last.
     """
-    methods = list(dict.fromkeys(row.algorithm for one in sheets for row in one.rows))
-    found = [{row.algorithm: spread_of(row, one.measure) for row in one.rows} for one in sheets]
-    metrics = [one.criterion.metric for one in sheets]
-    known = []
-    for one, metric, spreads in zip(sheets, metrics, found, strict=True):
-        sign, never = -1 if metric.higher_is_better else 1, one.measure in TO_TARGET
-        each = [spreads.get(method) for method in methods]
-        known.append([sign * spread.mean if spread else math.inf for spread in each if spread or never])
-    whole = [means for means in known if len(means) == len(methods)]
-    ranks = [_ranks(means) for means in whole]
-    columns = [
-        Column("Method", order="ascending"),
-        *(
-            Column(_heading(one.changes), "largest" if metric.higher_is_better else "smallest")
-            for one, metric in zip(sheets, metrics, strict=True)
-        ),
-    ]
+    methods = list(dict.fromkeys(row.algorithm for sheet in sheets for row in sheet.rows))
+    columns: list[Filled] = [(Column("Method", order="ascending"), [Cell(method, method) for method in methods])]
+    ranks = []
+    for sheet in sheets:
+        metric, marks = sheet.criterion.metric, sheet.marks[sheet.measure]
+        by_method = {row.algorithm: spread_of(row, sheet.measure) for row in sheet.rows}
+        spreads = [by_method.get(method) for method in methods]
+        cells = [score_cell(spread, metric, marks.get(name, "")) for name, spread in zip(methods, spreads, strict=True)]
+        columns.append((Column(_heading(sheet.changes), "largest" if metric.higher_is_better else "smallest"), cells))
+        sign, to_target = -1 if metric.higher_is_better else 1, sheet.measure in TO_TARGET
+        if to_target or all(spreads):
+            ranks.append(_ranks([sign * spread.mean if spread else math.inf for spread in spreads]))
     if _ranked(sheets):
-        columns.append(Column("Mean rank", "smallest", "ascending"))
-    lines = []
-    for k, method in enumerate(methods):
-        cells = [
-            score_cell(spreads.get(method), metric, one.marks[one.measure].get(method, ""))
-            for one, metric, spreads in zip(sheets, metrics, found, strict=True)
-        ]
-        if _ranked(sheets):
-            rank = sum(float(one[k]) for one in ranks) / len(ranks) if ranks else None
-            cells.append(Cell("–" if rank is None else f"{rank:.1f}", rank))
-        lines.append((Cell(method, method), *cells))
-    return Table(tuple(columns), tuple(lines))
+        means = [sum(float(rank[k]) for rank in ranks) / len(ranks) if ranks else None for k in range(len(methods))]
+        cells = [Cell("–" if mean is None else f"{mean:.1f}", mean) for mean in means]
+        columns.append((Column("Mean rank", "smallest", "ascending"), cells))
+    return Table.of(columns)
 
 
 def _ranked(sheets: Sequence[Sheet]) -> bool:
-    """Whether the settings are enough for the mean of a method's ranks to tell anything."""
+    """Return True if there are enough settings for a mean of a method's ranks."""
     return len(sheets) > 2
 
 
 def _ranks(values: Sequence[float]) -> npt.NDArray[np.float64]:
-    """The rank of each value, from 1 on; equal values share the mean of theirs."""
+    """Return the rank of each value, from 1 on; equal values share the mean of their ranks."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    shared: npt.NDArray[np.float64] = np.cumsum(counts) - (counts - 1) / 2
-    return shared[inverse]
+    ranks: npt.NDArray[np.float64] = np.cumsum(counts) - (counts - 1) / 2
+    return ranks[inverse]
 
 
 def caption(sheets: Sequence[Sheet]) -> str:
-    """What the table over several settings shows."""
+    """Return the caption of the table over several settings."""
     unit = ", in per cent" if sheets[0].criterion.metric.share else ""
     ranks = " Rank 1 is the best." if _ranked(sheets) else ""
     return f"{sheets[0].criterion.title}{unit}, by {', '.join(keys(sheets))}.{ranks}"
 
 
-def difference_title(one: Sheet) -> str:
-    """What the table of a sheet's differences shows."""
-    return f"Differences in the {one.criterion.name}{', in points' if one.criterion.metric.share else ''}"
+def difference_title(sheet: Sheet) -> str:
+    """Return the title of the table of a sheet's differences."""
+    return f"Differences in the {sheet.criterion.name}{', in points' if sheet.criterion.metric.share else ''}"
 
 
-def difference_cells(found: Difference, metric: Metric) -> list[str]:
-    """Difference and interval, of shares in points, corrected p of both tests, and the verdict."""
+def difference_cells(test: Difference, metric: Metric) -> list[str]:
+    """Return difference and interval, of shares in points, corrected p of both tests, and the verdict."""
 
     def signed(value: float) -> str:
         if metric.name == "bytes":
             return f"{'+' if value >= 0 else '-'}{byte_text(abs(value))}"
         return f"{100 * value:+.2f}" if metric.share else f"{value:+.3g}"
 
-    interval = "–" if found.low is None or found.high is None else f"{signed(found.low)} to {signed(found.high)}"
-    tests = [p_text(found.t_test_corrected), p_text(found.exact_corrected)]
-    return [signed(found.mean), interval, *tests, found.verdict]
+    interval = "–" if test.low is None or test.high is None else f"{signed(test.low)} to {signed(test.high)}"
+    return [signed(test.mean), interval, *map(p_text, (test.t_test_corrected, test.exact_corrected)), test.verdict]
 
 
 def p_text(p: float | None) -> str:
-    """A p with two digits: `0.031`, `< 0.001`, or – without one."""
+    """Return a p with two digits: `0.031`, `< 0.001`, or – for None."""
     if p is None:
         return "–"
     return "< 0.001" if p < 0.001 else f"{p:.2g}" if p < 0.995 else "1"
 
 
 def keys(sheets: Sequence[Sheet]) -> list[str]:
-    """The configuration keys that the settings vary."""
-    return list(dict.fromkeys(key for one in sheets for key in one.changes))
+    """Return the configuration keys that the settings vary."""
+    return list(dict.fromkeys(key for sheet in sheets for key in sheet.changes))
 
 
 def _heading(changes: Mapping[str, Any]) -> str:
-    """A setting's values, a line each."""
+    """Return a setting's values, a line each."""
     return "\n".join(str(value).lower() if isinstance(value, bool) else str(value) for value in changes.values())
 
 
 def spread_of(row: Row, measure: str) -> Spread | None:
-    """One of the `MEASURES` of a method; what it takes `TO_TARGET`, the first, only where every seed reached that."""
+    """Return one of the `MEASURES` of a method, or its cost `TO_TARGET`, the first, only where every seed reached that."""
     if measure in TO_TARGET:
         reach = next(iter(row.reaches), None)
         return None if reach is None or reach.reached < reach.seeds else getattr(reach, measure)

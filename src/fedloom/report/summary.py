@@ -13,34 +13,34 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedloom.config.checks import require_at_least, require_share
+from fedloom.config.fields import require_at_least, require_share
 from fedloom.errors import InvalidValue, quoted
 from fedloom.objectives import ACCURACY, Metric
 
 LAST = 10
-"""Evaluations that `mean_of_last` averages unless told otherwise."""
+"""Evaluations that `mean_of_last` averages by default."""
 
 MEASURES = ("final", "best", "last", "personal")
-"""What methods are judged by: test accuracy after the last round, the best of any, the mean of the last ones, or that of the
-clients' own models on their own test data."""
+"""Measures of methods: test accuracy after the last round, the best of any, the mean of the last ones, or that of the clients'
+own models on their own test data."""
 
 REAL_SITES = "sites"
-"""What the environment of a run names whose clients were sites of their own."""
+"""Key in the environment of a run whose clients were sites of their own."""
 
 TO_TARGET = ("rounds", "bytes", "seconds")
-"""Or by what it takes them to reach a target, of which less is better."""
+"""Costs until a target is reached, of which less is better."""
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What one run (a method with one seed) has recorded, for tables and figures.
+    """Records of one run (a method with one seed), for tables and figures.
 
     `records` and `timings` are the lines of `metrics.jsonl` and `timings.jsonl`, in the order of the rounds.
     `label_counts` holds the training samples of each client and class, `[clients][classes]` (empty when unknown);
-    `configuration` is what was run and `environment` the versions and the machine. Of the configuration no key is required;
-    the report shows `command`, the line that repeats the run, and uses `targets` and `rounds`. `recorded` holds
-    what was recorded on request (`Recording.results`), one entry a recorder, and `clients` the lines of `clients.jsonl`: the
-    accuracy of each client in the rounds in which the clients' own models were evaluated. Label counts are of the labels as the
+    `environment` holds the versions and the machine. Of the `configuration` no key is required; the report shows `command`, the
+    line that repeats the run, and uses `targets` and `rounds`. `recorded` holds an entry for each recorder
+    (`Recording.results`), and `clients` the lines of `clients.jsonl`: the accuracy of each client in the rounds in which the
+    clients' own models were evaluated. Label counts are of the labels as the
     clients have them, of which `wrong_labels` are wrong (label noise). Runs are judged by the task's `metric`; where it is not
     the accuracy, it stands in its place in everything below.
     """
@@ -69,7 +69,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread | None:
-        """The spread of `values`; None when there are none."""
+        """Return the spread of `values`; None when there are none."""
         if not values:
             return None
         return cls(statistics.fmean(values), _deviation(values), len(values))
@@ -81,40 +81,44 @@ TargetValue = float | str
 
 @dataclass(frozen=True)
 class Target:
-    """The figure of the records that is to be as large, or as small, as `value`."""
+    """A limit for a figure of the records: at least `value` if `upwards`, else at most."""
 
     figure: str
     value: float
     upwards: bool
 
     @classmethod
-    def of(cls, given: TargetValue, metric: Metric) -> Target:
-        """Raises `InvalidValue` for text that is no limit, and for accuracies (or other shares) that are none, such as 80."""
-        if isinstance(given, str):
-            found = re.fullmatch(r"\s*(\w+)\s*(<=|>=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*", given)
+    def of(cls, target: TargetValue, metric: Metric) -> Target:
+        """Return the limit that a target stands for.
+
+        Raises:
+            InvalidValue: For text that is no limit, and for accuracies (or other shares) that are none, such as 80.
+        """
+        if isinstance(target, str):
+            match = re.fullmatch(r"\s*(\w+)\s*(<=|>=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*", target)
             try:
-                figure, sign, value = found.groups() if found else ("", "", "")
-                target = cls(figure, float(value), sign == ">=")
+                figure, sign, value = match.groups() if match else ("", "", "")
+                limit = cls(figure, float(value), sign == ">=")
             except ValueError:
                 raise InvalidValue(
-                    f"targets: {quoted(given)} is neither a number nor a figure with its limit, such as 'loss <= 0.2'"
+                    f"targets: {quoted(target)} is neither a number nor a figure with its limit, such as 'loss <= 0.2'"
                 ) from None
         else:
-            target = cls(metric.name, float(given), metric.higher_is_better)
-        if metric.share and metric.name in target.figure:
-            require_share(f"targets: {target.figure}", target.value)
-        return target
+            limit = cls(metric.name, float(target), metric.higher_is_better)
+        if metric.share and metric.name in limit.figure:
+            require_share(f"targets: {limit.figure}", limit.value)
+        return limit
 
     def reached(self, record: Mapping[str, Any]) -> bool:
-        """Whether a round's record is as good as that."""
+        """Return True if a round's record is within the limit."""
         value = record.get(self.figure)
         return value is not None and (value >= self.value if self.upwards else value <= self.value)
 
 
 @dataclass(frozen=True)
 class Reach:
-    """How fast a target was reached: spreads over the `reached` of `seeds` runs that reached it, None when none did; `measured`,
-    whether its figure was recorded at all."""
+    """Costs until a target: spreads over the `reached` of `seeds` runs that reached it, None when none did; `measured` is False
+    where its figure was never recorded."""
 
     target: TargetValue
     rounds: Spread | None
@@ -131,7 +135,7 @@ class Row:
 
     `personal` is the accuracy of the clients' models on their own test data after the last round, `client_std` the standard
     deviation of the clients' accuracies and `client_worst` the mean of the lowest tenth of them (see `personal`). `epsilon` is
-    the differential privacy used up, `simulated` the seconds of the simulated clock; `timed` says whether a round's seconds are
+    the differential privacy used up, `simulated` the seconds of the simulated clock; `timed` is True where a round's seconds are
     the method's own, by that clock or at real sites, and not those of a simulation on this machine.
     """
 
@@ -155,18 +159,23 @@ class Row:
     timed: bool = False
 
 
-def summarise(runs: Sequence[RunSummary], targets: Sequence[TargetValue] = (), last: int = LAST) -> list[Row]:
-    """One `Row` a method, in the order in which the methods first appear in `runs`.
+def summarise(runs: Sequence[RunSummary], targets: Sequence[TargetValue] = (), evaluations: int = LAST) -> list[Row]:
+    """Return one `Row` a method, in the order in which the methods first appear in `runs`.
 
-    `targets` are values of the metric, test accuracies in (0, 1], or limits such as `loss <= 0.2`; `last` is the number of
-    evaluations in the mean of the last ones. Raises `InvalidValue` as `Target.of` does or for `last` below 1.
+    Args:
+        runs: The runs of all methods.
+        targets: Values of the metric, such as test accuracies in (0, 1], or limits such as `loss <= 0.2`.
+        evaluations: Number of evaluations in the mean of the last ones, at least 1.
+
+    Raises:
+        InvalidValue: As `Target.of` does, or for too few evaluations.
     """
-    require_at_least("last", last, 1)
-    return [_row(name, group, targets, last) for name, group in by_algorithm(runs).items()]
+    require_at_least("last", evaluations, 1)
+    return [_row(name, group, targets, evaluations) for name, group in by_algorithm(runs).items()]
 
 
 def by_algorithm(runs: Sequence[RunSummary]) -> dict[str, list[RunSummary]]:
-    """The runs of each method, methods in order of first appearance."""
+    """Return the runs of each method, methods in order of first appearance."""
     groups: dict[str, list[RunSummary]] = {}
     for run in runs:
         groups.setdefault(run.algorithm, []).append(run)
@@ -174,84 +183,85 @@ def by_algorithm(runs: Sequence[RunSummary]) -> dict[str, list[RunSummary]]:
 
 
 def dotted(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one with dotted keys."""
-    found: dict[str, Any] = {}
+    """Return nested tables as one with dotted keys."""
+    flat: dict[str, Any] = {}
     for key, value in table.items():
-        found |= dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return found
+        flat |= dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
 
 
 def values(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    """A figure of every round that it was recorded in, in order."""
+    """Return a figure of every round that it was recorded in, in order."""
     return [float(record[name]) for record in records if record.get(name) is not None]
 
 
 def accuracies(run: RunSummary) -> list[float]:
-    """Test accuracy (or whatever the metric is) of every round that was evaluated, in order."""
+    """Return the test accuracy (or whatever the metric is) of every round that was evaluated, in order."""
     return values(run.records, run.metric.name)
 
 
 def final(run: RunSummary) -> float | None:
-    """Accuracy of the last evaluation; None when there is none."""
-    values = accuracies(run)
-    return values[-1] if values else None
+    """Return the accuracy of the last evaluation; None when there is none."""
+    return next(reversed(accuracies(run)), None)
 
 
 def best(run: RunSummary) -> float | None:
-    """Best accuracy of any evaluation. It is chosen on the test set, so it flatters a curve that jumps."""
+    """Return the best accuracy of any evaluation. It is chosen on the test set, so it flatters a curve that jumps."""
     return run.metric.best(accuracies(run))
 
 
 def mean_of_last(run: RunSummary, count: int = LAST) -> float | None:
-    """Mean accuracy of the last `count` evaluations (of all, when there are fewer)."""
+    """Return the mean accuracy of the last `count` evaluations (of all, when there are fewer)."""
     values = accuracies(run)[-count:]
     return statistics.fmean(values) if values else None
 
 
-def personal(run: RunSummary, part: str = "") -> float | None:
-    """Accuracy of each client's own model on its own test data at the last such evaluation; None when there is none.
+def personal(run: RunSummary, statistic: str = "") -> float | None:
+    """Return the accuracy of each client's own model on its own test data at the last such evaluation; None without any.
 
-    `part` is "" for the mean over all samples, "_std" for the population standard deviation of the clients' accuracies and
+    `statistic` is "" for the mean over all samples, "_std" for the population standard deviation of the clients' accuracies and
     "_worst" for the mean over the tenth of the clients with the lowest (`Tally.figures`, every client counted alike). Where
     personal models were not evaluated, the global model on the clients' own test data takes their place.
     """
     for name in ("personal", "client"):
-        found = [record[key] for record in run.records if (key := f"{name}_{run.metric.name}{part}") in record]
-        if found:
-            return float(found[-1])
+        key = f"{name}_{run.metric.name}{statistic}"
+        if scores := [record[key] for record in run.records if key in record]:
+            return float(scores[-1])
     return None
 
 
-def measured(run: RunSummary, measure: str, last: int = LAST, target: TargetValue | None = None) -> float | None:
-    """One of the `MEASURES` of a run, or what it took `TO_TARGET`."""
+def measured(run: RunSummary, measure: str, evaluations: int = LAST, target: TargetValue | None = None) -> float | None:
+    """Return one of the `MEASURES` of a run, or its cost `TO_TARGET`."""
     if measure in TO_TARGET:
-        found = {"rounds": rounds_to, "bytes": bytes_to, "seconds": seconds_to}[measure]
-        return None if target is None else found(run, target)
+        cost = {"rounds": rounds_to, "bytes": bytes_to, "seconds": seconds_to}[measure]
+        return None if target is None else cost(run, target)
     if measure == "last":
-        return mean_of_last(run, last)
+        return mean_of_last(run, evaluations)
     return {"final": final, "best": best, "personal": personal}[measure](run)
 
 
 def target_key(target: TargetValue) -> str:
-    """A target as the key of a file: `0.8`, `loss <= 0.2`."""
+    """Return a target as the key of a file: `0.8`, `loss <= 0.2`."""
     return target if isinstance(target, str) else f"{target:g}"
 
 
 def rounds_to(run: RunSummary, target: TargetValue) -> int | None:
-    """First round, counted from 1, whose test accuracy is as good as `target`, without smoothing; None if never."""
-    wanted = Target.of(target, run.metric)
-    return next((int(record["round"]) for record in run.records if wanted.reached(record)), None)
+    """Return the first round, counted from 1, as good as `target`, without smoothing; None if there is none."""
+    limit = Target.of(target, run.metric)
+    return next((int(record["round"]) for record in run.records if limit.reached(record)), None)
 
 
 def bytes_to(run: RunSummary, target: TargetValue) -> int | None:
-    """Bytes down and up until the round that first reaches `target` is over; None if never."""
+    """Return the bytes down and up until the round that first reaches `target` is over; None if there is none."""
     reached = rounds_to(run, target)
     return None if reached is None else int(_total(run.records, ("bytes_down", "bytes_up"), reached))
 
 
 def seconds_to(run: RunSummary, target: TargetValue) -> float | None:
-    """Seconds until the round that first reaches `target` is over, of the simulated clock where there is one; None if never or
-    when no times were kept."""
+    """Return the seconds until the round that first reaches `target` is over, of the simulated clock where there is one.
+
+    None if there is no such round, or no times were recorded.
+    """
     reached = rounds_to(run, target)
     if reached is not None and simulated_seconds(run) is not None:
         return next(float(record["simulated_seconds"]) for record in run.records if record["round"] == reached)
@@ -259,43 +269,48 @@ def seconds_to(run: RunSummary, target: TargetValue) -> float | None:
 
 
 def simulated_seconds(run: RunSummary) -> float | None:
-    """Seconds of the whole run by the simulated clock; None where there is none."""
-    found: float | None = run.records[-1].get("simulated_seconds") if run.records else None
-    return found
+    """Return the seconds of the whole run by the simulated clock; None where there is none."""
+    return _final_figure(run, "simulated_seconds")
 
 
 def epsilon(run: RunSummary) -> float | None:
-    """The differential privacy that the run has used up, where it accounts for it."""
-    found: float | None = run.records[-1].get("epsilon") if run.records else None
-    return found
+    """Return the differential privacy that the run has used up, where it accounts for it."""
+    return _final_figure(run, "epsilon")
+
+
+def _final_figure(run: RunSummary, name: str) -> float | None:
+    figure: float | None = run.records[-1].get(name) if run.records else None
+    return figure
 
 
 def bytes_down(run: RunSummary) -> int:
-    """Bytes sent to clients in the whole run."""
+    """Return the bytes sent to clients in the whole run."""
     return int(_total(run.records, ("bytes_down",)))
 
 
 def bytes_up(run: RunSummary) -> int:
-    """Bytes received from clients in the whole run."""
+    """Return the bytes received from clients in the whole run."""
     return int(_total(run.records, ("bytes_up",)))
 
 
 def seconds(run: RunSummary) -> float | None:
-    """Seconds of the whole run, evaluation included; None when no times were kept."""
+    """Return the seconds of the whole run, evaluation included; None when no times were recorded."""
     return _total(run.timings, ("seconds",)) if run.timings else None
 
 
 def faults(run: RunSummary) -> list[tuple[int, int, str]]:
-    """Every client that dropped out, failed or was refused: (round, client, reason)."""
+    """Return round, client and reason of every client that dropped out, failed or was refused."""
     return [
-        (int(r["round"]), int(one["client"]), str(one["reason"])) for r in run.records for one in r.get("faults", ())
+        (int(record["round"]), int(fault["client"]), str(fault["reason"]))
+        for record in run.records
+        for fault in record.get("faults", ())
     ]
 
 
 def _total(lines: Sequence[dict[str, Any]], names: Sequence[str], until: int | None = None) -> float:
-    """Sum of the named figures over the rounds up to `until`."""
-    chosen = (line for line in lines if until is None or line["round"] <= until)
-    return sum(float(line.get(name, 0)) for line in chosen for name in names)
+    """Return the sum of the named figures over the rounds up to `until`."""
+    counted = (line for line in lines if until is None or line["round"] <= until)
+    return sum(float(line.get(name, 0)) for line in counted for name in names)
 
 
 def _deviation(values: Sequence[float]) -> float:
@@ -305,10 +320,9 @@ def _deviation(values: Sequence[float]) -> float:
     return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
 
 
-def _row(name: str, runs: Sequence[RunSummary], targets: Sequence[TargetValue], last: int) -> Row:
+def _row(name: str, runs: Sequence[RunSummary], targets: Sequence[TargetValue], evaluations: int) -> Row:
     def spread(measure: Callable[[RunSummary], float | None]) -> Spread | None:
-        found = (measure(run) for run in runs)
-        return Spread.of([float(value) for value in found if value is not None])
+        return Spread.of([float(value) for run in runs if (value := measure(run)) is not None])
 
     def reach(target: TargetValue) -> Reach:
         figure = Target.of(target, runs[0].metric).figure
@@ -328,7 +342,7 @@ def _row(name: str, runs: Sequence[RunSummary], targets: Sequence[TargetValue], 
         max((len(run.records) for run in runs), default=0),
         spread(final),
         spread(best),
-        spread(lambda run: mean_of_last(run, last)),
+        spread(lambda run: mean_of_last(run, evaluations)),
         tuple(reach(target) for target in targets),
         spread(bytes_down),
         spread(bytes_up),

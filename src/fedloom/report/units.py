@@ -4,19 +4,19 @@ from __future__ import annotations
 
 
 def percent(share: float) -> str:
-    """A share as per cent without superfluous zeros: 0.875 is `87.5`."""
+    """Return a share as per cent without superfluous zeros: 0.875 is `87.5`."""
     return f"{round(100 * share, 6):g}"
 
 
 def byte_text(count: float) -> str:
-    """Bytes with a decimal unit (1 kB = 1,000 bytes) and three digits: `1.23 GB`."""
+    """Return bytes with a decimal unit (1 kB = 1,000 bytes) and three digits: `1.23 GB`."""
     size, unit = byte_unit(count)
     count /= size
     return f"{count:,.0f} {unit}" if size == 1 or count >= 99.95 else f"{count:.3g} {unit}"
 
 
 def byte_unit(count: float) -> tuple[int, str]:
-    """The decimal unit that suits so many bytes, and how many bytes it is."""
+    """Return the decimal unit that suits so many bytes: its size in bytes and its name."""
     for power, unit in enumerate(("B", "kB", "MB", "GB", "TB")):
         if count < 999.5 * 1000**power:
             return 1000**power, unit
@@ -24,10 +24,10 @@ def byte_unit(count: float) -> tuple[int, str]:
 
 
 def time_text(seconds: float) -> str:
-    """Seconds as people say them: `0.42 s`, `38 s`, `4 min 05 s`, `2 h 07 min`, `4 days`."""
+    """Return seconds as people say them: `0.42 s`, `38 s`, `4 min 05 s`, `2 h 07 min`, `4 days`."""
     if seconds < 59.5:
         return f"{seconds:.2g} s" if seconds < 9.5 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
+        return f"{minutes} min {remainder:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min" if minutes <= 3 * 1440 else f"{minutes / 1440:,.0f} days"

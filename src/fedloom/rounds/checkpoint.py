@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import xxhash
 from torch import Tensor
 
 from fedloom.errors import CheckpointError, DamagedCheckpoint
+from fedloom.state.digest import Checksum
 from fedloom.state.files import flush, not_written, write_text
 from fedloom.state.tensors import read_tensors, write_tensors
 
@@ -49,6 +49,11 @@ class Checkpoints:
         """Checkpoint files, newest first."""
         return sorted(self.directory.glob("checkpoint-*.safetensors"), reverse=True)
 
+    def rounds(self) -> list[int]:
+        """Return the rounds of the checkpoint files, whether or not they can be read."""
+        numbers = (path.stem.removeprefix("checkpoint-") for path in self.paths())
+        return [int(number) for number in numbers if number.isdecimal()]
+
     def save(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint, then remove all but this one and the one before it."""
         tensors = {f"server/{name}": t for name, t in checkpoint.server.items()}
@@ -64,14 +69,14 @@ class Checkpoints:
             needless.unlink(missing_ok=True)
 
     def latest(self, recorded: int, adopt: Callable[[Checkpoint], None]) -> Checkpoint | None:
-        """The newest checkpoint that can be read, that `adopt` takes, and whose rounds are all among the `recorded` ones that
-        have figures. `adopt` raises `DamagedCheckpoint` where something beside the file, which it needs, is missing or damaged.
+        """Return the newest checkpoint that can be read, that `adopt` takes, and whose rounds are all among the `recorded` ones
+        that have figures. `adopt` raises `DamagedCheckpoint` where something that it needs beside the file is missing.
 
         What had to be passed over, and where the run goes on instead, is said in `notices`. Raises `CheckpointError` when a
         checkpoint belongs to another run.
         """
         passed: list[str] = []
-        found: Checkpoint | None = None
+        newest: Checkpoint | None = None
         for path in self.paths():
             try:
                 candidate = self._read(path)
@@ -83,11 +88,11 @@ class Checkpoints:
             except DamagedCheckpoint as error:
                 passed.append(str(error))
                 continue
-            found = candidate
+            newest = candidate
             break
-        instead = "starting again from round 1" if found is None else f"going on after round {found.round}"
+        instead = "starting again from round 1" if newest is None else f"going on after round {newest.round}"
         self.notices += [f"{reason}: {instead}" for reason in passed]
-        return found
+        return newest
 
     def _read(self, path: Path) -> Checkpoint:
         tensors, metadata = read_tensors(path)
@@ -119,7 +124,7 @@ class RoundLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._digest = xxhash.xxh3_128()
+        self._digest = Checksum()
 
     @property
     def digest(self) -> str:
@@ -131,7 +136,7 @@ class RoundLog:
             raise DamagedCheckpoint(f"{self.path} is not as it was written, up to round {finished}")
 
     def read(self) -> list[dict[str, Any]]:
-        """The lines that can be read, in the order of their rounds."""
+        """Return the lines that can be read, in the order of their rounds."""
         records: list[dict[str, Any]] = []
         for line in self.path.read_bytes().splitlines() if self.path.exists() else []:
             try:
@@ -144,12 +149,12 @@ class RoundLog:
         return records
 
     def resume(self, finished: int) -> list[dict[str, Any]]:
-        """The lines up to round `finished`; later and broken ones are removed from the file."""
-        kept = [record for record in self.read() if record["round"] <= finished]
+        """Return the lines up to round `finished`; later and broken ones are removed from the file."""
+        records = [record for record in self.read() if record["round"] <= finished]
         if self.path.exists():
-            write_text(self.path, "".join(f"{json.dumps(record)}\n" for record in kept))
-        self._digest = _digest(kept)
-        return kept
+            write_text(self.path, "".join(f"{json.dumps(record)}\n" for record in records))
+        self._digest = _digest(records)
+        return records
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one line and hand it to the system at once. Raises `CheckpointError` when it cannot be written."""
@@ -168,7 +173,7 @@ class RoundLog:
 
 
 class RecordsInMemory:
-    """What a `RoundLog` is to a run without a directory."""
+    """Records of a run without a directory, in place of a `RoundLog`."""
 
     def __init__(self) -> None:
         self._records: list[dict[str, Any]] = []
@@ -180,13 +185,13 @@ class RecordsInMemory:
         self._records.append(record)
 
 
-def _digest(records: Iterable[Mapping[str, Any]]) -> xxhash.xxh3_128:
-    digest = xxhash.xxh3_128()
+def _digest(records: Iterable[Mapping[str, Any]]) -> Checksum:
+    digest = Checksum()
     for record in records:
         digest.update(f"{json.dumps(record)}\n".encode())
     return digest
 
 
 def without_gap(records: Sequence[Mapping[str, Any]]) -> int:
-    """How many rounds from the first on have a record each."""
+    """Return how many rounds from the first on have a record each."""
     return next((k for k, record in enumerate(records) if record["round"] != k + 1), len(records))

@@ -14,13 +14,18 @@ import numpy as np
 from pydantic import Field
 
 from fedloom.config.expression import parse
-from fedloom.config.fields import NonNegative, Positive, require_fields
+from fedloom.config.fields import LARGEST, Positive, require_fields
 from fedloom.config.registry import Registry
 from fedloom.errors import FedloomError, InvalidValue, quoted
 from fedloom.randomness import numpy_stream
 
 DAY = 86_400.0
 COLUMNS = ("speed", "down", "up", "from", "hours")
+
+SLOWEST = 1e-9
+"""Smallest rate of a client, per second: with smaller ones seconds become infinite."""
+
+PerSecond = Annotated[float, Field(ge=SLOWEST, le=LARGEST)]
 
 Rate = Callable[[np.random.Generator], float]
 """Draws one client's rate, per second."""
@@ -29,13 +34,15 @@ client_rates: Registry[Callable[..., Rate]] = Registry("distribution of clients'
 
 
 @client_rates.register("lognormal")
-def lognormal(*, median: Positive, sigma: NonNegative = 1.0) -> Rate:
-    """median exp(sigma n), n standard normal."""
-    return lambda generator: median * math.exp(sigma * generator.standard_normal())
+def lognormal(*, median: PerSecond, sigma: Annotated[float, Field(ge=0, le=100)] = 1.0) -> Rate:
+    """median exp(sigma n), n standard normal, but at least 1e-9."""
+    return lambda generator: min(
+        max(median * math.exp(min(sigma * generator.standard_normal(), 600.0)), SLOWEST), LARGEST
+    )
 
 
 @client_rates.register("stragglers")
-def stragglers(*, fastest: Positive, times: Annotated[float, Field(ge=1, le=1e9)] = 10.0) -> Rate:
+def stragglers(*, fastest: PerSecond, times: Annotated[float, Field(ge=1, le=1e9)] = 10.0) -> Rate:
     """fastest / u with u uniform in [1, times]: the slowest takes that many times as long."""
     return lambda generator: fastest / generator.uniform(1, times)
 
@@ -52,7 +59,7 @@ def fedscale() -> Rate:
 
 @dataclass(frozen=True)
 class Device:
-    """What one client computes with: samples and bytes per second, and its working hours of each day, from hour `start` on."""
+    """A client's device: samples and bytes per second, and its working hours of each day, from hour `start` on."""
 
     speed: float
     down: float
@@ -61,7 +68,7 @@ class Device:
     hours: float
 
     def finish(self, began: float, samples: float, bytes_down: float, bytes_up: float) -> float:
-        """When work that begins at second `began` is done:
+        """Return the second at which work that begins at second `began` is done:
 
             bytes_down / down + samples / speed + bytes_up / up
 
@@ -94,9 +101,9 @@ class Clock:
     taken. Asynchronous methods (`fedbuff`) use late replies as stale ones.
     """
 
-    speed: Positive | str | None = None
-    down: Positive | str | None = None
-    up: Positive | str | None = None
+    speed: PerSecond | str | None = None
+    down: PerSecond | str | None = None
+    up: PerSecond | str | None = None
     hours: Annotated[float, Field(gt=0, le=24)] = 24.0
     trace: str | None = None
     deadline: Positive | None = None
@@ -105,9 +112,9 @@ class Clock:
     def __post_init__(self) -> None:
         require_fields(self)
         for name in ("speed", "down", "up"):
-            if isinstance(given := getattr(self, name), str):
+            if isinstance(rate := getattr(self, name), str):
                 try:
-                    _rate(given)
+                    _rate(rate)
                 except FedloomError as error:
                     raise InvalidValue(f"{name}: {error}") from None
         _ = self.lines
@@ -116,32 +123,32 @@ class Clock:
 
     @property
     def lines(self) -> tuple[dict[str, float], ...]:
-        """What the trace says of each client. Raises `InvalidValue` where it cannot be read."""
+        """Return the entries of the trace, one for each client. Raises `InvalidValue` where it cannot be read."""
         return () if self.trace is None else _lines(self.trace)
 
     @property
     def runs(self) -> bool:
-        """Whether anything takes time."""
-        return any(given is not None for given in (self.speed, self.down, self.up, self.trace))
+        """Return True if anything takes time."""
+        return any(rate is not None for rate in (self.speed, self.down, self.up, self.trace))
 
     def device(self, seed: int, client: int) -> Device:
-        """What a client computes with, the same in every round."""
+        """Return a client's device, the same in every round."""
         return _device(self, seed, client)
 
-    def selected(self, wanted: int, clients: int) -> int:
-        """How many clients to select for so many replies."""
-        return min(clients, math.ceil((1 + self.over_selection) * wanted - 1e-9))
+    def selected(self, replies: int, clients: int) -> int:
+        """Return how many clients to select for so many replies."""
+        return min(clients, math.ceil((1 + self.over_selection) * replies - 1e-9))
 
 
 def on_time(
-    finish: Sequence[float], clients: Sequence[int], wanted: int, began: float, closes: float
+    finish: Sequence[float], clients: Sequence[int], awaited: int, began: float, closes: float
 ) -> tuple[set[int], float]:
-    """Which of the replies are taken, by place: the first `wanted` that come until `closes`, those of lower-numbered clients
-    first; and when the server goes on."""
-    order = sorted(range(len(finish)), key=lambda place: (finish[place], clients[place]))
-    taken = [place for place in order[:wanted] if finish[place] <= closes]
-    waits = math.isfinite(closes) and len(taken) < min(wanted, len(order))
-    return set(taken), closes if waits else max([began, *(finish[place] for place in taken)])
+    """Return the indices of the replies that are taken, the first `awaited` that arrive until second `closes`, those of
+    lower-numbered clients first, and the second at which the server goes on."""
+    order = sorted(range(len(finish)), key=lambda index: (finish[index], clients[index]))
+    taken = [index for index in order[:awaited] if finish[index] <= closes]
+    waits = math.isfinite(closes) and len(taken) < min(awaited, len(order))
+    return set(taken), closes if waits else max([began, *(finish[index] for index in taken)])
 
 
 @cache
@@ -151,16 +158,16 @@ def _rate(text: str) -> Rate:
 
 @lru_cache(maxsize=100_000)
 def _device(clock: Clock, seed: int, client: int) -> Device:
-    def drawn(name: str, given: Any) -> float:
-        if isinstance(given, str):
-            return float(_rate(given)(numpy_stream(seed, f"clock {name}", client=client)))
-        return math.inf if given is None else float(given)
+    def drawn(name: str, rate: Any) -> float:
+        if isinstance(rate, str):
+            return float(_rate(rate)(numpy_stream(seed, f"clock {name}", client=client)))
+        return math.inf if rate is None else float(rate)
 
     start = 24 * float(numpy_stream(seed, "clock hours", client=client).random())
     speed, down, up = (drawn(name, getattr(clock, name)) for name in ("speed", "down", "up"))
-    found = Device(speed, down, up, start, clock.hours)
+    device = Device(speed, down, up, start, clock.hours)
     lines = clock.lines
-    return replace(found, **lines[client % len(lines)]) if lines else found
+    return replace(device, **lines[client % len(lines)]) if lines else device
 
 
 @cache
@@ -174,7 +181,7 @@ def _lines(path: str) -> tuple[dict[str, float], ...]:
         raise InvalidValue(
             f"trace: {path} holds no client: give a line of {', '.join(COLUMNS)} and one for each client"
         )
-    found = []
+    entries = []
     for number, row in enumerate(rows, start=2):
         for name, text in row.items():
             if name not in COLUMNS:
@@ -183,7 +190,8 @@ def _lines(path: str) -> tuple[dict[str, float], ...]:
                 value = float(text)
             except (TypeError, ValueError):
                 value = math.nan
-            if not (0 <= value <= 24 if name == "from" else 0 < value <= (24 if name == "hours" else math.inf)):
+            lowest, highest = {"from": (0.0, 24.0), "hours": (SLOWEST, 24.0)}.get(name, (SLOWEST, math.inf))
+            if not lowest <= value <= highest:
                 raise InvalidValue(f"trace: {path}, line {number}: {name} cannot be {quoted(text)}")
-        found.append({"start" if name == "from" else name: float(text) for name, text in row.items()})
-    return tuple(found)
+        entries.append({"start" if name == "from" else name: float(text) for name, text in row.items()})
+    return tuple(entries)

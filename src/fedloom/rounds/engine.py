@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Algorithm, Message, block_slots
+from fedloom.algorithm import AggregatedReplies, Algorithm, Exchange, Message, block_slots
 from fedloom.errors import NotFinite
 from fedloom.flat.layout import Layout
 from fedloom.round import Round
 from fedloom.rounds.scoring import Tally
 from fedloom.task import Task
 
-INTEGERS = "integers"
+INTEGERS = "@integers"
 """Name under which a model's integer buffers travel beside the method's own tensors, when the model has any."""
+
+
+class TensorSpec(NamedTuple):
+    """Shape and type of one tensor in a client's reply, without a client axis. At a site the type is None: there the server
+    checks types, and what coded replies stand for."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+
+    @property
+    def bytes(self) -> int:
+        """Return the size of the tensor."""
+        return math.prod(self.shape) * (0 if self.dtype is None else self.dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -61,14 +76,14 @@ class Fault:
 
     @property
     def diverged(self) -> bool:
-        """Whether the client's training led to values that are not finite."""
+        """Return True if the client's training led to values that are not finite."""
         return isinstance(self.error, NotFinite)
 
 
 @dataclass(frozen=True)
 class FoldedBlock:
-    """What came back from a block of slots, folded where its clients trained: the aggregate of their replies (None without any),
-    the largest integer buffers, and the bytes of the replies. Their `Reply` has no tensors then, and comes after it."""
+    """The replies to a block of slots, folded where its clients trained: their aggregate (None without any), integer buffers
+    `[r, Z]`, and their bytes. Their `Reply` has no tensors then, and comes after it."""
 
     number: int
     aggregate: AggregatedReplies | None
@@ -108,7 +123,7 @@ class Engine(Protocol):
         """The round did not come to its end: undo what clients wrote since `commit`. False when that cannot be done."""
 
     def memory(self) -> dict[str, Tensor]:
-        """What the clients remember, for a checkpoint (empty where sites keep it themselves). It may refer to files."""
+        """Return the clients' memory for a checkpoint (empty where sites keep it themselves). It may refer to files."""
 
     def release_memory(self) -> None:
         """A checkpoint with the last `memory` is on the disk: give up what only those before the previous one needed."""
@@ -125,9 +140,10 @@ class FoldingEngine(Protocol):
     """An engine that may fold replies where clients train."""
 
     def train_folding(
-        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]
+        self, algorithm: Algorithm, exchange: Exchange, client_tasks: Sequence[ClientTask]
     ) -> Iterator[Reply | Fault | FoldedBlock]:
-        """As `train`, of a method that folds; blocks of slots may come folded, to the bits of folding them here."""
+        """Train the clients of a method that folds, in the round of this exchange: blocks of slots may come folded, to the bits
+        of folding them here."""
 
 
 class RemoteClients:
@@ -138,7 +154,7 @@ class RemoteClients:
 
 
 def slots_together(algorithm: Algorithm, layout: Layout) -> int:
-    """How many consecutive slots have their replies in one matrix: a block that is folded, or all of them."""
+    """Return how many consecutive slots have their replies in one matrix: those of a block that is folded, or all."""
     return block_slots(layout.row_bytes) if algorithm.folds else sys.maxsize
 
 
@@ -152,14 +168,18 @@ def slot_blocks(client_tasks: Sequence[ClientTask], round: Round, slots: int) ->
     return dict(sorted(blocks.items()))
 
 
-def row_for(rows: Tensor, place: int) -> Tensor:
-    """What the receiver at `place` is sent of `[k, ...]`, with its leading axis; one row is for all."""
-    return rows[place : place + 1] if len(rows) > 1 else rows
+def row_for(rows: Tensor, index: int) -> Tensor:
+    """Return the row `[1, ...]` of `rows [k, ...]` that receiver `index` is sent; a single row is for all."""
+    return rows[index : index + 1] if len(rows) > 1 else rows
 
 
-def expectations(algorithm: Algorithm, round: Round, layout: Layout) -> dict[str, tuple[int, ...]]:
-    """Name and shape of each tensor in a client's reply. Integer buffers, such as the counters of batch norm, travel with whole
-    models; where part of the model stays with the client, so do they."""
-    expected = dict(algorithm.expects(round))
-    whole = layout.integers > 0 and algorithm.returns_whole(round)
-    return expected | {INTEGERS: (layout.integers,)} if whole else expected
+def expectations(algorithm: Algorithm, round: Round, layout: Layout) -> dict[str, TensorSpec]:
+    """Return what a client's reply must hold. Integer buffers, such as the counters of batch norm, travel with whole models;
+    where part of the model stays with the client, so do they."""
+    dtypes = algorithm.reply_dtypes
+    expected = {
+        name: TensorSpec(tuple(shape), dtypes.get(name, layout.dtype))
+        for name, shape in algorithm.expects(round).items()
+    }
+    accompanied = layout.integers > 0 and algorithm.returns_whole(round)
+    return expected | {INTEGERS: TensorSpec((layout.integers,), torch.int64)} if accompanied else expected

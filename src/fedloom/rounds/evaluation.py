@@ -60,9 +60,10 @@ class Evaluation:
         self.numbers = range(task.clients) if numbers is None else numbers
         self.evaluator = Evaluator(task.model, task.layout, task.dataset)
         if task.local_test is None and (schedule.personal_every or schedule.new_clients):
-            asked = "personal_every" if schedule.personal_every else "new_clients"
+            option = "personal_every" if schedule.personal_every else "new_clients"
             raise InvalidValue(
-                f"{asked}={getattr(schedule, asked)} needs test data of the clients' own: give the task local_test, such as 0.25"
+                f"{option}={getattr(schedule, option)} needs test data of the clients' own: give the task local_test, "
+                "such as 0.25"
             )
         sizes = np.zeros(task.clients) if task.local_test is None else task.local_test.sizes
         able = np.flatnonzero(sizes)
@@ -73,18 +74,18 @@ class Evaluation:
     def measure(
         self, algorithm: Algorithm, round: Round, model: Tensor, integers: Tensor
     ) -> tuple[Record, Record | None]:
-        """The figures due after `round`, and those of each client when personal models are due. The global `model` is the
+        """Return the figures due after `round`, and those of each client when personal models are due. The global `model` is the
         algorithm's, `integers` are its integer buffers."""
         figures: Record = {}
-        last = algorithm.spent
-        if last or self._due(round, self.every):
+        ends = algorithm.spent
+        if ends or self._due(round, self.every):
             if len(self.task.test):
                 figures |= self.evaluator.score(model, self.task.test, integers)
             figures |= algorithm.diagnose()
         tallies: dict[str, Tally] = {}
-        personal = self.personal_every > 0 and (last or self._due(round, self.personal_every))
+        personal = self.personal_every > 0 and (ends or self._due(round, self.personal_every))
         upcoming = self.task.training.round_at(round, round.number + 1)
-        if self.personal_every and (personal or last or self._due(round, self.every)):
+        if self.personal_every and (personal or ends or self._due(round, self.every)):
             tallies["client"] = self._global(algorithm, upcoming, self.clients, model, integers)
         if personal:
 
@@ -108,13 +109,13 @@ class Evaluation:
     def _global(
         self, algorithm: Algorithm, upcoming: Round, clients: Sequence[int], model: Tensor, integers: Tensor
     ) -> Tally:
-        own = self.task.local_test
-        assert own is not None  # else there are no clients to evaluate
+        local_test = self.task.local_test
+        assert local_test is not None  # else there are no clients to evaluate
         if self.task.elsewhere:
-            given = Algorithm()  # with it, clients use what they are sent
-            given.plan, given.state = algorithm.plan, {"model": model}
-            return self._personal(given, upcoming, clients, integers)
-        return self.evaluator.tally(model, self.task.train, own, clients, integers)
+            plain = Algorithm()  # with it, clients use what they are sent
+            plain.plan, plain.state = algorithm.plan, {"model": model}
+            return self._personal(plain, upcoming, clients, integers)
+        return self.evaluator.tally(model, self.task.train, local_test, clients, integers)
 
     def _personal(self, algorithm: Algorithm, upcoming: Round, clients: Sequence[int], integers: Tensor) -> Tally:
         client_tasks = self._client_tasks(algorithm, upcoming, clients, integers)
@@ -131,8 +132,8 @@ class Evaluation:
             if INTEGERS in expectations(algorithm, upcoming, self.task.layout):
                 message[INTEGERS] = integers.unsqueeze(0)
             yield [
-                ClientTask(client, None, {name: row_for(rows, place) for name, rows in message.items()})
-                for place, client in enumerate(block)
+                ClientTask(client, None, {name: row_for(rows, index) for name, rows in message.items()})
+                for index, client in enumerate(block)
             ]
 
     def _table(self, tally: Tally) -> Record:
@@ -161,11 +162,11 @@ def cadence(task: Task, schedule: Schedule, trainers: int, evaluated: int) -> tu
     training = schedule.participants(trainers) * local
     if evaluated == 0 or schedule.personal_every == 0 or task.local_test is None:
         return schedule.evaluate_every or max(1, math.ceil(len(task.test) / (SHARE * training))), 0
-    own = float(task.local_test.sizes.mean())
-    overall = len(task.test) + evaluated * own
+    local_test = float(task.local_test.sizes.mean())
+    overall = len(task.test) + evaluated * local_test
     every = schedule.evaluate_every or math.ceil(overall / (SHARE / 2 * training))
-    left = max(SHARE - overall / (every * training), SHARE / 2)
-    return every, schedule.personal_every or math.ceil(evaluated * (local + 2 * own) / (left * training))
+    share = max(SHARE - overall / (every * training), SHARE / 2)
+    return every, schedule.personal_every or math.ceil(evaluated * (local + 2 * local_test) / (share * training))
 
 
 def newcomers_last(task: Task, count: int, seed: int) -> tuple[Task, Sequence[int]]:
@@ -179,10 +180,10 @@ def newcomers_last(task: Task, count: int, seed: int) -> tuple[Task, Sequence[in
     if count >= task.clients:
         raise InvalidValue(f"new_clients leaves none of the {task.clients} clients to train")
     drawn = torch.randperm(task.clients, generator=stream(seed, "new clients"))[:count].sort().values.tolist()
-    apart = set(drawn)
-    numbers = [client for client in range(task.clients) if client not in apart] + drawn
-    own = None if task.local_test is None else task.local_test.take(numbers)
-    return replace(task, partition=task.partition.take(numbers), local_test=own), numbers
+    newcomers = set(drawn)
+    numbers = [client for client in range(task.clients) if client not in newcomers] + drawn
+    local_test = None if task.local_test is None else task.local_test.take(numbers)
+    return replace(task, partition=task.partition.take(numbers), local_test=local_test), numbers
 
 
 def _chosen(able: Any, schedule: Schedule) -> tuple[int, ...]:

@@ -13,8 +13,21 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message, Plan, Replies, Selection, block_slots, describe
-from fedloom.errors import CheckpointError, Diverged, InvalidValue, RefusedReply, code_place, in_brackets
+from fedloom.algorithm import (
+    NOTHING,
+    Algorithm,
+    Exchange,
+    Message,
+    Plan,
+    Replies,
+    Selection,
+    block_slots,
+    describe,
+    name_of,
+    source_of,
+)
+from fedloom.algorithms.private import Accounted
+from fedloom.errors import CheckpointError, Diverged, InvalidValue, RefusedReply, code_location, in_brackets
 from fedloom.flat.device import moved_back
 from fedloom.flat.population import capped
 from fedloom.round import Round
@@ -38,6 +51,7 @@ from fedloom.rounds.schedule import Schedule as Schedule
 from fedloom.rounds.termination import sigterm_interrupts, uninterrupted
 from fedloom.state.files import remove_unfinished
 from fedloom.state.pool_files import PoolFiles
+from fedloom.state.released import Release, ReleaseLedger
 from fedloom.task import Task
 
 DIVERGED = 1000
@@ -58,7 +72,7 @@ class Observer(Protocol):
         """Called when the federation is set up, before it resumes."""
 
     def finished(self) -> int:
-        """How many rounds, from the first on, have their records on disk: the federation goes on after none later than that."""
+        """Return how many rounds, from the first on, have their records on disk: the federation goes on after none later."""
 
     def resume(self, finished: int) -> None:
         """Go on after round `finished`."""
@@ -119,18 +133,22 @@ class Federation:
             _require_varying(algorithm, "participation_mode = poisson draws another number of clients in each round")
         if participants > self._awaited:
             _require_varying(algorithm, "clock.over_selection drops the last replies of every round")
+            _require_displaceable(algorithm)
         self._first = Round(1, schedule.rounds, schedule.seed, trainers, participants, rate, rate, poisson=poisson)
         self._pools = PoolFiles(None if directory is None else directory / "pool", schedule.pool_budget)
         algorithm.setup(
             Plan(
                 task.layout, task.initial, trainers, participants, schedule.rounds, schedule.seed, task.dataset.classes,
                 self.task.sizes, task.model, isinstance(engine, RemoteClients), poisson, self._pools,
-                task.training,
+                task.training, min(self._awaited, participants),
             )
         )  # fmt: skip
         _checked_model(algorithm, "setup", task.initial)
         engine.begin(self.task, None if directory is None else directory / "clients")
         self.checkpoints = None if directory is None else Checkpoints(directory, identity)
+        self._ledger: ReleaseLedger | None = None
+        if directory is not None and isinstance(engine, RemoteClients) and self._accounted():
+            self._ledger = ReleaseLedger(directory / "released.jsonl", identity)
         names = ("metrics.jsonl", "timings.jsonl", "clients.jsonl")
         self._logs = [] if directory is None else [RoundLog(directory / name) for name in names]
         in_memory = [RecordsInMemory() for _ in names]
@@ -157,8 +175,8 @@ class Federation:
 
     @property
     def notices(self) -> list[str]:
-        """What was wrong with the checkpoints found at the start, how clients train where that is not as usual, whether the
-        models of a pool have come apart, and whether a privacy budget is spent, a line each."""
+        """Notices, a line each: what was wrong with the checkpoints at the start, how clients train where that is not as usual,
+        whether the models of a pool have come apart, and whether a privacy budget is spent."""
         of_checkpoints = [] if self.checkpoints is None else self.checkpoints.notices
         spent = [f"the privacy budget is spent: the run ends after round {self._spent}"] if self._spent else []
         return [*of_checkpoints, *self.engine.notices, *self._pool_watch.notices, *spent]
@@ -179,6 +197,10 @@ class Federation:
 
     def _run(self, on_round: Callable[[Record, Record], None] | None) -> None:
         saved = self.finished
+        if self.finished == 0 and self._ledger is not None and self._ledger.releases and self.algorithm.spent:
+            raise CheckpointError(
+                f"{self._ledger.path}: rounds whose checkpoints are lost have spent the privacy budget: use another folder"
+            )
         if self.finished == 0 and self.algorithm.spent:
             raise InvalidValue(
                 f"{describe(self.algorithm)}: one round costs more epsilon than target_epsilon allows: give more noise"
@@ -204,7 +226,7 @@ class Federation:
         Raises `Diverged` when no client's model is finite any more, or the global model has diverged.
         """
         self._midway = True
-        before, integers = self.algorithm.full_state(), self.integers
+        state, integers = self.algorithm.full_state(), self.integers
         succeeded = False
         try:
             record, timing, clients = self._round(self.task.training.round_at(self._first, self.finished + 1))
@@ -215,7 +237,8 @@ class Federation:
                 self._midway = False
         except BaseException:
             if not succeeded:
-                self.algorithm.restore(before)
+                self.algorithm.restore(state)
+                self._count_releases()
                 self.integers = integers
                 self._midway = not self.engine.rollback()
             raise
@@ -228,38 +251,49 @@ class Federation:
         round = replace(round, closes=math.inf if clock.deadline is None else self._now + clock.deadline)
         selection = self.algorithm.select(round)
         round = replace(round, selected=selection.clients)
-        message = dict(self.algorithm.send(round))
+        exchange = self.algorithm.exchange(round, selection)
+        message = dict(exchange.sent)
         _require_rows(self.algorithm, message, selection)
-        if INTEGERS in expectations(self.algorithm, round, self.task.layout):
+        expected = expectations(self.algorithm, round, self.task.layout)
+        if INTEGERS in expected:
             message[INTEGERS] = self.integers.unsqueeze(0)
         client_tasks, absent = self._client_tasks(round, selection, message)
-        finish = self._finish_times(round, client_tasks) if clock.runs else {}
-        now = self._now
-        if clock.runs and not any(method.asynchronous for method in self.algorithm.nested()):
+        upload = sum(tensor.bytes for tensor in expected.values())
+        finish = self._finish_times(client_tasks, upload) if clock.runs else {}
+        seconds = self._now
+        if clock.runs and not self.algorithm.asynchronous:
             numbers = [self.numbers[selection.clients[slot]] for slot in finish]
-            taken, now = on_time([*finish.values()], numbers, self._awaited, self._now, round.closes)
-            for slot, after in [entry for place, entry in enumerate(finish.items()) if place not in taken]:
+            taken, seconds = on_time([*finish.values()], numbers, self._awaited, self._now, round.closes)
+            for slot, arrival in [entry for index, entry in enumerate(finish.items()) if index not in taken]:
                 late = next(task for task in client_tasks if task.slot == slot)
-                absent.append(Fault(late, f"late: after {after - self._now:.6g} s"))
+                absent.append(Fault(late, f"late: after {arrival - self._now:.6g} s"))
                 client_tasks.remove(late)
-        answers = self._answers(round, selection, client_tasks)
+        awaited = torch.zeros(len(selection.clients), dtype=torch.bool)
+        awaited[[task.slot for task in client_tasks if task.slot is not None]] = True
+        exchange = exchange.awaiting(awaited)
+        self._note_releases(round, selection)
+        answers = self._answers(exchange, client_tasks)
         trained = observed = time.perf_counter()
         if answers.fold is None:
             replies = answers.together()
             for observer in self.observers:
                 observer.observe(round, client_tasks, replies)
             observed = time.perf_counter()
-            if INTEGERS in replies.tensors:
-                self.integers = replies.tensors.pop(INTEGERS).amax(0)
+            if INTEGERS in replies.matrices:
+                if len(replies):
+                    self.integers = self.algorithm.merge_integers(replies[INTEGERS], self.integers)
+                del replies.matrices[INTEGERS]
             if clock.runs:
                 replies.finish = torch.tensor([finish[slot] for slot in replies.slots.tolist()], dtype=torch.float64)
-            if len(replies):
+            if len(replies) or self.algorithm.updates_without_replies:
                 self.algorithm.receive(round, replies)
             del replies
-        elif answers.aggregate is not None:
-            self.integers = self.integers if answers.integers is None else answers.integers
-            self.algorithm.update(round, answers.aggregate)
-        self.algorithm.finish(round)
+        elif answers.aggregate is not None or self.algorithm.updates_without_replies:
+            if answers.integers is not None and len(answers.integers):
+                self.integers = self.algorithm.merge_integers(answers.integers, self.integers)
+            self.algorithm.update(round, replace(answers.aggregate or NOTHING, exchange=exchange))
+        self.algorithm.finish(round, exchange)
+        self._count_releases()
         model = _checked_model(self.algorithm, "update" if self.algorithm.folds else "receive", self.task.initial)
         received = time.perf_counter()
         receivers = selection.receivers or len(selection.clients) + len(selection.idle)
@@ -274,7 +308,7 @@ class Federation:
             ],
         }
         measured = {name: float(values.mean()) for name, values in answers.metrics.items()}
-        record |= {"simulated_seconds": now} | self.algorithm.account()
+        record |= {"simulated_seconds": seconds} | self.algorithm.account()
         if not clock.runs:
             del record["simulated_seconds"]
         record = {**record, **{name: value for name, value in measured.items() if name not in record}}
@@ -293,10 +327,29 @@ class Federation:
         }
         if self.observers:
             timing["record_seconds"] = observed - trained
-        if new := [text for text in self.notices if text not in self._noted]:
-            timing["notices"] = new
-            self._noted.update(new)
+        if notices := [text for text in self.notices if text not in self._noted]:
+            timing["notices"] = notices
+            self._noted.update(notices)
         return record, timing, clients
+
+    def _accounted(self) -> dict[str, Accounted]:
+        """Return the methods whose rounds cost privacy, by their names in the ledger. They are active in every round."""
+        methods = enumerate(self.algorithm.nested())
+        accounted = [(k, method) for k, method in methods if isinstance(method, Accounted) and method.protects]
+        return {f"{k}.{name_of(method)}": method for k, method in accounted}
+
+    def _note_releases(self, round: Round, selection: Selection) -> None:
+        """Write in the ledger what the round is about to release, before anything is sent."""
+        if self._ledger is not None:
+            for name, method in self._accounted().items():
+                clients = method.counted(selection)
+                self._ledger.append(Release(round.number, name, method.noise_multiplier(), method.bound(), clients))
+
+    def _count_releases(self) -> None:
+        """Let methods count all releases in the ledger, those of rounds that failed or are repeated among them."""
+        if self._ledger is not None:
+            for name, method in self._accounted().items():
+                method.state["releases"] = self._ledger.counts(name, len(method.state["releases"]))
 
     def _require_converging(self, round: Round, model: Tensor, loss: float | None) -> None:
         """Raise `Diverged` when the global model is not finite, or its loss, where that was measured, is far beyond guessing."""
@@ -322,51 +375,49 @@ class Federation:
             else:
                 client_tasks.append(client_task)
         if selection.idle:
-            last = len(selection.clients)
-            shared = {name: row_for(rows, last) for name, rows in message.items()}
+            beyond = len(selection.clients)
+            shared = {name: row_for(rows, beyond) for name, rows in message.items()}
             client_tasks += [ClientTask(client, None, shared) for client in selection.idle]
         return client_tasks, absent
 
-    def _finish_times(self, round: Round, client_tasks: Sequence[ClientTask]) -> dict[int, float]:
-        """By slot, when the simulated clock has each reply."""
-        dtypes = self.algorithm.reply_dtypes
-        up = sum(
-            math.prod(shape) * dtypes.get(name, torch.int64 if name == INTEGERS else self.task.initial.dtype).itemsize
-            for name, shape in expectations(self.algorithm, round, self.task.layout).items()
-        )
+    def _finish_times(self, client_tasks: Sequence[ClientTask], upload: int) -> dict[int, float]:
+        """Return by slot when the simulated clock has each reply, of `upload` bytes."""
         uploads = [(task, task.slot) for task in client_tasks if task.slot is not None]
         sizes = self.task.sizes(torch.tensor([task.client for task, _ in uploads], dtype=torch.int64)).tolist()
-        found = {}
+        arrivals = {}
         for (task, slot), size in zip(uploads, sizes, strict=True):
             device = self.schedule.clock.device(self.schedule.seed, self.numbers[task.client])
             down = sum(map(_row_bytes, task.inbox.values()))
-            found[slot] = device.finish(self._now, self.task.training.samples_seen(int(size)), down, up)
-        return found
+            arrivals[slot] = device.finish(self._now, self.task.training.samples_seen(int(size)), down, upload)
+        return arrivals
 
-    def _answers(self, round: Round, selection: Selection, client_tasks: Sequence[ClientTask]) -> RoundReplies:
+    def _answers(self, exchange: Exchange, client_tasks: Sequence[ClientTask]) -> RoundReplies:
         """The answers of all clients. They are folded as they come, unless the method, an observer or the limits on what remote
         clients say of themselves need all of them together."""
-        remote = isinstance(self.engine, RemoteClients)
+        round, remote = exchange.round, isinstance(self.engine, RemoteClients)
         fold = self.algorithm.folds and not self.observers and not remote
         answers = RoundReplies(
             client_tasks,
-            len(selection.clients),
+            len(exchange.selection.clients),
             block_slots(self.task.layout.row_bytes),
             self._weights,
             partial(self.algorithm.fold, round) if fold else None,
             self._pools,
+            exchange,
         )
         folding = self.engine if fold and isinstance(self.engine, FoldingEngine) else None
-        train = self.engine.train if folding is None else folding.train_folding
-        answers.collect(train(self.algorithm, round, client_tasks))
+        if folding is None:
+            answers.collect(self.engine.train(self.algorithm, round, client_tasks))
+        else:
+            answers.collect(folding.train_folding(self.algorithm, exchange, client_tasks))
         if not answers.arrived:
             _raise_unless_absent(self.algorithm, round, answers.faults)
         return answers
 
     def _weights(self, replies: Sequence[Reply]) -> Tensor:
-        """What replies weigh: what the selection says, or else the samples of their clients."""
+        """Return the weights of replies: those of the selection, or else the samples of their clients."""
         weights = weights_of(self.task, replies)
-        if not isinstance(self.engine, RemoteClients) or any(one.client_task.weight is not None for one in replies):
+        if not isinstance(self.engine, RemoteClients) or any(reply.client_task.weight is not None for reply in replies):
             return weights
         return capped(weights, self.engine.largest_share)
 
@@ -387,9 +438,9 @@ class Federation:
                 log.sync()
             for observer in self.observers:
                 observer.sync()
-            server = {**self.algorithm.full_state(), "integers": self.integers}
-            found = {name: self._pools.write(tensor) for name, tensor in server.items()}
-            pools = {name: written for name, written in found.items() if written is not None}
+            server = {**self.algorithm.full_state(), INTEGERS: self.integers}
+            files = {name: self._pools.write(tensor) for name, tensor in server.items()}
+            pools = {name: written for name, written in files.items() if written is not None}
             server = {name: tensor for name, tensor in server.items() if name not in pools}
             digests = {log.path.name: log.digest for log in logs}
             self.checkpoints.save(Checkpoint(self.finished, server, self.engine.memory(), digests, pools))
@@ -397,7 +448,7 @@ class Federation:
             self.engine.release_memory()
 
     def _checked_logs(self) -> list[RoundLog]:
-        """Those that hold figures, which must be as a checkpoint knows them; times need not."""
+        """Return the logs of figures, which must be as a checkpoint knows them; times need not."""
         figures, _, clients = self._logs
         return [figures, clients, *(log for observer in self.observers for log in observer.logs)]
 
@@ -411,9 +462,13 @@ class Federation:
         if self.checkpoints is None:
             return
         remove_unfinished(self.checkpoints.directory)
-        recorded = min([without_gap(self._logs[0].read()), *(observer.finished() for observer in self.observers)])
-        found = self.checkpoints.latest(recorded, self._adopt)
-        finished = 0 if found is None else found.round
+        records = self._logs[0].read()
+        if self._ledger is not None:
+            shown = max([0, *(record["round"] for record in records), *self.checkpoints.rounds()])
+            self._ledger.resume(shown)
+        recorded = min([without_gap(records), *(observer.finished() for observer in self.observers)])
+        checkpoint = self.checkpoints.latest(recorded, self._adopt)
+        finished = 0 if checkpoint is None else checkpoint.round
         history, timings, _ = (log.resume(finished) for log in self._logs)
         self.finished, self._now = finished, history[-1].get("simulated_seconds", 0.0) if history else 0.0
         self._noted.update(text for timing in timings for text in timing.get("notices", ()))
@@ -421,12 +476,13 @@ class Federation:
             self._pool_watch.see(record)
         for observer in self.observers:
             observer.resume(finished)
-        if found is not None:
-            self._pools.keep(found.pools.values())
-            like = {**self.algorithm.full_state(), "integers": self.integers}
-            server = moved_back(found.server, like, self.task.initial.device)
-            self.integers = server.pop("integers")
+        if checkpoint is not None:
+            self._pools.keep(checkpoint.pools.values())
+            like = {**self.algorithm.full_state(), INTEGERS: self.integers}
+            server = moved_back(checkpoint.server, like, self.task.initial.device)
+            self.integers = server.pop(INTEGERS)
             self.algorithm.restore(server)
+        self._count_releases()
 
 
 def _finite(value: Any) -> Any:
@@ -436,24 +492,34 @@ def _finite(value: Any) -> Any:
 
 def _row_bytes(rows: Tensor) -> int:
     """The size of one row of `[k, ...]`."""
-    return rows[0].numel() * rows.element_size()
+    return math.prod(rows.shape[1:]) * rows.element_size()
 
 
-def _diverged(round: Round, what: str) -> Diverged:
-    kept = f"the model of round {round.number - 1} is kept" if round.number > 1 else "there is no model before that"
-    return Diverged(f"round {round.number}: training diverged (learning rate {round.learning_rate:g}): {what}; {kept}")
+def _diverged(round: Round, reason: str) -> Diverged:
+    model = f"the model of round {round.number - 1} is kept" if round.number > 1 else "there is no model before that"
+    return Diverged(
+        f"round {round.number}: training diverged (learning rate {round.learning_rate:g}): {reason}; {model}"
+    )
 
 
-def _require_varying(algorithm: Algorithm, why: str) -> None:
+def _require_varying(algorithm: Algorithm, reason: str) -> None:
     """Raise `InvalidValue` unless the number of clients in a round may vary."""
-    found = next((part for part in algorithm.nested() if part.fixed_participants), None)
-    if found is not None:
+    if (method := source_of(algorithm, "fixed_participants")) is not None:
         needs = (
             "says itself whose replies it takes"
-            if found.asynchronous
+            if method.asynchronous
             else "needs as many clients each time, and the replies of all"
         )
-        raise InvalidValue(f"{why}, but {describe(found)} {needs}")
+        raise InvalidValue(f"{reason}, but {describe(method)} {needs}")
+
+
+def _require_displaceable(algorithm: Algorithm) -> None:
+    """Raise `InvalidValue` where the last replies of a round may not be left out for others."""
+    if algorithm.needs_every_reply:
+        raise InvalidValue(
+            f"clock.over_selection takes the first replies of a round, so that one client less lets another in, which the "
+            f"epsilon of {describe(algorithm)} does not count: leave it out"
+        )
 
 
 def _raise_unless_absent(algorithm: Algorithm, round: Round, faults: list[Fault]) -> None:
@@ -465,7 +531,7 @@ def _raise_unless_absent(algorithm: Algorithm, round: Round, faults: list[Fault]
         kind = type(algorithm)
         raise RefusedReply(
             f"round {round.number}: no reply to {kind.__name__} can be used; that of client {failed[0].client_task.client}: "
-            f"{failed[0].reason}{in_brackets(code_place(kind.train))}"
+            f"{failed[0].reason}{in_brackets(code_location(kind.train))}"
         ) from failed[0].error
     if failed and failed[0].error is not None:
         raise failed[0].error
@@ -476,11 +542,11 @@ def _require_rows(algorithm: Algorithm, message: Message, selection: Selection) 
     selected = len(selection.clients)
     for name, rows in message.items():
         if len(rows) not in ((1, selected + 1) if selection.idle else (1, selected, selected + 1)):
-            others = " and those that only train" if selection.idle else ""
-            place = in_brackets(code_place(type(algorithm).send))
+            idle = " and those that only train" if selection.idle else ""
+            location = in_brackets(code_location(type(algorithm).send))
             raise InvalidValue(
                 f"{type(algorithm).__name__}.send gives {name!r} {len(rows)} rows: give it one for all, such as "
-                f"model.unsqueeze(0), or one for each of {selected} selected clients{others}{place}"
+                f"model.unsqueeze(0), or one for each of {selected} selected clients{idle}{location}"
             )
 
 
@@ -492,8 +558,8 @@ def _checked_model(algorithm: Algorithm, hook: Literal["setup", "receive", "upda
         model = algorithm.model()
         wrong = _wrong_model(model, initial)
     if wrong:
-        place = in_brackets(code_place(getattr(type(algorithm), hook)))
-        raise InvalidValue(f"{type(algorithm).__name__}.{hook} {wrong}{place}")
+        location = in_brackets(code_location(getattr(type(algorithm), hook)))
+        raise InvalidValue(f"{type(algorithm).__name__}.{hook} {wrong}{location}")
     return model
 
 
@@ -501,13 +567,11 @@ def _wrong_state(algorithm: Algorithm) -> str:
     if not hasattr(algorithm, "state") or not hasattr(algorithm, "plan"):
         return "has not kept the plan and made the state: begin it with super().setup(plan)"
     for method in algorithm.nested():
-        for name, held in method.state.items():
-            if not isinstance(held, Tensor):
-                return (
-                    f"left {type(held).__name__} in self.state[{name!r}], where a checkpoint holds tensors: make it one"
-                )
-            if "." in name:
-                return f"left self.state[{name!r}]: a name there has no dot, which is for methods inside others"
+        for name, value in method.state.items():
+            if not isinstance(value, Tensor):
+                return f"left {type(value).__name__} in self.state[{name!r}], where a checkpoint holds tensors: make it one"
+            if "." in name or "@" in name:
+                return f"left self.state[{name!r}]: a name there has no dot or @, which stand for what fedloom adds"
     return ""
 
 

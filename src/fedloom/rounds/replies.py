@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Replies
+from fedloom.algorithm import AggregatedReplies, Exchange, Replies
 from fedloom.rounds.engine import INTEGERS, ClientTask, Fault, FoldedBlock, Reply
 from fedloom.state.pool_files import PoolFiles
 from fedloom.task import Task
@@ -29,7 +29,7 @@ class RoundReplies:
 
     With `fold`, a block is folded when the last of its clients has answered, and its memory is free for the next one: only
     the `aggregate` remains, in which blocks are joined in their order. A block that was folded elsewhere is taken as it is.
-    Without `fold`, one block holds all replies, made by `pools`.
+    Without `fold`, one block holds all replies, made by `pools`. `exchange` is the round's record.
     """
 
     def __init__(
@@ -40,12 +40,13 @@ class RoundReplies:
         weigh: Callable[[Sequence[Reply]], Tensor],
         fold: Callable[[Replies], AggregatedReplies] | None,
         pools: PoolFiles | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
-        self.pools = pools or PoolFiles()
+        self.pools, self.exchange = pools or PoolFiles(), exchange
         self.slots, self.size, self.weigh, self.fold = slots, size if fold else max(1, slots), weigh, fold
         self.faults: list[Fault] = []
         self.bytes = 0
-        self.integers: Tensor | None = None
+        self._integers: dict[int, Tensor] = {}  # by block
         self.arrived: list[Reply] = []  # without their tensors
         self.aggregate: AggregatedReplies | None = None
         self._blocks: defaultdict[int, SlotBlock] = defaultdict(SlotBlock)
@@ -70,20 +71,20 @@ class RoundReplies:
                 self._awaited[slot // self.size] -= 1
                 if not self._awaited[slot // self.size]:
                     self._fold(slot // self.size)
-        for number in [number for number, left in self._awaited.items() if left]:
+        for number in [number for number, count in self._awaited.items() if count]:
             self._fold(number)  # some of its clients were never heard of
         self.faults.sort(key=lambda fault: _order(fault.client_task))
         self.arrived.sort(key=lambda reply: _order(reply.client_task))
 
     def _store(self, reply: Reply, slot: int) -> None:
-        number, place = divmod(slot, self.size)
+        number, row = divmod(slot, self.size)
         block = self._blocks[number]
         for name, tensor in reply.tensors.items():
             if name not in block.matrices:
                 block.matrices[name] = self._matrix_for(reply, name, min(self.size, self.slots - number * self.size))
-            row = block.matrices[name][place]
-            if row.data_ptr() != tensor.data_ptr():
-                row.copy_(tensor)
+            target = block.matrices[name][row]
+            if target.data_ptr() != tensor.data_ptr():
+                target.copy_(tensor)
             self.bytes += tensor.numel() * tensor.element_size()
         block.arrived.append(replace(reply, tensors={}, gathered={}))
         self.arrived.append(block.arrived[-1])
@@ -92,29 +93,33 @@ class RoundReplies:
         """Fold a block, and join what it is the turn of."""
         if self.fold is None:
             return
-        replies, most = self._in_order(number), None
-        if (there := self._elsewhere.pop(number, None)) is not None:
-            self._folded[number], most = there.aggregate, there.integers
+        replies, integers = self._in_order(number), None
+        if (block := self._elsewhere.pop(number, None)) is not None:
+            self._folded[number], integers = block.aggregate, block.integers
         else:
-            if INTEGERS in replies.tensors:
-                most = replies.tensors.pop(INTEGERS).amax(0)
+            if INTEGERS in replies.matrices:
+                integers = replies[INTEGERS]
+                del replies.matrices[INTEGERS]
             self._folded[number] = self.fold(replies) if len(replies) else None
-        if most is not None:
-            self.integers = most if self.integers is None else torch.maximum(self.integers, most)
+        if integers is not None:
+            self._integers[number] = integers
         while self._turns and self._turns[0] in self._folded:
-            found = self._folded.pop(self._turns.popleft())
-            if found is not None:
-                self.aggregate = found if self.aggregate is None else self.aggregate.joined(found)
+            aggregate = self._folded.pop(self._turns.popleft())
+            if aggregate is not None:
+                self.aggregate = aggregate if self.aggregate is None else self.aggregate.joined(aggregate)
 
     def _in_order(self, number: int) -> Replies:
-        """The replies of a block, which is given up."""
+        """Return the replies of a block, which is given up. The rows of slots without a reply become zero."""
         block = self._blocks.pop(number, SlotBlock())
         block.arrived.sort(key=lambda reply: _order(reply.client_task))
         slots = torch.tensor([reply.client_task.slot for reply in block.arrived], dtype=torch.int64)
         clients = torch.tensor([reply.client_task.client for reply in block.arrived], dtype=torch.int64)
-        places = (slots - number * self.size).tolist()
-        tensors = {name: _moved_up(matrix, places) for name, matrix in block.matrices.items()}
-        return Replies(tensors, clients, slots, self.weigh(block.arrived), matrices=block.matrices)
+        offset = number * self.size
+        answered = set((slots - offset).tolist())
+        for matrix in block.matrices.values():
+            for row in set(range(len(matrix))) - answered:
+                matrix[row].zero_()
+        return Replies(block.matrices, clients, slots, self.weigh(block.arrived), self.exchange, offset)
 
     def _matrix_for(self, reply: Reply, name: str, slots: int) -> Tensor:
         """The matrix for the replies' tensors of that name: the engine's own where this tensor lies in it, else a new one."""
@@ -123,8 +128,13 @@ class RoundReplies:
             return matrix
         return self.pools.empty((slots, *tensor.shape), tensor.dtype, tensor.device)
 
+    @property
+    def integers(self) -> Tensor | None:
+        """Return the integer buffers `[r, Z]` of the replies that were folded, None where the model has none."""
+        return torch.cat([rows for _, rows in sorted(self._integers.items())]) if self._integers else None
+
     def together(self) -> Replies:
-        """All replies, where they are not folded; given up."""
+        """Return all replies, where they are not folded; they are given up."""
         return replace(self._in_order(0), metrics=self.metrics)
 
     @property
@@ -138,21 +148,13 @@ class RoundReplies:
 
 
 def weights_of(task: Task, replies: Sequence[Reply]) -> Tensor:
-    """What replies weigh: what their clients' tasks say, or else the samples of the clients."""
+    """Return the weights of replies: those of their clients' tasks, or else the samples of the clients."""
     if any(reply.client_task.weight is not None for reply in replies):
         return torch.tensor([reply.client_task.weight for reply in replies], dtype=torch.float64)
     sizes = task.sizes(torch.tensor([reply.client_task.client for reply in replies], dtype=torch.int64))
-    told = torch.tensor([-1 if reply.samples is None else reply.samples for reply in replies], dtype=torch.int64)
-    return torch.where(told < 0, sizes, told)
+    claimed = torch.tensor([-1 if reply.samples is None else reply.samples for reply in replies], dtype=torch.int64)
+    return torch.where(claimed < 0, sizes, claimed)
 
 
 def _order(client_task: ClientTask) -> tuple[bool, int, int]:
     return client_task.slot is None, client_task.slot or 0, client_task.client
-
-
-def _moved_up(matrix: Tensor, places: list[int]) -> Tensor:
-    """The rows at these growing places, as the first rows of the matrix itself."""
-    for target, place in enumerate(places):
-        if target < place:
-            matrix[target] = matrix[place]
-    return matrix[: len(places)] if len(places) < len(matrix) else matrix

@@ -15,7 +15,7 @@ NEUTRAL = ("checkpoint_every", "pool_budget")
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long a federation runs and how often it looks at itself.
+    """The course of a federation: how long it runs, who takes part, and how often it is evaluated and saved.
 
     `participation` is the share of clients in a round, K = max(1, floor(participation * clients)). With the `participation_mode`
     `fixed` K are drawn without replacement; with `poisson` each takes part by itself with probability K / clients, so that the
@@ -54,11 +54,11 @@ class Schedule:
             raise InvalidValue("clock.over_selection: a poisson round has no number of replies to wait for")
 
     def newcomers(self, clients: int) -> int:
-        """How many of the clients never train."""
+        """Return how many of the clients never train."""
         return _floor(self.new_clients * clients)
 
     def participants(self, trainers: int) -> int:
-        """How many of the clients that train do so in one round."""
+        """Return how many of the clients that train do so in one round."""
         return max(1, _floor(self.participation * trainers))
 
 

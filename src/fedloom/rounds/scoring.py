@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +16,7 @@ from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
 from fedloom.flat.layout import Layout
 from fedloom.local.cohort import count, counts, score
-from fedloom.objectives import Objective
+from fedloom.objectives import Objective, Totals
 from fedloom.objectives.metrics import figures
 
 WORST = 0.1
@@ -25,7 +25,7 @@ WORST = 0.1
 
 @dataclass(frozen=True)
 class Tally:
-    """What was counted on n clients' own test samples: the clients' numbers and how many samples each has, `[n]`, and the sums
+    """Counts on n clients' own test samples: the clients' numbers and how many samples each has, `[n]`, and the sums
     of what the objective counts, `[n, ...]` float64 by name."""
 
     clients: Tensor
@@ -33,15 +33,15 @@ class Tally:
     totals: dict[str, Tensor]
 
     @classmethod
-    def joined(cls, parts: Sequence[Tally]) -> Tally:
-        """All parts as one, ordered by the clients' numbers."""
-        if not parts:
+    def joined(cls, tallies: Sequence[Tally]) -> Tally:
+        """Return all tallies as one, ordered by the clients' numbers."""
+        if not tallies:
             nothing = torch.empty(0, dtype=torch.int64)
             return cls(nothing, nothing, {})
-        clients = torch.cat([part.clients for part in parts])
+        clients = torch.cat([tally.clients for tally in tallies])
         order = clients.argsort()
-        totals = {name: torch.cat([part.totals[name] for part in parts])[order] for name in parts[0].totals}
-        return cls(clients[order], torch.cat([part.samples for part in parts])[order], totals)
+        totals = {name: torch.cat([tally.totals[name] for tally in tallies])[order] for name in tallies[0].totals}
+        return cls(clients[order], torch.cat([tally.samples for tally in tallies])[order], totals)
 
     def each(self, objective: Objective) -> dict[str, Tensor]:
         """The objective's figures of every client, `[n]` float64 by name."""
@@ -49,10 +49,9 @@ class Tally:
 
     def overall(self, objective: Objective) -> dict[str, float]:
         """The objective's figures over all samples of all clients."""
-        together = Tally(
-            self.clients[:1], self.samples.sum(0, True), {n: t.sum(0, True) for n, t in self.totals.items()}
-        )
-        return {name: float(value) for name, value in together.each(objective).items()}
+        counts = {**self.totals, "samples": self.samples.double()}
+        totals = objective.add_up(counts, lambda values: values.sum(0, keepdim=True))
+        return {name: float(value) for name, value in figures(objective, totals).items()}
 
     def figures(self, name: str, objective: Objective) -> dict[str, float]:
         """The summary of these clients under `name`.
@@ -66,9 +65,9 @@ class Tally:
         values = self.each(objective)[metric.name]
         worst = values.sort(descending=not metric.higher_is_better).values[: math.ceil(WORST * len(self.clients))]
         overall = self.overall(objective)
-        first = {metric.name: overall.pop(metric.name), f"{metric.name}_std": float(values.std(correction=0)),
-                 f"{metric.name}_worst": float(worst.mean())}  # fmt: skip
-        return {f"{name}_{figure}": value for figure, value in (first | overall).items()}
+        leading = {metric.name: overall.pop(metric.name), f"{metric.name}_std": float(values.std(correction=0)),
+                   f"{metric.name}_worst": float(worst.mean())}  # fmt: skip
+        return {f"{name}_{figure}": value for figure, value in (leading | overall).items()}
 
 
 class Evaluator:
@@ -87,42 +86,47 @@ class Evaluator:
 
     def score(self, row: Tensor, samples: Samples, integers: Tensor | None = None) -> dict[str, float]:
         """The objective's figures of the model `row [P]` on all samples together."""
-        found = score(self._loaded(row, integers), self.dataset, samples, self.batch_size)
-        return {name: float(value) for name, value in found.items()}
+        values = score(self._loaded(row, integers), self.dataset, samples, self.batch_size)
+        return {name: float(value) for name, value in values.items()}
 
     def tally(
-        self, row: Tensor, samples: Samples, own: Partition, clients: Sequence[int], integers: Tensor | None = None
+        self,
+        row: Tensor,
+        samples: Samples,
+        partition: Partition,
+        clients: Sequence[int],
+        integers: Tensor | None = None,
     ) -> Tally:
-        """Scores of one model `row [P]` on the samples that `own` assigns to each of `clients`.
+        """Score one model `row [P]` on the samples that `partition` assigns to each of `clients`.
 
         Clients share batches, so that many small test sets cost no more than one large one.
         """
-        index = np.concatenate([own[client] for client in clients])
-        sizes = np.array([len(own[client]) for client in clients])
+        index = np.concatenate([partition[client] for client in clients])
+        sizes = np.array([len(partition[client]) for client in clients])
         owner = np.repeat(np.arange(len(clients)), sizes)
         predict = self._loaded(row, integers)
         owners = torch.from_numpy(owner)
         counted = count(predict, self.dataset, samples, torch.from_numpy(index), self.batch_size, owners)
-        return _tally(clients, sizes, owner, counted)
+        return self._tally(clients, sizes, owner, counted)
 
     def tallies(
-        self, models: Iterable[tuple[int, Tensor, Tensor | None]], samples: Samples, own: Partition
+        self, models: Iterable[tuple[int, Tensor, Tensor | None]], samples: Samples, partition: Partition
     ) -> Iterator[Tally]:
-        """As `tally`, to the bit, of a model of each client's own: the client, its `row [P]` and its integer buffers.
+        """Score a model of each client's own, to the bits of `tally`: the client, its `row [P]` and its integer buffers.
 
         Each model passes over its client's samples; what it puts out is counted together with that of others, as many as
         share a batch.
         """
         waiting: list[tuple[int, Tensor, Tensor]] = []  # clients, outputs, labels
         for client, row, integers in models:
-            index = own[client]
+            index = partition[client]
             outputs = None
             if len(index) <= self.batch_size:
                 batch = samples[torch.from_numpy(index).to(samples.labels.device)]
                 with torch.no_grad():
                     outputs = self._loaded(row, integers)(self.dataset.prepare(batch.inputs))
             if not isinstance(outputs, Tensor):
-                yield self.tally(row, samples, own, [client], integers)
+                yield self.tally(row, samples, partition, [client], integers)
                 continue
             if waiting and sum(len(labels) for _, _, labels in waiting) + len(index) > self.batch_size:
                 yield self._together(waiting)
@@ -134,24 +138,27 @@ class Evaluator:
     def _together(self, waiting: Sequence[tuple[int, Tensor, Tensor]]) -> Tally:
         """The tally of several clients, each with what its model has put out and the labels of its samples."""
         clients, outputs, labels = zip(*waiting, strict=True)
-        sizes = np.array([len(one) for one in labels])
+        sizes = np.array([len(values) for values in labels])
         owner = np.repeat(np.arange(len(clients)), sizes)
-        found = counts(self.dataset, torch.cat(outputs), torch.cat(labels), torch.from_numpy(owner))
-        return _tally(clients, sizes, owner, found)
+        counted = counts(self.dataset, torch.cat(outputs), torch.cat(labels), torch.from_numpy(owner))
+        return self._tally(clients, sizes, owner, counted)
+
+    def _tally(
+        self, clients: Sequence[int], sizes: npt.NDArray[np.int64], owner: npt.NDArray[np.int64], counts: Totals
+    ) -> Tally:
+        """Add up the counts of the samples for the client that owns each."""
+        totals = self.dataset.objective.add_up(
+            {name: values.cpu() for name, values in counts.items()},
+            lambda values: _by_owner(values.numpy(), owner, len(clients)),
+            torch.from_numpy(owner),
+        )
+        return Tally(torch.tensor(clients), torch.from_numpy(sizes), totals)
 
     def _loaded(self, row: Tensor, integers: Tensor | None) -> nn.Module:
         """The module with the weights of `row [P]`."""
         # Into tensors of its own, not by binding: how numbers lie in memory moves the last digits of products.
         self.layout.load(self.module, row, integers)
         return self.module
-
-
-def _tally(
-    clients: Sequence[int], sizes: npt.NDArray[np.int64], owner: npt.NDArray[np.int64], found: Mapping[str, Tensor]
-) -> Tally:
-    """What was found of each sample, added up for its owner."""
-    totals = {name: _by_owner(values.cpu().numpy(), owner, len(clients)) for name, values in found.items()}
-    return Tally(torch.tensor(clients), torch.from_numpy(sizes), totals)
 
 
 def _by_owner(values: npt.NDArray[np.float64], owner: npt.NDArray[np.int64], clients: int) -> Tensor:

@@ -40,13 +40,13 @@ def uninterrupted() -> Iterator[None]:
         yield
         return
     waiting: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in handlers:
         signal.signal(number, lambda number, frame: waiting.append(number))
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)
         for arrived in waiting:
             signal.raise_signal(arrived)

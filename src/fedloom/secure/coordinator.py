@@ -1,7 +1,7 @@
-"""The server's part: it calls for an exchange, carries the letters stage by stage, and opens layers that were sealed for it.
+"""Server of an exchange: calls for it, carries the letters stage by stage, and opens layers that were sealed for it.
 
-It cannot read parcels, but it sees all the rest, and checks it before anybody is brought it. So it need not believe a peer that
-accuses another of anything but the contents of a parcel.
+It cannot read parcels, but it sees everything else, and checks it before delivery. So it need not believe a peer that accuses
+another of anything but the contents of a parcel.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from fedloom.config.checks import require_at_least
+from fedloom.config.fields import require_at_least
 from fedloom.secure.envelopes import unseal
 from fedloom.secure.faults import SERVER, ExchangeAborted, ProtocolViolation
 from fedloom.secure.transport import Transport
@@ -44,25 +44,31 @@ class ServerKey:
     def open_models(
         self, uploads: Mapping[int, Sequence[bytes]], terms: Terms
     ) -> tuple[dict[int, list[bytes | None]], list[ProtocolViolation]]:
-        """The layers of every uploaded model, and what is wrong with them.
+        """Open the layers of every uploaded model.
 
-        None stands for a layer that was not sealed under these terms for its place, or that an earlier upload held too; whoever
-        spoilt it, its uploader may have been given it so. An upload with more or fewer layers, or of other sizes, is left out.
+        Args:
+            uploads: Sealed layers by peer.
+            terms: Terms of the exchange before the upload.
+
+        Returns:
+            The layers by peer, and the violations. None stands for a layer that was not sealed under these terms for its
+            index, or that an earlier upload held too; its uploader may have received it so. An upload with more or fewer
+            layers, or of other sizes, is left out.
         """
         models: dict[int, list[bytes | None]] = {}
         faults: list[ProtocolViolation] = []
-        seen: set[bytes] = set()
+        opened: set[bytes] = set()
         for peer, layers in uploads.items():
             if [len(layer) for layer in layers] != terms.held_sizes():
                 faults.append(ProtocolViolation("invalid", peer, "an upload of other layers"))
                 continue
             models[peer] = []
             for index, layer in enumerate(layers):
-                content = None if layer in seen else unseal(layer, self.private, terms.layer_context(index))
+                content = None if layer in opened else unseal(layer, self.private, terms.layer_context(index))
                 if content is None:
-                    what = "was uploaded before" if layer in seen else "cannot be opened"
-                    faults.append(ProtocolViolation("spoilt", peer, f"layer {index} of its upload {what}"))
-                seen.add(layer)
+                    reason = "was uploaded before" if layer in opened else "cannot be opened"
+                    faults.append(ProtocolViolation("spoilt", peer, f"layer {index} of its upload {reason}"))
+                opened.add(layer)
                 models[peer].append(content)
         return models, faults
 
@@ -94,11 +100,11 @@ def run_exchange(transport: Transport, terms: Terms, *, fewest: int = 2) -> Exch
         if not faults:
             return outcome
         gone = {fault.peer for fault in faults}
-        rest = tuple(peer for peer in peers if peer not in gone)
-        over = peers if len(rest) < fewest else gone  # the others learn it by the terms that follow
+        remaining = tuple(peer for peer in peers if peer not in gone)
+        over = peers if len(remaining) < fewest else gone  # the others learn it by the terms that follow
         transport.carry({peer: Request("abort").encode() for peer in over})
         outcome.faults += faults
-        outcome.terms = replace(outcome.terms, attempt=outcome.terms.attempt + 1, peers=rest)
+        outcome.terms = replace(outcome.terms, attempt=outcome.terms.attempt + 1, peers=remaining)
     raise ExchangeAborted(outcome.faults, len(outcome.terms.peers), fewest)
 
 
@@ -114,7 +120,7 @@ class _Attempt:
         self._counts: dict[tuple[int, int], int] = {}  # layers sent in this repeat, from whom to whom
 
     def run(self, transport: Transport) -> list[ProtocolViolation]:
-        """The faults that ended the attempt, each naming a peer that must go; or none."""
+        """Return the faults that ended the attempt, each naming a peer that must go; none for success."""
         peers = self.terms.peers
         requests = {peer: Request("begin", self.terms) for peer in peers}
         for step in range(2 * self.terms.rules.repeats + 3):
@@ -138,32 +144,32 @@ class _Attempt:
         return []
 
     def _letters(self, step: int, peer: int, answer: bytes | None) -> tuple[Letter, ...]:
-        """The letters that a peer answers a step with. Raises `ProtocolViolation` with what is wrong with them, or with what the
-        peer says that another has done."""
+        """Return the letters with which a peer answers a step. Raises `ProtocolViolation` when they are wrong, or accuse another
+        peer."""
         if answer is None:
             raise ProtocolViolation("left", peer)
         read = Answer.decode(answer, peer)
         if read.fault is not None:
             raise read.fault
-        others = [other for other in self.terms.peers if other != peer]
-        if any(letter.sender != peer or letter.recipient not in others for letter in read.letters):
+        recipients = [recipient for recipient in self.terms.peers if recipient != peer]
+        if any(letter.sender != peer or letter.recipient not in recipients for letter in read.letters):
             raise ProtocolViolation("invalid", peer, "a letter in another's name or to nobody in this exchange")
         if step == 0:
-            self._introduce(peer, others, read.letters)
+            self._introduce(peer, recipients, read.letters)
         else:
-            self._check(step, peer, others, read.letters)
+            self._check(step, peer, recipients, read.letters)
         return read.letters
 
-    def _introduce(self, peer: int, others: Sequence[int], letters: Sequence[Letter]) -> None:
+    def _introduce(self, peer: int, recipients: Sequence[int], letters: Sequence[Letter]) -> None:
         bodies = {letter.body for letter in letters}
-        if sorted(letter.recipient for letter in letters) != sorted(others) or len(bodies) > 1:
+        if sorted(letter.recipient for letter in letters) != sorted(recipients) or len(bodies) > 1:
             raise ProtocolViolation("invalid", peer, "not one introduction, the same to all")
         for body in bodies:
             keys = Introduction.decode(body, peer)
             self._introductions[peer] = body
             self._keys[peer] = Ed25519PublicKey.from_public_bytes(keys.verifying)
 
-    def _check(self, step: int, peer: int, others: Sequence[int], letters: Sequence[Letter]) -> None:
+    def _check(self, step: int, peer: int, recipients: Sequence[int], letters: Sequence[Letter]) -> None:
         """Raise `ProtocolViolation` unless these are the notes that this step asks for, as far as the server can see."""
         repeats = self.terms.rules.repeats
         kinds: tuple[int, ...] = (ANNOUNCEMENT, SENT) if step % 2 else (RETURNED,)
@@ -172,43 +178,43 @@ class _Attempt:
         repeat = min((step + 1) // 2, repeats)
         notes = read_notes(letters, self._keys, self.terms, self._session, repeat, kinds)
         if SENT in kinds:
-            self._check_sent(peer, others, notes, repeat)
+            self._check_sent(peer, recipients, notes, repeat)
         elif RETURNED in kinds:
-            require_parcels(notes, {(peer, other): self._counts[other, peer] for other in others})
-        elif len(notes) != len(kinds) * len(others):
+            require_parcels(notes, {(peer, sender): self._counts[sender, peer] for sender in recipients})
+        elif len(notes) != len(kinds) * len(recipients):
             raise ProtocolViolation("missing", peer, "its confirmation")
 
-    def _check_sent(self, peer: int, others: Sequence[int], notes: Sequence[Note], repeat: int) -> None:
-        counts = announced(notes, [(peer, other) for other in others], self.terms)
+    def _check_sent(self, peer: int, recipients: Sequence[int], notes: Sequence[Note], repeat: int) -> None:
+        counts = announced(notes, [(peer, recipient) for recipient in recipients], self.terms)
         require_parcels([note for note in notes if note.kind == SENT], counts)
         low, high = self.terms.rules.bounds(len(self.terms.sizes))[repeat - 1]
-        if others and not low <= sum(counts.values()) <= high:
+        if recipients and not low <= sum(counts.values()) <= high:
             raise ProtocolViolation("disagrees", peer, f"{sum(counts.values())} layers sent, not {low} to {high}")
         self._counts |= counts
 
     def _judged(
         self, accusations: Sequence[ProtocolViolation], requests: Mapping[int, Request]
     ) -> list[ProtocolViolation]:
-        """Who must go for what peers say.
+        """Return the peers who must go for these accusations, as violations.
 
         An accusation of the server, or of what the server has seen not to be so, costs the witness its own place. Everybody is
         sent the same introduction, so most of the others must find it forged. What a parcel holds nobody but its recipient can
         tell: once in an exchange a peer is believed, and leaves with the one that it accuses again.
         """
         votes = Counter(fault.peer for fault in accusations if fault.kind == "impostor")
-        found = []
+        violations = []
         for fault in accusations:
             witness = fault.witness
             assert witness is not None  # the reader of its answer has named it
             parcels = [e for e in requests[witness].letters if len(e.body) == self.terms.parcel_size()]
             if fault.kind == "impostor" and 2 * votes[fault.peer] > len(self.terms.peers) - 1:
-                found.append(fault)
+                violations.append(fault)
             elif fault.kind == "spoilt" and fault.peer in {parcel.sender for parcel in parcels}:
-                found.append(fault)
+                violations.append(fault)
                 if witness in self.believed:
-                    found.append(ProtocolViolation("unproved", witness, "for the second time"))
+                    violations.append(ProtocolViolation("unproved", witness, "for the second time"))
                 self.believed.add(witness)
             else:
                 kind = "withdrew" if fault.peer == SERVER else "unproved"
-                found.append(ProtocolViolation(kind, witness, str(fault)))
-        return found
+                violations.append(ProtocolViolation(kind, witness, str(fault)))
+        return violations

@@ -1,4 +1,4 @@
-"""Sealing, signing and padding, all from `cryptography`: HPKE (RFC 9180), Ed25519 and, for given identities, ECDSA.
+"""Sealing, signing and padding, all from `cryptography`: HPKE (RFC 9180), Ed25519 and, for identities on NIST curves, ECDSA.
 
 HPKE draws a fresh X25519 key pair for every envelope, so that no key is ever used with two nonces, and sealing the same
 content twice gives unrelated bytes.
@@ -41,7 +41,7 @@ def seal(content: bytes, key: bytes, context: bytes) -> bytes:
 
 
 def unseal(envelope: bytes, key: X25519PrivateKey, context: bytes) -> bytes | None:
-    """The content, or None when key, context or envelope are not those of the sealing."""
+    """Return the content, or None when key, context or envelope are not those of the sealing."""
     try:
         return _suite().decrypt(envelope, key, context)
     except (InvalidTag, ValueError):
@@ -49,7 +49,7 @@ def unseal(envelope: bytes, key: X25519PrivateKey, context: bytes) -> bytes | No
 
 
 def can_seal(key: bytes) -> bool:
-    """Whether this is an X25519 public key for which something can be sealed: not one of the few points of low order, with which
+    """Return True for an X25519 public key for which something can be sealed: not one of the few points of low order, with which
     every shared secret is zero."""
     try:
         X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(key))
@@ -59,14 +59,14 @@ def can_seal(key: bytes) -> bool:
 
 
 def pad(content: bytes, size: int) -> bytes:
-    """The content's length, the content, and zeros up to `size` bytes of content. Raises `InvalidValue` when it is longer."""
+    """Return the content's length, the content, and zeros up to `size` bytes. Raises `InvalidValue` for a longer content."""
     if len(content) > size:
         raise InvalidValue(f"{len(content)} bytes do not fit into {size}")
     return _LENGTH.pack(len(content)) + content + bytes(size - len(content))
 
 
 def unpad(padded: bytes) -> bytes | None:
-    """What was padded, or None when that is not what it is."""
+    """Return the content that was padded, or None for bytes that `pad` did not write."""
     if len(padded) < _LENGTH.size:
         return None
     (length,) = _LENGTH.unpack_from(padded)
@@ -75,19 +75,19 @@ def unpad(padded: bytes) -> bytes | None:
 
 
 def padded_size(size: int) -> int:
-    """Bytes of a sealed envelope whose content was padded to `size`."""
+    """Return the bytes of a sealed envelope whose content was padded to `size`."""
     return _LENGTH.size + size + OVERHEAD
 
 
 def sign(content: bytes, identity: PrivateIdentity) -> bytes:
-    """A signature by a lasting identity."""
+    """Sign with a lasting identity."""
     if isinstance(identity, Ed25519PrivateKey):
         return identity.sign(content)
     return identity.sign(content, ec.ECDSA(hashes.SHA384()))
 
 
 def is_signed(content: bytes, signature: bytes, identity: PublicIdentity) -> bool:
-    """Whether the signature is this identity's."""
+    """Return True if the signature is this identity's."""
     try:
         if isinstance(identity, Ed25519PublicKey):
             identity.verify(signature, content)

@@ -1,4 +1,4 @@
-"""The four stages of secure model recombination, for anything that can stand for a layer: an envelope, or just its origin.
+"""Four stages of secure model recombination, for anything that can stand for a layer: an envelope, or just its origin.
 
 Peers hold one model of U layers each. In one repeat every peer sends n layers, n uniform in [low, high], to peers chosen at
 random (stage 1), puts what it receives into the buffer of the layer's index (stage 2), returns for each received layer a
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from fedloom.config.checks import require_at_least
+from fedloom.config.fields import require_at_least
 from fedloom.errors import InvalidValue, quoted
 from fedloom.secure.draws import Choices, Draw, sample
 
@@ -29,7 +29,7 @@ MOST_REPEATS = 1000
 
 @dataclass(frozen=True)
 class Rules:
-    """What all peers of an exchange keep to: `repeats` r_s, and how many layers each sends, `low` n_l to `high` n_u.
+    """Rules of an exchange for all its peers: `repeats` r_s, and how many layers each sends, `low` n_l to `high` n_u.
 
     Without `high` it is ceil(U / 4) in the first repeat, whose layers alone can be attributed to their senders, and U in
     those that follow (the paper advises a small first bound and gives no number).
@@ -50,7 +50,8 @@ class Rules:
             raise InvalidValue(f"high must be at least low, which is {self.low}, not {self.high}")
 
     def bounds(self, units: int) -> list[tuple[int, int]]:
-        """n_l and n_u of each repeat for models of U = `units` layers. Raises `InvalidValue` when a model has fewer than n_u."""
+        """Return n_l and n_u of each repeat, for models of U = `units` layers. Raises `InvalidValue` when a model has fewer than
+        n_u."""
         for name, value in (("low", self.low), ("high", self.high)):
             if value is not None and value > units:
                 raise InvalidValue(
@@ -61,29 +62,29 @@ class Rules:
         return [(self.low, max(self.low, math.ceil(units / 4)))] + [(self.low, units)] * (self.repeats - 1)
 
     def expected_share(self, units: int) -> float:
-        """Expected traffic of the whole exchange per peer, in sizes of one model: the sum of (n_l + n_u) / U over the repeats
+        """Return the expected traffic of an exchange per peer, in sizes of one model: the sum of (n_l + n_u) / U over the repeats
         (equation 27, which is for one)."""
         return sum(low + high for low, high in self.bounds(units)) / units
 
 
 class LayerExchange(ABC):
-    """What a method that has clients exchange layers says of it, to the engine that carries the exchange out."""
+    """Interface of methods whose clients exchange layers, for the engine that carries the exchange out."""
 
     @abstractmethod
     def rules(self) -> Rules:
-        """What the clients of an exchange keep to."""
+        """Return the rules of the exchange."""
 
     @abstractmethod
     def units(self) -> list[Unit]:
-        """The slices of a row that move together."""
+        """Return the slices of a row that move together."""
 
     @abstractmethod
     def exchanges(self, when: str) -> bool:
-        """Whether clients exchange `before_train`, or `before_upload`."""
+        """Return True if clients exchange at this point: `before_train` or `before_upload`."""
 
     @abstractmethod
     def carried(self, when: str, count: int) -> None:
-        """Clients have exchanged layers in this round, and `count` bytes were carried from one to another."""
+        """Take note that clients have exchanged layers in this round, and that `count` bytes were carried between them."""
 
 
 class Sent(NamedTuple, Generic[T]):
@@ -95,13 +96,13 @@ class Sent(NamedTuple, Generic[T]):
 
 
 def purpose(when: str, repeat: int, stage: str) -> str:
-    """Name of the choices of one stage (`send` or `return`) of one repeat (from 1) of the exchange `when`."""
+    """Return the name of the choices of one stage (`send` or `return`) of one repeat (from 1) of the exchange `when`."""
     return f"secure/{when}/{repeat}/{stage}"
 
 
 class LayerBuffers(Generic[T]):
-    """What one peer holds, by the layer's index: one item each between repeats. The choices depend on what arrived, never on the
-    order in which it did."""
+    """Items of one peer by the layer's index, one for each between repeats. Choices depend on the items that arrived, never on
+    their order."""
 
     def __init__(self, me: int, peers: Sequence[int], items: Sequence[T]) -> None:
         self.others = [peer for peer in peers if peer != me]
@@ -114,7 +115,7 @@ class LayerBuffers(Generic[T]):
         return [item for (item,) in self.buffers]
 
     def send(self, low: int, high: int, draw: Draw) -> list[Sent[T]]:
-        """Stage 1: n layers, each to another peer, uniformly. A peer on its own keeps all."""
+        """Send n layers, each to a peer drawn uniformly (stage 1). A peer without others keeps all."""
         if not self.others:
             return []
         count = low + draw(high - low + 1)
@@ -126,7 +127,7 @@ class LayerBuffers(Generic[T]):
         return going
 
     def exchange(self, received: Sequence[Sent[T]], draw: Draw) -> list[Sent[T]]:
-        """Stages 2 and 3: take in all that was sent here, then return for each layer a random one of its index."""
+        """Take in all received layers, then return for each a random one of its index (stages 2 and 3)."""
         ordered = sorted(received, key=lambda sent: (sent.peer, sent.layer))
         for _, index, item in ordered:
             self.buffers[index].append(item)
@@ -137,7 +138,7 @@ class LayerBuffers(Generic[T]):
         return returned
 
     def rebuild(self, returned: Sequence[Sent[T]]) -> None:
-        """Stage 4: take in what came back. Raises `InvalidValue` unless exactly what was sent has been replaced."""
+        """Take in what came back (stage 4). Raises `InvalidValue` unless exactly what was sent has been replaced."""
         if sorted((sent.peer, sent.layer) for sent in returned) != sorted(self.sent):
             raise InvalidValue("what was returned is not what was sent")
         for _, index, item in returned:
@@ -146,39 +147,52 @@ class LayerBuffers(Generic[T]):
 
 
 class Rehearsal(NamedTuple):
-    """What an exchange does, without the layers: for each unit u and place k, the place whose layer ends at k
-    (`sources[u][k]`); and for each repeat and unit, how many peers sent that layer (`sent[r][u]`)."""
+    """Outcome of an exchange, without the layers.
+
+    Attributes:
+        sources: `sources[u][k]` is the row whose layer u ends in row k.
+        sent: `sent[r][u]` is the number of peers that sent layer u in repeat r.
+    """
 
     sources: list[list[int]]
     sent: list[list[int]]
 
     def bytes(self, sizes: Sequence[int]) -> int:
-        """Equation 26 over all repeats, for layers of `sizes[u]` bytes: each layer sent is carried there and another back."""
+        """Return the bytes carried, for layers of `sizes[u]` bytes: each layer sent is carried there and another back
+        (equation 26 over all repeats)."""
         return sum(2 * count * size for repeat in self.sent for count, size in zip(repeat, sizes, strict=True))
 
 
 def rehearse(peers: Sequence[int], units: int, rules: Rules, choices: Choices, when: str) -> Rehearsal:
-    """The exchange `when` of `peers` (their numbers, in the order of their models' rows), as those peers would do it.
+    """Compute what an exchange of these peers does.
 
-    Raises `InvalidValue` when a peer is named twice.
+    Args:
+        peers: Numbers of the peers, in the order of their models' rows.
+        units: Number of layers of a model.
+        rules: Rules of the exchange.
+        choices: Random choices of the peers.
+        when: `before_train` or `before_upload`.
+
+    Raises:
+        InvalidValue: A peer is named twice.
     """
     if len(set(peers)) != len(peers):
         raise InvalidValue(f"every peer takes part once, not {list(peers)}")
-    held = {peer: LayerBuffers(peer, peers, [place] * units) for place, peer in enumerate(peers)}
+    holders = {peer: LayerBuffers(peer, peers, [row] * units) for row, peer in enumerate(peers)}
     sent: list[list[int]] = []
     for number, (low, high) in enumerate(rules.bounds(units), start=1):
         going: dict[int, list[Sent[int]]] = {peer: [] for peer in peers}
         counts = [0] * units
-        for peer, buffers in held.items():
-            for one in buffers.send(low, high, choices(peer, purpose(when, number, "send"))):
-                going[one.peer].append(one._replace(peer=peer))
-                counts[one.layer] += 1
+        for peer, buffers in holders.items():
+            for layer in buffers.send(low, high, choices(peer, purpose(when, number, "send"))):
+                going[layer.peer].append(layer._replace(peer=peer))
+                counts[layer.layer] += 1
         coming: dict[int, list[Sent[int]]] = {peer: [] for peer in peers}
-        for peer, buffers in held.items():
-            for one in buffers.exchange(going[peer], choices(peer, purpose(when, number, "return"))):
-                coming[one.peer].append(one._replace(peer=peer))
-        for peer, buffers in held.items():
+        for peer, buffers in holders.items():
+            for layer in buffers.exchange(going[peer], choices(peer, purpose(when, number, "return"))):
+                coming[layer.peer].append(layer._replace(peer=peer))
+        for peer, buffers in holders.items():
             buffers.rebuild(coming[peer])
         sent.append(counts)
-    ends = [buffers.items for buffers in held.values()]
+    ends = [buffers.items for buffers in holders.values()]
     return Rehearsal([[items[unit] for items in ends] for unit in range(units)], sent)

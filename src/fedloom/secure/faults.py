@@ -1,8 +1,8 @@
-"""What can go wrong in an exchange, by name."""
+"""Violations of an exchange's protocol, by name."""
 
 from __future__ import annotations
 
-from fedloom.config.checks import require_one_of
+from fedloom.config.fields import require_one_of
 from fedloom.errors import FedloomError
 
 SERVER = -1
@@ -34,9 +34,9 @@ class ProtocolViolation(FedloomError):
         require_one_of("kind", kind, tuple(KINDS))
         self.kind, self.peer, self.detail, self.witness = kind, peer, detail, witness
         name = "the server" if peer == SERVER else f"peer {peer}"
-        more = f" ({detail})" if detail else ""
-        seen = "" if witness is None else f", says peer {witness}"
-        super().__init__(f"{name}: {KINDS[kind]}{more}{seen}")
+        details = f" ({detail})" if detail else ""
+        source = "" if witness is None else f", says peer {witness}"
+        super().__init__(f"{name}: {KINDS[kind]}{details}{source}")
 
 
 class ExchangeAborted(FedloomError):
@@ -44,5 +44,5 @@ class ExchangeAborted(FedloomError):
 
     def __init__(self, faults: list[ProtocolViolation], remaining: int, fewest: int) -> None:
         self.faults = faults
-        last = f": {faults[-1]}" if faults else ""
-        super().__init__(f"exchange aborted with {remaining} of at least {fewest} peers left{last}")
+        reason = f": {faults[-1]}" if faults else ""
+        super().__init__(f"exchange aborted with {remaining} of at least {fewest} peers left{reason}")

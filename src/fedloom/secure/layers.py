@@ -1,4 +1,4 @@
-"""A model as the bytes of its layers, and back."""
+"""Conversion of a model to the bytes of its layers, and back."""
 
 from __future__ import annotations
 
@@ -14,23 +14,21 @@ if TYPE_CHECKING:
 
 
 def layer_sizes(units: Sequence[Unit], like: Tensor) -> list[int]:
-    """Bytes of each layer of rows such as `like`."""
-    return [sum(part.stop - part.start for part in unit) * like.element_size() for unit in units]
+    """Return the bytes of each layer of rows such as `like`."""
+    return [sum(span.stop - span.start for span in unit) * like.element_size() for unit in units]
 
 
 def to_layers(row: Tensor, units: Sequence[Unit]) -> list[bytes]:
-    """The numbers of a row `[P]`, layer by layer, as bytes in the machine's order (little-endian on all that PyTorch runs on)."""
+    """Return the numbers of a row `[P]`, layer by layer, as bytes in the machine's order (little-endian with PyTorch)."""
     import torch  # a peer between two messages does without
 
     flat = row.detach().cpu()
-    return [torch.cat([flat[part] for part in unit]).numpy().tobytes() for unit in units]
+    return [torch.cat([flat[span] for span in unit]).numpy().tobytes() for unit in units]
 
 
 def from_layers(layers: Sequence[bytes], units: Sequence[Unit], like: Tensor) -> Tensor:
-    """The row of these layers, of the type, device and length of `like [P]`. Raises `InvalidValue` for a layer of another size.
-
-    Slices outside all units are those of `like`.
-    """
+    """Return the row of these layers, of the type, device and length of `like [P]`, whose numbers stay outside all units. Raises
+    `InvalidValue` for a layer of another size."""
     import torch
 
     row = like.detach().cpu().clone()
@@ -39,8 +37,8 @@ def from_layers(layers: Sequence[bytes], units: Sequence[Unit], like: Tensor) ->
             raise InvalidValue(f"layer {number} has {len(layer)} bytes, not {size}")
         numbers = torch.frombuffer(bytearray(layer), dtype=row.dtype)
         start = 0
-        for part in unit:
-            length = part.stop - part.start
-            row[part] = numbers[start : start + length]
+        for span in unit:
+            length = span.stop - span.start
+            row[span] = numbers[start : start + length]
             start += length
     return row.to(like.device)

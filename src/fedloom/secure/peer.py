@@ -1,15 +1,14 @@
-"""One peer of an exchange: bytes in, bytes out, in the steps that the server calls for."""
+"""Peer of an exchange: bytes in, bytes out, in the steps that the server calls for."""
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from fedloom.config.checks import require_at_least
+from fedloom.config.fields import require_at_least
 from fedloom.errors import InvalidValue
 from fedloom.secure.draws import Choices, Draw, secret_choices
 from fedloom.secure.envelopes import (
@@ -44,6 +43,7 @@ from fedloom.secure.wire import (
     read_notes,
     require_parcels,
 )
+from fedloom.state.digest import Digest
 
 
 class Peer:
@@ -84,11 +84,11 @@ class Peer:
 
     @property
     def layers(self) -> list[bytes]:
-        """The model's layers: exchanged, or as they were offered."""
+        """Layers of the model: exchanged, or as they were offered."""
         return self.holding.items if self.committed else self.offered
 
     def offer(self, layers: Sequence[bytes]) -> None:
-        """Hand over the model with which to enter the next exchange, and forget the one before. Raises `InvalidValue` when the
+        """Hand over the model with which to enter the next exchange, and forget the previous one. Raises `InvalidValue` when the
         rules ask for more layers than it has."""
         if not layers or not all(layers):
             raise InvalidValue("a model needs at least one layer, and a layer at least one byte")
@@ -96,24 +96,24 @@ class Peer:
         self.offered, self.committed, self.step = list(layers), False, None
 
     def upload(self) -> list[bytes]:
-        """The envelopes for the server, after an exchange before upload. Raises `InvalidValue` where there was none."""
+        """Return the envelopes for the server, after an exchange before upload. Raises `InvalidValue` where there was none."""
         if not self.committed or self.terms.when != "before_upload":
             raise InvalidValue("the exchange before upload did not come to its end here")
         self.uploaded.add(self._model_digest())
         return self.layers
 
     def abort(self) -> None:
-        """The exchange did not happen: the layers are those that were offered."""
+        """Take back the model: the layers are those that were offered."""
         self.committed, self.step = False, None
 
     def handle(self, request: bytes) -> bytes:
         """Answer one request. A fault that the peer notices is its answer, and the exchange is over for it."""
         try:
-            asked = Request.decode(request)
-            if asked.kind == "abort":
+            decoded = Request.decode(request)
+            if decoded.kind == "abort":
                 self.abort()
                 return Answer().encode()
-            letters = self._begin(asked.terms) if asked.terms is not None else self._go_on(asked.letters)
+            letters = self._begin(decoded.terms) if decoded.terms is not None else self._go_on(decoded.letters)
             return Answer(tuple(letters)).encode()
         except ProtocolViolation as fault:
             self.abort()
@@ -137,7 +137,7 @@ class Peer:
         return [Letter(self.number, peer, self.introduction) for peer in self.others]
 
     def _refusal(self, terms: Terms) -> str:
-        """Why the peer takes no part on these terms, or nothing."""
+        """Return the reason why the peer takes no part on these terms, or nothing."""
         strangers = set(terms.peers) - self.identities.keys()
         if not self.offered:
             return "no model was offered"
@@ -174,22 +174,22 @@ class Peer:
 
     def _meet(self, letters: Sequence[Letter]) -> None:
         """Take the others' keys for this run, each signed by its lasting identity, and derive what all must agree on."""
-        found: dict[int, bytes] = {}
+        introductions: dict[int, bytes] = {}
         for letter in letters:
             self._require_ends(letter)
-            if letter.sender in found:
+            if letter.sender in introductions:
                 raise ProtocolViolation("duplicated", letter.sender, "its introduction")
-            found[letter.sender] = letter.body
+            introductions[letter.sender] = letter.body
         self.verifying: dict[int, Ed25519PublicKey] = {}
         self.sealing: dict[int, bytes] = {}
         for peer in self.others:
-            if peer not in found:
+            if peer not in introductions:
                 raise ProtocolViolation("missing", peer, "its introduction")
-            keys = Introduction.decode(found[peer], peer)
+            keys = Introduction.decode(introductions[peer], peer)
             if not is_signed(keys.signed_content(self.terms.run, peer), keys.signature, self.identities[peer]):
                 raise ProtocolViolation("impostor", peer)
             self.verifying[peer], self.sealing[peer] = Ed25519PublicKey.from_public_bytes(keys.verifying), keys.sealing
-        self.session = self.terms.session(found | {self.number: self.introduction})
+        self.session = self.terms.session(introductions | {self.number: self.introduction})
         self.past.add(self.session)
 
     # --- the stages ---
@@ -207,7 +207,7 @@ class Peer:
         raise ProtocolViolation("invalid", SERVER, "letters without an exchange")
 
     def _send(self) -> list[Letter]:
-        """Stage 1 of the next repeat: how many layers follow for each peer, then the layers."""
+        """Begin the next repeat (stage 1): announce how many layers follow for each peer, then send them."""
         self.repeat, self.step = self.repeat + 1, "sent"
         low, high = self.rules.bounds(len(self.offered))[self.repeat - 1]
         going = self.holding.send(low, high, self._draw("send"))
@@ -215,7 +215,7 @@ class Peer:
         return [self._letter(peer, ANNOUNCEMENT, counts[peer]) for peer in self.others] + self._parcels(going, SENT)
 
     def _return(self, letters: Sequence[Letter]) -> list[Letter]:
-        """Stages 2 and 3: once everything announced is here, return a layer for each."""
+        """Return a layer for each that came, once everything announced is there (stages 2 and 3)."""
         notes = self._read(letters, (ANNOUNCEMENT, SENT))
         due = announced(notes, [(peer, self.number) for peer in self.others], self.terms)
         came = self._open([note for note in notes if note.kind == SENT], due)
@@ -223,7 +223,7 @@ class Peer:
         return self._parcels(self.holding.exchange(came, self._draw("return")), RETURNED)
 
     def _rebuild(self, letters: Sequence[Letter]) -> list[Letter]:
-        """Stage 4: a layer for each that was sent; then the next repeat, or the word to all that the model is whole."""
+        """Take a layer for each that was sent (stage 4); then begin the next repeat, or confirm that the model is whole."""
         owed = Counter((peer, self.number) for peer, _ in self.holding.sent)
         came = self._open(self._read(letters, (RETURNED,)), owed)
         for sent in came:
@@ -247,7 +247,7 @@ class Peer:
         return self.choices(self.terms)(self.number, purpose(self.terms.when, self.repeat, stage))
 
     def _model_digest(self) -> bytes:
-        return hashlib.sha256(pack(*self.offered)).digest()
+        return Digest(pack(*self.offered)).digest()
 
     # --- letters ---
 
@@ -258,7 +258,7 @@ class Peer:
         return Letter(self.number, peer, note.signed(self.signing))
 
     def _parcels(self, going: Iterable[Sent[bytes]], kind: int) -> list[Letter]:
-        """Each layer with its index in a parcel of one size, numbered by its recipient."""
+        """Pack each layer with its index in a parcel of one size, numbered by its recipient."""
         size, numbers, letters = self.terms.parcel_content(), Counter[int](), []
         for peer, index, item in going:
             letters.append(self._letter(peer, kind, numbers[peer], pad(index.to_bytes(INDEX) + item, size)))
@@ -277,7 +277,7 @@ class Peer:
         return read_notes(letters, self.verifying, self.terms, self.session, self.repeat, kinds, self.past)
 
     def _open(self, notes: Sequence[Note], due: Mapping[tuple[int, int], int]) -> list[Sent[bytes]]:
-        """The layers in these parcels, which must be as many from each peer as are due, and no index twice from one."""
+        """Return the layers in these parcels, which must be as many from each peer as are due, and no index twice from one."""
         require_parcels(notes, due)
         came: dict[tuple[int, int], bytes] = {}
         for note in notes:

@@ -16,7 +16,7 @@ from fedloom.secure.wire import Terms, pack, unpack
 
 
 def snapshot(peer: Peer) -> bytes:
-    """All that the peer must remember to go on with the next request; empty before its first exchange."""
+    """Return all that the peer must remember to go on with the next request; empty before its first exchange."""
     if peer.run is None:
         return b""
     met = sorted(peer.verifying) if peer.step not in (None, "introductions") else []
@@ -29,7 +29,7 @@ def snapshot(peer: Peer) -> bytes:
         "buffers": [len(buffer) for buffer in peer.holding.buffers],
         "sent": peer.holding.sent,
     }
-    keys = [key for other in met for key in (peer.verifying[other].public_bytes_raw(), peer.sealing[other])]
+    keys = [key for k in met for key in (peer.verifying[k].public_bytes_raw(), peer.sealing[k])]
     return pack(
         json.dumps(head).encode(),
         pack(peer.signing.private_bytes_raw(), peer.opening.private_bytes_raw(), peer.introduction, peer.server_key),
@@ -46,8 +46,8 @@ def restore(peer: Peer, data: bytes) -> None:
     """Make a new peer of the same number and identities go on where `snapshot` was taken, by the rules that it had then."""
     if not data:
         return
-    first, *blobs = unpack(data, peer.number)
-    head = json.loads(first)
+    text, *blobs = unpack(data, peer.number)
+    head = json.loads(text)
     secret, past, uploaded, agreed, keys, offered, items = (unpack(blob, peer.number) for blob in blobs)
     peer.run, peer.step, peer.repeat, peer.committed = (head[key] for key in ("run", "step", "repeat", "committed"))
     peer.signing = Ed25519PrivateKey.from_private_bytes(secret[0])
@@ -56,12 +56,12 @@ def restore(peer: Peer, data: bytes) -> None:
     peer.uploaded |= set(uploaded)
     peer.terms, peer.session = Terms.decode(agreed[0]), agreed[1]
     peer.rules = peer.terms.rules
-    peer.others = [other for other in peer.terms.peers if other != peer.number]
+    peer.others = [k for k in peer.terms.peers if k != peer.number]
     met = head["met"]
     peer.verifying = {k: Ed25519PublicKey.from_public_bytes(key) for k, key in zip(met, keys[::2], strict=True)}
     peer.sealing = dict(zip(met, keys[1::2], strict=True))
     peer.offered = offered
-    left = iter(items)
+    remaining = iter(items)
     peer.holding = LayerBuffers(peer.number, peer.terms.peers, [])
-    peer.holding.buffers = [[next(left) for _ in range(length)] for length in head["buffers"]]
-    peer.holding.sent = [(other, index) for other, index in head["sent"]]
+    peer.holding.buffers = [[next(remaining) for _ in range(length)] for length in head["buffers"]]
+    peer.holding.sent = [(recipient, index) for recipient, index in head["sent"]]

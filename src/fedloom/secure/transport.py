@@ -1,4 +1,4 @@
-"""How requests reach the peers: the one thing that a place where peers live has to offer."""
+"""Transport of requests to the peers: the interface that a place where peers live must offer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Transport(Protocol):
     """Carries one request to each of some peers and their answers back, in bytes: one round of messages over Flower."""
 
     def carry(self, requests: Mapping[int, bytes]) -> Mapping[int, bytes]:
-        """The answer of every peer that gave one in time. Peers work at the same time; the call ends when all have answered or
-        the transport has waited long enough."""
+        """Return the answer of every peer that gave one in time. Peers work at the same time; the call ends when all have
+        answered or the transport has waited long enough."""
 
 
 class InMemoryTransport:

@@ -1,11 +1,10 @@
-"""What travels in an exchange, as bytes; docs/secure-messages.md describes every field, for whoever writes the other side.
+"""Messages of an exchange as bytes; docs/secure-messages.md describes every field, for whoever writes the other side.
 
-Reading never runs code. What cannot be read, or is not as agreed, raises `ProtocolViolation` naming who sent it.
+Reading never runs code. Bytes that cannot be read, or are not as agreed, raise `ProtocolViolation` naming their sender.
 """
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from fedloom.errors import one_line
 from fedloom.secure.envelopes import OVERHEAD, SIGNATURE, can_seal, padded_size
 from fedloom.secure.exchange import Rules
 from fedloom.secure.faults import SERVER, ProtocolViolation
+from fedloom.state.digest import Digest
 
 OCCASIONS = ("before_upload", "before_train")
 
@@ -27,7 +27,7 @@ ANNOUNCEMENT, SENT, RETURNED, CONFIRMATION = 1, 2, 3, 4
 INDEX = 4
 """Bytes of a layer's index in a parcel."""
 
-_MOST_PARTS = 1 << 17  # more than any message has: a letter is one part
+_MOST_FIELDS = 1 << 17  # more than any message has: a letter is one field
 _LONGEST_DETAIL = 200
 _HEADER = struct.Struct(">4s32sIBIII")
 _MAGIC = b"flsx"
@@ -37,43 +37,50 @@ NOTE_OVERHEAD = _HEADER.size + SIGNATURE
 """Bytes that a note adds to its payload."""
 
 
-def pack(*parts: bytes) -> bytes:
-    """Parts with their lengths before them, so that no two lists of parts give the same bytes."""
-    return b"".join(struct.pack(">Q", len(part)) + part for part in parts)
+def pack(*fields: bytes) -> bytes:
+    """Join fields with their lengths before them, so that no two lists of fields give the same bytes."""
+    return b"".join(struct.pack(">Q", len(field)) + field for field in fields)
 
 
 def unpack(data: bytes, culprit: int, count: int | None = None) -> list[bytes]:
-    """What `pack` joined, `count` parts where that is given. Raises `ProtocolViolation` (damaged)."""
-    parts: list[bytes] = []
-    place = 0
-    while place < len(data):
-        start = place + 8
-        place = start + int.from_bytes(data[place:start])
-        if place > len(data) or len(parts) == _MOST_PARTS:
+    """Return the fields that `pack` joined. Raises `ProtocolViolation` (damaged) for other bytes, or not `count` fields."""
+    fields: list[bytes] = []
+    offset = 0
+    while offset < len(data):
+        start = offset + 8
+        offset = start + int.from_bytes(data[offset:start])
+        if offset > len(data) or len(fields) == _MOST_FIELDS:
             raise ProtocolViolation("damaged", culprit)
-        parts.append(data[start:place])
-    if count is not None and len(parts) != count:
+        fields.append(data[start:offset])
+    if count is not None and len(fields) != count:
         raise ProtocolViolation("damaged", culprit)
-    return parts
+    return fields
 
 
 def pack_numbers(numbers: Iterable[int]) -> bytes:
-    """Whole numbers, eight bytes each."""
+    """Return whole numbers as eight bytes each."""
     return b"".join(number.to_bytes(8) for number in numbers)
 
 
 def _numbers(data: bytes) -> tuple[int, ...]:
     if len(data) % 8:
         raise ValueError(len(data))
-    return tuple(int.from_bytes(data[place : place + 8]) for place in range(0, len(data), 8))
+    return tuple(int.from_bytes(data[offset : offset + 8]) for offset in range(0, len(data), 8))
 
 
 @dataclass(frozen=True)
 class Terms:
-    """One attempt at one exchange, as the server calls for it.
+    """Terms of one attempt at one exchange, as the server calls for it.
 
-    `when` is one of `OCCASIONS`, `peers` take part, `server_key` is the X25519 key for which layers are sealed before an upload;
-    `rules` and `sizes`, the bytes of each layer, must be those that every peer has.
+    Attributes:
+        run: Name of the run, in which keys stay the same.
+        round: Number of the round.
+        when: One of `OCCASIONS`.
+        attempt: Number of the attempt, from 0.
+        peers: Numbers of the peers that take part.
+        server_key: X25519 key for which layers are sealed before an upload.
+        rules: Rules, which every peer must have too.
+        sizes: Bytes of each layer, which every peer must have too.
     """
 
     run: str
@@ -104,29 +111,29 @@ class Terms:
         return terms
 
     def held_sizes(self) -> list[int]:
-        """Bytes of each layer as peers hold it: before an upload, sealed for the server."""
+        """Return the bytes of each layer as peers hold it: before an upload, sealed for the server."""
         return [size + (OVERHEAD if self.when == "before_upload" else 0) for size in self.sizes]
 
     def parcel_content(self) -> int:
-        """Bytes to which a layer and its index are padded, the same for every parcel."""
+        """Return the bytes to which a layer and its index are padded, the same for every parcel."""
         return INDEX + max(self.held_sizes())
 
     def parcel_size(self) -> int:
-        """Bytes of every letter that holds a layer."""
+        """Return the bytes of every letter that holds a layer."""
         return NOTE_OVERHEAD + padded_size(self.parcel_content())
 
     def layer_context(self, index: int) -> bytes:
-        """What a layer's envelope for the server is bound to: these terms and the layer's index."""
-        return pack(b"fedloom layer", hashlib.sha256(self.encode()).digest(), pack_numbers([index]))
+        """Return the context of a layer's envelope for the server: these terms and the layer's index."""
+        return pack(b"fedloom layer", Digest(self.encode()).digest(), pack_numbers([index]))
 
     def session(self, introductions: Mapping[int, bytes]) -> bytes:
-        """What every note names: the digest of all that the peers must agree on."""
+        """Return the digest of all that the peers must agree on, which every note names."""
         ordered = (introductions[peer] for peer in sorted(introductions))
-        return hashlib.sha256(pack(b"fedloom session", self.encode(), *ordered)).digest()
+        return Digest(pack(b"fedloom session", self.encode(), *ordered)).digest()
 
 
 class Introduction(NamedTuple):
-    """A peer's public keys in this run, for signatures (Ed25519) and for sealing (X25519), signed by its lasting identity."""
+    """Public keys of a peer in this run, for signatures (Ed25519) and for sealing (X25519), signed by its lasting identity."""
 
     verifying: bytes
     sealing: bytes
@@ -134,19 +141,19 @@ class Introduction(NamedTuple):
 
     @classmethod
     def decode(cls, body: bytes, peer: int) -> Introduction:
-        """Raises `ProtocolViolation` for what is none, or a key for which nothing can be sealed."""
-        found = cls(*unpack(body, peer, 3))
-        if (len(found.verifying), len(found.sealing)) != (32, 32):
+        """Read an introduction. Raises `ProtocolViolation` for other bytes, or a key for which nothing can be sealed."""
+        keys = cls(*unpack(body, peer, 3))
+        if (len(keys.verifying), len(keys.sealing)) != (32, 32):
             raise ProtocolViolation("damaged", peer, "its introduction")
-        if not can_seal(found.sealing):
+        if not can_seal(keys.sealing):
             raise ProtocolViolation("invalid", peer, "a key for which nothing can be sealed")
-        return found
+        return keys
 
     def encode(self) -> bytes:
         return pack(*self)
 
     def signed_content(self, run: str, peer: int) -> bytes:
-        """What the lasting identity signs."""
+        """Return the bytes that the lasting identity signs."""
         return pack(b"fedloom introduction", run.encode(), pack_numbers([peer]), self.verifying, self.sealing)
 
 
@@ -159,7 +166,7 @@ class Letter(NamedTuple):
 
 
 class Note(NamedTuple):
-    """What a letter says after the introductions. `number` counts the parcels to this recipient from 0, or is how many there
+    """Content of a letter after the introductions. `number` counts the parcels to this recipient from 0, or is how many there
     are (announcement); `payload` is a sealed parcel, or empty."""
 
     session: bytes
@@ -175,21 +182,21 @@ class Note(NamedTuple):
         return self.sender, self.recipient
 
     def header(self) -> bytes:
-        """All but the payload, of one length whatever it says; parcels are sealed with it as their context."""
+        """Return everything but the payload, in a fixed length; parcels are sealed with it as their context."""
         return _HEADER.pack(_MAGIC, *self[:-1])
 
     def signed(self, key: Ed25519PrivateKey) -> bytes:
-        """The note as a letter's body: header, payload, Ed25519 signature of both."""
+        """Return the note as a letter's body: header, payload, Ed25519 signature of both."""
         body = self.header() + self.payload
         return body + key.sign(body)
 
 
 def read_note(body: bytes, sender: int) -> Note:
-    """The note in a letter's body, its signature not yet looked at. Raises `ProtocolViolation` (damaged)."""
+    """Return the note in a letter's body, without checking its signature. Raises `ProtocolViolation` (damaged)."""
     if len(body) < NOTE_OVERHEAD or body[:4] != _MAGIC:
         raise ProtocolViolation("damaged", sender)
-    _, session, repeat, kind, one, other, number = _HEADER.unpack_from(body)
-    return Note(session, repeat, kind, one, other, number, body[_HEADER.size : -SIGNATURE])
+    _, session, repeat, kind, source, recipient, number = _HEADER.unpack_from(body)
+    return Note(session, repeat, kind, source, recipient, number, body[_HEADER.size : -SIGNATURE])
 
 
 def read_notes(
@@ -201,9 +208,9 @@ def read_notes(
     kinds: tuple[int, ...],
     past: Collection[bytes] = (),
 ) -> list[Note]:
-    """The notes of one stage, each signed by its sender for its recipient, and none of them twice. `past` are sessions that are
-    over. All of this the server can check as well as the recipient."""
-    seen: set[tuple[int, int, int, int]] = set()
+    """Return the notes of one stage, each signed by its sender for its recipient, and none of them twice. `past` are sessions
+    that are over. The server can check all of this as well as the recipient."""
+    marks: set[tuple[int, int, int, int]] = set()
     notes = []
     for letter in letters:
         sender, note = letter.sender, read_note(letter.body, letter.sender)
@@ -219,15 +226,15 @@ def read_notes(
         if len(letter.body) != (terms.parcel_size() if parcel else NOTE_OVERHEAD):
             raise ProtocolViolation("invalid", sender, "a parcel of another size")
         mark = (*note.ends, note.kind, note.number if parcel else 0)
-        if mark in seen:
+        if mark in marks:
             raise ProtocolViolation("duplicated", sender)
-        seen.add(mark)
+        marks.add(mark)
         notes.append(note)
     return notes
 
 
 def announced(notes: Iterable[Note], ends: Iterable[tuple[int, int]], terms: Terms) -> dict[tuple[int, int], int]:
-    """How many layers follow from whom to whom, which each of these senders must have said. Raises `ProtocolViolation`."""
+    """Return how many layers follow from whom to whom. Raises `ProtocolViolation` unless each of these senders has said so."""
     counts = {note.ends: note.number for note in notes if note.kind == ANNOUNCEMENT}
     for sender, recipient in ends:
         count = counts.get((sender, recipient))
@@ -240,11 +247,11 @@ def announced(notes: Iterable[Note], ends: Iterable[tuple[int, int]], terms: Ter
 
 def require_parcels(notes: Iterable[Note], due: Mapping[tuple[int, int], int]) -> None:
     """Raise `ProtocolViolation` unless as many parcels came from whom to whom as are due, numbered from 0."""
-    found: dict[tuple[int, int], set[int]] = {}
+    received: dict[tuple[int, int], set[int]] = {}
     for note in notes:
-        found.setdefault(note.ends, set()).add(note.number)
-    for ends in sorted({*found, *due}):
-        numbers, count = found.get(ends, set()), due.get(ends, 0)
+        received.setdefault(note.ends, set()).add(note.number)
+    for ends in sorted({*received, *due}):
+        numbers, count = received.get(ends, set()), due.get(ends, 0)
         if not numbers >= set(range(count)):
             raise ProtocolViolation("missing", ends[0], f"{len(numbers)} of {count} layers came")
         if len(numbers) > count:
@@ -261,8 +268,8 @@ def _is_from(body: bytes, key: Ed25519PublicKey) -> bool:
 
 @dataclass(frozen=True)
 class Request:
-    """What the server hands to one peer: terms to begin with (`begin`), letters to go on with (`letters`), or nothing but the
-    word that it is over (`abort`: take back the model before)."""
+    """Request of the server to one peer: terms to begin with (`begin`), letters to go on with (`letters`), or the end of the
+    exchange (`abort`: take back the model that was offered)."""
 
     kind: str
     terms: Terms | None = None
@@ -274,19 +281,19 @@ class Request:
 
     @classmethod
     def decode(cls, data: bytes) -> Request:
-        kind, *parts = unpack(data, SERVER) or [b""]
-        if kind == b"begin" and len(parts) == 1:
-            return cls("begin", Terms.decode(parts[0]))
+        kind, *fields = unpack(data, SERVER) or [b""]
+        if kind == b"begin" and len(fields) == 1:
+            return cls("begin", Terms.decode(fields[0]))
         if kind == b"letters":
-            return cls("letters", letters=_letters(parts, SERVER))
-        if kind == b"abort" and not parts:
+            return cls("letters", letters=_letters(fields, SERVER))
+        if kind == b"abort" and not fields:
             return cls("abort")
         raise ProtocolViolation("damaged", SERVER, "a request")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a peer gives back: its letters, or the fault because of which it has taken back its model."""
+    """Answer of a peer: its letters, or the fault because of which it has taken back its model."""
 
     letters: tuple[Letter, ...] = ()
     fault: ProtocolViolation | None = None
@@ -299,15 +306,15 @@ class Answer:
 
     @classmethod
     def decode(cls, data: bytes, sender: int) -> Answer:
-        """The answer of peer `sender`. Raises `ProtocolViolation` naming it when that cannot be read."""
-        head, *parts = unpack(data, sender) or [b""]
+        """Read the answer of peer `sender`. Raises `ProtocolViolation` naming it when that cannot be read."""
+        head, *fields = unpack(data, sender) or [b""]
         if head == b"letters":
-            return cls(_letters(parts, sender))
-        if head == b"fault" and len(parts) == 3 and len(parts[1]) == 8:
-            accused = int.from_bytes(parts[1], signed=True)
-            detail = one_line(parts[2][: 4 * _LONGEST_DETAIL].decode(errors="replace"), _LONGEST_DETAIL)
+            return cls(_letters(fields, sender))
+        if head == b"fault" and len(fields) == 3 and len(fields[1]) == 8:
+            accused = int.from_bytes(fields[1], signed=True)
+            detail = one_line(fields[2][: 4 * _LONGEST_DETAIL].decode(errors="replace"), _LONGEST_DETAIL)
             try:
-                return cls(fault=ProtocolViolation(parts[0].decode(), accused, detail, witness=sender))
+                return cls(fault=ProtocolViolation(fields[0].decode(), accused, detail, witness=sender))
             except ValueError:  # no such kind
                 pass
         raise ProtocolViolation("damaged", sender, "an answer")
@@ -317,11 +324,11 @@ def _encoded(letters: Iterable[Letter]) -> list[bytes]:
     return [_ENDS.pack(letter.sender, letter.recipient) + letter.body for letter in letters]
 
 
-def _letters(parts: Sequence[bytes], culprit: int) -> tuple[Letter, ...]:
-    if any(len(part) < _ENDS.size for part in parts):
+def _letters(fields: Sequence[bytes], culprit: int) -> tuple[Letter, ...]:
+    if any(len(field) < _ENDS.size for field in fields):
         raise ProtocolViolation("damaged", culprit, "a list of letters")
     letters = []
-    for part in parts:
-        sender, recipient = _ENDS.unpack_from(part)
-        letters.append(Letter(sender, recipient, part[_ENDS.size :]))
+    for field in fields:
+        sender, recipient = _ENDS.unpack_from(field)
+        letters.append(Letter(sender, recipient, field[_ENDS.size :]))
     return tuple(letters)

@@ -1,4 +1,4 @@
-"""Files that are complete or not there at all: written under a temporary name, then renamed."""
+"""Files that are complete or absent: written under a temporary name, then renamed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from pathlib import Path
 from fedloom.errors import CheckpointError, DiskFull
 
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{16}\.writing")
-"""The folder in which `replacing` writes: the file's own name, then letters that no other writer has."""
+"""Folder in which `replacing` writes: the file's name, then letters that no other writer has."""
 
 
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterator[Path]:
-    """An empty file to write, which takes the place of `path` when the block ends, or vanishes when the block fails.
+    """Yield an empty file to write. It replaces `path` when the block ends, and vanishes when the block fails.
 
-    Several writers of one path do not disturb each other: the last one to end is the one whose file stays. `mode` is that of a
-    new file, from its first byte on. Unless `durable`, the file outlives this process but perhaps not a power cut, until
-    `flush`. A writer that is killed leaves a folder behind, for `remove_unfinished`.
+    Several writers of one path do not disturb each other: the file of the last one to end stays. `mode` holds for a new file
+    from its first byte on. Unless `durable`, the file outlives this process but perhaps not a power cut, until `flush`. A
+    writer that is killed leaves a folder behind, for `remove_unfinished`.
     """
     folder = path.with_name(f".{path.name}.{secrets.token_hex(8)}.writing")
     folder.mkdir(mode=0o700)
@@ -34,7 +34,7 @@ def replacing(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterato
             temporary.touch(mode)
             permissions = temporary.stat().st_mode
             yield temporary
-            temporary.chmod(permissions)  # where the block put another file there
+            temporary.chmod(permissions)  # the block may have replaced the file
             if durable:
                 flush(temporary)
             temporary.replace(path)
@@ -44,8 +44,22 @@ def replacing(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterato
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def make_folder(path: Path, mode: int = 0o777) -> None:
+    """Make a folder and those above it, where they are missing. Raises `CheckpointError` when it cannot be made."""
+    try:
+        path.mkdir(mode=mode, parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be made ({error.strerror or error})") from None
+
+
+def remove(path: Path) -> None:
+    """Remove a file where there is one. A folder of that name is nobody's work here, and stays."""
+    if not path.is_dir() or path.is_symlink():
+        path.unlink(missing_ok=True)
+
+
 def slug(text: str) -> str:
-    """A text as part of a file's name: `a (b, c)` is `a-b-c`."""
+    """Return a text as it may stand in a file's name: `a (b, c)` is `a-b-c`."""
     return re.sub(r"[^\w.=]+", "-", text).strip("-")
 
 
@@ -59,7 +73,7 @@ def remove_unfinished(directory: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder, where the system can, at most until this process ends. Raises `BlockingIOError` when it is locked."""
+    """Lock a folder, where the system can, until the block or this process ends. Raises `BlockingIOError` when it is locked."""
     if sys.platform == "win32":
         yield
         return
@@ -74,12 +88,12 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """A text file. Raises `CheckpointError` when it cannot be written."""
+    """Write a text file. Raises `CheckpointError` when it cannot be written."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes, *, mode: int = 0o666, durable: bool = True) -> None:
-    """A file of these bytes; `mode` and `durable` as in `replacing`. Raises `CheckpointError` when it cannot be written."""
+    """Write a file; `mode` and `durable` as in `replacing`. Raises `CheckpointError` when it cannot be written."""
     try:
         with replacing(path, mode=mode, durable=durable) as temporary:
             temporary.write_bytes(content)
@@ -87,11 +101,24 @@ def write_bytes(path: Path, content: bytes, *, mode: int = 0o666, durable: bool 
         raise not_written(path, error, len(content)) from None
 
 
-def not_written(path: Path, error: OSError, needed: int) -> CheckpointError:
-    """What to raise where `needed` bytes cannot be written to `path`."""
+def not_written(path: Path, error: OSError, size: int) -> CheckpointError:
+    """Return the error to raise where `size` bytes cannot be written to `path`."""
+    if error.errno == errno.EFBIG:
+        return DiskFull(f"{path} cannot be written: its {size:,} bytes are more than the system allows a file to have")
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return CheckpointError(f"{path} cannot be written ({error.strerror or error})")
-    return DiskFull(f"{path} cannot be written: the disk is full, and the file needs {needed:,} bytes")
+    if error.errno == errno.ENOSPC and _lacks_inodes(path.parent):
+        return DiskFull(f"{path} cannot be written: the disk holds as many files as it can (no inodes are left)")
+    return DiskFull(f"{path} cannot be written: the disk is full, and the file needs {size:,} bytes")
+
+
+def _lacks_inodes(folder: Path) -> bool:
+    """Return True if the file system has room for bytes but for no other file."""
+    try:
+        system = os.statvfs(folder)
+    except (OSError, AttributeError):  # Windows has no statvfs
+        return False
+    return system.f_files > 0 and system.f_favail == 0 and system.f_bavail > 0
 
 
 def flush(path: Path) -> None:
@@ -101,7 +128,7 @@ def flush(path: Path) -> None:
 
 
 def flush_directory(path: Path) -> None:
-    """Wait until the names in a directory have reached the disk (where the system has a way to)."""
+    """Wait until the names in a directory have reached the disk, where the system has a way to."""
     if os.name == "posix":
         descriptor = os.open(path, os.O_RDONLY)
         try:

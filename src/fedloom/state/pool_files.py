@@ -1,36 +1,38 @@
-"""Pools of models that are larger than memory: matrices in memory-mapped files, which are their checkpoints' part too."""
+"""Pools of models that are larger than memory: matrices in memory-mapped files, which checkpoints name."""
 
 from __future__ import annotations
 
 import json
 import mmap
 import os
+import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 from fedloom.errors import DamagedCheckpoint
-from fedloom.state.files import flush, flush_directory, not_written
+from fedloom.state.digest import Checksum
+from fedloom.state.files import flush, flush_directory, make_folder, not_written, remove
+from fedloom.state.tensors import byte_chunks
 
-_CHUNK = 1 << 24  # bytes of a file that are digested at a time
+_NAME = re.compile(r"rows-(\d+)")
 
 
 @dataclass
 class _MappedFile:
-    """A file whose tensor is in use: `written` is what a checkpoint says of it, as of that `state` of the tensor."""
+    """A file whose tensor is in use: `written` is its entry in a checkpoint, made when the tensor had this `fingerprint`."""
 
     name: str
     memory: weakref.ref[np.ndarray]
-    state: object = None
+    fingerprint: object = None
     written: str = ""
 
 
@@ -38,24 +40,26 @@ class PoolFiles:
     """Makes matrices of models: in memory, or in files of `directory` where one is larger than `budget` bytes.
 
     Such a matrix is a tensor like any other, whose pages the system reads and writes back as it finds room; so its numbers are
-    those that it would have in memory. Each matrix has a new file. A checkpoint holds the file's name and digest instead of the
-    numbers, and whoever goes on from it maps the file again, so a file that a checkpoint names must not change any more. Before
-    a file is made, those that neither a tensor nor the last checkpoint needs are removed: a method whose state is one pool has
-    two files at most, that of the round before and the one in the making. Without a directory they lie in a temporary one.
+    those that it would have in memory. Each matrix has a new file. A checkpoint holds the file's name and checksum instead of
+    the numbers, and a run that goes on maps the file again, so a file that a checkpoint names must not change any more. Files
+    that neither a tensor nor one of the two newest checkpoints needs are removed. A method whose state is one pool has two
+    files between rounds, and a third one while a round makes its new pool. Without a directory they lie in a temporary one.
     """
 
     def __init__(self, directory: Path | None = None, budget: int | None = None) -> None:
         self.directory, self.budget = directory, budget
         self._mapped: dict[int, _MappedFile] = {}  # by address
-        self._kept: Collection[str] = ()
-        self._next = 0
+        # Which of the files on the disk the checkpoints there name is not known before the first two are adopted or written.
+        self._newest = set() if directory is None else {path.name for path in directory.glob("rows-*")}
+        self._older = self._newest
+        self._next = 1 + max(map(_number, self._newest), default=-1)
 
     def takes(self, tensor_bytes: int, device: torch.device | None = None) -> bool:
-        """Whether a tensor of so many bytes lies in a file. Those of an accelerator stay there."""
+        """Return True if a tensor of so many bytes lies in a file. Tensors of an accelerator stay there."""
         return self.budget is not None and tensor_bytes > self.budget and (device is None or device.type == "cpu")
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        """An uninitialised tensor. Raises `CheckpointError` where there is no room for its file."""
+        """Return an uninitialised tensor. Raises `CheckpointError` where there is no room for its file."""
         size = prod(shape) * dtype.itemsize
         if not self.takes(size, device):
             return torch.empty(*shape, dtype=dtype, device=device)
@@ -65,63 +69,66 @@ class PoolFiles:
         self._next += 1
         try:
             with path.open("xb") as file:
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(
-                        file.fileno(), 0, size
-                    )  # a full disk is noticed here, and not by a page of the map
+                if hasattr(
+                    os, "posix_fallocate"
+                ):  # notices a full disk now, where a page of the map would end the process
+                    os.posix_fallocate(file.fileno(), 0, size)
                 else:
                     file.truncate(size)
         except OSError as error:
-            path.unlink(missing_ok=True)
+            remove(path)
             raise not_written(path, error, size) from None
         return self._map(path, shape, dtype)
 
     def holds(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether one of these lies in a file."""
+        """Return True if one of these lies in a file."""
         return any(self._find(tensor) is not None for tensor in tensors)
 
     # --- checkpoints ---
 
     def write(self, tensor: Tensor) -> str | None:
-        """What a checkpoint says of a tensor that lies in a file, or that is moved to one since it is so large; None of others.
-        The file is on the disk when it returns; nothing is written where the tensor has not changed since the last time."""
+        """Return a tensor's entry in a checkpoint, None for one that lies in memory. A tensor that is too large for that moves
+        to a file. The file is on the disk when this returns; one that has not changed since the last time is not written."""
         mapped = self._find(tensor)
         if mapped is None:
-            if not self.takes(tensor.numel() * tensor.element_size(), tensor.device):
+            if not self.takes(tensor.nbytes, tensor.device):
                 return None
             tensor = self.empty(tensor.shape, tensor.dtype).copy_(tensor)
             mapped = self._find(tensor)
             assert mapped is not None
-        if mapped.state != _state(tensor):
-            digest = _digest(tensor)
+        if mapped.fingerprint != _fingerprint(tensor):
+            checksum = _checksum(tensor)
             flush(self._folder() / mapped.name)
             flush_directory(self._folder())
-            about = {"file": mapped.name, "digest": digest, "shape": list(tensor.shape),
+            about = {"file": mapped.name, "digest": checksum, "shape": list(tensor.shape),
                      "dtype": str(tensor.dtype).removeprefix("torch.")}  # fmt: skip
-            mapped.state, mapped.written = _state(tensor), json.dumps(about)
+            mapped.fingerprint, mapped.written = _fingerprint(tensor), json.dumps(about)
         return mapped.written
 
     def read(self, written: str) -> Tensor:
-        """The tensor of which `write` said so. Raises `DamagedCheckpoint` when its file is missing or not as it was written."""
+        """Return the tensor of an entry that `write` gave. Raises `DamagedCheckpoint` when its file is missing or not as it was
+        written."""
         about = json.loads(written)
         path, dtype = self._folder() / about["file"], getattr(torch, about["dtype"])
         try:
             tensor = self._map(path, about["shape"], dtype)
         except (OSError, ValueError) as error:
             raise DamagedCheckpoint(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
-        if _digest(tensor) != about["digest"]:
+        if _checksum(tensor) != about["digest"]:
             raise DamagedCheckpoint(f"{path} is damaged: it does not match its digest")
         mapped = self._find(tensor)
         assert mapped is not None
-        mapped.state, mapped.written = _state(tensor), written
-        self._next = max(self._next, int(about["file"].rpartition("-")[2]) + 1)
+        mapped.fingerprint, mapped.written = _fingerprint(tensor), written
         return tensor
 
     def keep(self, written: Iterable[str]) -> None:
-        """The last checkpoint says this: its files stay, whether or not a tensor is in them. Where neither it nor the one before
-        has any, those of a run that had are removed."""
-        before, self._kept = self._kept, {json.loads(text)["file"] for text in written}
-        if not before and not self._kept and self.directory is not None and self.directory.exists():
+        """Keep the files of the newest checkpoint, which has these entries, and of the one before it. Others are removed."""
+        newest = {json.loads(text)["file"] for text in written}
+        if newest != self._newest or not newest:  # else this round's checkpoint is written again
+            self._older, self._newest = self._newest, newest
+        if newest:  # what a killed round was making is no checkpoint's
+            self._older = {name for name in self._older if _number(name) <= max(map(_number, newest))}
+        if self.directory is not None and self.directory.is_dir():
             self._remove_needless(self.directory)
 
     # --- files ---
@@ -129,9 +136,7 @@ class PoolFiles:
     def _map(self, path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         with path.open("r+b") as file:
             memory = np.frombuffer(mmap.mmap(file.fileno(), prod(shape) * dtype.itemsize), np.uint8)
-        address = int(memory.ctypes.data)
-        mapped = _MappedFile(path.name, weakref.ref(memory))
-        self._mapped[address] = mapped
+        self._mapped[int(memory.ctypes.data)] = _MappedFile(path.name, weakref.ref(memory))
         return torch.from_numpy(memory).view(dtype).view(*shape)
 
     def _find(self, tensor: Tensor) -> _MappedFile | None:
@@ -140,27 +145,31 @@ class PoolFiles:
 
     def _remove_needless(self, folder: Path) -> None:
         self._mapped = {address: mapped for address, mapped in self._mapped.items() if mapped.memory() is not None}
-        needed = {*self._kept, *(mapped.name for mapped in self._mapped.values())}
+        needed = {*self._newest, *self._older, *(mapped.name for mapped in self._mapped.values())}
         for path in folder.glob("rows-*"):
             if path.name not in needed:
-                path.unlink(missing_ok=True)
+                remove(path)
 
     def _folder(self) -> Path:
         if self.directory is None:
             self.directory = Path(tempfile.mkdtemp(prefix="fedloom-pool-"))
             weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
-        self.directory.mkdir(parents=True, exist_ok=True)
+        make_folder(self.directory)
         return self.directory
 
 
-def _state(tensor: Tensor) -> object:
-    """What changes with a tensor's numbers."""
+def _number(name: str) -> int:
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else -1
+
+
+def _fingerprint(tensor: Tensor) -> object:
+    """Return a value that changes when the tensor is modified."""
     return tensor._version, tensor.shape, tensor.dtype
 
 
-def _digest(tensor: Tensor) -> str:
-    content = tensor.reshape(-1).view(torch.uint8).numpy()
-    digest = xxhash.xxh3_128()
-    for start in range(0, len(content), _CHUNK):
-        digest.update(content[start : start + _CHUNK].data)
-    return str(digest.hexdigest())
+def _checksum(tensor: Tensor) -> str:
+    checksum = Checksum()
+    for chunk in byte_chunks(tensor):
+        checksum.update(chunk)
+    return str(checksum.hexdigest())

@@ -1,24 +1,23 @@
-"""Named tensors as safetensors files, which are complete or not there at all. Reading them runs no code.
+"""Named tensors as safetensors files, which are complete or absent. Reading them runs no code.
 
-Each file holds a digest (xxh3-128) of its contents, so that whoever reads it notices a bit that flipped on the disk. It is no
-signature: whoever changes a file on purpose can write a new digest.
+Each file holds a checksum of its contents, by which a reader notices a bit that flipped on the disk.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fedloom.errors import CheckpointError, DamagedCheckpoint
+from fedloom.state.digest import Checksum
 from fedloom.state.files import not_written, replacing
 
-_CHUNK = 1 << 20  # bytes that are still in the processor's cache when they are written after the digest has read them
+_CHUNK = 1 << 20  # bytes that are still in the processor's cache when they are written after the checksum has read them
 _TYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.uint16: "U16", torch.uint32: "U32",
@@ -27,38 +26,54 @@ _TYPES = {
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], durable: bool = True) -> None:
-    """A safetensors file. The same tensors and metadata give the same bytes.
+    """Write a safetensors file. The same tensors and metadata give the same bytes.
 
-    `durable` as in `replacing`. Raises `CheckpointError` when it cannot be written, such as on a full disk.
+    Args:
+        path: File to write or replace.
+        tensors: Tensors by name, of any type that safetensors has.
+        metadata: Texts by name.
+        durable: Wait until the file has reached the disk.
+
+    Raises:
+        CheckpointError: The file cannot be written, such as on a full disk.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in _TYPES:
             raise CheckpointError(f"{path} cannot be written: safetensors has no {tensor.dtype}, which {name} is")
     plain = _ordered({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     about = json.dumps(dict(metadata), sort_keys=True)
+    header = _header(plain, about, "0" * 32)
     try:
         with replacing(path, durable=durable) as temporary, temporary.open("r+b") as file:
-            file.write(_header(plain, about, "0" * 32))
-            digest = _digest(plain, about, file.write)
+            file.write(header)
+            checksum = _checksum(plain, about, file.write)
             file.seek(0)
-            file.write(_header(plain, about, digest))
+            file.write(_header(plain, about, checksum))
     except OSError as error:
-        raise not_written(path, error, sum(tensor.nbytes for tensor in plain.values())) from None
+        raise not_written(path, error, len(header) + sum(tensor.nbytes for tensor in plain.values())) from None
 
 
 def read_tensors(path: Path, **expected: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors, copied, and the metadata of a file that `write_tensors` wrote, which must say what is `expected`.
+    """Read a file that `write_tensors` wrote.
 
-    Raises `DamagedCheckpoint` when the file is missing, cut short, not one at all, or not as it was written.
+    Args:
+        path: File to read.
+        **expected: Entries that the metadata must have.
+
+    Returns:
+        The tensors by name, copied, and the metadata.
+
+    Raises:
+        DamagedCheckpoint: The file is missing, cut short, no such file at all, or not as it was written.
     """
     try:
         with safe_open(path, framework="pt") as file:
-            found = file.metadata() or {}
+            header = file.metadata() or {}
             tensors = _ordered({name: file.get_tensor(name).clone() for name in file.keys()})  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
         raise DamagedCheckpoint(f"{path} cannot be read ({' '.join(str(error).split())})") from None
-    about = found.get("fedloom", "")
-    if found.get("digest") != _digest(tensors, about):
+    about = header.get("fedloom", "")
+    if header.get("digest") != _checksum(tensors, about):
         raise DamagedCheckpoint(f"{path} is damaged: it does not match its digest")
     try:
         metadata: object = json.loads(about)
@@ -72,32 +87,37 @@ def read_tensors(path: Path, **expected: str) -> tuple[dict[str, Tensor], dict[s
     return tensors, metadata
 
 
+def byte_chunks(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a contiguous tensor in memory, about a megabyte at a time."""
+    content = tensor.reshape(-1).view(torch.uint8).numpy()
+    for start in range(0, len(content), _CHUNK):
+        yield content[start : start + _CHUNK].data
+
+
 def _ordered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """As they lie in a file: those of larger numbers first, so that all are aligned."""
+    """Sort tensors as they lie in a file: those of larger numbers first, so that all are aligned."""
     return dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
 
 
-def _header(tensors: Mapping[str, Tensor], about: str, digest: str) -> bytes:
-    """What a safetensors file begins with: its length, then JSON."""
-    entries: dict[str, object] = {"__metadata__": {"digest": digest, "fedloom": about}}
-    place = 0
+def _header(tensors: Mapping[str, Tensor], about: str, checksum: str) -> bytes:
+    """Return the beginning of a safetensors file: the length of the header, then JSON."""
+    entries: dict[str, object] = {"__metadata__": {"digest": checksum, "fedloom": about}}
+    end = 0
     for name, tensor in tensors.items():
-        offsets = [place, place := place + tensor.nbytes]
+        offsets = [end, end := end + tensor.nbytes]
         entries[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def _digest(tensors: Mapping[str, Tensor], about: str, write: Callable[[memoryview], object] | None = None) -> str:
-    """Digest of all that a file says. The tensors' bytes are written meanwhile, where there is a `write`."""
+def _checksum(tensors: Mapping[str, Tensor], about: str, write: Callable[[memoryview], object] | None = None) -> str:
+    """Return the checksum of all that a file says. `write` is given the tensors' bytes meanwhile."""
     shapes = [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()]
-    digest = xxhash.xxh3_128(json.dumps([about, shapes]).encode())
+    checksum = Checksum(json.dumps([about, shapes]).encode())
     for tensor in tensors.values():
-        content = tensor.reshape(-1).view(torch.uint8).numpy()
-        for start in range(0, len(content), _CHUNK):
-            chunk = content[start : start + _CHUNK].data
-            digest.update(chunk)
+        for chunk in byte_chunks(tensor):
+            checksum.update(chunk)
             if write is not None:
                 write(chunk)
-    return str(digest.hexdigest())
+    return str(checksum.hexdigest())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,97 +14,158 @@ from torch import Tensor
 
 from fedloom.data.dataset import Samples
 from fedloom.data.formats.labels import class_labels
-from fedloom.data.formats.limits import read_text, reading, require_room
+from fedloom.data.formats.limits import allowed_bytes, read_text, reading, require_room
 from fedloom.data.formats.pictures import decode_images
-from fedloom.errors import LONGEST_QUOTED, DataError, MissingExtra, one_line, shortened
+from fedloom.errors import LONGEST_QUOTED, DataError, MissingExtra, one_line, quoted, shortened
 
-_ROWS = 1000  # that are unpacked at a time
+_BATCH = 1 << 16  # rows that are unpacked at a time, if a row has a fixed width
+_TEXT_BATCH = 1000  # the same if it has not
+_ROW_BYTES = 64  # a row's label and group, and the permutation that holds out rows
+_CELL_BYTES = 8  # an input in float64
+_COLUMN_BYTES = 10_000  # Arrow's builder of a column
+_BLOCK = 1 << 25  # bytes of a CSV file that are parsed at a time: Arrow's 1 MiB takes thrice as long over wide rows
 
 IMAGE_COLUMNS = ("image", "img")
 
 
-def read_tables(paths: Sequence[Path]) -> Any:
-    """The parquet files `paths` as one Arrow table; raises `DataError` for a damaged file or differing columns."""
+def read_parquet(paths: Sequence[Path]) -> Any:
+    """Read parquet files as one Arrow table; raises `DataError` for a damaged or too large one, or columns that differ."""
     import pyarrow as pa
-    from pyarrow import parquet as pq
 
-    tables: list[pa.Table] = []
-    taken = 0
+    tables: list[Any] = []
     for path in paths:
-        with reading(path, "damaged parquet file"), pq.ParquetFile(path) as file:
-            batches = []
-            for batch in file.iter_batches(_ROWS):  # a few bytes of a file can stand for any number of rows
-                batches.append(batch)
-                taken += batch.nbytes
-                require_room(taken, path)
-            tables.append(pa.Table.from_batches(batches, file.schema_arrow))
+        with reading(path, "damaged parquet file"):
+            tables.append(_whole(_parquet_batches(path), path, sum(table.nbytes for table in tables)))
     with reading(paths[0], "other columns than its sister files"):
         return pa.concat_tables(tables)
 
 
+def _parquet_batches(path: Path) -> Iterator[Any]:
+    """Yield the schema and then the batches of a parquet file, after a check of what its footer says that they take."""
+    import pyarrow as pa
+    from pyarrow import parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        footer, schema = file.metadata, file.schema_arrow
+        groups = [max(0, footer.row_group(k).total_byte_size) for k in range(footer.num_row_groups)]
+        widths = [kind.bit_width / 8 if pa.types.is_primitive(kind) else None for kind in schema.types]
+        fixed = int(footer.num_rows * sum(width or 0 for width in widths))
+        require_room(_table_bytes(footer.num_rows, len(widths), max(fixed, sum(groups))), path)
+        # A few bytes of a file can stand for many rows of text, each at most as long as its row group.
+        rows = _BATCH if None not in widths else min(_TEXT_BATCH, allowed_bytes() // max([1, *groups]) or 1)
+        yield schema
+        yield from file.iter_batches(rows)
+
+
+def _stream_batches(path: Path) -> Iterator[Any]:
+    """Yield the schema and then the batches of an Arrow stream."""
+    import pyarrow as pa
+
+    with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as stream:
+        yield stream.schema
+        yield from stream
+
+
+def _whole(batches: Iterator[Any], source: Path, content: int) -> Any:
+    """Return the table of a schema and its batches. Stops as soon as these and `content` bytes take too much memory."""
+    import pyarrow as pa
+
+    schema = next(batches)
+    unpacked, rows = [], 0
+    for batch in batches:
+        unpacked.append(batch)
+        rows, content = rows + len(batch), content + batch.nbytes
+        require_room(_table_bytes(rows, len(schema), content), source)
+    return checked(pa.Table.from_batches(unpacked, schema), source)
+
+
+def _table_bytes(rows: int, columns: int, content: int) -> int:
+    """Return the memory that a data set of a table takes whose cells take `content` bytes."""
+    return rows * (_ROW_BYTES + _CELL_BYTES * columns) + columns * _COLUMN_BYTES + content
+
+
+def checked(table: Any, source: Path | str) -> Any:
+    """Return an Arrow table after a check of its size, its text and the names of its columns; raises `DataError`."""
+    with reading(source, "damaged table"):
+        names = Counter(table.column_names)
+        require_room(_table_bytes(table.num_rows, len(names), table.nbytes), source)
+        # Arrow trusts offsets, and Python's text must be UTF-8.
+        table.validate(full=True)
+    if len(names) < table.num_columns:
+        raise DataError(f"{source}: two columns have one name: {quoted(names.most_common(1)[0][0])}")
+    return table
+
+
 def read_any(path: Path) -> tuple[Any, Any]:
-    """The rows to train on and, where there are any, to test on (else None), as Arrow tables: of a CSV file with a header, a
-    parquet file, or a folder that `save_to_disk` of Hugging Face's `datasets` wrote.
+    """Read a CSV file with a header, a parquet file, or a folder that Hugging Face's `save_to_disk` wrote.
 
-    Raises `DataError` for a file that is missing, damaged or of another kind, or takes more memory than a data set may.
+    Returns the rows to train on and those to test on (None without) as Arrow tables; raises `DataError`.
     """
-    from pyarrow import csv
-
-    if (path / "dataset_dict.json").is_file():
-        with reading(path, "damaged folder of a DatasetDict"):
+    with reading(path, "damaged folder of a DatasetDict"):
+        if (path / "dataset_dict.json").is_file():
             splits = json.loads(read_text(path / "dataset_dict.json", "json"))["splits"]
-            test = next((one for one in ("test", "validation") if one in splits), None)
-        if "train" not in splits:
-            raise DataError(f"{path}: no split 'train' (it has: {shortened(', '.join(map(str, splits)))})")
-        return _saved(path / "train"), None if test is None else _saved(path / test)
-    if path.is_dir():
-        return _saved(path), None
-    if not path.is_file():
-        raise DataError(f"{path}: no such file")
+            if "train" not in splits:
+                raise DataError(f"{path}: no split 'train' (it has: {shortened(', '.join(map(str, splits)))})")
+            test = next((name for name in ("test", "validation") if name in splits), None)
+            return _saved(path / "train"), None if test is None else _saved(path / test)
+        if path.is_dir():
+            return _saved(path), None
+        if not path.is_file():
+            raise DataError(f"{path}: no such file")
     if path.suffix in (".parquet", ".pq"):
-        return read_tables([path]), None
+        return read_parquet([path]), None
     if path.suffix not in (".csv", ".tsv", ".txt"):
         raise DataError(f"{path}: wanted a .csv, .tsv or .parquet file, or a folder that save_to_disk wrote")
-    parsing = csv.ParseOptions(delimiter="\t" if path.suffix == ".tsv" else ",")
-    # As Excel and pandas write what is missing; text may be empty, too.
+    return _read_csv(path), None
+
+
+def _read_csv(path: Path) -> Any:
+    from pyarrow import csv
+
+    delimiter = "\t" if path.suffix == ".tsv" else ","
+    parsing = csv.ParseOptions(delimiter=delimiter)
+    # Missing cells as Excel and pandas write them; text may be empty, too.
     empty = csv.ConvertOptions(
         null_values=["", "NA", "N/A", "NaN", "nan", "null", "None", "?"], strings_can_be_null=True
     )
     with reading(path, "damaged csv"):
-        require_room(path.stat().st_size, path)
-        found = csv.read_csv(path, parse_options=parsing, convert_options=empty)
-        require_room(found.nbytes, path)
-    if len(set(found.column_names)) < len(found.column_names):
-        raise DataError(f"{path}: two columns have one name ({shortened(', '.join(found.column_names))})")
-    return found, None
+        rows = cells = 0
+        with path.open("rb") as file:
+            columns = 1 + file.readline(_BLOCK).count(delimiter.encode())
+            file.seek(0)
+            while block := file.read(_BLOCK):
+                rows += block.count(b"\n")
+                cells += block.count(delimiter.encode())
+            cells += rows
+        content = max(path.stat().st_size, 8 * cells) + _CELL_BYTES * cells  # a number takes 8 bytes in Arrow
+        require_room(rows * _ROW_BYTES + columns * _COLUMN_BYTES + content, path)
+        options = csv.ReadOptions(block_size=_BLOCK)
+        return checked(csv.read_csv(path, options, parsing, empty), path)
 
 
 def _saved(folder: Path) -> Any:
-    """The rows in the Arrow files of a folder, in the order in which `state.json` lists them."""
+    """Return the rows in the Arrow files of a folder, in the order of its `state.json`."""
     import pyarrow as pa
 
     with reading(folder, "no folder that save_to_disk wrote"):
-        names = [one["filename"] for one in json.loads(read_text(folder / "state.json", "json"))["_data_files"]]
-        paths = [folder / Path(name).name for name in names]  # in this folder, wherever a name leads to
+        files = json.loads(read_text(folder / "state.json", "json"))["_data_files"]
+        paths = [folder / Path(file["filename"]).name for file in files]  # in this folder, wherever a name leads
         require_room(sum(path.stat().st_size for path in paths), folder)
-        tables = []
+        tables: list[Any] = []
         for path in paths:
-            with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as stream:
-                tables.append(stream.read_all())
-        found = pa.concat_tables(tables)
-        require_room(found.nbytes, folder)
-    return found
+            tables.append(_whole(_stream_batches(path), path, sum(table.nbytes for table in tables)))
+        return checked(pa.concat_tables(tables), folder)
 
 
 def is_pictures(kind: Any) -> bool:
-    """Whether a column of this type holds packed pictures, as Hugging Face's `datasets` store them."""
+    """Return True for the type of a column of packed pictures, as Hugging Face's `datasets` store them."""
     import pyarrow as pa
 
     return bool(pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0)
 
 
 def hub_installed() -> bool:
-    """Whether the package `datasets` can be imported."""
+    """Return True if the package `datasets` can be imported."""
     try:
         importlib.import_module("datasets")
     except ImportError:
@@ -112,10 +174,7 @@ def hub_installed() -> bool:
 
 
 def hub_table(repository: str, split: str) -> Any:
-    """The `split` of the hub's data set `repository` as an Arrow table, pictures still packed.
-
-    Raises `MissingExtra` if `datasets` is not installed and `DataError` if the hub cannot give the data.
-    """
+    """Load a data set of the Hugging Face hub as an Arrow table, pictures still packed; raises `MissingExtra` or `DataError`."""
     if not hub_installed():
         raise MissingExtra("datasets", "hub", f"loading {repository} from the Hugging Face hub")
     hub = importlib.import_module("datasets")
@@ -129,38 +188,35 @@ def hub_table(repository: str, split: str) -> Any:
 
 
 def image_samples(table: Any, label: str, classes: int, channels: int, source: str) -> Samples:
-    """The pictures (struct column `image` or `img` of bytes and path) and labels of `table`.
-
-    Raises `DataError`, naming `source` and the row, for a missing column, a bad label or an unreadable picture.
-    """
-    labels = class_labels(column(table, (label,), source).to_numpy(), classes, source)
+    """Return the samples of packed pictures (column `image` or `img`) and labels; raises `DataError` with `source` and row."""
+    with reading(source, "damaged labels"):
+        labels = class_labels(column(table, (label,), source).to_numpy(), classes, source)
     return Samples(decode_column(table, channels, source), labels)
 
 
 def decode_column(table: Any, channels: int, source: str, names: Sequence[str] = IMAGE_COLUMNS) -> Tensor:
-    """The column of pictures as uint8 `[n, channels, height, width]`; raises as `image_samples`."""
+    """Decode the column of pictures, the first one of `names`, to uint8 `[n, channels, height, width]`; raises `DataError`."""
     import pyarrow as pa
 
-    found = column(table, names, source)
-    kind = found.type
+    cells = column(table, names, source)
+    kind = cells.type
     if is_pictures(kind):
-        found = pa.chunked_array([chunk.field("bytes") for chunk in found.chunks], type=kind.field("bytes").type)
-    if not pa.types.is_binary(found.type) and not pa.types.is_large_binary(found.type):
-        raise DataError(f"{source}: pictures must be stored as bytes, not as {shortened(str(found.type))}")
+        cells = pa.chunked_array([chunk.field("bytes") for chunk in cells.chunks], type=kind.field("bytes").type)
+    if not pa.types.is_binary(cells.type) and not pa.types.is_large_binary(cells.type):
+        raise DataError(f"{source}: pictures must be stored as bytes, not as {shortened(str(cells.type))}")
     # One contiguous array: indexing a chunked one searches its chunks for every picture.
-    whole = found.combine_chunks() if found.num_chunks else pa.array([], type=found.type)
-    return decode_images(len(whole), lambda row: whole[row].as_py(), lambda row: f"{source}: row {row}", channels)
+    packed = cells.combine_chunks() if cells.num_chunks else pa.array([], type=cells.type)
+    return decode_images(len(packed), lambda row: packed[row].as_py(), lambda row: f"{source}: row {row}", channels)
 
 
 def column(table: Any, names: Sequence[str], source: str) -> Any:
-    """The first column of `table` called one of `names`; raises `DataError` if there is none or it has holes."""
+    """Return the first column of `table` called one of `names`; raises `DataError` if there is none or it has empty cells."""
+    available = table.column_names
     for name in names:
-        if name in table.column_names:
-            found = table.column(name)
-            if found.null_count:
-                row = int(np.flatnonzero(found.is_null().to_numpy())[0])
+        if name in available:
+            cells = table.column(name)
+            if cells.null_count:
+                row = int(np.flatnonzero(cells.is_null().to_numpy())[0])
                 raise DataError(f"{source}: nothing in column {name!r} of row {row}")
-            return found
-    raise DataError(
-        f"{source}: no column {' or '.join(map(repr, names))} (it has: {shortened(', '.join(table.column_names))})"
-    )
+            return cells
+    raise DataError(f"{source}: no column {' or '.join(map(repr, names))} (it has: {shortened(', '.join(available))})")

@@ -1,4 +1,4 @@
-"""LEAF's json files: users, and what each of them has.
+"""LEAF's json files: users and their samples.
 
 Source: Caldas et al., LEAF, 2018; github.com/TalwalkarLab/leaf.
 """
@@ -16,16 +16,16 @@ from fedloom.errors import DataError, quoted
 
 
 def json_files(folder: Path, pattern: str = "*.json") -> list[Path]:
-    """The json files in `folder`, `all_data_10` after `all_data_9`."""
+    """Return the json files in `folder`, `all_data_10` after `all_data_9`."""
 
     def order(path: Path) -> list[tuple[int, str]]:
-        return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
+        return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"(\d+)", path.name)]
 
     return sorted(folder.glob(pattern), key=order)
 
 
 def read_leaf(path: Path, convert: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any]:
-    """The users of one file in the order of its `users`, each with its `x` and `y`.
+    """Read the users of one file in the order of its `users`, each with its `x` and `y`.
 
     Layout: `users` (names), `num_samples`, `user_data`: name -> `x` and `y`. `convert` is called as each object closes: numbers
     become arrays before the next user is parsed, so a file of millions of Python floats never stands in memory at once.

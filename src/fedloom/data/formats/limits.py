@@ -1,4 +1,4 @@
-"""How much memory a data set may take, whatever a file or an option claims, and what a damaged file gives."""
+"""The memory that a data set may take, whatever a file or an option claims, and the errors of damaged files."""
 
 from __future__ import annotations
 
@@ -11,39 +11,41 @@ from pathlib import Path
 from fedloom.errors import LONGEST_QUOTED, DataError, FedloomError, InvalidValue, one_line, quoted
 
 VARIABLE = "FEDLOOM_DATA_GIB"
-"""Names, in the environment, the most memory in GiB that one data set may take."""
+"""Environment variable of the most memory in GiB that one data set may take."""
 
 DEFAULT = 4.0
 """More than any of the standard data sets takes."""
 
 
 def allowed_bytes() -> int:
-    """The most memory that one data set may take. Raises `InvalidValue` where the environment says no number."""
+    """Return the most memory that one data set may take; raises `InvalidValue` if the environment says no number."""
     text = os.environ.get(VARIABLE) or str(DEFAULT)
     try:
-        found = float(text)
+        size = float(text)
     except ValueError:
-        found = math.nan
-    if not 0 < found < math.inf:
+        size = math.nan
+    if not 0 < size < math.inf:
         raise InvalidValue(f"{VARIABLE} must be a number of GiB greater than 0, not {quoted(text)}")
-    return int(found * 2**30)
+    return int(size * 2**30)
 
 
 def require_room(needed: int, source: Path | str, share: float = 1) -> None:
     """Raise `DataError` unless `source` may take `needed` bytes, of which no more than `share` of the memory allowed."""
     needed = min(needed, 2**90)  # the sizes in a header may multiply to more than a float holds
     if needed > allowed_bytes() * share:
-        takes, may, wanted = (size / 2**30 for size in (needed, allowed_bytes() * share, needed / share))
+        takes, may, needs = (size / 2**30 for size in (needed, allowed_bytes() * share, needed / share))
         raise DataError(
             f"{source}: takes {takes:,.2f} GiB of memory, more than the {may:,.2f} GiB that it may take: set {VARIABLE} to more "
-            f"than {wanted:,.2f} if the data are meant to be so large"
+            f"than {needs:,.2f} if the data are meant to be so large"
         )
 
 
 @contextmanager
 def reading(path: Path | str, damage: str) -> Iterator[None]:
-    """`DataError`, in one line, in the place of whatever a library raises over a file: a damaged one fails in a hundred ways,
-    and every one means the same to the user. `damage` says what the file then is, such as "damaged parquet file"."""
+    """Raise `DataError`, in one line, for whatever a library raises over a file.
+
+    A damaged file fails in a hundred ways, all of which mean the same to the user: `damage`, such as "damaged parquet file".
+    """
     try:
         yield
     except FedloomError:
@@ -56,12 +58,12 @@ def reading(path: Path | str, damage: str) -> Iterator[None]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The bytes of `path`. Raises `DataError` where it cannot be read."""
+    """Read the bytes of `path`; raises `DataError` if it cannot be read."""
     with reading(path, "damaged file"):
         return path.read_bytes()
 
 
 def read_text(path: Path, kind: str = "text") -> str:
-    """The text of `path`. Raises `DataError` where it cannot be read or is not UTF-8, so no `kind` of file."""
+    """Read the text of `path`; raises `DataError`, naming its `kind`, if it cannot be read or is not UTF-8."""
     with reading(path, f"damaged {kind}"):
         return path.read_text(encoding="utf-8")

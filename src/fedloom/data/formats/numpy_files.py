@@ -15,36 +15,37 @@ from fedloom.errors import DataError, quoted
 
 
 def read_arrays(path: Path) -> dict[str, Any]:
-    """The arrays of an npz file, or of the npy files in a folder, by name.
+    """Read the arrays of an npz file, or of the npy files in a folder, by name.
 
-    Raises `DataError` for a file that is missing, damaged, of another kind, holds Python objects, or takes more memory than
-    a data set may.
+    Raises:
+        DataError: For a file that is missing, damaged or of another kind, holds Python objects, or takes more memory than a data
+            set may.
     """
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     with reading(path, "damaged or not an npz or npy file"):
         if not path.exists():
             raise DataError(f"{path}: no such file")
         if path.is_dir():
             sizes = {file: file.stat().st_size for file in sorted(path.glob("*.npy"))}
             require_room(sum(sizes.values()), path)
-            for place, size in sizes.items():
-                with place.open("rb") as file:
-                    found[place.stem] = _array(file, size, f"{path}: {quoted(place.stem)}")
-            return found
+            for member, size in sizes.items():
+                with member.open("rb") as file:
+                    arrays[member.stem] = _array(file, size, f"{path}: {quoted(member.stem)}")
+            return arrays
         with path.open("rb") as file:
             if file.peek(6)[:6] == npy.MAGIC_PREFIX:
                 raise DataError(f"{path}: a single array; wanted an npz file or a folder of npy files")
             with ZipFile(file) as archive:
-                require_room(sum(member.file_size for member in archive.infolist()), path)
-                for member in archive.infolist():
-                    name = member.filename.removesuffix(".npy")
-                    with archive.open(member) as unpacked:
-                        found[name] = _array(unpacked, member.file_size, f"{path}: {quoted(name)}")
-    return found
+                require_room(sum(entry.file_size for entry in archive.infolist()), path)
+                for entry in archive.infolist():
+                    name = entry.filename.removesuffix(".npy")
+                    with archive.open(entry) as unpacked:
+                        arrays[name] = _array(unpacked, entry.file_size, f"{path}: {quoted(name)}")
+    return arrays
 
 
 def _array(file: IO[bytes], size: int, source: str) -> np.ndarray[Any, Any]:
-    """The array in an npy file of `size` bytes; its header cannot claim more elements than that holds."""
+    """Read the array in an npy file of `size` bytes; its header cannot claim more elements than that holds."""
     if file.read(6) != npy.MAGIC_PREFIX:
         raise DataError(f"{source} is not an array")
     file.seek(0)
@@ -52,7 +53,7 @@ def _array(file: IO[bytes], size: int, source: str) -> np.ndarray[Any, Any]:
     shape, _, dtype = read_header(file)
     if not dtype.hasobject:  # which `read_array` refuses
         whole = all(type(extent) is int and extent >= 0 for extent in shape)
-        if not whole or file.tell() + math.prod(shape) * dtype.itemsize != size:
+        if not whole or not dtype.itemsize or file.tell() + math.prod(shape) * dtype.itemsize != size:
             raise DataError(f"{source}: damaged: an array of {dtype} of shape {quoted(shape)} in {size} bytes")
     file.seek(0)
     array: np.ndarray[Any, Any] = npy.read_array(file, allow_pickle=False)

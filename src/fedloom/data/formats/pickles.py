@@ -19,17 +19,17 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class _Dtype:
-    """Takes the place of `numpy.dtype` while unpickling: records the name of the element type."""
+    """Stand-in for `numpy.dtype` while unpickling: records the name of the element type."""
 
     def __init__(self, name: str | bytes, *_: object) -> None:
         self.name = name.decode("latin1") if isinstance(name, bytes) else name
 
     def __setstate__(self, state: object) -> None:
-        """Byte order and alignment say nothing about single bytes."""
+        """Ignore byte order and alignment, which single bytes do not have."""
 
 
 class _Array:
-    """Takes the place of `numpy.ndarray` while unpickling: takes shape, type and bytes, and checks them."""
+    """Stand-in for `numpy.ndarray` while unpickling: checks shape, type and bytes."""
 
     def __init__(self) -> None:
         self.values: Bytes | None = None
@@ -64,7 +64,7 @@ def _encode(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
-# What a file may name, and the harmless thing that it gets instead.
+# The names that a file may use, and their harmless stand-ins.
 _ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
     ("numpy", "ndarray"): _Array,
     ("numpy", "dtype"): _Dtype,
@@ -85,22 +85,40 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 def read_pickled_arrays(path: Path) -> dict[str, Any]:
-    """The dictionary pickled in `path`: text keys; values lists, numbers, text, bytes, or uint8 arrays.
+    """Read the dictionary pickled in `path`: text keys; values lists, numbers, text, bytes, or uint8 arrays.
 
-    No global that the file names is ever imported: arrays are rebuilt by stand-ins, everything else is refused. Raises
-    `DataError` for a file that cannot be read, is damaged, is not such a dictionary, or names anything else.
+    No global that the file names is ever imported: arrays are rebuilt by stand-ins, everything else is refused.
+
+    Raises:
+        DataError: For a file that cannot be read, is damaged, is not such a dictionary, or names anything else.
     """
     with reading(path, "refused or damaged pickle"):
         content = path.read_bytes()
         require_room(len(content), path)
-        for opcode, argument, _ in pickletools.genops(content):
+        _require_harmless(content)
+        batch = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
+        if not isinstance(batch, dict):
+            raise DataError(f"{path}: a pickled {type(batch).__name__}, not a dictionary of arrays")
+        return {_text(key): value.values if isinstance(value, _Array) else value for key, value in batch.items()}
+
+
+def _require_harmless(content: bytes) -> None:
+    """Raise `UnpicklingError` for a pickle that takes more memory or time than its length allows."""
+    tuples: set[int] = set()  # numbers of remembered objects
+    remembered, previous = 0, ""
+    for opcode, argument, _ in pickletools.genops(content):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            number = remembered if opcode.name == "MEMOIZE" else int(argument or 0)
             # Python makes room for every number up to that of a remembered object.
-            if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > len(content):
-                raise pickle.UnpicklingError(f"object number {argument} in {len(content)} bytes")
-        found = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
-    if not isinstance(found, dict):
-        raise DataError(f"{path}: a pickled {type(found).__name__}, not a dictionary of arrays")
-    return {_text(key): value.values if isinstance(value, _Array) else value for key, value in found.items()}
+            if number > len(content):
+                raise pickle.UnpicklingError(f"object number {number} in {len(content)} bytes")
+            remembered += 1
+            if "TUPLE" in previous:
+                tuples.add(number)
+        # A tuple of two times one tuple, and so on, is hashed in 2^n steps.
+        elif opcode.name == "DUP" or (opcode.name in ("GET", "BINGET", "LONG_BINGET") and int(argument or 0) in tuples):
+            raise pickle.UnpicklingError("it uses a tuple twice")
+        previous = opcode.name
 
 
 def _text(key: object) -> str:

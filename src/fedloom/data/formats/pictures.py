@@ -23,6 +23,7 @@ from fedloom.errors import DataError, shortened
 Pixels = npt.NDArray[np.uint8]
 _MODES = {1: "L", 3: "RGB"}
 _SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm"})
+_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 _BYTES_A_PIXEL = 4  # while it is decoded, whatever its mode
 _SHARE = 1 / 16  # of the memory of a data set that one picture may take: 67 million pixels by default
 _CHUNK = 500  # pictures a task: long enough that handing out tasks costs nothing
@@ -35,10 +36,10 @@ def decode_images(
     channels: int,
     size: tuple[int, int] | None = None,
 ) -> Tensor:
-    """`count` pictures, `content(i)` the bytes of the i-th, as uint8 `[count, channels, height, width]`.
+    """Decode pictures, of which `content(i)` gives the bytes, on several threads to uint8 `[count, channels, height, width]`.
 
-    `size` (height, width) resizes them (bilinear); without it all must have the size of the first. Raises `DataError`
-    with `name(i)` for a picture that is unreadable or of another size.
+    `size` (height, width) resizes them (bilinear); without it all must be of one size. Raises `DataError`, with `name(i)`, for a
+    picture that is unreadable, of another size, or takes more memory than one may.
     """
     if not count:
         return torch.empty((0, channels, *(size or (0, 0))), dtype=torch.uint8)
@@ -46,16 +47,16 @@ def decode_images(
         require_room(count * channels * math.prod(size), name(0))
     # Pillow warns of large pictures and decodes them all the same; `require_room` decides instead.
     with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):
-        first = _decode(content(0), name(0), channels, size)
-        require_room(count * first.size, name(0))
-        pixels = np.empty((count, *first.shape), dtype=np.uint8)
+        shape = _decode(content(0), name(0), channels, size).shape
+        require_room(count * math.prod(shape), name(0))
+        pixels = np.empty((count, *shape), dtype=np.uint8)
 
         def decode_chunk(start: int) -> None:
             for row in range(start, min(start + _CHUNK, count)):
                 image = _decode(content(row), name(row), channels, size)
-                if image.shape != first.shape:
-                    height, width = image.shape[1:]
-                    raise DataError(f"{name(row)}: {height} x {width} pixels, but {name(0)} has {_extent(first)}")
+                if image.shape != shape:
+                    extents = [f"{height} x {width}" for _, height, width in (image.shape, shape)]
+                    raise DataError(f"{name(row)}: {extents[0]} pixels, but {name(0)} has {extents[1]}")
                 pixels[row] = image
 
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
@@ -68,20 +69,21 @@ def decode_images(
     return torch.from_numpy(pixels)
 
 
-def _extent(image: Pixels) -> str:
-    return f"{image.shape[1]} x {image.shape[2]}"
+def open_picture(content: bytes) -> Image.Image:
+    """Open a picture in one of the formats that Pillow decodes itself: for others it starts programs that interpret them."""
+    return Image.open(io.BytesIO(content), formats=_FORMATS)
 
 
 def _decode(content: bytes | None, name: str, channels: int, size: tuple[int, int] | None) -> Pixels:
     if content is None:
         raise DataError(f"{name}: no picture")
     try:
-        with reading(name, "unreadable picture"), Image.open(io.BytesIO(content)) as picture:
+        with reading(name, "unreadable picture"), open_picture(content) as picture:
             require_room(picture.width * picture.height * _BYTES_A_PIXEL, name, _SHARE)
-            shown = picture if picture.mode == _MODES[channels] else picture.convert(_MODES[channels])
-            if size is not None and shown.size != (size[1], size[0]):
-                shown = shown.resize((size[1], size[0]), Image.Resampling.BILINEAR)
-            pixels = np.asarray(shown)
+            image = picture if picture.mode == _MODES[channels] else picture.convert(_MODES[channels])
+            if size is not None and image.size != (size[1], size[0]):
+                image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
+            pixels = np.asarray(image)
     except DataError as error:
         if isinstance(error.__cause__, UnidentifiedImageError):
             raise DataError(f"{name}: not a picture in a known format") from error
@@ -90,36 +92,36 @@ def _decode(content: bytes | None, name: str, channels: int, size: tuple[int, in
 
 
 def read_files(paths: Sequence[Path], channels: int, size: tuple[int, int] | None = None) -> Tensor:
-    """The picture files `paths` as uint8 `[n, channels, height, width]`; raises as `decode_images`."""
+    """Decode picture files to uint8 `[n, channels, height, width]`; raises as `decode_images`."""
     return decode_images(len(paths), lambda row: read_bytes(paths[row]), lambda row: str(paths[row]), channels, size)
 
 
 def class_folders(root: Path) -> list[str]:
-    """Names of the folders in `root`, sorted: the classes of an image folder."""
+    """Return the names of the folders in `root`, sorted: the classes of an image folder."""
     return sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
 def pictures(folder: Path) -> list[Path]:
-    """The picture files in `folder`, sorted."""
+    """Return the picture files in `folder`, sorted."""
     return sorted(entry for entry in folder.iterdir() if entry.suffix.lower() in _SUFFIXES)
 
 
 def read_image_folder(
     root: Path, classes: Sequence[str], channels: int, size: tuple[int, int] | None = None
 ) -> Samples:
-    """The samples of `root/<class>/<picture>`, labelled by the position of their folder's name in `classes`.
+    """Read the samples `root/<class>/<picture>`, labelled by the position of their folder's name in `classes`.
 
     Raises `DataError` for a folder that is no class, no pictures at all, or as `decode_images`.
     """
-    known = {name: label for label, name in enumerate(classes)}
+    numbers = {name: label for label, name in enumerate(classes)}
     paths: list[Path] = []
     labels: list[int] = []
     for name in class_folders(root):
-        if name not in known:
+        if name not in numbers:
             raise DataError(f"{root / name}: no such class among the training images ({shortened(', '.join(classes))})")
-        found = pictures(root / name)
-        paths += found
-        labels += [known[name]] * len(found)
+        files = pictures(root / name)
+        paths += files
+        labels += [numbers[name]] * len(files)
     if not paths:
         raise DataError(f"{root}: no pictures in its class folders (wanted {root}/<class>/<picture>)")
     return Samples(read_files(paths, channels, size), torch.tensor(labels, dtype=torch.long))

@@ -14,7 +14,7 @@ from fedloom.config.plugins import found_at
 from fedloom.data.formats.limits import reading
 from fedloom.errors import DataError, quoted
 
-PAD, UNKNOWN = 0, 1  # ids that stand for no token and for a token outside the vocabulary
+PAD, UNKNOWN = 0, 1  # ids of no token and of a token outside the vocabulary
 # "basic english": quotes and line breaks vanish, these marks become tokens of their own.
 _DROPPED = re.compile(r'"')
 _SPACED = re.compile(r"<br />|[;:]")
@@ -22,8 +22,9 @@ _TOKENS = re.compile(r"[.,()!?']|[^\s.,()!?']+")
 
 
 def tokens(line: str) -> list[str]:
-    """Lower-case words and marks of `line`: double quotes go, `;`, `:` and `<br />` part words, and `. , ( ) ! ? '` are
-    tokens of their own (the rules known as "basic english").
+    """Split a line into lower-case words and marks by the rules known as "basic english".
+
+    Double quotes go, `;`, `:` and `<br />` separate words, and each of `. , ( ) ! ? '` is a token.
 
     >>> tokens("It's <br />fine; (very)!")
     ['it', "'", 's', 'fine', '(', 'very', ')', '!']
@@ -32,32 +33,35 @@ def tokens(line: str) -> list[str]:
 
 
 def tokenizer(path: str) -> Callable[[str], Sequence[str]]:
-    """The function at `module:function`, from a text to its tokens; `tokens` for an empty path. Raises `InvalidValue` where there
-    is none, and when called, `DataError` where it fails or gives no list of texts."""
+    """Return the function at `module:function`, from a text to its tokens; `tokens` for an empty path.
+
+    Raises:
+        InvalidValue: For a path that leads nowhere.
+        DataError: By the function, if it fails or gives no list of texts.
+    """
     if not path:
         return tokens
     function = found_at(path, "tokenizer", "'module:function'")
 
     def split(text: str) -> Sequence[str]:
         with reading(path, "tokenizer failed"):
-            found = list(function(text))
-        if not all(isinstance(one, str) for one in found):
-            raise DataError(f"{path}: a tokenizer must give a list of texts, not {quoted(found)}")
-        return found
+            words = list(function(text))
+        if not all(isinstance(word, str) for word in words):
+            raise DataError(f"{path}: a tokenizer must give a list of texts, not {quoted(words)}")
+        return words
 
     return split
 
 
 def vocabulary(texts: Iterable[Sequence[str]], most: int | None = None) -> dict[str, int]:
-    """Number of each token: 2, 3, ... by falling count, then alphabetically; at most `most` ids in all with the two
-    special ones."""
+    """Number the tokens 2, 3, ... by falling count, then alphabetically; at most `most` ids with the two special ones."""
     counts = Counter(token for text in texts for token in text)
     ranked = sorted(counts, key=lambda token: (-counts[token], token))
-    return {token: at for at, token in enumerate(ranked[: None if most is None else most - 2], start=2)}
+    return {token: number for number, token in enumerate(ranked[: None if most is None else most - 2], start=2)}
 
 
 def encode(texts: Sequence[Sequence[str]], numbers: Mapping[str, int], length: int) -> Tensor:
-    """Token numbers `[n, length]` int64: each text cut at `length`, or filled up with `PAD`."""
+    """Return token numbers `[n, length]` int64: each text cut at `length`, or filled up with `PAD`."""
     ids = np.full((len(texts), length), PAD, dtype=np.int64)
     for row, text in enumerate(texts):
         cut = text[:length]

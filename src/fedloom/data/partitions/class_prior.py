@@ -16,7 +16,7 @@ from fedloom.data.partitions.classes import (
 from fedloom.errors import InvalidValue, quoted
 from fedloom.randomness import numpy_stream
 
-_CELLS = 4_000_000  # steps x classes that are looked at together: 32 MB
+_CELLS = 4_000_000  # steps x classes at a time: 32 MB
 
 
 @partitions.register("class_prior")
@@ -31,39 +31,46 @@ def class_prior(
 ) -> Partition:
     """Label skew at given sizes: client i draws its classes from its own prior Dir(alpha) over them (inner Dirichlet).
 
-    `sizes` names the partition whose sizes the clients have: `iid`, which differ by at most one, or such as `lognormal(0.3)`,
-    `quantity(0.5)`, `exponential(0.1)`. Sample by sample: a random client that is not yet full draws a class from its prior,
-    renormalised over the classes that are not used up, and takes the next unused sample of it. (A client whose prior
-    is zero in double precision on all that is left draws among those uniformly.)
-    Raises `InvalidValue` for fewer than one client or more clients than samples, and for `sizes` that leave samples over.
+    Sample by sample: a random client that is not yet full draws a class from its prior, renormalised over the classes that are
+    not used up, and takes the next unused sample of it. (A client whose prior is zero in double precision on all of these
+    draws among them uniformly.)
+
+    Args:
+        alpha: The concentration of the priors, greater than 0: smaller, stronger skew.
+        sizes: The partition whose sizes the clients have: `iid`, which differ by at most one, or such as `lognormal(0.3)`,
+            `quantity(0.5)`, `exponential(0.1)`.
+
+    Raises:
+        InvalidValue: For fewer than one client or more clients than samples, and for `sizes` that leave samples over.
+
     Source: FedUmf appendix (non-IID, 0.6), after FedDC (Gao et al., CVPR 2022), experimental setup; with `sizes`, FedDyn (Acar et
     al., ICLR 2021), section 4, as Flower's InnerDirichletPartitioner.
     """
     require_clients(clients, len(labels))
     rng = numpy_stream(seed, "partition")
-    held = class_sizes(labels)
+    available = class_sizes(labels)
     room = partitions.build(sizes, labels, clients, seed, groups).sizes
     if room.sum() != len(labels) or len(room) != clients:
         raise InvalidValue(
             f"class_prior: sizes={quoted(sizes)} must give each of the {len(labels)} samples to a client"
         )
-    priors = rng.dirichlet(np.full(len(held), alpha), size=clients)
+    priors = rng.dirichlet(np.full(len(available), alpha), size=clients)
     turns = draw_turns(room, rng)
-    drawn = draw_classes(priors, turns, rng.random(len(turns)), held)
+    drawn = draw_classes(priors, turns, rng.random(len(turns)), available)
     owners = turns[np.argsort(drawn, kind="stable")]  # the takers of class 0 in their order, then those of class 1 ...
     return deal(shuffled_by_class(labels, rng), owners, clients, rng)
 
 
 def draw_turns(room: Indices, rng: np.random.Generator) -> Indices:
-    """The client that draws in each step, `[sum(room)]`: a random one among those with fewer than `room[i]` steps so far.
+    """Draw the client of each step, `[sum(room)]`: a random one among those with fewer than `room[i]` steps so far.
 
     By rejection, many steps at once: draw random clients, drop the draws of clients that are full by then, and repeat.
     """
     room = room.copy()
     blocks = []
-    while (left := int(room.sum())) > 0:
+    while (steps := int(room.sum())) > 0:
         waiting = np.flatnonzero(room)
-        picks = waiting[rng.integers(len(waiting), size=left)]
+        picks = waiting[rng.integers(len(waiting), size=steps)]
         block = picks[_occurrence(picks) < room[picks]]
         room -= np.bincount(block, minlength=len(room))
         blocks.append(block)
@@ -73,35 +80,34 @@ def draw_turns(room: Indices, rng: np.random.Generator) -> Indices:
 def draw_classes(
     priors: npt.NDArray[np.float64], turns: Indices, uniforms: npt.NDArray[np.float64], sizes: Indices
 ) -> Indices:
-    """The class that each step takes, `[steps]`: step t inverts the distribution of client `turns[t]` at `uniforms[t]`.
+    """Draw the class of each step, `[steps]`: step t inverts the distribution of client `turns[t]` at `uniforms[t]`.
 
-    `priors [clients, classes]` hold over the classes of which fewer than `sizes[c]` samples are taken. Many steps are
-    looked at together, up to the first that takes the last sample of some class: there the distributions change.
+    `priors [clients, classes]` hold over the classes of which fewer than `sizes[c]` samples are taken. Many steps are drawn at a
+    time, up to the one that uses up a class: there the distributions change.
     """
-    left = sizes.copy()
-    weights = np.maximum(priors, 1e-200)  # so that what is left of a prior has a sum to divide by
+    remaining = sizes.copy()
+    weights = np.maximum(priors, 1e-200)  # so that the sum to divide by is never 0
     drawn = np.empty(len(turns), dtype=np.int64)
     chunk = max(1, _CELLS // len(sizes))
     start = 0
     while start < len(turns):
         steps = slice(start, start + chunk)
-        cumulative = np.cumsum(weights[turns[steps]] * (left > 0), axis=1)
+        cumulative = np.cumsum(weights[turns[steps]] * (remaining > 0), axis=1)
         levels = uniforms[steps, None] * cumulative[:, -1:]
         # A level that rounds up to the whole sum belongs to the last class that has samples.
-        classes = np.minimum((cumulative <= levels).sum(axis=1), np.flatnonzero(left)[-1])
-        last = np.flatnonzero(_occurrence(classes) == left[classes] - 1)
-        done = int(last[0]) + 1 if len(last) else len(classes)
+        classes = np.minimum((cumulative <= levels).sum(axis=1), np.flatnonzero(remaining)[-1])
+        emptying = np.flatnonzero(_occurrence(classes) == remaining[classes] - 1)
+        done = int(emptying[0]) + 1 if len(emptying) else len(classes)
         drawn[start : start + done] = classes[:done]
-        left -= np.bincount(classes[:done], minlength=len(left))
+        remaining -= np.bincount(classes[:done], minlength=len(remaining))
         start += done
     return drawn
 
 
 def _occurrence(values: Indices) -> Indices:
-    """How many of the same value come before each, `[n]`."""
+    """Count the equal values before each value, `[n]`."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
-    first = np.searchsorted(ordered, ordered, side="left")
     rank = np.empty(len(values), dtype=np.int64)
-    rank[order] = np.arange(len(values)) - first
+    rank[order] = np.arange(len(values)) - np.searchsorted(ordered, ordered, side="left")
     return rank

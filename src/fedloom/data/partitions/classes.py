@@ -1,4 +1,4 @@
-"""What the partitions share: their checks, and cutting every class into parts."""
+"""Checks of partitions, and the dealing out of classes."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ Concentration = Annotated[float, Field(ge=1e-9, le=1e9)]
 """A Dirichlet distribution's alpha, in the range that double precision can draw with."""
 
 
-def require_clients(clients: int, samples: int, *, each: int = 1) -> None:
-    """Raise `InvalidValue` unless there is a client, and samples enough for `each` of them."""
+def require_clients(clients: int, samples: int, *, minimum: int = 1) -> None:
+    """Raise `InvalidValue` unless there is a client, and `minimum` samples for every client."""
     if clients < 1:
         raise InvalidValue(f"clients must be at least 1, not {clients}")
-    if clients * each > samples:
+    if clients * minimum > samples:
         raise InvalidValue(
-            f"{clients} clients with at least {each} of the samples each need {clients * each}, "
-            f"but there are {samples}: at most {samples // each} clients"
+            f"{clients} clients with at least {minimum} of the samples each need {clients * minimum}, "
+            f"but there are {samples}: at most {samples // minimum} clients"
         )
 
 
-def equal_sizes(samples: int, parts: int) -> Indices:
-    """`samples` over `parts`, `[parts]`: they differ by at most one, the first ones are larger."""
-    sizes = np.full(parts, samples // parts, dtype=np.int64)
-    sizes[: samples % parts] += 1
+def equal_sizes(samples: int, clients: int) -> Indices:
+    """Divide `samples` over `clients`, `[clients]`: sizes differ by at most one, in falling order."""
+    sizes = np.full(clients, samples // clients, dtype=np.int64)
+    sizes[: samples % clients] += 1
     return sizes
 
 
 def class_sizes(labels: Indices) -> Indices:
-    """Samples of each class that occurs, in the order of the labels, `[classes]`."""
+    """Count the samples of each class that occurs, in the order of the labels, `[classes]`."""
     return np.unique(labels, return_counts=True)[1].astype(np.int64)
 
 
 def shuffled_by_class(labels: Indices, rng: np.random.Generator) -> Indices:
-    """All samples, one class after the other and shuffled within each, `[n]`."""
+    """Return all samples, class by class and shuffled within each, `[n]`."""
     order = rng.permutation(len(labels))
     return order[np.argsort(labels[order], kind="stable")]
 
 
 def deal(samples: Indices, owners: Indices, clients: int, rng: np.random.Generator) -> Partition:
-    """Sample `samples[j]` to client `owners[j]` (-1: to none), each client's in random order."""
+    """Assign sample `samples[j]` to client `owners[j]` (-1: to none), each client's in random order."""
     mixed = rng.permutation(len(samples))
     return Partition.from_owners(samples[mixed], owners[mixed], clients)
 
 
 def cut_classes(labels: Indices, counts: npt.NDArray[np.int64], rng: np.random.Generator) -> Partition:
-    """Client i gets `counts[i, c]` random samples of class c (`[clients, classes that occur]`); the rest go to nobody."""
+    """Assign `counts[i, c]` random samples of class c to client i (`[clients, classes that occur]`); the others go to nobody."""
     clients, classes = counts.shape
-    left = class_sizes(labels) - counts.sum(axis=0)
+    unassigned = class_sizes(labels) - counts.sum(axis=0)
     numbers = np.concatenate([np.arange(clients), [-1]])
-    owners = np.repeat(np.tile(numbers, classes), np.vstack([counts, left]).T.ravel())
+    owners = np.repeat(np.tile(numbers, classes), np.vstack([counts, unassigned]).T.ravel())
     return deal(shuffled_by_class(labels, rng), owners, clients, rng)

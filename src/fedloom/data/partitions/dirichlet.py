@@ -21,12 +21,20 @@ def dirichlet(
 ) -> Partition:
     """Label skew over clients: each class is shared out by Dir(alpha); smaller alpha, stronger skew.
 
-    The counts are those of `draw_counts`, drawn again as a whole until every client has `minimum` samples (10 in FedMR,
-    min(4 B, n / (2 N)) = 40 in FedALA); at most 10,000 times, fewer where clients x classes is large.
-    Raises `InvalidValue` for clients * minimum > n, or when no draw reaches `minimum`.
+    Class after class: q ~ Dir(alpha 1) over the clients, q_i = 0 for those that hold n / clients samples or more,
+    q <- q / sum(q); client i gets the samples from floor(n_c sum_{j<i} q_j) to floor(n_c sum_{j<=i} q_j).
+
+    Args:
+        alpha: The concentration, greater than 0.
+        minimum: All is drawn anew until every client has so many samples (10 in FedMR, min(4 B, n / (2 N)) = 40 in FedALA); at
+            most 10,000 times, fewer where clients x classes is large.
+
+    Raises:
+        InvalidValue: For clients * minimum > n, or if no draw reaches `minimum`.
+
     Source: Hsu, Qi, Brown, arXiv 1909.06335; FedMR (arXiv 2305.10730) section 5.1; FedALA (AAAI 2023) section 5.1.
     """
-    require_clients(clients, len(labels), each=minimum)
+    require_clients(clients, len(labels), minimum=minimum)
     rng = numpy_stream(seed, "partition")
     sizes = class_sizes(labels)
     draws = int(np.clip(_MOST_SHARES // (clients * len(sizes)), 5, _MOST_DRAWS))
@@ -44,20 +52,16 @@ def dirichlet(
 
 
 def draw_counts(sizes: Indices, clients: int, alpha: float, rng: np.random.Generator) -> npt.NDArray[np.int64]:
-    """One draw of the samples of each client and class, `[clients, classes]`, for `sizes [classes]`.
-
-    Class after class: q ~ Dir(alpha 1) over the clients, q_i = 0 for those that hold n / clients samples or more,
-    q <- q / sum(q); client i gets the samples from floor(n_c sum_{j<i} q_j) to floor(n_c sum_{j<=i} q_j).
-    """
+    """Draw the samples of each client and class once, `[clients, classes]`, for `sizes [classes]`."""
     fair = sizes.sum() / clients
     counts = np.zeros((clients, len(sizes)), dtype=np.int64)
-    held = np.zeros(clients, dtype=np.int64)
+    totals = np.zeros(clients, dtype=np.int64)
     for label, size in enumerate(sizes):
-        # The part of a Dirichlet vector on some clients, renormalised, is itself Dirichlet on those. Drawing that at once
-        # is the same law, and cannot divide by a sum that is zero in double precision as it may with a small alpha.
-        open_clients = np.flatnonzero(held < fair)
+        # A Dirichlet vector renormalised over some clients is itself Dirichlet over these. Drawing that at once cannot divide
+        # by a sum that is zero in double precision, as it may be with a small alpha.
+        open_clients = np.flatnonzero(totals < fair)
         shares = rng.dirichlet(np.full(len(open_clients), alpha))
         cuts = np.floor(np.cumsum(shares[:-1]) * size).astype(np.int64)
         counts[open_clients, label] = np.diff(np.minimum(cuts, size), prepend=0, append=size)
-        held += counts[:, label]
+        totals += counts[:, label]
     return counts

@@ -1,4 +1,4 @@
-"""A partition that was made before, read from a file."""
+"""A partition read from a file."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from fedloom.errors import DataError, InvalidValue
 
 @partitions.register("fixed")
 def fixed(labels: Indices, clients: int, seed: int, groups: Indices | None, *, file: str = "split.npz") -> Partition:
-    """The partition in `file`, as `Partition.save` wrote it; the seed plays no part.
+    """The partition in `file`, as `Partition.save` wrote it, whatever the seed; the file's number of clients, or 0.
 
-    `clients` is the number in the file, or 0 for whatever that is.
-    Raises `DataError` for a file that is missing, damaged or made for other data (a sample that does not exist or is
-    held twice), `InvalidValue` for another number of clients.
+    Args:
+        file: The path of the npz file.
+
+    Raises:
+        DataError: For a file that is missing, damaged or of other data (a sample that does not exist or has two clients).
+        InvalidValue: For another number of clients.
     """
     partition = Partition.load(file)
     if clients not in (0, len(partition)):

@@ -1,4 +1,4 @@
-"""Clients that all draw from the same distribution, with the same number of samples."""
+"""IID clients of equal size."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from fedloom.randomness import numpy_stream
 def iid(labels: Indices, clients: int, seed: int, groups: Indices | None, *, balanced: bool = False) -> Partition:
     """Equal parts at random: shuffle, then cut; sizes differ by at most one.
 
-    `balanced`: every class is dealt out as well, so that the clients' counts of each class differ by at most one (five
-    images a class and client on CIFAR-100 with 100 clients, as in FedUmf's appendix).
-    Raises `InvalidValue` for fewer than one client or more clients than samples.
+    Args:
+        balanced: Deal out every class, so that the clients' counts of each class differ by at most one (five images a class and
+            client on CIFAR-100 with 100 clients, as in FedUmf's appendix).
+
     Source: FedMR (arXiv 2305.10730), FedUmf, experimental setup.
     """
     require_clients(clients, len(labels))

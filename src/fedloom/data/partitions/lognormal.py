@@ -1,4 +1,4 @@
-"""Unbalanced clients: their sizes follow a log-normal distribution, and all have the same distribution of labels."""
+"""Unbalanced clients with log-normal sizes and one distribution of labels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def lognormal(labels: Indices, clients: int, seed: int, groups: Indices | None, 
     """Unbalanced sizes, labels alike: n_i in proportion to LogNormal(ln(n / N), sigma); larger sigma, less balance.
 
     The draws are scaled to add up to n and rounded; every client has at least one sample.
-    Raises `InvalidValue` for fewer than one client or more clients than samples.
+
+    Args:
+        sigma: The deviation of the logarithm, in [0, 100].
+
     Source: FedUmf appendix (unbalanced, 0.3), after FedDC (Gao et al., CVPR 2022), experimental setup.
     """
     require_clients(clients, len(labels))
@@ -33,10 +36,10 @@ def lognormal(labels: Indices, clients: int, seed: int, groups: Indices | None, 
 
 
 def apportion(weights: npt.NDArray[np.float64], total: int) -> Indices:
-    """`total` in whole numbers in proportion to `weights >= 0` (not all 0), each at least 1, `[len(weights)]`.
+    """Divide `total` into whole numbers in proportion to `weights >= 0` (not all 0), each at least 1, `[len(weights)]`.
 
-    Those whose share is below 1 get 1 and the others share what remains, until none is below; fractions are then
-    rounded down and the largest of them take up the rest.
+    Shares below 1 become 1 and the others divide the remainder, until none is below; fractions are then rounded down, and the
+    largest of them up until all add up to `total`.
     """
     shares = np.ones(len(weights))
     free = np.ones(len(weights), dtype=bool)

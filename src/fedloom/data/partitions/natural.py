@@ -1,11 +1,10 @@
-"""Clients as they are: the writers or users whom the samples came from."""
+"""Natural clients: the writers or users whom the samples came from."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from fedloom.config.checks import require_at_least
-from fedloom.config.fields import Count
+from fedloom.config.fields import Count, require_at_least
 from fedloom.data.partition import Indices, Partition, partitions
 from fedloom.data.partitions.classes import deal
 from fedloom.errors import InvalidValue
@@ -16,11 +15,17 @@ from fedloom.randomness import numpy_stream
 def natural(
     labels: Indices, clients: int, seed: int, groups: Indices | None, *, minimum: Count = 1, together: Count = 1
 ) -> Partition:
-    """Clients as they are: one for each writer or user with at least `minimum` samples, or `together` of these at random.
+    """Clients as they are: one for each writer or user with at least `minimum` samples, or for `together` of these at random.
 
-    `clients` = 0 takes them all, otherwise that many at random; they keep the order of their numbers. Of writers that `together`
-    does not divide, those left over join the last client.
-    Raises `InvalidValue` for data without groups, or more clients than there are with `minimum` samples.
+    `clients` = 0 takes them all, otherwise that many at random; they keep the order of their numbers.
+
+    Args:
+        minimum: Writers with fewer samples are left out.
+        together: The writers of a client; those that make no whole client join the one with the highest number.
+
+    Raises:
+        InvalidValue: For data without groups, or more clients than there are with `minimum` samples.
+
     Source: LEAF (Caldas et al., arXiv 1812.01097); FedMR (arXiv 2305.10730) section 5.1: FEMNIST, 100 samples or more;
     `together` as Flower's GroupedNaturalIdPartitioner.
     """
@@ -29,18 +34,18 @@ def natural(
     require_at_least("clients", clients, 0)
     _, members, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     able = np.flatnonzero(sizes >= minimum)
-    whole = len(able) // together
-    if whole < max(clients, 1):
-        each = "" if together == 1 else f", and a client is {together} of them"
+    possible = len(able) // together
+    if possible < max(clients, 1):
+        size = "" if together == 1 else f", and a client is {together} of them"
         raise InvalidValue(
             f"{max(clients, 1)} clients are asked for, "
-            f"but {len(able)} of the {len(sizes)} natural ones have at least {minimum} samples{each}"
+            f"but {len(able)} of the {len(sizes)} natural ones have at least {minimum} samples{size}"
         )
     rng = numpy_stream(seed, "partition")
     mixed = rng.permutation(able) if together > 1 else able
-    chosen = np.sort(rng.choice(whole, clients, replace=False)) if clients else np.arange(whole)
-    numbers = np.full(whole, -1)
+    chosen = np.sort(rng.choice(possible, clients, replace=False)) if clients else np.arange(possible)
+    numbers = np.full(possible, -1)
     numbers[chosen] = np.arange(len(chosen))
     owners = np.full(len(sizes), -1)
-    owners[mixed] = numbers[np.minimum(np.arange(len(able)) // together, whole - 1)]
+    owners[mixed] = numbers[np.minimum(np.arange(len(able)) // together, possible - 1)]
     return deal(np.arange(len(labels)), owners[members], len(chosen), rng)

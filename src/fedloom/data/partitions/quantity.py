@@ -1,4 +1,4 @@
-"""Clients of different sizes whose labels are alike: sizes from a Dirichlet distribution, or growing from client to client."""
+"""Quantity skew: clients of different sizes with one distribution of labels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def quantity(
     """Quantity skew, labels alike: client i holds a share q_i of the samples, q ~ Dir(alpha); smaller alpha, less balance.
 
     Shares become whole numbers of samples that add up to n, at least one a client.
-    Raises `InvalidValue` for fewer than one client or more clients than samples.
+
+    Args:
+        alpha: The concentration, greater than 0.
+
     Source: Li, Diao, Chen, He, Federated Learning on Non-IID Data Silos, ICDE 2022, section IV (quantity skew).
     """
     require_clients(clients, len(labels))
@@ -34,8 +37,11 @@ def quantity(
 def exponential(labels: Indices, clients: int, seed: int, groups: Indices | None, *, rate: Growth = 0.1) -> Partition:
     """Sizes that grow exponentially, labels alike: n_i in proportion to exp(rate i), i = 1 .. N; `rate` 0 is IID.
 
-    The last client holds exp(rate (N - 1)) times as much as the first; every client has at least one sample.
-    Raises `InvalidValue` for fewer than one client or more clients than samples.
+    Client N holds exp(rate (N - 1)) times as much as client 1; every client has at least one sample.
+
+    Args:
+        rate: In [0, 100].
+
     Source: Flower's ExponentialPartitioner (rate 1), in flwr_datasets.
     """
     require_clients(clients, len(labels))
@@ -47,7 +53,11 @@ def exponential(labels: Indices, clients: int, seed: int, groups: Indices | None
 def polynomial(labels: Indices, clients: int, seed: int, groups: Indices | None, *, degree: Growth = 1.0) -> Partition:
     """Sizes that grow as a power, labels alike: n_i in proportion to i^degree, i = 1 .. N; `degree` 0 is IID.
 
-    Every client has at least one sample. Raises `InvalidValue` for fewer than one client or more clients than samples.
+    Every client has at least one sample.
+
+    Args:
+        degree: In [0, 100].
+
     Source: Flower's LinearPartitioner (degree 1) and SquarePartitioner (degree 2), in flwr_datasets.
     """
     require_clients(clients, len(labels))
@@ -57,6 +67,6 @@ def polynomial(labels: Indices, clients: int, seed: int, groups: Indices | None,
 def _dealt(
     labels: Indices, weights: np.ndarray[tuple[int], np.dtype[np.float64]], rng: np.random.Generator
 ) -> Partition:
-    """All samples at random over clients whose sizes are in proportion to `weights`."""
+    """Deal out all samples at random to clients whose sizes are in proportion to `weights`."""
     # A Dirichlet vector may be all zeros but for one, and that one not finite, where alpha is tiny.
     return Partition.from_sizes(rng.permutation(len(labels)), apportion(np.nan_to_num(weights), len(labels)))

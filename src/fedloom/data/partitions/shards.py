@@ -1,4 +1,4 @@
-"""Clients that each hold a few shards of the samples sorted by label."""
+"""Shards of the samples sorted by label, a few for each client."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ def shards(labels: Indices, clients: int, seed: int, groups: Indices | None, *, 
 
     Shards differ in size by at most one, and a client has about `per_client` classes (200 shards of 300 images for
     MNIST with 100 clients: at most two classes in most clients).
-    Raises `InvalidValue` for fewer than one client or more shards than samples.
+
+    Args:
+        per_client: The shards of a client.
+
     Source: McMahan et al., AISTATS 2017, section 3; FedUmf, non-IID setting.
     """
-    require_clients(clients, len(labels), each=per_client)
+    require_clients(clients, len(labels), minimum=per_client)
     rng = numpy_stream(seed, "partition")
     holders = rng.permutation(np.repeat(np.arange(clients), per_client))
     owners = np.repeat(holders, equal_sizes(len(labels), len(holders)))

@@ -1,4 +1,4 @@
-"""Clients whose data are alike to a degree that one number sets."""
+"""Clients whose data are similar to a degree that one number sets."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from fedloom.randomness import numpy_stream
 def similarity(
     labels: Indices, clients: int, seed: int, groups: Indices | None, *, share: Probability = 0.1
 ) -> Partition:
-    """A share of the samples IID, the rest sorted by label: `share` 1 is IID, 0 gives each client one run of the sorted labels.
+    """A share of the samples IID, the others sorted by label: `share` 1 is IID, 0 gives each client a run of the sorted labels.
 
     floor(share n) random samples are dealt out evenly; the others, sorted by label, are cut into N consecutive runs and dealt to
-    the clients at random. Sizes differ by at most one. Raises `InvalidValue` for fewer than one client or more clients than
-    samples.
+    the clients at random. Sizes differ by at most one.
+
+    Args:
+        share: In [0, 1].
+
     Source: Hsu et al. 2019's measure as SCAFFOLD sets it (Karimireddy et al., ICML 2020, section 7.1: 0, 10 and 100 %).
     """
     require_clients(clients, len(labels))
     rng = numpy_stream(seed, "partition")
     order = rng.permutation(len(labels))
     mixed = int(share * len(labels) + 1e-9)
-    rest = order[mixed:][np.argsort(labels[order[mixed:]], kind="stable")]
+    by_label = order[mixed:][np.argsort(labels[order[mixed:]], kind="stable")]
     sizes = equal_sizes(len(labels), clients)
-    alike = equal_sizes(mixed, clients)
+    shared = equal_sizes(mixed, clients)
     seats = rng.permutation(clients)
-    owners = np.concatenate([np.repeat(np.arange(clients), alike), np.repeat(seats, (sizes - alike)[seats])])
-    return deal(np.concatenate([order[:mixed], rest]), owners, clients, rng)
+    owners = np.concatenate([np.repeat(np.arange(clients), shared), np.repeat(seats, (sizes - shared)[seats])])
+    return deal(np.concatenate([order[:mixed], by_label]), owners, clients, rng)

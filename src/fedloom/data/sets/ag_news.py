@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedloom.config.fields import Count
 from fedloom.data.dataset import Dataset, Samples, datasets
-from fedloom.data.formats.arrow import column, hub_table, read_tables
+from fedloom.data.formats.arrow import column, hub_table, read_parquet
 from fedloom.data.formats.labels import class_labels
 from fedloom.data.formats.limits import read_text
 from fedloom.data.formats.words import encode, tokens, vocabulary
@@ -38,28 +38,34 @@ def ag_news(
 ) -> Dataset:
     """AG News: 120,000 and 7,600 articles of 4 topics, as token numbers `[length]` int64.
 
-    Title and description, lower-cased and split ("basic english"), cut or filled up to `length` with 0; 1 stands for
-    tokens outside the vocabulary, which holds the commonest tokens of the training articles (`vocabulary_from="all"`: of
-    both parts, as FedALA builds it), at most `max_vocabulary` ids with 0 and 1, or all. Read from `train.csv` and
-    `test.csv` (class 1..4, title, description) or parquet (text, label 0..3).
+    Title and description are lower-cased and split ("basic english"); 0 fills up, 1 stands for tokens outside the vocabulary.
+
+    Args:
+        folder: The folder with `train.csv` and `test.csv` (class 1..4, title, description) or parquet (text, label 0..3).
+        hub: Download from the Hugging Face hub.
+        length: Tokens that a text is cut or filled up to.
+        max_vocabulary: The most ids, 0 and 1 included, of the commonest tokens; None for all.
+        vocabulary_from: Count the tokens of the training articles, or of all, as FedALA does.
+
     Source: Zhang et al., Character-level Convolutional Networks, 2015; FedALA, section 5.1.
     """
     folders = ("ag_news_csv", "ag_news", "AG_NEWS", "agnews")
-    wanted = "train.csv, test.csv (class 1..4, title, description) or train*.parquet, test*.parquet"
-    train, test = load(Origin("ag_news", folders, wanted, _read, _fetch), folder, hub)
-    numbers = vocabulary(train[0] if vocabulary_from == "train" else chain(train[0], test[0]), max_vocabulary)
-    first, second = (Samples(encode(texts, numbers, length), labels) for texts, labels in (train, test))
-    return Dataset("ag_news", first, second, len(_NAMES), vocabulary=len(numbers) + 2, class_names=_NAMES)
+    files = "train.csv, test.csv (class 1..4, title, description) or train*.parquet, test*.parquet"
+    texts = load(Origin("ag_news", folders, files, _read, _fetch), folder, hub)
+    counted = texts[0][0] if vocabulary_from == "train" else chain(texts[0][0], texts[1][0])
+    numbers = vocabulary(counted, max_vocabulary)
+    train, test = (Samples(encode(articles, numbers, length), labels) for articles, labels in texts)
+    return Dataset("ag_news", train, test, len(_NAMES), vocabulary=len(numbers) + 2, class_names=_NAMES)
 
 
-def _read(place: Path) -> tuple[_Texts, _Texts] | None:
-    files = files_named(place, ("train.csv", "test.csv"))
+def _read(folder: Path) -> tuple[_Texts, _Texts] | None:
+    files = files_named(folder, ("train.csv", "test.csv"))
     if files is not None:
         return _csv_texts(files[0]), _csv_texts(files[1])
-    found = parquet_files(place)
-    if found is None:
+    tables = parquet_files(folder)
+    if tables is None:
         return None
-    train, test = (_table_texts(read_tables(paths), str(paths[0])) for paths in found)
+    train, test = (_table_texts(read_parquet(paths), str(paths[0])) for paths in tables)
     return train, test
 
 
@@ -71,8 +77,8 @@ def _fetch() -> tuple[_Texts, _Texts]:
 def _csv_texts(path: Path) -> _Texts:
     rows = read_csv(path, 3)
     try:
-        classes = np.array([int(row[0]) for row in rows])
-    except ValueError as error:
+        classes = np.array([int(row[0]) for row in rows], np.int64)
+    except (ValueError, OverflowError) as error:
         raise DataError(f"{path}: the first cell of a row must be a class 1..4 ({error})") from error
     return [tokens(f"{title} {description}") for _, title, description in rows], class_labels(classes - 1, 4, path)
 
@@ -86,7 +92,7 @@ def _table_texts(table: Any, source: str) -> _Texts:
 
 
 def read_csv(path: Path, columns: int) -> list[list[str]]:
-    """The rows of a csv file without header, each of `columns` cells; raises `DataError` naming the first bad line."""
+    """Read the rows of a csv file without header, each of `columns` cells; raises `DataError` naming the first bad line."""
     rows: list[list[str]] = []
     reader = csv.reader(io.StringIO(read_text(path, "csv"), newline=""), strict=True)
     try:

@@ -16,7 +16,7 @@ from fedloom.data.formats.labels import class_labels, same_length
 from fedloom.data.formats.limits import read_bytes
 from fedloom.data.formats.pickles import Bytes, read_pickled_arrays
 from fedloom.data.sets.normalisation import Normalise, Scale, image_dataset
-from fedloom.data.sets.origin import Origin, Parts, Tables, files_named, load
+from fedloom.data.sets.origin import Origin, Split, Tables, files_named, load
 from fedloom.errors import DataError, shortened
 
 _SHAPE = (3, 32, 32)
@@ -25,9 +25,14 @@ _PIXELS = 3 * 32 * 32
 
 @dataclass(frozen=True)
 class _Variant:
-    """One of the sets. `batches` are its files, the last one for testing, with `.bin` behind the name where they are binary.
-    The label is called `label` in tables and `label` with an s in Python batches; in a binary record it is byte number
-    `label_at` of the `label_bytes` before the pixels."""
+    """One of the sets.
+
+    Attributes:
+        batches: Its files, the last of them to test on; binary ones end in `.bin`.
+        label: The name of the label in tables, and with an s in Python batches.
+        label_bytes: The bytes before the pixels of a binary record.
+        label_offset: The one of them that is the label.
+    """
 
     name: str
     folders: tuple[str, ...]
@@ -36,28 +41,31 @@ class _Variant:
     classes: int
     label: str
     label_bytes: int
-    label_at: int
+    label_offset: int
     scale: Scale
     class_names: tuple[str, ...] | None = None
 
     def load(self, folder: str | None, hub: bool | None, normalise: Normalise) -> Dataset:
         tables = Tables(self.name, self.repository, self.label, self.classes, 3)
         binary = [f"{name}.bin" for name in self.batches]
-        wanted = f"{', '.join(self.batches)} or {', '.join(binary)} or train*.parquet, test*.parquet"
+        listed = f"{', '.join(self.batches)} or {', '.join(binary)} or train*.parquet, test*.parquet"
 
-        def read(place: Path) -> Parts | None:
-            if (files := files_named(place, self.batches)) is not None:
+        def read(folder: Path) -> Split | None:
+            if (files := files_named(folder, self.batches)) is not None:
                 samples = partial(read_python_batches, label_key=f"{self.label}s", classes=self.classes)
-            elif (files := files_named(place, binary)) is not None:
+            elif (files := files_named(folder, binary)) is not None:
                 samples = partial(
-                    read_binary_batches, label_bytes=self.label_bytes, label_at=self.label_at, classes=self.classes
+                    read_binary_batches,
+                    label_bytes=self.label_bytes,
+                    label_offset=self.label_offset,
+                    classes=self.classes,
                 )
             else:
-                return tables.read(place)
+                return tables.read(folder)
             return samples(files[:-1]), samples(files[-1:])
 
-        parts = load(Origin(self.name, self.folders, wanted, read, tables.fetch), folder, hub)
-        return image_dataset(self.name, parts, self.classes, normalise, self.scale, self.class_names)
+        split = load(Origin(self.name, self.folders, listed, read, tables.fetch), folder, hub)
+        return image_dataset(self.name, split, self.classes, normalise, self.scale, self.class_names)
 
 
 _CIFAR10 = _Variant(
@@ -68,7 +76,7 @@ _CIFAR10 = _Variant(
     classes=10,
     label="label",
     label_bytes=1,
-    label_at=0,
+    label_offset=0,
     scale=((0.491, 0.482, 0.447), (0.247, 0.243, 0.262)),
     class_names=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
 )
@@ -80,7 +88,7 @@ _CIFAR100 = _Variant(
     classes=100,
     label="fine_label",
     label_bytes=2,
-    label_at=1,
+    label_offset=1,
     scale=((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
 )
 _CIFAR100_COARSE = replace(
@@ -88,7 +96,7 @@ _CIFAR100_COARSE = replace(
     name="cifar100_coarse",
     classes=20,
     label="coarse_label",
-    label_at=0,
+    label_offset=0,
     scale=((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
 )
 
@@ -97,8 +105,13 @@ _CIFAR100_COARSE = replace(
 def cifar10(*, folder: str | None = None, hub: bool | None = None, normalise: Normalise = "standard") -> Dataset:
     """CIFAR-10: 50,000 and 10,000 colour images `[3, 32, 32]`, 10 classes.
 
-    Read from the Python or the binary batches or parquet. "standard": mean (.491, .482, .447), deviation (.247, .243,
-    .262), as FedDC and FedUmf have it; FedMR and FedALA use "half". Source: Krizhevsky, 2009.
+    Args:
+        folder: The folder with the Python or the binary batches or parquet.
+        hub: Download from the Hugging Face hub.
+        normalise: `standard` is mean (.491, .482, .447), deviation (.247, .243, .262), as in FedDC and FedUmf; FedMR and
+            FedALA use `half`.
+
+    Source: Krizhevsky, 2009.
     """
     return _CIFAR10.load(folder, hub, normalise)
 
@@ -107,8 +120,13 @@ def cifar10(*, folder: str | None = None, hub: bool | None = None, normalise: No
 def cifar100(*, folder: str | None = None, hub: bool | None = None, normalise: Normalise = "standard") -> Dataset:
     """CIFAR-100 with fine labels: 50,000 and 10,000 colour images `[3, 32, 32]`, 100 classes.
 
-    "standard": mean (.5071, .4867, .4408), deviation (.2675, .2565, .2761), as FedDC and FedUmf have it; FedALA uses
-    "half". Source: Krizhevsky, 2009.
+    Args:
+        folder: As in `cifar10`.
+        hub: Download from the Hugging Face hub.
+        normalise: `standard` is mean (.5071, .4867, .4408), deviation (.2675, .2565, .2761), as in FedDC and FedUmf; FedALA
+            uses `half`.
+
+    Source: Krizhevsky, 2009.
     """
     return _CIFAR100.load(folder, hub, normalise)
 
@@ -117,18 +135,24 @@ def cifar100(*, folder: str | None = None, hub: bool | None = None, normalise: N
 def cifar100_coarse(
     *, folder: str | None = None, hub: bool | None = None, normalise: Normalise = "standard"
 ) -> Dataset:
-    """CIFAR-100 with coarse labels: the same images, 20 classes; what FedMR's code trains on.
+    """CIFAR-100 with coarse labels: the images of `cifar100` in 20 classes, as FedMR's code trains on them.
 
-    "standard": mean (.4914, .4822, .4465), deviation (.2023, .1994, .2010), as FedMR has it. Source: Krizhevsky, 2009.
+    Args:
+        folder: As in `cifar10`.
+        hub: Download from the Hugging Face hub.
+        normalise: `standard` is mean (.4914, .4822, .4465), deviation (.2023, .1994, .2010), as in FedMR.
+
+    Source: Krizhevsky, 2009.
     """
     return _CIFAR100_COARSE.load(folder, hub, normalise)
 
 
 def read_python_batches(paths: Sequence[Path], label_key: str, classes: int) -> Samples:
-    """The samples of pickled batches, in the order of `paths`: uint8 images `[n, 3, 32, 32]`.
+    """Read the samples of pickled batches, in the order of `paths`: uint8 images `[n, 3, 32, 32]`; raises `DataError`.
 
-    A batch is a dictionary with `data` (uint8 `[n, 3072]`: red, green, blue planes, each row by row) and the list
-    `label_key` (`labels`, `fine_labels` or `coarse_labels`). Raises `DataError` naming the file and what is wrong.
+    A batch is a dictionary with `data` (uint8 `[n, 3072]`: red, green, blue planes, each row by row) and the list `label_key`
+    (`labels`, `fine_labels` or `coarse_labels`).
+
     Source: A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009 ("python version").
     """
     images: list[Bytes] = []
@@ -148,11 +172,12 @@ def read_python_batches(paths: Sequence[Path], label_key: str, classes: int) -> 
     return Samples(_images(images), torch.cat(labels))
 
 
-def read_binary_batches(paths: Sequence[Path], label_bytes: int, label_at: int, classes: int) -> Samples:
-    """The samples of binary batches, in the order of `paths`: uint8 images `[n, 3, 32, 32]`.
+def read_binary_batches(paths: Sequence[Path], label_bytes: int, label_offset: int, classes: int) -> Samples:
+    """Read the samples of binary batches, in the order of `paths`: uint8 images `[n, 3, 32, 32]`; raises `DataError`.
 
-    A record is `label_bytes` bytes (1 for CIFAR-10; coarse and fine for CIFAR-100), of which `label_at` is the one to
-    take, then 3,072 bytes of pixels. Raises `DataError` naming the file and what is wrong.
+    A record is `label_bytes` bytes (1 for CIFAR-10; coarse and fine for CIFAR-100), the label at `label_offset`, then 3,072 bytes
+    of pixels.
+
     Source: A. Krizhevsky, 2009 ("binary version").
     """
     record = label_bytes + _PIXELS
@@ -163,14 +188,13 @@ def read_binary_batches(paths: Sequence[Path], label_bytes: int, label_at: int, 
         if not len(content) or len(content) % record:
             raise DataError(f"{path}: {len(content)} bytes is not a whole number of records of {record} bytes")
         rows = content.reshape(-1, record)
-        labels.append(class_labels(rows[:, label_at], classes, path))
+        labels.append(class_labels(rows[:, label_offset], classes, path))
         images.append(rows[:, label_bytes:])
     return Samples(_images(images), torch.cat(labels))
 
 
 def _images(batches: list[Bytes]) -> Tensor:
-    """Rows of pixels as one tensor of images. Empties `batches`: each is freed once copied, and the pages of the result
-    are only taken as they are written, so the pixels are hardly ever held twice."""
+    """Join rows of pixels in one tensor of images. Consumes `batches`: each is freed once copied, so no pixel is there twice."""
     joined = np.empty((sum(len(batch) for batch in batches), _PIXELS), dtype=np.uint8)
     filled = 0
     while batches:

@@ -20,8 +20,11 @@ _SPLIT_SEED = 0  # fixed, so that results on digits compare between runs of ever
 def digits(*, test_fraction: float = 0.2) -> Dataset:
     """1,797 handwritten digits of 8 x 8 pixels, bundled with scikit-learn (10 classes).
 
-    Inputs `[n, 1, 8, 8]` float32: the counts 0..16 of each pixel over 16, which float32 holds exactly. Of every class
-    floor((1 - test_fraction) n) images train and the others test; the split depends on `test_fraction` alone.
+    Inputs `[n, 1, 8, 8]` float32: the counts 0..16 of each pixel over 16, which float32 holds exactly.
+
+    Args:
+        test_fraction: Of every class floor((1 - test_fraction) n) images train and the others test, whatever the seed.
+
     Source: E. Alpaydin, C. Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998 (its test part).
     """
     pixels, labels = _bundled()
@@ -32,7 +35,7 @@ def digits(*, test_fraction: float = 0.2) -> Dataset:
 
 
 def _bundled() -> tuple[NDArray[Any], NDArray[Any]]:
-    """Pixels `[n, 64]` and labels `[n]`, read from scikit-learn's file: importing it takes as long as importing PyTorch."""
+    """Read pixels `[n, 64]` and labels `[n]` from scikit-learn's file: importing it takes as long as importing PyTorch."""
     package = find_spec("sklearn")
     file = Path(package.origin).parent / "datasets/data/digits.csv.gz" if package and package.origin else None
     if file is not None and file.is_file():

@@ -1,4 +1,4 @@
-"""Data in the classes of other libraries: torch's map-style data sets, Hugging Face's, and tables of pandas and Polars."""
+"""Data of other libraries: torch's map-style data sets, Hugging Face's, and tables of pandas and Polars."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 
 from fedloom.data.convert import as_inputs
 from fedloom.data.dataset import Dataset, Samples, same_names
-from fedloom.data.formats.limits import VARIABLE, allowed_bytes
+from fedloom.data.formats.limits import VARIABLE, allowed_bytes, reading
 from fedloom.data.lazy import LazyInputs
 from fedloom.data.sets.holdout import hold_out
 from fedloom.data.sets.table import Columns, table_dataset
@@ -27,38 +27,46 @@ _TEST_FRACTION = 0.2
 
 
 def foreign_dataset(data: Any, target: str = "", group: str = "", objective: Objective | None = None) -> Dataset:
-    """The data set of `data`, or of a pair of them, to train and to test on; without the latter a fifth of the samples, of each
-    class, is held out.
+    """Return the data set of other libraries' data.
 
-    A pandas or Polars table, an Arrow table, a Hugging Face `Dataset` or `DatasetDict` has columns, of which `target` and `group`
-    are named (see the data set `table`); `Samples`, or a torch data set with a length, whose items are (inputs, label) or
-    (inputs, label, client), are read sample by sample into memory. Raises `InvalidValue` or `DataError` for anything else.
+    Args:
+        data: Data to train on, of which a fifth of each class is held out, or a pair of them, to train and to test on. A pandas,
+            Polars or Arrow table, or a Hugging Face `Dataset` or `DatasetDict`, has columns (see the data set `table`);
+            `Samples`, or a torch data set with a length, whose items are (inputs, label[, client]), are read into memory.
+        target: The column to learn.
+        group: The column that says whose a row is.
+        objective: The objective, by default by the kind of the target.
+
+    Raises:
+        InvalidValue: For anything else, or columns that do not fit.
+        DataError: For cells that cannot be read.
     """
     train, test = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
     if isinstance(data, Mapping) and "train" in data:  # a DatasetDict
         train, test = data["train"], data.get("test", data.get("validation"))
     name = type(train).__name__
-    found = [_arrow(part) for part in (train, test) if part is not None]
-    if found[0] is not None:
-        learned = "auto" if objective is None else "classification" if objective.classes else "regression"
-        columns = Columns(target, group, kind=learned)  # type: ignore[arg-type]
-        return table_dataset(name, found[0], found[1] if len(found) > 1 else None, columns, name)
+    splits = [split for split in (train, test) if split is not None]
+    with reading(name, "no table that Arrow can hold"):
+        tables = [_arrow(split) for split in splits]
+    if tables[0] is not None:
+        kind = "auto" if objective is None else "classification" if objective.classes else "regression"
+        columns = Columns(target, group, kind=kind)  # type: ignore[arg-type]
+        return table_dataset(name, tables[0], tables[1] if len(tables) > 1 else None, columns, name)
     if target or group:
         raise InvalidValue(f"target and group name columns of a table, and a {name} has none")
-    parts = [part if isinstance(part, Samples) else materialised(part) for part in (train, test) if part is not None]
-    if len(parts) == 1:
-        parts = list(
-            hold_out(parts[0], _TEST_FRACTION, 0, within=parts[0].labels if parts[0].labels.dim() == 1 else None)
-        )
-    one, two = same_names(*parts)
-    return Dataset(name, one, two, objective=objective or CLASSIFICATION)
+    samples = [split if isinstance(split, Samples) else materialised(split) for split in splits]
+    if len(samples) == 1:
+        labels = samples[0].labels
+        samples = list(hold_out(samples[0], _TEST_FRACTION, 0, within=labels if labels.dim() == 1 else None))
+    train, test = same_names(*samples)
+    return Dataset(name, train, test, objective=objective or CLASSIFICATION)
 
 
 def materialised(data: Any) -> Samples:
-    """All items of a torch data set in memory; how much they take is said, and checked, before the second is read. Where that is
-    more than data may take, inputs are read where clients train (`LazyInputs`).
+    """Read all items of a torch data set into memory, an augmentation drawn once; say how much they take before the second.
 
-    Pictures of Pillow become uint8 `[channels, h, w]`. What a data set draws at random for an item is drawn once.
+    Inputs that take more than data may are read where clients train (`LazyInputs`). Pictures of Pillow become uint8
+    `[channels, h, w]`.
     """
     name = type(data).__name__
     if isinstance(data, np.ndarray | torch.Tensor):
@@ -71,44 +79,47 @@ def materialised(data: Any) -> Samples:
     count = len(data)
     if not count:
         raise InvalidValue(f"{name}: no samples")
-    first = _item(data, 0, name)
-    size = count * first[0].nbytes
+    sample = _item(data, 0, name)
+    size = count * sample[0].nbytes
     takes = f"{count:,} samples, {size / 2**20:,.0f} MiB"
-    shown = Console(stderr=True)
+    console = Console(stderr=True)
     if size > allowed_bytes():
-        return _lazy(data, name, first, takes, shown)
-    inputs = np.empty((count, *first[0].shape), first[0].dtype)
-    rest: list[tuple[Any, ...]] = []
-    for row in track(range(count), f"{name}: {takes}", console=shown, disable=not sys.stderr.isatty()):
-        item = first if row == 0 else _item(data, row, name)
+        return _lazy(data, name, sample, takes, console)
+    inputs = np.empty((count, *sample[0].shape), sample[0].dtype)
+    targets: list[tuple[Any, ...]] = []
+    for row in track(range(count), f"{name}: {takes}", console=console, disable=not sys.stderr.isatty()):
+        item = sample if row == 0 else _item(data, row, name)
         if item[0].shape != inputs.shape[1:]:
             raise InvalidValue(
-                f"{name}: sample {row} has the shape {list(item[0].shape)}, the first {list(first[0].shape)}: resize or pad them"
+                f"{name}: sample {row} has the shape {list(item[0].shape)}, the first {list(inputs.shape[1:])}: "
+                "resize or pad them"
             )
         inputs[row] = item[0]
-        rest.append(item[1:])
-    labels, *groups = zip(*rest, strict=True)
-    return Samples(inputs, _column(labels), _column(groups[0]) if groups else None)
+        targets.append(item[1:])
+    return _targets(inputs, targets)
 
 
-def _lazy(data: Any, name: str, first: tuple[Any, ...], takes: str, shown: Console) -> Samples:
-    """The labels alone in memory: from `data.targets` or `data.labels` where items have them, else by reading all items once."""
-    shown.print(
+def _lazy(data: Any, name: str, sample: tuple[Any, ...], takes: str, console: Console) -> Samples:
+    """Keep only the labels in memory: those of `data.targets` or `data.labels`, else read all items once."""
+    console.print(
         f"{name}: {takes}, more than the {allowed_bytes() / 2**20:,.0f} MiB that data may take ({VARIABLE}): inputs are read "
         "where clients train",
         soft_wrap=True,
     )
-    inputs = LazyInputs(partial(_inputs, data, name), torch.arange(len(data)), as_inputs(first[0][None])[:0])
-    for held in (getattr(data, "targets", None), getattr(data, "labels", None)) if len(first) == 2 else ():
-        if held is not None and len(held) == len(data) and np.array_equal(np.asarray(held[0]), np.asarray(first[1])):
-            return Samples(inputs, held)
-    rows = track(range(len(data)), f"{name}: labels", console=shown, disable=not sys.stderr.isatty())
-    labels, *groups = zip(*(_item(data, row, name)[1:] for row in rows), strict=True)
-    return Samples(inputs, _column(labels), _column(groups[0]) if groups else None)
+    inputs = LazyInputs(partial(_inputs, data, name), torch.arange(len(data)), as_inputs(sample[0][None])[:0])
+    for labels in (getattr(data, "targets", None), getattr(data, "labels", None)) if len(sample) == 2 else ():
+        if labels is None or len(labels) != len(data):
+            continue
+        if np.array_equal(np.asarray(labels[0]), np.asarray(sample[1])):
+            return Samples(inputs, labels)
+    rows = track(range(len(data)), f"{name}: labels", console=console, disable=not sys.stderr.isatty())
+    return _targets(inputs, [_item(data, row, name)[1:] for row in rows])
 
 
-def _column(values: Sequence[Any]) -> Any:
-    return np.asarray([np.asarray(one)[()] for one in values])
+def _targets(inputs: Any, targets: Sequence[tuple[Any, ...]]) -> Samples:
+    """Return samples of inputs and each sample's label and perhaps client."""
+    columns = [np.asarray([np.asarray(cell)[()] for cell in column]) for column in zip(*targets, strict=True)]
+    return Samples(inputs, columns[0], columns[1] if len(columns) > 1 else None)
 
 
 def _inputs(data: Any, name: str, row: int) -> Any:
@@ -116,7 +127,7 @@ def _inputs(data: Any, name: str, row: int) -> Any:
 
 
 def _item(data: Any, row: int, name: str) -> tuple[Any, ...]:
-    """One sample: the inputs as an array, the label, and perhaps the client."""
+    """Read one sample: the inputs as an array, the label, and perhaps the client."""
     try:
         item = data[row]
     except Exception as error:
@@ -132,7 +143,7 @@ def _item(data: Any, row: int, name: str) -> tuple[Any, ...]:
 
 
 def _arrow(data: Any) -> Any:
-    """A table of another library as an Arrow table; None for what is no table."""
+    """Convert a table of another library to an Arrow table; None for anything else."""
     import pyarrow as pa
 
     library = type(data).__module__.partition(".")[0]

@@ -1,4 +1,4 @@
-"""Which samples of a set without a test part of its own are held out for testing."""
+"""Held-out samples: the test split of a set that has none."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from fedloom.randomness import stream
 
 
 def hold_out(samples: Samples, fraction: float, seed: int, *, within: Tensor | None = None) -> tuple[Samples, Samples]:
-    """`samples` as (training, test): at random, max(1, floor((1 - fraction) n)) of every n stay for training.
+    """Split samples at random into (training, test): of every n max(1, floor((1 - fraction) n)) train.
 
-    `within [n]` names a group of each sample, and the rule holds in every group: the labels give a stratified split,
-    users a split of every user. Both parts keep the order of `samples`. Raises `InvalidValue` unless
-    0 < fraction < 1.
+    `within [n]` is a group of each sample, in each of which the rule holds: labels give a stratified split, users a split of
+    every user. Both keep the order of `samples`. Raises `InvalidValue` unless 0 < fraction < 1.
     """
     if not 0 < fraction < 1:
         raise InvalidValue(f"test_fraction must lie between 0 and 1, not {fraction}")
@@ -27,8 +26,8 @@ def hold_out(samples: Samples, fraction: float, seed: int, *, within: Tensor | N
     order = shuffled[groups[shuffled].argsort(stable=True)]
     sizes = torch.bincount(groups)
     # The small addition keeps a product such as 0.29 * 100 = 28.999999999999996 from losing a sample.
-    kept = torch.tensor([max(1, math.floor((1 - fraction) * size + 1e-9)) for size in sizes.tolist()], dtype=torch.long)
+    trained = [max(1, math.floor((1 - fraction) * size + 1e-9)) for size in sizes.tolist()]
     rank = torch.arange(total) - (sizes.cumsum(0) - sizes)[groups[order]]
     training = torch.empty(total, dtype=torch.bool)
-    training[order] = rank < kept[groups[order]]
+    training[order] = rank < torch.tensor(trained, dtype=torch.long)[groups[order]]
     return samples[training], samples[~training]

@@ -1,4 +1,4 @@
-"""Text in which a model learns the next character or word: Shakespeare's plays, and what users of Stack Overflow write."""
+"""Text whose next character or word a model learns: Shakespeare's plays, and the posts of users of Stack Overflow."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALPHABET = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklm
 _OBJECTIVE = NextToken()
 _NUMBERS = {character: number for number, character in enumerate(ALPHABET, start=2)}
 _Users = dict[str, list[Sequence[str]]]
-"""The sequences of each user: their tokens, of which each but the first is to be told from those before it."""
+"""The sequences of each user: their tokens, of which each but the one at the beginning is predicted from the earlier ones."""
 
 
 @datasets.register("shakespeare")
@@ -42,29 +42,35 @@ def shakespeare(
 ) -> Dataset:
     """Shakespeare, the next character: `[length]` character numbers and the `[length]` that follow; the groups are the speakers.
 
-    From LEAF's `train/*.json` and `test/*.json`, or `all_data/*.json` (x: texts of 80 characters, y: the next one;
-    `places="last"` asks for that one alone, as LEAF does), or from raw text, `*.txt`: speeches parted by empty lines, each under
-    a line `NAME:` (text without such lines is one speaker's). The speeches of a speaker are put together and cut every `length`
-    characters. Of each speaker, in the order of the text, the last `test_fraction` test; speakers with fewer than `least`
-    sequences are left out. There are 82 numbers: 0 fills up, 1 stands for a character that LEAF's 80 do not have.
+    There are 82 numbers: 0 fills up, 1 stands for a character that LEAF's 80 do not have.
+
+    Args:
+        folder: The folder with LEAF's `train/*.json` and `test/*.json`, or `all_data/*.json` (x: texts of 80 characters, y: the
+            next one), or with plays, `*.txt`: speeches with an empty line between, each under a line `NAME:` (text without such
+            lines is one speaker's).
+        length: A speaker's speeches are joined and cut every `length` characters.
+        places: Predict a character at every position, or at the last alone, as LEAF does.
+        test_fraction: The share of each speaker's sequences, from the end, that tests, in (0, 1).
+        least: Speakers with fewer sequences are left out.
+
     Source: McMahan et al., AISTATS 2017; Caldas et al., LEAF, 2018.
     """
     if not 0 < test_fraction < 1:
         raise InvalidValue(f"test_fraction must lie between 0 and 1, not {test_fraction}")
 
-    def read(place: Path) -> tuple[_Users, _Users] | None:
-        parts = [json_files(place / name) for name in ("train", "test")]
-        if all(parts):
-            train, test = (_leaf_texts(files, length) for files in parts)
+    def read(folder: Path) -> tuple[_Users, _Users] | None:
+        ready = [json_files(folder / name) for name in ("train", "test")]
+        if all(ready):
+            train, test = (_leaf_texts(files, length) for files in ready)
             return train, test
-        found = json_files(place / "all_data") or json_files(place, "all_data*.json")
-        texts = sorted(place.glob("*.txt"))
-        if not found and not texts:
+        raw = json_files(folder / "all_data") or json_files(folder, "all_data*.json")
+        plays = sorted(folder.glob("*.txt"))
+        if not raw and not plays:
             return None
-        return _split(_leaf_texts(found, length) if found else _speeches(texts, length), test_fraction, least)
+        return _split(_leaf_texts(raw, length) if raw else _speeches(plays, length), test_fraction, least)
 
-    wanted = "LEAF's train/*.json and test/*.json, all_data/*.json, or plays as *.txt"
-    train, test = load(Origin("shakespeare", ("shakespeare", "leaf/data/shakespeare"), wanted, read), folder, False)
+    files = "LEAF's train/*.json and test/*.json, all_data/*.json, or plays as *.txt"
+    train, test = load(Origin("shakespeare", ("shakespeare", "leaf/data/shakespeare"), files, read), folder, False)
     return _dataset("shakespeare", train, test, _NUMBERS, length, places)
 
 
@@ -80,24 +86,31 @@ def stackoverflow(
 ) -> Dataset:
     """Texts of many users, the next word: `[length]` word numbers and the `[length]` that follow; the groups are the users.
 
-    From `train.jsonl` and, if there, `test.jsonl`: on each line `{"user": "42", "text": "how do i ..."}`, or all of a
-    user's texts as `{"user": "42", "texts": ["...", "..."]}`. Each text is one sample: its beginning, its words, its end, cut at
-    `length`. The vocabulary holds the commonest words of the training texts, `max_vocabulary` numbers with those that fill up (0)
-    and stand for other words (1), the beginning and the end. `tokenizer` is a function of yours, `module:function`, from a text
-    to its words; by default as in `ag_news`. Without a test part, `test_fraction` of each user's texts is held out by `seed`.
+    Each text is one sample: its beginning, its words, its end.
+
+    Args:
+        folder: The folder with `train.jsonl` and perhaps `test.jsonl`: on each line `{"user": "42", "text": "how do i ..."}`, or
+            all of a user's texts as `{"user": "42", "texts": ["...", "..."]}`.
+        length: Words that a text is cut or filled up to.
+        max_vocabulary: The most numbers of the commonest words of the training texts, with those that fill up (0) and stand
+            for other words (1), the beginning and the end.
+        tokenizer: A function of yours, `module:function`, from a text to its words; by default as in `ag_news`.
+        test_fraction: Without `test.jsonl`, the share of each user's texts that is held out, in (0, 1).
+        seed: The seed of the texts held out.
+
     Source: Reddi et al., Adaptive Federated Optimization, ICLR 2021 (20 words, 10,000 in the vocabulary).
     """
 
-    def read(place: Path) -> tuple[_Users, _Users | None] | None:
-        found = files_named(place, ("train.jsonl",))
-        if found is None:
+    def read(folder: Path) -> tuple[_Users, _Users | None] | None:
+        train = files_named(folder, ("train.jsonl",))
+        if train is None:
             return None
-        tests = files_named(place, ("test.jsonl",))
-        return _lines(found[0], split), None if tests is None else _lines(tests[0], split)
+        tests = files_named(folder, ("test.jsonl",))
+        return _lines(train[0], split), None if tests is None else _lines(tests[0], split)
 
     split = _tokenizer(tokenizer)
-    wanted = 'train.jsonl (a line: {"user": "42", "text": "..."}) and perhaps test.jsonl'
-    train, test = load(Origin("stackoverflow", ("stackoverflow",), wanted, read), folder, False)
+    files = 'train.jsonl (a line: {"user": "42", "text": "..."}) and perhaps test.jsonl'
+    train, test = load(Origin("stackoverflow", ("stackoverflow",), files, read), folder, False)
     if test is None:
         train, test = _held_out(train, test_fraction, seed)
     numbers = vocabulary((text for texts in train.values() for text in texts), max_vocabulary)
@@ -107,12 +120,12 @@ def stackoverflow(
 def _dataset(
     name: str, train: _Users, test: _Users, numbers: Mapping[str, int], length: int, places: Literal["every", "last"]
 ) -> Dataset:
-    """The data set of both parts, whose users are numbered in the order of the training part."""
-    position = {user: at for at, user in enumerate(dict.fromkeys([*train, *test]))}
-    one, two = (_samples(part, position, numbers, length, places) for part in (train, test))
-    if not len(one):
+    """Return the data set of both splits, whose users are numbered in the order of the training split."""
+    position = {user: number for number, user in enumerate(dict.fromkeys([*train, *test]))}
+    splits = [_samples(users, position, numbers, length, places) for users in (train, test)]
+    if not len(splits[0]):
         raise DataError(f"{name}: no text to learn from")
-    return Dataset(name, one, two, vocabulary=len(numbers) + 2, objective=_OBJECTIVE)
+    return Dataset(name, splits[0], splits[1], vocabulary=len(numbers) + 2, objective=_OBJECTIVE)
 
 
 def _samples(
@@ -122,7 +135,7 @@ def _samples(
     length: int,
     places: Literal["every", "last"],
 ) -> Samples:
-    texts = [text for some in users.values() for text in some]
+    texts = [text for sequences in users.values() for text in sequences]
     require_room(16 * len(texts) * length, f"{len(texts):,} sequences of {length}")
     inputs = encode([text[:-1] for text in texts], numbers, length)
     targets: Tensor = encode([text[1:] for text in texts], numbers, length)
@@ -130,51 +143,53 @@ def _samples(
     if places == "last" and len(texts):
         ends = (targets != _OBJECTIVE.padding).sum(1, keepdim=True) - 1
         targets[torch.arange(length) != ends] = _OBJECTIVE.padding
-    sizes = torch.tensor([len(some) for some in users.values()], dtype=torch.int64)
+    sizes = torch.tensor([len(sequences) for sequences in users.values()], dtype=torch.int64)
     owners = torch.tensor([position[user] for user in users], dtype=torch.int64)
     return Samples(inputs, targets, owners.repeat_interleave(sizes))
 
 
 def _split(users: _Users, test_fraction: float, least: int) -> tuple[_Users, _Users]:
-    """Each user's sequences as (training, test): the last ones test, and those before them train, at least one."""
-    kept = {user: texts for user, texts in users.items() if len(texts) >= least}
-    cuts = {user: max(1, int((1 - test_fraction) * len(texts) + 1e-9)) for user, texts in kept.items()}
+    """Return each user's sequences as (training, test): those at the end test, and at least one trains."""
+    users = {user: texts for user, texts in users.items() if len(texts) >= least}
+    cuts = {user: max(1, int((1 - test_fraction) * len(texts) + 1e-9)) for user, texts in users.items()}
     return (
-        {user: texts[: cuts[user]] for user, texts in kept.items()},
-        {user: texts[cuts[user] :] for user, texts in kept.items()},
+        {user: texts[: cuts[user]] for user, texts in users.items()},
+        {user: texts[cuts[user] :] for user, texts in users.items()},
     )
 
 
 def _held_out(users: _Users, test_fraction: float, seed: int) -> tuple[_Users, _Users]:
-    """Each user's sequences as (training, test), at random."""
-    owned = [(user, text) for user, texts in users.items() for text in texts]
-    position = {user: at for at, user in enumerate(users)}
-    owners = torch.tensor([position[user] for user, _ in owned], dtype=torch.int64)
-    parts: list[_Users] = []
-    for part in hold_out(Samples(torch.arange(len(owned)), owners), test_fraction, seed, within=owners):
-        parts.append({})
-        for row in part.inputs.tolist():
-            user, text = owned[row]
-            parts[-1].setdefault(user, []).append(text)
-    return parts[0], parts[1]
+    """Return each user's sequences as (training, test), at random."""
+    sequences = [(user, text) for user, texts in users.items() for text in texts]
+    position = {user: number for number, user in enumerate(users)}
+    owners = torch.tensor([position[user] for user, _ in sequences], dtype=torch.int64)
+    splits: list[_Users] = []
+    for samples in hold_out(Samples(torch.arange(len(sequences)), owners), test_fraction, seed, within=owners):
+        splits.append({})
+        for row in samples.inputs.tolist():
+            user, text = sequences[row]
+            splits[-1].setdefault(user, []).append(text)
+    return splits[0], splits[1]
 
 
 def _leaf_texts(paths: Iterable[Path], length: int) -> _Users:
-    """Of each user the text before, at most `length` characters, and the character to be told."""
+    """Read each user's texts, at most `length` characters and the one that follows."""
     users: _Users = {}
     for path in paths:
-        for user, found in read_leaf(path).items():
-            x, y = found["x"], found["y"]
+        for user, samples in read_leaf(path).items():
+            x, y = samples["x"], samples["y"]
             lists = isinstance(x, list) and isinstance(y, list) and len(x) == len(y)
-            if not lists or not all(isinstance(one, str) and one for one in (*x, *y)):
+            if not lists or not all(isinstance(text, str) and text for text in (*x, *y)):
                 raise DataError(f"{path}: user {quoted(user)}: x must be texts and y as many characters")
-            users.setdefault(user, []).extend(before[-length:] + after[0] for before, after in zip(x, y, strict=True))
+            users.setdefault(user, []).extend(text[-length:] + target[0] for text, target in zip(x, y, strict=True))
     return users
 
 
 def _speeches(paths: Iterable[Path], length: int) -> _Users:
-    """The text of each speaker in pieces of `length` characters and the one that follows. Text under no name
-    is left out where there are names."""
+    """Read each speaker's text in pieces of `length` characters and the one that follows.
+
+    Text under no name is left out if there are names.
+    """
     spoken: dict[str, list[str]] = {}
     for path in paths:
         require_room(path.stat().st_size, path)
@@ -193,18 +208,18 @@ def _speeches(paths: Iterable[Path], length: int) -> _Users:
 
 
 def _lines(path: Path, split: Callable[[str], Sequence[str]]) -> _Users:
-    """The texts of each user as tokens, with marks for beginning and end."""
+    """Read the texts of each user as tokens, with marks for beginning and end."""
     users: _Users = {}
     require_room(path.stat().st_size, path)
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         if not line.strip():
             continue
         try:
-            found = json.loads(line)
+            post = json.loads(line)
         except (ValueError, RecursionError):
             raise DataError(f"{path}: line {number} is no json: {quoted(line)}") from None
-        user = found.get("user") if isinstance(found, dict) else None
-        texts = found.get("texts", [found.get("text")]) if isinstance(found, dict) else None
+        user = post.get("user") if isinstance(post, dict) else None
+        texts = post.get("texts", [post.get("text")]) if isinstance(post, dict) else None
         if not isinstance(user, str | int) or not isinstance(texts, list) or not all(isinstance(t, str) for t in texts):
             raise DataError(f"{path}: line {number} must hold a user and a text or texts, not {quoted(line)}")
         users.setdefault(str(user), []).extend(["<s>", *split(text), "</s>"] for text in texts)

@@ -1,4 +1,4 @@
-"""How bytes of pictures are centred and scaled: by the set's own figures, by one half, or not at all."""
+"""Normalisation of pictures' bytes: by the set's own mean and deviation, by one half, or none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data.dataset import Dataset
-from fedloom.data.sets.origin import Parts
+from fedloom.data.sets.origin import Split
 
 Scale = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel, pixels in [0, 1]
 Normalise = Literal["standard", "half", "none"]
@@ -18,15 +18,18 @@ _CHUNK = 8192
 
 def image_dataset(
     name: str,
-    parts: Parts,
+    split: Split,
     classes: int,
     normalise: Normalise,
     standard: Scale | None = None,
     class_names: Sequence[str] | None = None,
 ) -> Dataset:
-    """The data set of `parts`. `normalise="standard"` takes the figures `standard`, or without them those of the training
-    images; "half" takes mean and deviation 0.5, which maps [0, 1] to [-1, 1]; "none" leaves [0, 1]."""
-    train, test = parts
+    """Return the data set of training and test samples.
+
+    `normalise="standard"` takes the figures `standard`, by default those of the training images; "half" takes mean and deviation
+    0.5, which maps [0, 1] to [-1, 1]; "none" leaves [0, 1].
+    """
+    train, test = split
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     # `Dataset.prepare` scales bytes alone, so other inputs have nothing to normalise.
@@ -38,8 +41,7 @@ def image_dataset(
 
 
 def channel_scale(images: Tensor) -> Scale:
-    """Mean and standard deviation of each channel of uint8 `images [n, C, ...]`, over 255. A channel that never varies
-    gets deviation 1."""
+    """Return mean and standard deviation of each channel of uint8 `images [n, C, ...]`, over 255; 1 for a constant channel."""
     channels = images.shape[1]
     counts = torch.zeros((channels, 256), dtype=torch.float64)
     for start in range(0, len(images), _CHUNK):  # in chunks: counting takes eight bytes a pixel

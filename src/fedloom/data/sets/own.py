@@ -1,4 +1,4 @@
-"""The user's own data: arrays in files, folders of pictures, or a Python function."""
+"""Data of the user's own: arrays in files, folders of pictures, or a Python function."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from fedloom.config.fields import Count
 from fedloom.config.plugins import found_at
 from fedloom.data.dataset import Dataset, Samples, datasets, same_names
 from fedloom.data.formats.labels import class_labels
+from fedloom.data.formats.limits import reading
 from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.formats.pictures import class_folders, pictures, read_image_folder
 from fedloom.data.sets.holdout import hold_out
 from fedloom.data.sets.normalisation import Normalise, image_dataset
-from fedloom.data.sets.origin import Parts, cached_files
+from fedloom.data.sets.origin import Split, cached_files
 from fedloom.errors import DataError, InvalidValue, one_line, quoted, shortened, suggestion
 
 _KEYS = ("inputs", "labels", "groups", "test_inputs", "test_labels", "test_groups")
 _MOST_CLASSES = 1_000_000  # a label beyond this is a mistake, such as an id in place of a class
 
 Layout = Literal["channels_first", "channels_last"]
+Arrays = tuple[Any, Any, Any]
+"""Inputs, labels, and client ids or None."""
 
 
 @datasets.register("arrays")
@@ -39,23 +42,31 @@ def arrays(
     test_fraction: float = 0.2,
     seed: int = 0,
 ) -> Dataset:
-    """Arrays of your own: an npz file, or a folder of npy files, named inputs, labels and optionally groups (the client
-    of each sample), test_inputs, test_labels, test_groups.
+    """Arrays of your own: `inputs`, `labels` and optionally `groups` (the client of each sample), and the same with `test_`.
 
-    Inputs: uint8 pictures `[n, h, w]` or `[n, channels, h, w]` (`layout="channels_last"`: `[n, h, w, channels]`), float
-    features of any shape, or integer tokens `[n, tokens]`; labels: integers 0..classes-1 (`classes=None`: up to the
-    highest). Without test arrays `test_fraction` of each class is held out at random by `seed`. Pickled objects in the
-    files are refused. Raises `DataError` naming the file and what is wrong.
+    Inputs are uint8 pictures `[n, h, w]` or `[n, channels, h, w]`, float features of any shape, or integer tokens
+    `[n, tokens]`; labels are integers 0..classes-1.
+
+    Args:
+        path: An npz file, or a folder of npy files. Pickled objects in them are refused.
+        classes: The number of classes, by default one more than the highest label.
+        layout: `channels_last` reads pictures `[n, h, w, channels]`.
+        normalise: `standard` takes mean and deviation of the training pictures, by channel.
+        test_fraction: Without test arrays, the share of each class that is held out, in (0, 1).
+        seed: The seed of the samples held out.
+
+    Raises:
+        DataError: For a file that is missing, damaged or too large, or arrays that do not fit.
     """
     if not path:
         raise InvalidValue("arrays needs path: an npz file or a folder of npy files (inputs, labels, ...)")
-    found = read_arrays(Path(path))
-    for key in found:
+    by_name = read_arrays(Path(path))
+    for key in by_name:
         if key not in _KEYS:
             near = suggestion(key, _KEYS)
             raise DataError(f"{path}: unknown array {quoted(key)}{near} (there may be: {', '.join(_KEYS)})")
-    train, *rest = own_samples(parts_of(found, path), layout, path)
-    return own_dataset("arrays", train, rest[0] if rest else None, classes, normalise, test_fraction, seed, path)
+    samples = own_samples(split_arrays(by_name, path), layout, path)
+    return _dataset("arrays", samples, classes, normalise, test_fraction, seed, path)
 
 
 @datasets.register("images")
@@ -68,37 +79,45 @@ def images(
     test_fraction: float = 0.2,
     seed: int = 0,
 ) -> Dataset:
-    """Folders of pictures of your own: `train/<class>/*.png` and `test/<class>/*.png`, or `<class>/*.png` alone, of which
-    `test_fraction` of each class is held out at random by `seed`.
+    """Folders of pictures of your own: `train/<class>/*.png` and `test/<class>/*.png`, or `<class>/*.png` alone.
 
-    Classes are the folders of the training part in alphabetical order. `channels` 3 (colour) or 1 (grey); `size` scales
-    every picture to size x size, without it all must have one size. Decoded pictures are kept in the cache folder.
-    "standard" uses the figures of the training pictures. Raises `DataError` naming the file and what is wrong.
+    Classes are the folders of the training pictures in alphabetical order. Decoded pictures are kept in the cache folder.
+
+    Args:
+        folder: The folder.
+        channels: 3 (colour) or 1 (grey).
+        size: Scale every picture to size x size; without it all must have one size.
+        normalise: `standard` takes mean and deviation of the training pictures, by channel.
+        test_fraction: Without `test`, the share of each class that is held out, in (0, 1).
+        seed: The seed of the pictures held out.
+
+    Raises:
+        DataError: For a folder without classes, or a picture that is unreadable or of another size.
     """
     root = Path(folder)
     if not folder or not root.is_dir():
         raise DataError(
             f"{folder or 'images'}: no such folder (wanted: <class>/<picture>, in train/ and test/ or alone)"
         )
-    first = root / "train" if (root / "train").is_dir() else root
-    names = class_folders(first)
+    folders = [root / "train" if (root / "train").is_dir() else root]
+    names = class_folders(folders[0])
     if len(names) < 2:
-        raise DataError(f"{first}: {len(names)} class folders, at least 2 are needed")
-    second = root / "test" if first != root and (root / "test").is_dir() else None
+        raise DataError(f"{folders[0]}: {len(names)} class folders, at least 2 are needed")
+    if folders[0] != root and (root / "test").is_dir():
+        folders.append(root / "test")
     extent = None if size is None else (size, size)
-    parts = [first] if second is None else [first, second]
-    files = [path for part in parts for name in class_folders(part) for path in pictures(part / name)]
+    with reading(root, "damaged folder of pictures"):
+        files = [path for split in folders for name in class_folders(split) for path in pictures(split / name)]
 
-    def read() -> Parts:
-        train = read_image_folder(first, names, channels, extent)
-        # The cache holds two parts; a part that is not there stays empty.
-        return train, train[:0] if second is None else read_image_folder(second, names, channels, extent)
+        def read() -> Split:
+            train, *tests = (read_image_folder(split, names, channels, extent) for split in folders)
+            return train, tests[0] if tests else train[:0]  # the cache holds two
 
-    train, test = cached_files("images", f"{channels} {size} {names}", files, read)
-    if second is None:
+        train, test = cached_files("images", f"{channels} {size} {names}", files, read)
+    if len(folders) == 1:
         train, test = hold_out(train, test_fraction, seed, within=train.labels)
     elif train.inputs.shape[1:] != test.inputs.shape[1:]:
-        raise DataError(f"{second}: pictures of another size than in {first}; set size to scale them")
+        raise DataError(f"{folders[1]}: pictures of another size than in {folders[0]}; set size to scale them")
     return image_dataset("images", (train, test), len(names), normalise, None, names)
 
 
@@ -114,41 +133,50 @@ def python(
 ) -> Dataset:
     """Data from a function of your own: `source="my_package.data:load"`, called without arguments.
 
-    It returns (inputs, labels) or (inputs, labels, client ids), of which `test_fraction` of each class is held out; or
-    two such tuples, for training and test; or a `Dataset`. Arrays are as in the data set `arrays`, from NumPy or torch.
-    A module is looked for among the installed ones and in the current folder. Raises `InvalidValue` if the function is not
-    found, and `DataError` if it fails or returns something else.
+    It returns (inputs, labels) or (inputs, labels, client ids); or two such tuples, for training and test; or a `Dataset`. Arrays
+    are as in the data set `arrays`, from NumPy or torch.
+
+    Args:
+        source: The function; its module is looked for among the installed ones and in the current folder.
+        classes: As in `arrays`, as are the following.
+        layout: The order of pictures' dimensions.
+        normalise: The normalisation of pictures.
+        test_fraction: Without test arrays, the share of each class that is held out, in (0, 1).
+        seed: The seed of the samples held out.
+
+    Raises:
+        InvalidValue: If there is no such function.
+        DataError: If it fails or returns something else.
     """
-    given = call_source(source)
-    if isinstance(given, Dataset):
-        return given
-    pair = isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, tuple) for part in given)
-    train, *rest = own_samples([triple(part, source) for part in (given if pair else (given,))], layout, source)
-    return own_dataset("python", train, rest[0] if rest else None, classes, normalise, test_fraction, seed, source)
+    data = call_source(source)
+    if isinstance(data, Dataset):
+        return data
+    pair = isinstance(data, tuple) and len(data) == 2 and all(isinstance(split, tuple) for split in data)
+    samples = own_samples([triple(split, source) for split in (data if pair else (data,))], layout, source)
+    return _dataset("python", samples, classes, normalise, test_fraction, seed, source)
 
 
-def parts_of(found: Mapping[str, Any], path: Path | str) -> list[tuple[Any, Any, Any]]:
-    """(inputs, labels, client ids or None) for training and, where there are arrays for it, for testing. Raises `DataError`
-    for an array that is missing."""
-    prefixes = ("", "test_") if any(key.startswith("test_") for key in found) else ("",)
+def split_arrays(arrays: Mapping[str, Any], path: Path | str) -> list[Arrays]:
+    """Return the arrays for training and, if there are any, for testing; raises `DataError` for one that is missing."""
+    prefixes = ("", "test_") if any(key.startswith("test_") for key in arrays) else ("",)
     for key in (f"{prefix}{name}" for prefix in prefixes for name in ("inputs", "labels")):
-        if key not in found:
-            raise DataError(f"{path}: no array {key!r} (it has: {shortened(', '.join(sorted(found))) or 'none'})")
-    return [(found[f"{one}inputs"], found[f"{one}labels"], found.get(f"{one}groups")) for one in prefixes]
+        if key not in arrays:
+            raise DataError(f"{path}: no array {key!r} (it has: {shortened(', '.join(sorted(arrays))) or 'none'})")
+    return [(arrays[f"{key}inputs"], arrays[f"{key}labels"], arrays.get(f"{key}groups")) for key in prefixes]
 
 
-def triple(part: object, source: str) -> tuple[Any, Any, Any]:
-    """(inputs, labels, client ids or None) of what a function returned. Raises `DataError` for anything else."""
-    if not isinstance(part, tuple) or len(part) not in (2, 3):
-        what = f"{len(part)} values" if isinstance(part, tuple) else f"a {type(part).__name__}"
+def triple(data: object, source: str) -> Arrays:
+    """Return the arrays that a function returned; raises `DataError` for anything else."""
+    if not isinstance(data, tuple) or len(data) not in (2, 3):
+        kind = f"{len(data)} values" if isinstance(data, tuple) else f"a {type(data).__name__}"
         raise DataError(
-            f"{source}: returned {what}; wanted (inputs, labels[, client ids]), or two of these, or a Dataset"
+            f"{source}: returned {kind}; wanted (inputs, labels[, client ids]), or two of these, or a Dataset"
         )
-    return part[0], part[1], part[2] if len(part) == 3 else None
+    return data[0], data[1], data[2] if len(data) == 3 else None
 
 
 def call_source(source: str) -> Any:
-    """What the function named by `source` returns. Raises `DataError`, in one line, for whatever it raises."""
+    """Call the function named by `source`; raises `DataError`, in one line, for whatever it raises."""
     function = found_at(source, "source", "'module:function'")
     try:
         return function()
@@ -156,28 +184,27 @@ def call_source(source: str) -> Any:
         raise DataError(f"{source}: raised {one_line(f'{type(error).__name__}: {error}')}") from error
 
 
-def own_samples(parts: Sequence[tuple[Any, Any, Any]], layout: Layout, source: str) -> list[Samples]:
-    """Samples of each part, (inputs, labels, client ids or None), NumPy or torch, checked.
+def own_samples(splits: Sequence[Arrays], layout: Layout, source: str) -> list[Samples]:
+    """Check arrays to train on, and perhaps to test on, and convert them to samples; raises `DataError` naming `source`.
 
-    uint8 inputs become pictures `[n, channels, h, w]` from `[n, h, w]` or, with `layout="channels_last"`, from
-    `[n, h, w, channels]`; floats float32; other integers int64 tokens. Client ids, of any type that sorts, become 0, 1,
-    ... in sorted order, the same in every part. Raises `DataError` naming `source`.
+    Inputs become uint8 pictures `[n, channels, h, w]`, float32 features or int64 tokens. Client ids become 0, 1, ... in sorted
+    order, the same in every split.
     """
-    found = [_checked(part, layout, source) for part in parts]
-    ids = [part.groups for part in found if part.groups is not None]
-    known = torch.cat(ids).unique() if ids else torch.empty(0)
-    with _from(source):
+    checked = [_checked(split, layout, source) for split in splits]
+    groups = [samples.groups for samples in checked if samples.groups is not None]
+    ids = torch.cat(groups).unique() if groups else torch.empty(0)
+    with _naming(source):
         return [
-            part if part.groups is None else replace(part, groups=torch.searchsorted(known, part.groups))
-            for part in same_names(*found)
+            samples if samples.groups is None else replace(samples, groups=torch.searchsorted(ids, samples.groups))
+            for samples in same_names(*checked)
         ]
 
 
-def _checked(arrays: tuple[Any, Any, Any], layout: Layout, source: str) -> Samples:
-    inputs, labels, groups = (array.detach().cpu().numpy() if isinstance(array, Tensor) else array for array in arrays)
+def _checked(split: Arrays, layout: Layout, source: str) -> Samples:
+    inputs, labels, groups = (array.detach().cpu().numpy() if isinstance(array, Tensor) else array for array in split)
     if inputs is None or labels is None:
         raise DataError(f"{source}: inputs and labels are both needed")
-    with _from(source):
+    with _naming(source):
         inputs = np.asarray(inputs)
         if inputs.dtype == np.uint8 and inputs.ndim not in (3, 4):
             raise DataError(
@@ -185,42 +212,41 @@ def _checked(arrays: tuple[Any, Any, Any], layout: Layout, source: str) -> Sampl
             )
         if inputs.dtype == np.uint8 and inputs.ndim == 4 and layout == "channels_last":
             inputs = inputs.transpose(0, 3, 1, 2)
-        made = Samples(inputs, class_labels(labels, _MOST_CLASSES, source), groups)
-    if made.inputs.dtype == torch.int64 and (made.inputs.dim() != 2 or (made.inputs < 0).any()):
+        samples = Samples(inputs, class_labels(labels, _MOST_CLASSES, source), groups)
+    if samples.inputs.dtype == torch.int64 and (samples.inputs.dim() != 2 or (samples.inputs < 0).any()):
         raise DataError(
             f"{source}: integer inputs are tokens [n, tokens] of at least 0, not of shape {list(inputs.shape)}"
         )
-    if not len(made):
+    if not len(samples):
         raise DataError(f"{source}: no samples")
-    return made
+    return samples
 
 
 @contextmanager
-def _from(source: str) -> Iterator[None]:
-    """`DataError`, which names the source, in the place of `InvalidValue`."""
+def _naming(source: str) -> Iterator[None]:
+    """Raise `DataError`, which names the source, for `InvalidValue`."""
     try:
         yield
     except InvalidValue as error:
         raise DataError(f"{source}: {error}") from None
 
 
-def own_dataset(
+def _dataset(
     name: str,
-    train: Samples,
-    test: Samples | None,
+    splits: Sequence[Samples],
     classes: int | None,
     normalise: Normalise,
     test_fraction: float,
     seed: int,
     source: str,
 ) -> Dataset:
-    """The data set of `train` and `test`; without `test`, of each class `test_fraction` is held out."""
-    if test is None:
-        train, test = hold_out(train, test_fraction, seed, within=train.labels)
-    highest = int(max(part.labels.max() for part in (train, test) if len(part)))
-    with _from(source):
-        made = image_dataset(name, (train, test), classes or highest + 1, normalise)
-    if train.inputs.dtype != torch.int64:
-        return made
-    size = int(max(part.inputs.max() for part in (train, test) if len(part))) + 1
-    return replace(made, vocabulary=size)
+    """Return the data set of training and test samples; without the latter, of each class `test_fraction` is held out."""
+    train = splits[0]
+    train, test = splits if len(splits) > 1 else hold_out(train, test_fraction, seed, within=train.labels)
+    highest = int(max(samples.labels.max() for samples in (train, test) if len(samples)))
+    with _naming(source):
+        dataset = image_dataset(name, (train, test), classes or highest + 1, normalise)
+    if train.inputs.dtype != torch.int64 or not train.inputs.numel():
+        return dataset
+    size = int(max(samples.inputs.max() for samples in (train, test) if len(samples))) + 1
+    return replace(dataset, vocabulary=size)

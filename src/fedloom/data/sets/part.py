@@ -1,4 +1,4 @@
-"""A part of another data set, for runs that are to be short."""
+"""A random part of another data set, for short runs."""
 
 from __future__ import annotations
 
@@ -15,26 +15,31 @@ from fedloom.randomness import stream
 
 
 @datasets.register("part")
-def part(*, of: str = "digits", samples: Annotated[int, Field(ge=2)] = 1000, seed: int = 0) -> Dataset:
+def random_part(*, of: str = "digits", samples: Annotated[int, Field(ge=2)] = 1000, seed: int = 0) -> Dataset:
     """A random part of another set: `part(of='mnist(normalise=half)', samples=6000)`.
 
-    `samples` in all, of the training and of the test part in proportion to their sizes, at least one of each; the same ones
-    for every other seed of a run. All of the set where it is no larger. Normalisation is that of the whole set.
-    Raises `InvalidValue` where `of` names no whole data set.
+    Args:
+        of: The set, whose normalisation stays.
+        samples: How many in all, of the training and of the test samples in proportion to their numbers, at least one of each.
+            A set that is no larger is taken as it is.
+        seed: The seed of the draw, whatever the seed of a run.
+
+    Raises:
+        InvalidValue: If `of` is a part itself.
     """
     call = parse(of)
     if call.name == "part":
         raise InvalidValue("part: of must name a whole data set, not a part of one")
-    whole: Dataset = datasets.build(call)
-    total = len(whole.train) + len(whole.test)
+    dataset: Dataset = datasets.build(call)
+    total = len(dataset.train) + len(dataset.test)
     if samples >= total:
-        return whole
-    tests = min(max(1, round(samples * len(whole.test) / total)), samples - 1)
-    train, test = _drawn(whole.train, samples - tests, seed, "train"), _drawn(whole.test, tests, seed, "test")
-    return replace(whole, train=train, test=test)
+        return dataset
+    tests = min(max(1, round(samples * len(dataset.test) / total)), samples - 1)
+    train = _drawn(dataset.train, samples - tests, seed, "train")
+    return replace(dataset, train=train, test=_drawn(dataset.test, tests, seed, "test"))
 
 
 def _drawn(samples: Samples, count: int, seed: int, name: str) -> Samples:
-    """`count` of the samples at random, in their own order."""
+    """Return `count` of the samples at random, in their own order."""
     chosen = torch.randperm(len(samples), generator=stream(seed, f"part {name}"))[:count]
     return samples[chosen.sort().values]

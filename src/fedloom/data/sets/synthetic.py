@@ -37,8 +37,21 @@ def synthetic(
     User i holds int(LogNormal(4, 2)) + 50 samples. Its model: u_i ~ N(0, alpha), W_i and b_i ~ N(u_i, 1). Its inputs:
     B_i ~ N(0, beta), v_i ~ N(B_i, 1) in each coordinate, x ~ N(v_i, diag(j^-1.2)), j = 1..dimension. Its labels:
     argmax(x W_i + b_i). The second figure of every N except the last is a standard deviation, as in the authors' code.
-    With `iid=True` all users share one W, b ~ N(0, 1) and v = 0. Of each user the fraction `test_fraction` is held out.
-    Groups are the users. Raises `InvalidValue` for `iid` with alpha or beta above 0.
+    Groups are the users.
+
+    Args:
+        alpha: The spread of the users' models, at least 0.
+        beta: The spread of their inputs, at least 0.
+        users: Their number.
+        iid: All users share one W, b ~ N(0, 1) and v = 0; alpha and beta must be 0.
+        test_fraction: The share of each user's samples that is held out, in (0, 1).
+        dimension: The number of features.
+        classes: The number of classes, at least 2.
+        seed: The seed of the data, whatever the seed of a run.
+
+    Raises:
+        InvalidValue: For `iid` with alpha or beta above 0.
+
     Source: Li et al., Federated Optimization in Heterogeneous Networks, section 5.1 and appendix C.1.
     """
     if iid and (alpha or beta):
@@ -66,11 +79,23 @@ def synthetic_feddc(
     test_fraction: float = 0.2,
     seed: int = 0,
 ) -> Dataset:
-    """Synthetic(alpha, beta) of FedDC: users with `samples` each, where 0 means that all users share that part.
+    """Synthetic(alpha, beta) of FedDC: users with `samples` each; at 0 all users share a model, or the mean of inputs.
 
-    As `synthetic`, but alpha = 0 gives every user one model W, b ~ N(0, 1), and beta = 0 gives every user the mean
-    input 0. The papers' settings are (0, 0), (1, 0) and (0, 1). `test="held_out"` holds out `test_fraction` of each;
-    `test="train"` tests on all the data trained on, as the authors' code does. Groups are the users.
+    As `synthetic`, but alpha = 0 gives every user one model W, b ~ N(0, 1), and beta = 0 gives every user the mean input 0. The
+    papers' settings are (0, 0), (1, 0) and (0, 1).
+
+    Args:
+        alpha: As in `synthetic`.
+        beta: As in `synthetic`.
+        users: Their number.
+        samples: The samples of each user, at least 2.
+        dimension: The number of features.
+        classes: The number of classes, at least 2.
+        test: `held_out` holds out `test_fraction` of each user's samples; `train` tests on all the data trained on, as the
+            authors' code does.
+        test_fraction: That share, in (0, 1).
+        seed: The seed of the data, whatever the seed of a run.
+
     Source: Gao et al., FedDC, section 4.1; FedUmf, appendix, Figure A5.
     """
     require_room(_bytes(users * samples, dimension, classes), "synthetic_feddc")
@@ -84,7 +109,7 @@ def synthetic_feddc(
 
 
 def _bytes(samples: int, dimension: int, classes: int) -> int:
-    """What drawing so many samples takes at its peak: inputs in double and in single precision, and a linear model."""
+    """Return the peak memory of drawing so many samples: inputs in double and in single precision, and a linear model."""
     return samples * (12 * dimension + 16) + 8 * dimension * classes
 
 
@@ -92,13 +117,13 @@ def _sample(
     sizes: npt.NDArray[np.int64],
     alpha: float,
     beta: float,
-    own_model: bool,
-    own_inputs: bool,
+    models_differ: bool,
+    inputs_differ: bool,
     dimension: int,
     classes: int,
     seed: int,
 ) -> Samples:
-    """The samples of all users: a user's own draws come from its own stream, so they do not change with `users`."""
+    """Draw the samples of all users, each from its own stream, so that they do not change with the number of users."""
     deviation = np.sqrt(np.arange(1, dimension + 1) ** -1.2)
     shared = _linear_model(numpy_stream(seed, "synthetic model"), 0.0, dimension, classes)
     inputs: list[Floats] = []
@@ -106,8 +131,8 @@ def _sample(
     for user, size in enumerate(sizes.tolist()):
         draw = numpy_stream(seed, "synthetic user", client=user)
         model_mean, input_mean = draw.normal(0.0, alpha), draw.normal(0.0, beta)
-        weight, bias = _linear_model(draw, model_mean, dimension, classes) if own_model else shared
-        centre = draw.normal(input_mean, 1.0, dimension) if own_inputs else np.zeros(dimension)
+        weight, bias = _linear_model(draw, model_mean, dimension, classes) if models_differ else shared
+        centre = draw.normal(input_mean, 1.0, dimension) if inputs_differ else np.zeros(dimension)
         # Rounded first: the labels are those of the float32 inputs that the clients hold.
         x = (centre + draw.standard_normal((size, dimension)) * deviation).astype(np.float32).astype(np.float64)
         inputs.append(x)

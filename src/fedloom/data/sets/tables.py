@@ -20,9 +20,13 @@ _SPLIT_SEED = 0  # fixed, so that results compare between runs of every seed
 def diabetes(*, test_fraction: float = 0.2) -> Dataset:
     """442 patients, 10 measurements each, and how far their diabetes got within a year: a regression.
 
-    Inputs and target are standardised by mean and deviation of the training part, so that a model that only knows the mean has
-    an RMSE of about 1. `test_fraction` of the samples test. Source: Efron, Hastie, Johnstone, Tibshirani, Least Angle Regression,
-    2004.
+    Inputs and target are standardised by mean and deviation of the training rows, so that a model that only knows the mean has
+    an RMSE of about 1.
+
+    Args:
+        test_fraction: The share of the rows that tests, whatever the seed.
+
+    Source: Efron, Hastie, Johnstone, Tibshirani, Least Angle Regression, 2004.
     """
     from sklearn.datasets import load_diabetes
 
@@ -33,8 +37,12 @@ def diabetes(*, test_fraction: float = 0.2) -> Dataset:
 def breast_cancer(*, test_fraction: float = 0.2) -> Dataset:
     """569 tumours, 30 measurements each, malignant or benign (2 classes).
 
-    Inputs are standardised by mean and deviation of the training part. Of every class floor((1 - test_fraction) n) samples train
-    and the others test. Source: Street, Wolberg, Mangasarian, Nuclear feature extraction for breast tumor diagnosis, 1993.
+    Inputs are standardised by mean and deviation of the training rows.
+
+    Args:
+        test_fraction: Of every class floor((1 - test_fraction) n) rows train and the others test, whatever the seed.
+
+    Source: Street, Wolberg, Mangasarian, Nuclear feature extraction for breast tumor diagnosis, 1993.
     """
     from sklearn.datasets import load_breast_cancer
 
@@ -45,7 +53,10 @@ def breast_cancer(*, test_fraction: float = 0.2) -> Dataset:
 def wine(*, test_fraction: float = 0.2) -> Dataset:
     """178 wines, 13 measurements each, from 3 growers (classes).
 
-    Prepared as `breast_cancer`. Source: Aeberhard, Forina, Wine, UCI, 1991.
+    Args:
+        test_fraction: As in `breast_cancer`, as is the preparation.
+
+    Source: Aeberhard, Forina, Wine, UCI, 1991.
     """
     from sklearn.datasets import load_wine
 
@@ -53,20 +64,20 @@ def wine(*, test_fraction: float = 0.2) -> Dataset:
 
 
 def _table(name: str, source: Any, test_fraction: float, objective: Objective) -> Dataset:
-    """The data set of a table of scikit-learn."""
+    """Return the data set of a table of scikit-learn."""
     inputs = torch.from_numpy(source.data).to(torch.float64)
     targets = torch.from_numpy(source.target)
     targets = targets.long() if objective.classes else targets.to(torch.float64)
     within = targets if objective.classes else torch.zeros(len(targets), dtype=torch.int64)
     train, test = hold_out(Samples(inputs, targets), test_fraction, _SPLIT_SEED, within=within)
-    parts = [Samples(_scaled(part.inputs, train.inputs), part.labels) for part in (train, test)]
+    splits = [Samples(_scaled(split.inputs, train.inputs), split.labels) for split in (train, test)]
     if objective.classes:
-        names = tuple(str(one) for one in source.target_names)
-        return Dataset(name, parts[0], parts[1], len(names), class_names=names, objective=objective)
-    parts = [Samples(part.inputs, _scaled(part.labels, train.labels)) for part in parts]
-    return Dataset(name, parts[0], parts[1], objective=objective)
+        names = tuple(map(str, source.target_names))
+        return Dataset(name, splits[0], splits[1], len(names), class_names=names, objective=objective)
+    splits = [Samples(split.inputs, _scaled(split.labels, train.labels)) for split in splits]
+    return Dataset(name, splits[0], splits[1], objective=objective)
 
 
 def _scaled(values: Tensor, training: Tensor) -> Tensor:
-    """Columns with mean 0 and deviation 1 over the training part, as float32."""
+    """Return columns with mean 0 and deviation 1 over the training rows, as float32."""
     return ((values - training.mean(0)) / training.std(0, correction=0).clamp_min(1e-12)).float()

@@ -1,13 +1,10 @@
-"""The processes engine: worker processes on this machine train the clients, and models are kept in shared memory."""
+"""The processes engine: worker processes on this machine train the clients, with all models in shared memory."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
-import signal
-import subprocess
-import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -33,9 +30,10 @@ from fedloom.engines.pickling import load
 from fedloom.engines.processes.channel import Channel, Parcel, pack
 from fedloom.engines.processes.shared_memory import SharedMemory
 from fedloom.engines.processes.worker import VARIABLE
-from fedloom.engines.stacked import apart
+from fedloom.engines.proof import Proof
+from fedloom.engines.stacked import unstackable_method
+from fedloom.engines.worker_life import exit_text, start_python
 from fedloom.errors import FedloomError, InvalidValue
-from fedloom.local.proof import Proof
 from fedloom.rounds.engine import ClientTask
 from fedloom.state.store import BUDGET
 from fedloom.task import Task
@@ -45,22 +43,25 @@ _PROGRAM = "from fedloom.engines.processes.worker import main; main()"
 
 @engines.register("processes")
 class ProcessesEngine(WorkerEngine):
-    """Trains clients in `workers` processes of `threads` threads each, with the numbers of the rows engine on as many threads.
+    """Trains clients in worker processes, with the numbers of the rows engine on as many threads.
 
     The workers start once and stay. They read the task's data, the models they are sent and the clients' memory from shared
-    memory, and write trained models into one shared matrix, so no model is pickled. A free worker is given the remaining client
-    with the most samples.
+    memory, and write trained models into one shared matrix, so no model is pickled. The task's training samples are moved into
+    shared memory. A free worker takes the remaining client with the most samples.
 
-    With `inside="stacked"` a worker is given several clients of similar sizes, which train in lock step as in the stacked
-    engine, with the numbers of the rows engine to float tolerance; `chunk` is the most, by default what suits the processor.
-    Clients still train one by one where the model or the method cannot be stacked.
+    Args:
+        task: What clients train, on the CPU.
+        proof: Shortcuts that the task allows, stacks included, if they were proven before.
+        workers: Number of processes.
+        threads: Threads of each.
+        memory_budget: Bytes of client memory kept in this process; beyond it, the least recently used clients go to files.
+        inside: With `stacked`, a worker takes several clients of similar sizes, which train in lock step, with the numbers of the
+            rows engine to float tolerance. They still train one by one if the model or the method cannot be stacked.
+        chunk: Most clients of a stack; by default what suits the processor.
 
-    The task's training samples are moved into shared memory, so there is one copy of them.
-    `memory_budget`: bytes of client memory kept in this process; beyond it, the least recently used clients go to files.
-    `proof`: which shortcuts the task allows, stacks included, where that is known already.
-
-    Raises `InvalidValue` for numbers out of range, a task that is not on the CPU, or something in it that cannot be pickled;
-    `FedloomError` inside a worker, and where no worker can start.
+    Raises:
+        InvalidValue: A number is out of range, the task is not on the CPU, or something in it cannot be pickled.
+        FedloomError: No worker can start, or this process is a worker itself.
     """
 
     name = "processes"
@@ -91,7 +92,7 @@ class ProcessesEngine(WorkerEngine):
         self._proven = (task, proof)
         self.shared_memory = SharedMemory()
         weakref.finalize(self, end_all, self._handles)
-        self._start_missing()  # workers import PyTorch while the task is looked at
+        self._start_missing()  # workers import PyTorch meanwhile
         try:
             self._announce(task)
         except BaseException:
@@ -109,11 +110,11 @@ class ProcessesEngine(WorkerEngine):
         return Setup(slim(task), "rows" if self.chunk == 1 else "stacked", self.chunk, proof)
 
     def _proof_of(self, task: Task) -> Proof | None:
-        """What is known of the task: a proof holds however many steps clients make."""
-        other, proof = self._proven
-        settings = replace(task.training, steps=other.training.steps)
-        same = task.model is other.model and task.train is other.train and settings == other.training
-        return proof if same else None
+        """Return the proof of this task, if there is one: it holds however many steps clients make."""
+        proven, proof = self._proven
+        settings = replace(task.training, steps=proven.training.steps)
+        applies = task.model is proven.model and task.train is proven.train and settings == proven.training
+        return proof if applies else None
 
     def _start(self) -> WorkerHandle:
         return WorkerProcess(self.threads, self.shared_memory)
@@ -122,47 +123,38 @@ class ProcessesEngine(WorkerEngine):
         lines = {handle.channel.connection: handle for handle in handles if isinstance(handle, WorkerProcess)}
         return [lines[line] for line in wait(list(lines)) if isinstance(line, Connection)]
 
-    def _pack(self, message: object, known: Mapping[int, int]) -> Parcel:
-        return pack(message, self.shared_memory, known)
+    def _pack(self, message: object, common: Mapping[int, int]) -> Parcel:
+        return pack(message, self.shared_memory, common)
 
     def _empty(self, shape: Sequence[int]) -> Tensor:
         return self.shared_memory.empty([shape], [self.task.layout.dtype])[0]
 
     def _groups(self, algorithm: Algorithm, client_tasks: Sequence[ClientTask]) -> list[list[ClientTask]]:
-        """The same number of groups for every worker, so that all finish at about the same time."""
-        most = 1 if apart(algorithm) else self.chunk
+        """Return the same number of groups for every worker, so that all finish at about the same time."""
+        most = 1 if unstackable_method(algorithm) else self.chunk
         count = self.workers * math.ceil(len(client_tasks) / (self.workers * most))
         return grouped(client_tasks, self._sizes(client_tasks), count, most)
 
     @property
     def processes(self) -> list[int]:
-        """The process ids of the workers."""
+        """Process ids of the workers."""
         return [handle.process.pid for handle in self._handles if isinstance(handle, WorkerProcess)]
 
 
 class WorkerProcess(WorkerHandle):
-    """A worker process, which sends a message when it has started. The main program is not run again in it."""
+    """A worker process, which sends a message once it has started. It does not run the main program again."""
 
     def __init__(self, threads: int, memory: SharedMemory) -> None:
         super().__init__()
-        ours, theirs = Pipe()
-        descriptor = theirs.fileno()
-        paths = [path or os.getcwd() for path in sys.path]
-        surroundings = {
-            **os.environ,
-            VARIABLE: "1",
-            "PYTHONPATH": os.pathsep.join(paths),
-            "OMP_NUM_THREADS": str(threads),
-        }
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _PROGRAM, str(descriptor), str(threads)],
-            stdin=subprocess.DEVNULL,
-            env=surroundings,
-            pass_fds=[descriptor],
-            process_group=0,  # Ctrl-C in a terminal is for this process alone
+        connection, remote = Pipe()
+        descriptor = remote.fileno()
+        self.process = start_python(
+            ["-c", _PROGRAM, str(os.getpid()), str(descriptor), str(threads)],
+            {VARIABLE: "1", "OMP_NUM_THREADS": str(threads)},
+            [descriptor],
         )
-        theirs.close()
-        self.channel = Channel(ours, memory)
+        remote.close()
+        self.channel = Channel(connection, memory)
         self._sent: Any = None  # its tensors must not be freed before the answer has arrived
 
     def send(self, method: str, message: Any) -> None:
@@ -174,7 +166,7 @@ class WorkerProcess(WorkerHandle):
         try:
             _, packed = self.channel.receive()
         except (EOFError, OSError):
-            raise WorkerDied(self._ending()) from None
+            raise WorkerDied(exit_text(self.process.wait())) from None
         self._sent = None
         answers: Answers | Exception = load(*packed)
         return answers
@@ -184,8 +176,3 @@ class WorkerProcess(WorkerHandle):
         self.channel.connection.close()
         self.process.kill()
         self.process.wait()
-
-    def _ending(self) -> str:
-        """How the process ended (its end of the pipe is closed)."""
-        code = self.process.wait()
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

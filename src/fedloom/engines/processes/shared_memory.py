@@ -1,8 +1,7 @@
 """Tensors in memory that several processes share.
 
-Regions of shared memory have no name in the file system: none can be left behind, none counts against the size of /dev/shm, and
-one is freed when the last process that maps it has ended, in whatever way.
-"""
+Regions of shared memory have no name in the file system: they cannot be left behind, do not count against the size of /dev/shm,
+and are freed when the last process that maps them has ended, in whatever way."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ SMALLEST = 1 << 16
 
 
 class Region:
-    """A piece of shared memory that this process opened; others map it by its file descriptor."""
+    """A piece of shared memory that this process opened; other processes map it by its file descriptor."""
 
     def __init__(self, number: int, size: int) -> None:
         self.number, self.size = number, size
@@ -38,8 +37,8 @@ class Region:
 
 
 class SharedMemory:
-    """The regions that this process opened. A region is reused when the last tensor in it is gone, since new pages would cost
-    several times the copy that fills them."""
+    """The regions that this process opened. A region is reused once its last tensor is freed, since new pages would cost several
+    times the copy that fills them."""
 
     def __init__(self) -> None:
         self.regions: dict[int, Region] = {}
@@ -48,7 +47,7 @@ class SharedMemory:
         self._next = 0
 
     def empty(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-        """Uninitialised tensors, together in one region."""
+        """Return uninitialised tensors, together in one region."""
         sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
         starts, end = [], 0
         for size in sizes:
@@ -61,26 +60,26 @@ class SharedMemory:
         ]
 
     def place(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of the tensors, together in one region. Expanded tensors stay expanded."""
-        once = [unexpanded(tensor.detach()) for tensor in tensors]
-        copies = self.empty([tensor.shape for tensor in once], [tensor.dtype for tensor in once])
-        for copy, tensor in zip(copies, once, strict=True):
+        """Return copies of the tensors, together in one region. Expanded tensors stay expanded."""
+        sources = [unexpanded(tensor.detach()) for tensor in tensors]
+        copies = self.empty([tensor.shape for tensor in sources], [tensor.dtype for tensor in sources])
+        for copy, tensor in zip(copies, sources, strict=True):
             copy.copy_(tensor)
         return [copy.expand(tensor.shape) for copy, tensor in zip(copies, tensors, strict=True)]
 
     def find(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Region and offset of a contiguous tensor that is in one, else None."""
+        """Return region and offset of a contiguous tensor in shared memory, else None."""
         if not tensor.is_contiguous() or tensor.numel() == 0 or tensor.is_cuda:
             return None
         address = tensor.data_ptr()
-        place = bisect_right(self._addresses, address, key=lambda entry: entry[0]) - 1
-        if place < 0:
+        index = bisect_right(self._addresses, address, key=lambda entry: entry[0]) - 1
+        if index < 0:
             return None
-        base, number = self._addresses[place]
+        base, number = self._addresses[index]
         return (number, address - base) if address < base + self.regions[number].size else None
 
     def trim(self) -> None:
-        """Close the regions that are not in use."""
+        """Close the unused regions."""
         for numbers in self._idle.values():
             for number in numbers:
                 del self.regions[number]
@@ -88,7 +87,7 @@ class SharedMemory:
         self._index()
 
     def _reserve(self, size: int) -> Tensor:
-        """A region of at least `size` bytes, as bytes."""
+        """Return a region of at least `size` bytes, as a tensor of bytes."""
         rounded = 1 << (max(size, SMALLEST) - 1).bit_length()
         numbers = self._idle[rounded]
         if not numbers:
@@ -106,7 +105,7 @@ class SharedMemory:
 
 
 def _anonymous(size: int) -> int:
-    """The descriptor of a new file without a name."""
+    """Return the descriptor of a new file without a name."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("fedloom")
     else:

@@ -1,35 +1,16 @@
-"""What runs in a Ray actor."""
+"""The Ray actor that trains clients."""
 
 from __future__ import annotations
 
 import os
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fedloom.engines.worker_life import exit_with_parent
+
 if TYPE_CHECKING:
     from fedloom.engines.ray.arrays import PackedArrays
-
-WATCH_SECONDS = 0.25
-"""Time between two looks of an actor for Ray's agent of its node."""
-
-
-def end_with_the_node() -> None:
-    """Let this process end, whatever it is doing, when Ray's agent of its node is gone, which started it, as after a SIGKILL of
-    the program that started the cluster. Ray's own watch may need longer than five seconds on a busy machine.
-
-    Importing PyTorch takes seconds, in which the agent may end: an actor calls this before that.
-    """
-    agent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == agent:
-            time.sleep(WATCH_SECONDS)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 class TrainingActor:
@@ -39,7 +20,7 @@ class TrainingActor:
     """
 
     def __init__(self, paths: Sequence[str], threads: int, gpu: bool) -> None:
-        end_with_the_node()
+        exit_with_parent()  # Ray's agent of the node; Ray's own watch may need more than five seconds on a busy machine
         sys.path += [path for path in paths if path not in sys.path and os.path.exists(path)]
         import torch
 
@@ -53,7 +34,7 @@ class TrainingActor:
         self.pack, self.unpack = pack_arrays, unpack_arrays
 
     def process(self) -> int:
-        """Its process id."""
+        """Return the process id."""
         return os.getpid()
 
     def begin(self, setup: PackedArrays) -> None:
@@ -63,5 +44,5 @@ class TrainingActor:
         self.trainer.assign(self.unpack(assignment))
 
     def work(self, work: PackedArrays) -> PackedArrays:
-        """The packed answers to a piece of work."""
+        """Do a packed piece of work and return the packed answers."""
         return self.pack(self.trainer.work(self.unpack(work)))

@@ -18,28 +18,28 @@ from fedloom.engines.client_work import Packed
 from fedloom.engines.pickling import dump, unexpanded
 
 PackedArrays = tuple[bytes, bytes, list[npt.NDArray[Any]]]
-"""The pickled message, the pickled dtype and shape of each tensor, and the arrays. Reading it takes no PyTorch."""
+"""The pickled message, the pickled dtype and shape of each tensor, and the arrays, to be read without PyTorch."""
 
 
-def pack_arrays(message: Any, known: Mapping[int, int] | None = None) -> PackedArrays:
+def pack_arrays(message: Any, common: Mapping[int, int] | None = None) -> PackedArrays:
     """Pack a message, as `dump` does."""
-    data, tensors = dump(message, known or {})
+    data, tensors = dump(message, common or {})
     kinds = pickle.dumps([(tensor.dtype, tuple(tensor.shape)) for tensor in tensors])
     return data, kinds, [_array(tensor) for tensor in tensors]
 
 
 def unpack_arrays(packed: PackedArrays) -> Packed:
-    """The arguments for `load`. The tensors share the arrays' memory: in the object store, they must not be written to."""
+    """Return the arguments for `load`. The tensors share the arrays' memory, which is read-only in the object store."""
     data, kinds, arrays = packed
     return data, [_tensor(array, *kind) for array, kind in zip(arrays, pickle.loads(kinds), strict=True)]
 
 
 def _array(tensor: Tensor) -> npt.NDArray[Any]:
-    """The tensor's values as an array, not repeated where it is expanded, and viewed as integers where NumPy lacks the dtype."""
-    once = unexpanded(tensor.detach()).cpu().contiguous().resolve_conj().resolve_neg()
-    if once.dtype == torch.bfloat16 or once.dtype.itemsize == 1:
-        once = once.view(torch.int16 if once.dtype.itemsize == 2 else torch.uint8)
-    return once.numpy()
+    """Return the tensor's values as an array, unexpanded, and viewed as integers if NumPy lacks the dtype."""
+    values = unexpanded(tensor.detach()).cpu().contiguous().resolve_conj().resolve_neg()
+    if values.dtype == torch.bfloat16 or values.dtype.itemsize == 1:
+        values = values.view(torch.int16 if values.dtype.itemsize == 2 else torch.uint8)
+    return values.numpy()
 
 
 def _tensor(array: npt.NDArray[Any], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

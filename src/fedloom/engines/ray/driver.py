@@ -30,7 +30,7 @@ from fedloom.engines.dispatch import (
 from fedloom.engines.pickling import load
 from fedloom.engines.ray.arrays import PackedArrays, pack_arrays, unpack_arrays
 from fedloom.engines.ray.session import DIED, LOCAL, Session, has_room, join, leave, load_ray
-from fedloom.engines.stacked import apart
+from fedloom.engines.stacked import unstackable_method
 from fedloom.errors import FedloomError, InvalidValue, first_line
 from fedloom.rounds.engine import ClientTask
 from fedloom.state.store import BUDGET
@@ -43,7 +43,7 @@ MOST_ACTORS = 10_000
 """Upper limit for the actors on a cluster."""
 
 GROWTH_SECONDS = 180.0
-"""How long to wait for a cluster to add a node that is large enough for an actor. (A local cluster never adds one.)"""
+"""Longest wait for a cluster to add a node that is large enough for an actor. (A local cluster never adds one.)"""
 
 NOTICE_SECONDS = 60.0
 """Time between two notices that no actor has started yet."""
@@ -56,21 +56,27 @@ _logger = logging.getLogger("fedloom")
 
 @engines.register("ray")
 class RayEngine(WorkerEngine):
-    """Trains clients in Ray actors, `workers` of them with `cpus` cores (as many threads) and `gpus` GPUs each.
-
-    `address` is `local` (a cluster of this machine, started and taken down here), `auto` (the one this machine belongs to),
-    `host:port` or `ray://host:port`; nodes need the same Python, Ray and fedloom. Without `workers` there are as many actors
-    as that has room for. In an actor, clients train on the engine `inside`: `rows`, or `stacked` in lock step.
+    """Trains clients in Ray actors, on one machine or many.
 
     Each node holds one copy of the task's data. Each round, tensors that several clients are sent are put into the object store
     once; those for one client are sent with its group of clients, and one answer comes back for each group. The clients' memory
-    is kept in this process and sent with their work.
+    stays in this process and is sent with their work.
 
-    `memory_budget`: bytes of client memory kept in this process; beyond it, the least recently used clients go to files.
-    `object_store`: bytes for objects on a local cluster (by default 1 GiB and twice the data); more go to files.
+    Args:
+        task: What clients train, on the CPU; with GPUs, actors move it.
+        workers: Number of actors; by default as many as the cluster has room for.
+        cpus: Cores of each actor, and its threads.
+        gpus: GPUs of each actor; a fraction shares one.
+        address: `local` for a cluster of this machine, started and ended here; `auto` for the one that this machine belongs to;
+            `host:port` or `ray://host:port`. Nodes need the same Python, Ray and fedloom.
+        inside: Engine in an actor: `rows`, or `stacked` in lock step.
+        memory_budget: Bytes of client memory kept in this process; beyond it, the least recently used clients go to files.
+        object_store: Bytes for objects on a local cluster, by default 1 GiB and twice the data; more go to files.
 
-    Raises `InvalidValue` for numbers out of range, a task that is not on the CPU (with GPUs, actors move it there) or something
-    that cannot be pickled; `MissingExtra` without Ray; `FedloomError` where there is no cluster or no room on it.
+    Raises:
+        InvalidValue: A number is out of range, the task is not on the CPU, or something in it cannot be pickled.
+        MissingExtra: Ray is not installed.
+        FedloomError: There is no cluster, or no room on it.
     """
 
     name = "ray"
@@ -98,7 +104,7 @@ class RayEngine(WorkerEngine):
             raise InvalidValue(f"workers must be at most {MOST_WORKERS} on this machine, not {workers}")
         super().__init__(workers or 1, inside, memory_budget)
         self.cpus, self.gpus = cpus, gpus
-        self.folds_there = gpus == 0  # else sums would be the GPU's
+        self.workers_fold = gpus == 0  # else sums would be the GPU's
         self._ray = load_ray()
         self.session = self._join(task, address, workers, object_store)
         self._end = weakref.finalize(self, _give_up, self._handles, self.session)
@@ -112,23 +118,23 @@ class RayEngine(WorkerEngine):
 
     def _join(self, task: Task, address: str, workers: int | None, object_store: int | None) -> Session:
         """Join the cluster. A local one is started with what the actors need."""
-        count = workers or self._here()
+        count = workers or self._local_room()
         data = sum(tensor.nbytes for tensor in (task.train.inputs, task.train.labels))
         store = (1 << 30) + 2 * data if object_store is None else object_store
         return join(address, math.ceil(count * self.cpus), math.ceil(count * self.gpus), store)
 
-    def _here(self) -> int:
-        """How many actors this machine has room for, by the threads and GPUs that PyTorch may use."""
+    def _local_room(self) -> int:
+        """Return how many actors this machine has room for, by the threads and GPUs that PyTorch may use."""
         if self.gpus:
             return max(1, int(torch.cuda.device_count() / self.gpus))
         return max(1, int(torch.get_num_threads() / self.cpus))
 
     def _room(self) -> int:
-        """How many actors the cluster has room for."""
+        """Return how many actors the cluster has room for."""
         if self.session.local:
-            return self._here()
-        found = self._ray.cluster_resources()
-        limits = [found.get("CPU", 0) / self.cpus] + ([found.get("GPU", 0) / self.gpus] if self.gpus else [])
+            return self._local_room()
+        resources = self._ray.cluster_resources()
+        limits = [resources.get("CPU", 0) / self.cpus] + ([resources.get("GPU", 0) / self.gpus] if self.gpus else [])
         return max(1, int(min(limits)))
 
     def _setup_for(self, task: Task) -> Setup:
@@ -141,8 +147,8 @@ class RayEngine(WorkerEngine):
         proof, chunk = self._proof_and_chunk(task)
         return Setup(slim(task), "rows" if chunk == 1 else "stacked", chunk, proof)
 
-    def _pack(self, message: object, known: Mapping[int, int]) -> PackedArrays:
-        return pack_arrays(message, known)
+    def _pack(self, message: object, common: Mapping[int, int]) -> PackedArrays:
+        return pack_arrays(message, common)
 
     def _publish(self, packed: PackedArrays) -> Any:
         return self._ray.put(packed)
@@ -151,7 +157,7 @@ class RayEngine(WorkerEngine):
         return torch.empty(*shape, dtype=self.task.layout.dtype)
 
     def _groups(self, algorithm: Algorithm, client_tasks: Sequence[ClientTask]) -> list[list[ClientTask]]:
-        count = self.workers * (GROUPS if self.inside == "rows" or apart(algorithm) else 1)
+        count = self.workers * (GROUPS if self.inside == "rows" or unstackable_method(algorithm) else 1)
         return grouped(client_tasks, self._sizes(client_tasks), count, len(client_tasks))
 
     # --- the actors ---
@@ -167,39 +173,39 @@ class RayEngine(WorkerEngine):
         return ActorHandle(self._ray, kind.remote(paths, max(1, int(self.cpus)), self.gpus > 0))
 
     def _wait(self, handles: Sequence[WorkerHandle]) -> Sequence[WorkerHandle]:
-        """As the base class says. Actors that are starting may take as long as they need, however slow the machine is; raises
-        `FedloomError` when the cluster has no node that is large enough for one."""
+        """Wait without a limit for actors that are starting, however slow the machine is. Raises `FedloomError` if the cluster
+        has no node that is large enough for one."""
         calls = {handle.call: handle for handle in handles if isinstance(handle, ActorHandle)}
-        began = noticed = time.monotonic()
+        start = noticed = time.monotonic()
         while True:
             done, _ = self._ray.wait(list(calls), num_returns=1, timeout=LOOK_SECONDS)
             if done:
                 return [calls[done[0]]]
             if self.session.died:
                 raise FedloomError(DIED)
-            now = time.monotonic()
+            moment = time.monotonic()
             if any(handle.ready for handle in self._handles):
                 continue
             cores = 0 if self.session.local else self.cpus
-            if not has_room(self._ray, cores, self.gpus) and (self.session.local or now - began > GROWTH_SECONDS):
+            if not has_room(self._ray, cores, self.gpus) and (self.session.local or moment - start > GROWTH_SECONDS):
                 raise FedloomError(f"engine 'ray': no Ray actor can start: {self._shortage()}")
-            if now - noticed > NOTICE_SECONDS:
-                why = "its process is starting" if self.session.local else self._shortage()
-                _logger.warning("no Ray actor has started in %.0f seconds, still waiting: %s", now - began, why)
-                noticed = now
+            if moment - noticed > NOTICE_SECONDS:
+                reason = "its process is starting" if self.session.local else self._shortage()
+                _logger.warning("no Ray actor has started in %.0f seconds, still waiting: %s", moment - start, reason)
+                noticed = moment
 
     def _shortage(self) -> str:
-        """What each actor needs, and what the cluster has."""
+        """Return the resources that each actor needs, and those that the cluster has."""
         needs = f"{self.cpus:g} CPU" + (f" and {self.gpus:g} GPU" if self.gpus else "")
-        free, there = self._ray.available_resources(), self._ray.cluster_resources()
-        return f"each needs {needs} on one node; the cluster has {_amounts(free)} free of {_amounts(there)}"
+        free, total = self._ray.available_resources(), self._ray.cluster_resources()
+        return f"each needs {needs} on one node; the cluster has {_amounts(free)} free of {_amounts(total)}"
 
     @property
     def processes(self) -> list[int]:
-        """The process ids of the actors, on their machines. Waits until they have started."""
+        """Process ids of the actors, on their machines. Waits until they have started."""
         actors = [handle.actor for handle in self._handles if isinstance(handle, ActorHandle)]
-        found: list[int] = self._ray.get([actor.process.remote() for actor in actors])
-        return found
+        ids: list[int] = self._ray.get([actor.process.remote() for actor in actors])
+        return ids
 
     def close(self) -> None:
         self._end()
@@ -234,18 +240,18 @@ class ActorHandle(WorkerHandle):
 
 
 def ending(error: BaseException) -> str:
-    """How an actor ended: the one line that says it, of the many in Ray's error."""
+    """Return the line of Ray's error that says how an actor ended."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if any("creation task" in line for line in lines):
         return lines[-1]
-    told = [line for line in lines if line.startswith("The actor is dead because")]
+    reasons = [line for line in lines if line.startswith("The actor is dead because")]
     if any("memory pressure" in line or "low on memory" in line for line in lines):
         return "Ray ended it, since its node ran out of memory"
-    return told[0].split(". ")[0].rstrip(".") if told else first_line(error)
+    return reasons[0].split(". ")[0].rstrip(".") if reasons else first_line(error)
 
 
 def _amounts(resources: Mapping[str, float]) -> str:
-    """`2 CPU, 0 GPU`."""
+    """Return resources as text: `2 CPU, 0 GPU`."""
     return ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in ("CPU", "GPU"))
 
 

@@ -1,4 +1,4 @@
-"""The connection of this process to a Ray cluster: an existing one, or one that is started here and ended by its last user."""
+"""This process's connection to a Ray cluster: an existing one, or one that is started here and ended by its last user."""
 
 from __future__ import annotations
 
@@ -12,33 +12,31 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedloom.engines.worker_life import import_path
 from fedloom.errors import FedloomError, InvalidValue, MissingExtra, first_line, installing, quoted
 
 LOCAL = "local"
-"""The address that means a cluster of this machine alone, started here."""
+"""Address of a cluster of this machine alone, started here."""
 
 PROBE_SECONDS = 5.0
-"""How long to wait for a machine to accept a connection."""
+"""Longest wait for a machine to accept a connection."""
 
-PAUSE = 0.1
-"""Seconds between two checks whether a node has registered."""
-
-SHORT = 40
-"""Longest path in which Ray can open its sockets: the system allows 107 characters in all."""
+SHORT = 38
+"""Longest path of the temporary folder in which Ray can open its sockets: the system allows 107 characters in all."""
 
 _SECURITY = "RAY_AUTH_MODE"
 
 _SETTINGS = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # it would report to its makers
+    "RAY_USAGE_STATS_ENABLED": "0",  # no reports to its makers
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # under `uv run` it would send the working directory to every node
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # it warns of what that will be by default
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # no warning about its future default
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".?",  # no paragraph on standard output when a worker dies: the engine reports that itself
 }
 
 
@@ -49,8 +47,8 @@ _PATIENCE = {
     "RAY_gcs_server_request_timeout_seconds": "600",
     "RAY_health_check_failure_threshold": "100",
 }
-"""Ray's own time limits, raised on a cluster that is started here. By default Ray ends a process that has not registered within a
-minute and starts it again, which never succeeds on a machine that needs longer. A process that dies is noticed all the same."""
+"""Ray's time limits, raised on a cluster that is started here. By default Ray ends a process that has not registered within a
+minute and starts it again, which never succeeds on a machine that needs longer. The death of a process is still noticed."""
 
 
 @dataclass
@@ -58,23 +56,21 @@ class Session:
     """This process's connection to a cluster. Ray allows one connection a process, so all engines in it share it."""
 
     address: str
-    started: bool
-    """Whether fedloom made the connection, not the program that uses it."""
+    started: bool  # by fedloom, not by the program that uses it
     folder: Path | None = None
-    security: str | None = None
-    """What `RAY_AUTH_MODE` was before: Ray sets it for the whole program."""
+    security: str | None = None  # `RAY_AUTH_MODE` before: Ray sets it for the whole program
     users: int = 1
-    raylet: Any = None
+    raylet: Any = None  # its `psutil.Process`, on a local cluster
     guard: subprocess.Popen[bytes] | None = None
 
     @property
     def died(self) -> bool:
-        """Whether the local cluster has lost its only node."""
-        return self.raylet is not None and self.raylet.poll() is not None
+        """True if the local cluster has lost its only node."""
+        return self.raylet is not None and not _runs(self.raylet)
 
     @property
     def local(self) -> bool:
-        """Whether the cluster was started here and runs for fedloom alone."""
+        """True if the cluster was started here and runs for fedloom alone."""
         return self.started and self.address == LOCAL
 
 
@@ -88,24 +84,31 @@ _LOST = (
     "start it again, and the same command goes on from the last checkpoint, at another address too"
 )
 _GUARD = """
+raylet=$1 message=$2 folder=$3 python=$4 probe=$5
+runs() {
+    { kill -0 "$raylet" 2>/dev/null || [ -e "/proc/$raylet" ]; } && ! grep -q "^State:.*Z" "/proc/$raylet/status" 2>/dev/null
+}
 read -r word
 [ -n "$word" ] && exit
 sleep 1
-if { kill -0 "$1" 2>/dev/null || [ -e "/proc/$1" ]; } && ! grep -q "^State:.*Z" "/proc/$1/status" 2>/dev/null; then
-    [ $# -lt 4 ] && exit
-    "$4" -c "$5" 2>/dev/null && exit
+if ! runs; then
+    echo "$message" >&2
+elif [ -n "$python" ]; then
+    "$python" -c "$probe" 2>/dev/null || echo "$message" >&2
+else
+    exec 2>/dev/null
+    while runs; do sleep 1; done
 fi
-echo "$2" >&2
-[ -z "$3" ] || rm -rf "$3"
+[ -z "$folder" ] || rm -rf "$folder"
 """
-"""A script that ends with a word. If its writer ended without, and the raylet is dead too, or a zombie, or a probe fails, it says
-what it was told to, and removes the node's folder."""
+"""A script that reads a word from the program and exits. If the program ends without sending one, the script reports a dead
+raylet, or a cluster that a probe does not reach, and removes the node's folder as soon as the raylet has ended."""
 
 
 def load_ray() -> Any:
-    """The package. Raises `MissingExtra` where it is not installed."""
+    """Import and return the package `ray`. Raises `MissingExtra` if it is not installed."""
     try:
-        with _environment(_SETTINGS):  # some it reads when it is imported
+        with _environment(_SETTINGS):  # Ray reads some of them when it is imported
             import ray
     except ImportError:
         raise MissingExtra("ray", "ray", "engine 'ray'") from None
@@ -113,11 +116,11 @@ def load_ray() -> Any:
 
 
 def join(address: str, cpus: int, gpus: int, object_store: int) -> Session:
-    """The session at `address`; a local cluster is started with this many cores, GPUs and bytes for objects.
+    """Join the cluster at `address`; a local one is started with this many cores, GPUs and bytes for objects.
 
-    A connection that the program has made itself serves for the addresses `local` and `auto`, and stays when we leave.
-    Raises `MissingExtra`, `InvalidValue` when this process is connected elsewhere, and `FedloomError` in one line when there
-    is no cluster or none can be started.
+    A connection that the program made itself serves the addresses `local` and `auto` and outlives the session.
+    Raises `MissingExtra`, `InvalidValue` if this process is connected to another cluster, and `FedloomError` in one line if
+    there is no cluster or none can be started.
     """
     global _current
     ray = load_ray()
@@ -128,9 +131,9 @@ def join(address: str, cpus: int, gpus: int, object_store: int) -> Session:
         return _current
     if ray.is_initialized():
         if _current is not None or address not in (LOCAL, "auto"):
-            where = "" if _current is None else f" ({_current.address})"
+            present = "" if _current is None else f" ({_current.address})"
             raise InvalidValue(
-                f"engine 'ray' cannot connect to {quoted(address)}: this process is connected to another Ray cluster{where}"
+                f"engine 'ray' cannot connect to {quoted(address)}: this process is connected to another Ray cluster{present}"
             )
         _current = Session(address, started=False)
         return _current
@@ -139,7 +142,7 @@ def join(address: str, cpus: int, gpus: int, object_store: int) -> Session:
 
 
 def leave(session: Session) -> None:
-    """Leave the session. The last user to leave ends the connection, and the cluster, if they were made here."""
+    """Leave the session. The last user ends the connection and the cluster, if they were made here."""
     global _current
     session.users -= 1
     if session.users or session is not _current:
@@ -157,20 +160,23 @@ def leave(session: Session) -> None:
 
 
 def has_room(ray: Any, cpus: float, gpus: float) -> bool:
-    """Whether a node of the cluster is large enough for an actor that needs this much, even if it is busy now."""
+    """Return True if a node of the cluster is large enough for an actor that needs this much, even if it is busy now."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return any(node.get("CPU", 0) >= cpus and node.get("GPU", 0) >= gpus for node in nodes)
 
 
 def _started(ray: Any, cpus: int, gpus: int, object_store: int) -> Session:
+    import psutil  # type: ignore[import-untyped]  # Ray brings it along
+
     folder, security = None, os.environ.get(_SECURITY)
     if len(tempfile.gettempdir()) <= SHORT:
         folder = Path(tempfile.mkdtemp(prefix="fedloom-ray-"))
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    place = {} if folder is None else {"_temp_dir": str(folder)}
+    # Ray opens its folder to everybody, so it gets one inside a folder of this user alone.
+    options = {} if folder is None else {"_temp_dir": str(folder / "r")}
+    children = psutil.Process().children()
     try:
         # The cluster's processes inherit the environment.
-        with _environment({**_SETTINGS, **_PATIENCE, "PYTHONPATH": paths}), _patience_with_nodes(ray), _our_sigterm():
+        with _environment({**_SETTINGS, **_PATIENCE, "PYTHONPATH": import_path()}), _our_sigterm():
             ray.init(
                 address=LOCAL,
                 num_cpus=cpus,
@@ -179,32 +185,41 @@ def _started(ray: Any, cpus: int, gpus: int, object_store: int) -> Session:
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                **place,
+                **options,
             )
     except Exception as error:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         raise FedloomError(f"engine 'ray' cannot start a cluster here: {first_line(error)}") from error
-    _hush()
-    raylet = ray._private.worker._global_node.all_processes["raylet"][0].process
-    guard = start_guard(raylet.pid, _ENDED, "" if folder is None else str(folder))
+    started = [child for child in psutil.Process().children() if child not in children and _runs(child)]
+    raylet = next((child for child in started if "raylet" in child.name()), None)
+    guard = None if raylet is None else start_guard(raylet.pid, _ENDED, "" if folder is None else str(folder))
     return Session(LOCAL, True, folder, security, raylet=raylet, guard=guard)
 
 
-def start_guard(raylet: int, message: str, *more: str) -> subprocess.Popen[bytes]:
-    """A process that says how to go on, should this one end together with its raylet, and removes the node's folder: when the
-    raylet dies, Ray leaves no time to do it here, and when this process is killed, nobody does."""
-    command = ["/bin/sh", "-c", _GUARD, "fedloom", str(raylet), message, *more]
+def _runs(process: Any) -> bool:
+    """Return True if a `psutil.Process` runs and is no zombie."""
+    import psutil
+
+    with suppress(psutil.Error):
+        return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def start_guard(raylet: int, message: str, folder: str, python: str = "", probe: str = "") -> subprocess.Popen[bytes]:
+    """Start a process that outlives this one, to say how to go on and to remove the node's folder: Ray leaves no time for it here
+    when the raylet dies, and there is none when this process is killed."""
+    command = ["/bin/sh", "-c", _GUARD, "fedloom", str(raylet), message, folder, python, probe]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0)
 
 
 @contextmanager
 def _our_sigterm() -> Iterator[None]:
-    """Ray puts a handler of its own in the place of one there is; without one, its own stays."""
-    before = signal.getsignal(signal.SIGTERM)
+    """Put back the program's handler of SIGTERM, if it has one: Ray replaces it."""
+    handler = signal.getsignal(signal.SIGTERM)
     yield
-    if before is not signal.SIG_DFL and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, before)
+    if handler is not signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _connected(ray: Any, address: str) -> Session:
@@ -222,29 +237,29 @@ def _connected(ray: Any, address: str) -> Session:
         if isinstance(error, ImportError):
             hint = f": {installing('ray')}"
         raise FedloomError(f"engine 'ray' cannot connect to {quoted(address)}: {first_line(error)}{hint}") from error
-    _hush()
     return Session(address, started=True, security=security, guard=_guard_of(ray, address))
 
 
 def _guard_of(ray: Any, address: str) -> subprocess.Popen[bytes] | None:
-    """A guard for a cluster that others have started, by its node on this machine, which Ray ends this process with, and by its
-    head; none for a client (`ray://`), whose calls fail instead."""
-    node = ray._private.worker._global_node
-    if node is None or not hasattr(socket, "SO_PEERCRED"):
+    """Start a guard for a cluster that others started. It watches the node on this machine, whose death makes Ray end this
+    process, and the head. There is none for a client (`ray://`), whose calls fail instead."""
+    if address.startswith("ray://") or not hasattr(socket, "SO_PEERCRED"):
         return None
+    context = ray.get_runtime_context()
+    sockets = [node["RayletSocketName"] for node in ray.nodes() if node["NodeID"] == context.get_node_id()]
     try:
         with socket.socket(socket.AF_UNIX) as raylet:
-            raylet.connect(node.raylet_socket_name)
-            found = raylet.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    except OSError:
+            raylet.connect(sockets[0])
+            credentials = raylet.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    except (OSError, IndexError):
         return None
-    host, _, port = node.gcs_address.rpartition(":")
+    host, _, port = context.gcs_address.rpartition(":")
     probe = f"import socket; socket.create_connection(({host.strip('[]')!r}, {port}), {PROBE_SECONDS})"
-    return start_guard(struct.unpack("3i", found)[0], _LOST % quoted(address), "", sys.executable, probe)
+    return start_guard(struct.unpack("3i", credentials)[0], _LOST % quoted(address), "", sys.executable, probe)
 
 
 def _probe(address: str) -> None:
-    """Check that something listens at the address: Ray itself would try for half a minute and more."""
+    """Raise unless something listens at the address: Ray itself would try for half a minute and more."""
     if address == "auto":
         return
     host, colon, port = address.removeprefix("ray://").rpartition(":")
@@ -259,52 +274,16 @@ def _probe(address: str) -> None:
         raise FedloomError(f"engine 'ray' cannot reach the cluster at {quoted(address)}: {reason}") from None
 
 
-def _hush() -> None:
-    """Keep Ray from printing a paragraph to standard output when a worker dies: the engine reports that itself."""
-    worker: Any = sys.modules.get("ray._private.worker")
-    if hasattr(worker, "_worker_logs_enabled"):
-        worker._worker_logs_enabled = False
-
-
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
     """Set environment variables inside the block, except those that the user has set (but for PYTHONPATH)."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update({name: value for name, value in values.items() if name == "PYTHONPATH" or before[name] is None})
+    previous = {name: os.environ.get(name) for name in values}
+    os.environ.update({name: value for name, value in values.items() if name == "PYTHONPATH" or previous[name] is None})
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             _set(name, value)
-
-
-@contextmanager
-def _patience_with_nodes(ray: Any) -> Iterator[None]:
-    """Inside the block, a new node may take as long to register as its process lives; Ray itself allows 30 seconds."""
-    import psutil  # type: ignore[import-untyped]  # Ray brings it along
-
-    services = ray._private.services
-    get_node = services.get_node
-
-    def alive(child: Any) -> bool:
-        with suppress(psutil.Error):
-            return "raylet" in child.name() and child.status() != psutil.STATUS_ZOMBIE
-        return False
-
-    def patient(*arguments: Any) -> Any:
-        while True:
-            try:
-                return get_node(*arguments)
-            except RuntimeError:
-                if not any(alive(child) for child in psutil.Process().children()):
-                    raise
-            time.sleep(PAUSE)
-
-    services.get_node = patient
-    try:
-        yield
-    finally:
-        services.get_node = get_node
 
 
 def _set(name: str, value: str | None) -> None:

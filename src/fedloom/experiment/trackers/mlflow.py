@@ -31,9 +31,9 @@ _MOST = 900  # metrics in one request
 class MLflow:
     """Parameters, the figures of each round, and the files of the finished run, for MLflow.
 
-    `uri` is where MLflow keeps its runs, such as `'sqlite:///mlflow.db'` or `'http://host:5000'`; by default where it keeps
-    them anyway (`MLFLOW_TRACKING_URI`). `experiment` is by default called as here. Figures are sent every `every` seconds,
-    since a request can take longer than a round. Needs the extra `mlflow`.
+    `uri` is MLflow's store, such as `'sqlite:///mlflow.db'` or `'http://host:5000'`; by default `MLFLOW_TRACKING_URI`.
+    `experiment` is MLflow's name of the experiment, by default the same. Figures are sent every `every` seconds, since a request
+    can take longer than a round. Needs the extra `mlflow`.
     """
 
     uri: str | None = None
@@ -44,7 +44,7 @@ class MLflow:
         require_installed("mlflow", installing("mlflow"))
 
     def begin(self, run: TrackedRun) -> int:
-        """Make the run, or find it again by its tag. The answer is the last round that MLflow knows."""
+        """Make the run, or find it by its tag; return the last round that MLflow has."""
         self._run, self._waiting = run, list[Any]()
         self._sent = time.monotonic()
         with _quiet(), self._alone():
@@ -52,14 +52,14 @@ class MLflow:
 
             self._client = mlflow.MlflowClient(self.uri)
             name = self.experiment or run.experiment
-            known = self._client.get_experiment_by_name(name)
-            place = self._client.create_experiment(name) if known is None else known.experiment_id
-            found = self._client.search_runs([place], f"tags.`{_TAG}` = '{run.token}'", max_results=1)
-            if found:
-                self._id = found[0].info.run_id
+            experiment = self._client.get_experiment_by_name(name)
+            number = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
+            runs = self._client.search_runs([number], f"tags.`{_TAG}` = '{run.token}'", max_results=1)
+            if runs:
+                self._id = runs[0].info.run_id
                 self._client.update_run(self._id, status="RUNNING")
                 return max((metric.step for metric in self._client.get_metric_history(self._id, _LAST)), default=0)
-            self._id = self._client.create_run(place, tags={_TAG: run.token}, run_name=run.label).info.run_id
+            self._id = self._client.create_run(number, tags={_TAG: run.token}, run_name=run.label).info.run_id
             parameters = dotted(run.configuration)
             self._client.log_batch(
                 self._id,
@@ -68,22 +68,22 @@ class MLflow:
         return 0
 
     def record(self, round: int, figures: Mapping[str, float]) -> None:
-        """One metric a figure, the round as the step; sent at once or with later ones."""
+        """Log a metric for each figure, at once or with those of later rounds."""
         from mlflow.entities import Metric
 
-        now = int(1000 * time.time())
+        time_ms = int(1000 * time.time())
         if self._waiting and len(self._waiting) + len(figures) >= _MOST:
             self._send()
-        self._waiting += [Metric(name, value, now, round) for name, value in (*figures.items(), (_LAST, round))]
+        self._waiting += [Metric(name, value, time_ms, round) for name, value in (*figures.items(), (_LAST, round))]
         if time.monotonic() - self._sent >= self.every:
             self._send()
 
     def end(self, result: Mapping[str, float] | None) -> None:
-        """Send what waits, the figures at the end as `final_...`, and the files of a finished run."""
+        """Send all metrics, the figures at the end as `final_...`, and the files of a finished run."""
         from mlflow.entities import Metric
 
-        now = int(1000 * time.time())
-        self._waiting += [Metric(f"final_{name}", value, now, 0) for name, value in (result or {}).items()]
+        time_ms = int(1000 * time.time())
+        self._waiting += [Metric(f"final_{name}", value, time_ms, 0) for name, value in (result or {}).items()]
         self._send()
         with _quiet():
             if result is not None and self._run.directory is not None:
@@ -93,7 +93,7 @@ class MLflow:
             self._client.set_terminated(self._id, "KILLED" if result is None else "FINISHED")
 
     def _send(self) -> None:
-        """One request, which MLflow takes as a whole or not at all."""
+        """Send one request, which MLflow takes as a whole or not at all."""
         waiting, self._waiting = self._waiting, []
         if waiting:
             with _quiet():
@@ -102,7 +102,7 @@ class MLflow:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Several processes that make the same new database or experiment at once would be in each other's way."""
+        """Hold a lock: processes must not make the same new database or experiment at the same time."""
         digest = hashlib.sha256(f"{self.uri} {Path.home()} {Path.cwd()}".encode()).hexdigest()[:16]
         with FileLock(Path(tempfile.gettempdir()) / f"fedloom-mlflow-{digest}.lock", timeout=60):
             yield
@@ -110,7 +110,7 @@ class MLflow:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """MLflow and what it builds on warn of matters that no user of fedloom can change."""
+    """Ignore the warnings of MLflow and its dependencies, about which a user of fedloom can do nothing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

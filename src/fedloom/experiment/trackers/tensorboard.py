@@ -33,27 +33,26 @@ class TensorBoard:
         require_installed("tensorboard", installing("tensorboard"))
 
     def begin(self, run: TrackedRun) -> int:
-        """Open the event files; those of an earlier run that this one replaces are removed. The answer is the last round in
-        the files of this run."""
+        """Open the event files and remove those of an earlier run; return the last round in the files of this run."""
         from torch.utils.tensorboard import SummaryWriter
 
         folder = self._folder(run)
         folder.mkdir(parents=True, exist_ok=True)
         suffix = f".fedloom-{run.token[:12]}"
-        last = 0
+        recorded = 0
         for path in folder.glob("events.out.tfevents.*.fedloom-*"):
             if path.name.endswith(suffix):
-                last = max(last, _last_round(path))
+                recorded = max(recorded, _last_round(path))
             else:
                 path.unlink()
         self._writer: Any = SummaryWriter(folder, flush_secs=self.flush_seconds, filename_suffix=suffix)
-        if not last:
+        if not recorded:
             settings = json.dumps(dict(run.configuration), indent=2, ensure_ascii=False)
             self._writer.add_text("configuration", "".join(f"\t{line}\n" for line in settings.splitlines()), 0)
-        return last
+        return recorded
 
     def record(self, round: int, figures: Mapping[str, float]) -> None:
-        """One scalar a figure, the round as the step. The round's number comes last: it says that the others are there."""
+        """Write a scalar for each figure. The round's number comes last: it says that the others are complete."""
         for name, value in figures.items():
             self._writer.add_scalar(name, value, round)
         self._writer.add_scalar(_LAST, round, round)
@@ -69,14 +68,14 @@ class TensorBoard:
 
 
 def _last_round(path: Path) -> int:
-    """The last round whose figures are all in an event file, which may be cut short."""
+    """Return the last round whose figures are all in an event file, which may be cut short."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
-    last = 0
+    number = 0
     with warnings.catch_warnings():  # the loader's own
         warnings.simplefilter("ignore")
         for event in LegacyEventFileLoader(str(path)).Load():
             for value in event.summary.value:
                 if value.tag == _LAST:
-                    last = max(last, event.step)
-    return last
+                    number = max(number, event.step)
+    return number

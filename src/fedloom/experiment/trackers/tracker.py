@@ -16,11 +16,16 @@ from fedloom.errors import FedloomError, InvalidValue, error_text, quoted
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of a run at its start.
+    """A run as trackers see it at its start.
 
-    `configuration` holds everything the figures depend on, as plain values. `token` is the same whenever the run goes on, and
-    another when it starts afresh. `directory` is where the run's files lie (None for a run without); `label` is how it is
-    called among the runs of `experiment`, such as `fedmr/seed-0`.
+    Attributes:
+        experiment: The experiment's name.
+        label: The run's name in the experiment, such as `fedmr/seed-0`.
+        algorithm: The method's expression.
+        seed: The run's seed.
+        configuration: Everything that the figures depend on, as plain values.
+        token: The same whenever the run goes on, and another when it starts afresh.
+        directory: The folder of the run's files; None for a run without.
     """
 
     experiment: str
@@ -34,30 +39,48 @@ class TrackedRun:
 
 @runtime_checkable
 class Tracker(Protocol):
-    """What hears of a run: implement these three, in any class, and name it as `"module:Class"`.
+    """Interface of a tracker: any class with these three methods, named as `"module:Class"`.
 
-    Whatever a tracker raises takes it out of the run, with one line that says so; the run goes on.
+    A tracker that raises is left out from then on, with a notice; the run goes on.
     """
 
     def begin(self, run: TrackedRun) -> int | None:
-        """The run begins or goes on. The answer is the last round whose figures are there already, so that none is told of
-        twice; with None, the run remembers that by itself, up to the round under way when it was killed."""
+        """Begin or resume a run.
+
+        Returns:
+            The last round whose figures the tracker has already, so that none is recorded twice. With None, the run remembers
+            it, up to the round under way when it was killed.
+        """
 
     def record(self, round: int, figures: Mapping[str, float]) -> None:
-        """A round is over. `figures`: all that was measured, by name; accuracies are shares in [0, 1], times are seconds."""
+        """Record a round.
+
+        Args:
+            round: The round's number, from 1.
+            figures: All that was measured, by name; accuracies are shares in [0, 1], times are seconds.
+        """
 
     def end(self, result: Mapping[str, float] | None) -> None:
-        """The run is over: its figures at the end, or None when it stopped before its last round."""
+        """End the run.
+
+        Args:
+            result: The figures at the end, or None when the run stopped earlier.
+        """
 
 
 trackers: Registry[type[Tracker]] = Registry("tracker", "fedloom.experiment.trackers")
 
 
 def build_tracker(expression: str | Tracker) -> Tracker:
-    """The tracker of an expression such as `tensorboard`, `mlflow(uri='sqlite:///mlflow.db')` or `module:Class`.
+    """Make a tracker.
 
-    Raises `UnknownName` or `InvalidValue`, in one line, for whatever does not fit, and `FedloomError` for a package that is
-    not installed.
+    Args:
+        expression: Such as `tensorboard`, `mlflow(uri='sqlite:///mlflow.db')` or `module:Class`; a tracker is returned as it is.
+
+    Raises:
+        UnknownName: There is no such tracker.
+        InvalidValue: It does not take these options.
+        FedloomError: Its package is not installed.
     """
     if not isinstance(expression, str):
         return expression
@@ -74,17 +97,17 @@ def require_installed(package: str, install: str) -> None:
 
 
 def _own(path: str, call: Call, expression: str) -> Tracker:
-    """A tracker of the user's own."""
+    """Make a tracker of the user's own class."""
     make = found_at(path, "tracker")
     try:
-        made = make(*map(plain, call.positional), **{name: plain(value) for name, value in call.named.items()})
+        tracker = make(*map(plain, call.positional), **{name: plain(value) for name, value in call.named.items()})
     except FedloomError:
         raise
     except Exception as error:
         raise InvalidValue(f"tracker {quoted(expression)} cannot be made: {error_text(error)}") from error
-    missing = [name for name in ("begin", "record", "end") if not callable(getattr(made, name, None))]
+    missing = [name for name in ("begin", "record", "end") if not callable(getattr(tracker, name, None))]
     if missing:
         raise InvalidValue(
             f"tracker {quoted(expression)} lacks {', '.join(missing)}: a tracker has begin, record and end"
         )
-    return made  # type: ignore[no-any-return]
+    return tracker  # type: ignore[no-any-return]

@@ -1,10 +1,11 @@
-"""Telling trackers of one run: every round once, whatever happens to the run, and never at the run's expense."""
+"""The trackers of one run: each hears of every round once, whatever happens to the run, and never at its expense."""
 
 from __future__ import annotations
 
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,10 +28,10 @@ class Tracking:
     def __init__(
         self, expressions: Sequence[str | Tracker], directory: Path | None, say: Callable[[str], None]
     ) -> None:
-        self._trackers = {_name(one, k): build_tracker(one) for k, one in enumerate(expressions)}
+        self._trackers = {_name(tracker, k): build_tracker(tracker) for k, tracker in enumerate(expressions)}
         self._path = None if directory is None or not expressions else directory / FILE
         self._say = say
-        self._told: dict[str, int] = {}
+        self._latest: dict[str, int] = {}  # round of each tracker
         self._result: Mapping[str, float] | None = None
 
     def __enter__(self) -> Tracking:
@@ -50,7 +51,7 @@ class Tracking:
         records: Sequence[Record],
         timings: Sequence[Record],
     ) -> None:
-        """The run is about to go on after these rounds. What a tracker has not heard of them is made up for."""
+        """Begin or resume a run that has these rounds; trackers hear of those that they missed."""
         if not self._trackers:
             return
         token = self._resume()
@@ -60,9 +61,9 @@ class Tracking:
         for name, tracker in list(self._trackers.items()):
 
             def start(name: str = name, tracker: Tracker = tracker) -> None:
-                there = tracker.begin(run)
-                if there is not None:
-                    self._told[name] = there
+                recorded = tracker.begin(run)
+                if recorded is not None:
+                    self._latest[name] = recorded
 
             self._attempt(name, start)
         seconds = {timing["round"]: timing for timing in timings}
@@ -70,20 +71,20 @@ class Tracking:
             self.record(record, seconds.get(record["round"], {}))
 
     def record(self, record: Record, timing: Record) -> None:
-        """A round is over; trackers that know of it already are not told again."""
-        number, told = int(record["round"]), []
+        """Pass a round on to the trackers that have not recorded it."""
+        number, informed = int(record["round"]), []
         figures = _figures(record, timing)
         for name, tracker in list(self._trackers.items()):
-            if self._told.get(name, 0) < number:
+            if self._latest.get(name, 0) < number:
                 self._attempt(name, lambda tracker=tracker: tracker.record(number, figures))  # type: ignore[misc]
-                self._told[name] = number
-                told.append(name)
-        if told and self._path is not None:
+                self._latest[name] = number
+                informed.append(name)
+        if informed and self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(f"{json.dumps({'round': number, 'told': told})}\n")
+                file.write(f"{json.dumps({'round': number, 'told': informed})}\n")
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """The run came to its end with these figures."""
+        """Note the figures at the end of a finished run."""
         self._result = {name: float(value) for name, value in result.items() if _is_number(value)}
 
     def _attempt(self, name: str, act: Callable[[], None]) -> None:
@@ -94,11 +95,11 @@ class Tracking:
             self._say(f"tracker {name} failed and hears no more of this run: {error_text(error)}")
 
     def _resume(self) -> str:
-        """The run's token, an old one where the run goes on; what was told before is read again."""
+        """Read the file of an earlier start. Return the run's token, a new one where it starts afresh."""
         lines = _lines(self._path) if self._path is not None and self._path.exists() else []
         for line in lines[1:]:
             for name in line.get("told", ()):
-                self._told[name] = max(self._told.get(name, 0), int(line["round"]))
+                self._latest[name] = max(self._latest.get(name, 0), int(line["round"]))
         if lines and isinstance(lines[0].get("token"), str):
             return str(lines[0]["token"])
         token = uuid.uuid4().hex
@@ -107,28 +108,24 @@ class Tracking:
         return token
 
 
-def _name(expression: str | Tracker, place: int) -> str:
-    """How a tracker is called in notices and from one start of the run to the next."""
-    return expression if isinstance(expression, str) else f"{type(expression).__name__} {place + 1}"
+def _name(expression: str | Tracker, index: int) -> str:
+    """Return a tracker's name in notices and in the file, the same at every start of the run."""
+    return expression if isinstance(expression, str) else f"{type(expression).__name__} {index + 1}"
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The lines that can be read; one cut short by a kill cannot."""
-    found = []
+    """Return the lines that can be read; a kill may have cut the last short."""
+    lines = []
     for line in path.read_bytes().splitlines():
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
-            found.append(value)
-    return found
+        with suppress(ValueError, RecursionError):
+            lines.append(json.loads(line))
+    return [line for line in lines if isinstance(line, dict)]
 
 
 def _figures(record: Record, timing: Record) -> dict[str, float]:
-    """The numbers of a round: its figures, how many clients failed, and its times."""
-    named = {**record, "faults": len(record.get("faults", ())), **timing}
-    return {name: float(value) for name, value in named.items() if name != "round" and _is_number(value)}
+    """Return the numbers of a round: its figures, the number of clients that failed, and its times."""
+    figures = {**record, "faults": len(record.get("faults", ())), **timing}
+    return {name: float(value) for name, value in figures.items() if name != "round" and _is_number(value)}
 
 
 def _is_number(value: object) -> bool:

@@ -1,8 +1,7 @@
-"""What goes on in a folder of runs, and its report as it stands, for `fedloom watch`."""
+"""The runs under way in a folder, and their report so far, for `fedloom watch`."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import threading
@@ -15,27 +14,31 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.errors import CheckpointError
-from fedloom.experiment.directory import RunDirectory
+from fedloom.experiment.directory import RunDirectory, readable
 from fedloom.objectives import ACCURACY
 from fedloom.report import summary as figures
 from fedloom.report.page import render, templates
 from fedloom.report.summary import RunSummary
+from fedloom.state.digest import digest
 
 DEEPEST = 5
 """Levels of folders below the watched one that are searched for runs."""
 
 QUIET = 60.0
-"""Seconds without a round, at least, after which a run is no longer said to be going on; ten rounds where these take longer."""
+"""Seconds without a round after which a run counts as quiet; ten rounds where these take longer."""
 
-_PACE = 20  # rounds whose mean time says how long the rest will take
-_LIVE = ("configuration.json", "metrics.jsonl", "timings.jsonl", "result.json", "recording.json")
+_PACE = 20  # rounds whose mean time is the pace
+_LIVE = ("configuration.json", "metrics.jsonl", "timings.jsonl", "result.json", "recording.json", "model.safetensors")
 _NO_NETWORK = "default-src 'none';"
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Where one run stands. `left` seconds are needed for the rest at the pace of the last rounds (None: not known);
-    `quiet` seconds have passed since it last wrote something."""
+    """The progress of a run, as the page's script reads it.
+
+    `left` are the seconds of the remaining rounds at the pace of the latest ones (None: not known), `quiet` the seconds since
+    its files changed.
+    """
 
     group: str
     algorithm: str
@@ -60,10 +63,10 @@ class Watched:
         self._pages: dict[str, tuple[str, str, float]] = {}
 
     def state(self) -> dict[str, Any]:
-        """All that the page shows of the runs, by group, and what changes when a group's report would."""
+        """Return all that the page shows of the runs, by group, with a version that changes when the group's report does."""
         with self._lock:
             groups = self._groups()
-            now = time.time()
+            time_now = time.time()
             return {
                 "folder": str(self.folder),
                 "groups": [
@@ -72,16 +75,18 @@ class Watched:
                         "version": self._version(paths),
                         "refresh": self._refresh(name),
                         "heads": self._heads(paths),
-                        "runs": [asdict(standing) for path in paths if (standing := self._standing(name, path, now))],
+                        "runs": [
+                            asdict(standing) for path in paths if (standing := self._standing(name, path, time_now))
+                        ],
                     }
                     for name, paths in groups.items()
                 ],
             }
 
     def page(self, group: str | None) -> str | None:
-        """The page of a group's report, or of all groups (None); None for a group that is not there."""
+        """Return the page of a group's report, or of all groups (None); None for a group that does not exist."""
         state = self.state()
-        names = [one["name"] for one in state["groups"]]
+        names = [entry["name"] for entry in state["groups"]]
         if group is None and len(names) == 1:
             group = names[0]
         if group is not None and group not in names:
@@ -96,22 +101,22 @@ class Watched:
         )
 
     def _report(self, group: str) -> str | None:
-        """The group's report, rendered when it is not that of these figures; None while no run has a round."""
+        """Return the group's report, rendered again if its figures changed; None while no run has a round."""
         paths = self._groups()[group]
         version = self._version(paths)
         if group not in self._pages or self._pages[group][0] != version:
             began = time.perf_counter()
             runs = [run for path in paths if (run := self._summary(path)) is not None and run.records]
-            text = render(group if group != "." else self.folder.resolve().name, runs) if runs else ""
+            text = _rendered(group if group != "." else self.folder.resolve().name, runs)
             self._pages[group] = version, text, time.perf_counter() - began
         return self._pages[group][1] or None
 
     def _refresh(self, group: str) -> float:
-        """Seconds between two refreshments, so that rendering takes no more than a tenth of one processor."""
+        """Return the seconds between two updates: rendering takes at most a tenth of one processor."""
         return max(5.0, 10 * self._pages[group][2]) if group in self._pages else 2.0
 
     def _groups(self) -> dict[str, list[Path]]:
-        """The runs by the folder that holds those of one task: methods, and in them seeds."""
+        """Return the runs by the folder of their task, which holds methods, and in them seeds."""
         groups: dict[str, list[Path]] = {}
         for path in sorted(_runs(self.folder, DEEPEST)):
             inside = path.relative_to(self.folder)
@@ -120,24 +125,23 @@ class Watched:
         return groups
 
     def _version(self, paths: Sequence[Path]) -> str:
-        return hashlib.sha256(repr([(str(path), _stamp(path)) for path in paths]).encode()).hexdigest()[:16]
+        return digest(repr([(str(path), _stamp(path)) for path in paths]))[:16]
 
     def _summary(self, path: Path) -> RunSummary | None:
-        """What a run has left so far; None for one that has only begun, or whose files are damaged."""
+        """Return a run's figures so far; None for a run that has only begun, or whose files are damaged."""
         stamp = _stamp(path)
         if path not in self._read or self._read[path][0] != stamp:
-            found = None
-            with suppress(CheckpointError, OSError, ValueError, KeyError, TypeError):
-                found = RunDirectory(path).summary()
-            self._read[path] = stamp, found
+            self._read[path] = stamp, None
+            with suppress(CheckpointError):
+                self._read[path] = stamp, RunDirectory(path).summary()
         return self._read[path][1]
 
     def _heads(self, paths: Sequence[Path]) -> list[str]:
-        """What the columns of the last and the best score of these runs are called."""
+        """Return the titles of the columns of the final and the best score."""
         metric = next((run.metric for path in paths if (run := self._summary(path)) is not None), ACCURACY)
         return [f"{word},{metric.unit}" if metric.unit else word for word in (metric.title, "Best")]
 
-    def _standing(self, group: str, path: Path, now: float) -> Standing | None:
+    def _standing(self, group: str, path: Path, time_now: float) -> Standing | None:
         run, ended = self._summary(path), (path / "result.json").exists()
         if run is None:
             seed = path.name.removeprefix("seed-")
@@ -146,10 +150,11 @@ class Watched:
             return damaged if ended else None
         measured = [figures.final(run), figures.best(run)]
         final, best = ("–" if value is None else run.metric.text(value) for value in measured)
-        rounds, total = len(run.records), int(run.configuration.get("rounds", len(run.records)))
-        last = [float(timing["seconds"]) for timing in run.timings[-_PACE:] if "seconds" in timing]
-        pace = sum(last) / len(last) if last else None
-        quiet = max(0.0, now - max((stamp[0] for stamp in _stamp(path) if stamp), default=0) / 1e9)
+        rounds, configured = len(run.records), run.configuration.get("rounds")
+        total = configured if isinstance(configured, int) else rounds
+        seconds = [float(timing["seconds"]) for timing in run.timings[-_PACE:] if "seconds" in timing]
+        pace = sum(seconds) / len(seconds) if seconds else None
+        quiet = max(0.0, time_now - max((stamp[0] for stamp in _stamp(path) if stamp), default=0) / 1e9)
         state = "finished" if ended else "running" if quiet < max(QUIET, 10 * (pace or 0)) else "quiet"
         return Standing(
             group,
@@ -166,8 +171,20 @@ class Watched:
         )
 
 
+def _rendered(title: str, runs: Sequence[RunSummary]) -> str:
+    """The report of the runs, without those of which no report can be made; empty where none is left."""
+    with suppress(CheckpointError), readable(Path(title)):
+        return render(title, runs) if runs else ""
+    drawn = []
+    for run in runs:
+        with suppress(CheckpointError), readable(Path(title)):
+            render(title, [run])
+            drawn.append(run)
+    return render(title, drawn) if 0 < len(drawn) < len(runs) else ""
+
+
 def _runs(folder: Path, depth: int) -> Iterator[Path]:
-    """The directories of runs; links are not followed, and what lies inside a run is not searched."""
+    """Yield the directories of runs; links are not followed, and runs are not searched."""
     if (folder / "configuration.json").is_file():
         yield folder
         return
@@ -179,24 +196,24 @@ def _runs(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _stamp(path: Path) -> tuple[tuple[int, int] | None, ...]:
-    """Time and size of the files that say how far a run is."""
-    found: list[tuple[int, int] | None] = []
+    """Return time and size of the files that change as the run goes on."""
+    stamps: list[tuple[int, int] | None] = []
     for name in _LIVE:
         try:
             status = (path / name).stat()
-            found.append((status.st_mtime_ns, status.st_size))
+            stamps.append((status.st_mtime_ns, status.st_size))
         except OSError:
-            found.append(None)
-    return tuple(found)
+            stamps.append(None)
+    return tuple(stamps)
 
 
 def _dressed(page: str, about: dict[str, Any]) -> str:
-    """The report's page with what keeps it up to date. It may ask this server, and only it."""
+    """Return the report's page with the script that updates it, which may ask this server and no other."""
     assets = files("fedloom.report") / "assets"
-    told = json.dumps(about).replace("<", "\\u003c")
+    state = json.dumps(about).replace("<", "\\u003c")
     added = (
         f"<style>{(assets / 'watch.css').read_text(encoding='utf-8')}</style>"
-        f'<script type="application/json" id="watched">{told}</script>'
+        f'<script type="application/json" id="watched">{state}</script>'
         f"<script>{(assets / 'watch.js').read_text(encoding='utf-8')}</script>"
     )
     head, end, tail = page.rpartition("</body>")

@@ -1,4 +1,4 @@
-"""The server of `fedloom watch`: loopback alone, reading alone, and nothing that a request names is ever opened as a file."""
+"""The server of `fedloom watch`: on loopback alone, read-only, and no request names a file that is opened."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _HEADERS = {
 
 
 class Server(ThreadingHTTPServer):
-    """Serves what goes on in a folder on this machine's loopback address."""
+    """Serves the page of a folder of runs on this machine's loopback address."""
 
     daemon_threads = True
 
     def __init__(self, folder: Path, port: int) -> None:
-        """Raises `InvalidValue` when the port is taken or may not be used."""
+        """Listen on a port. Raise `InvalidValue` when it is taken or may not be used."""
         self.watched = Watched(folder)
         try:
             super().__init__((ADDRESS, port), _Handler)
@@ -46,12 +46,12 @@ class Server(ThreadingHTTPServer):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """What a browser that means this server calls it; a page that had its own name point here would call it otherwise."""
+        """Host headers of browsers that mean this server; a page whose own name points here has another."""
         port = self.server_address[1]
         return f"{ADDRESS}:{port}", f"localhost:{port}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that hangs up in the middle is no news."""
+        """Ignore browsers that hang up in the middle."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -72,12 +72,12 @@ class _Handler(BaseHTTPRequestHandler):
                 HTTPStatus.MISDIRECTED_REQUEST, "text/plain", "This server answers to its own address alone.\n", body
             )
             return
-        parts = urlsplit(self.path)
-        if parts.path == "/state":
+        url = urlsplit(self.path)
+        if url.path == "/state":
             self._send(HTTPStatus.OK, "application/json", json.dumps(self.server.watched.state()), body)
             return
-        group = parse_qs(parts.query).get("group", [None])[0]
-        page = self.server.watched.page(group) if parts.path == "/" else None
+        group = parse_qs(url.query).get("group", [None])[0]
+        page = self.server.watched.page(group) if url.path == "/" else None
         if page is None:
             self._send(HTTPStatus.NOT_FOUND, "text/plain", "There is no such page.\n", body)
         else:
@@ -95,4 +95,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """The terminal is for the user, not for every request."""
+        """Print nothing: the terminal is for the user."""

@@ -1,0 +1,343 @@
+"""Learning rates and starts for the tables of McMahan et al. 2017: rounds to 97 % (2NN) and 99 % (CNN) on MNIST.
+
+The paper takes the best learning rate of a multiplicative grid for each cell. Here it is found on the grid 10^(k/3) by
+going up and down from a first guess until both neighbours of the best are worse; a run that is later than the best so far ends
+there. The other seeds run at the rate that the first one chose. The ablation does this for other pixels and other starts.
+
+    python benchmarks/mcmahan.py --mnist FOLDER [--runs FOLDER] [--only WORDS] [--minutes 60]    # goes on where it ended
+    python benchmarks/mcmahan.py --tables                                                       # only print
+
+A run is one line of the record, appended when it ends; unfinished ones go on from their checkpoint in `--runs`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import fedloom as fl
+from fedloom.algorithm import build
+from fedloom.engines.rows import RowsEngine
+from fedloom.engines.stacked import StackedEngine
+from fedloom.errors import Diverged
+from fedloom.experiment.identity import environment
+from fedloom.models.build import build_model
+from fedloom.papers.ledger import ExhibitRecord, today
+from fedloom.papers.measure import Measured
+from fedloom.papers.paper_file import exhibit
+from fedloom.papers.result_table import CellResult
+from fedloom.randomness import stream
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
+from fedloom.state.files import write_text
+from fedloom.task import make_dataset
+from outcome import tell
+
+SEEDS = 3
+RECORD = Path(__file__).parent / "records" / "mcmahan.jsonl"
+
+
+class Cell(NamedTuple):
+    """A cell of a table with its start: `batch` 0 is all of a client's samples, `participation` 0 one client a round."""
+
+    model: str
+    epochs: int
+    partition: str
+    participation: float
+    batch: int
+    pixels: str = "none"
+    start: str = "torch"
+
+    @property
+    def target(self) -> float:
+        """The test accuracy whose round is looked for."""
+        return 0.97 if self.model == "2nn" else 0.99
+
+    @property
+    def text(self) -> str:
+        """`2nn E=1 iid C=0.1 B=10 pixels=none start=torch`."""
+        batch = self.batch or "inf"
+        return (
+            f"{self.model} E={self.epochs} {self.partition} C={self.participation:g} B={batch} "
+            f"pixels={self.pixels} start={self.start}"
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A cell with the grid position to begin at, the most rounds of a run and what the paper prints.
+
+    With seed 0 the positions in `uncut` run until they reach the target too, however late.
+    """
+
+    cell: Cell
+    guess: int
+    cap: int
+    printed: float | None = None
+    seeds: int = SEEDS
+    uncut: Sequence[int] = ()
+
+
+def plans() -> Iterator[Plan]:
+    """The work, cheapest and most telling first."""
+    base = Cell("2nn", 1, "iid", 0.1, 10)
+    skewed = base._replace(partition="shards(2)")
+    yield Plan(base, -2, 150, 87, uncut=(-4, -3))
+    for pixels, start in (("standard", "torch"), ("none", "truncated"), ("none", "glorot")):
+        yield Plan(base._replace(pixels=pixels, start=start), -2, 150, seeds=1, uncut=(-4, -3))
+    yield Plan(skewed, -2, 900, 664, uncut=(-3,))
+    for participation, printed in {0.0: 316, 0.2: 77}.items():
+        yield Plan(
+            base._replace(participation=participation),
+            -2,
+            3 * printed,
+            printed,
+            uncut=(-5, -4) if participation == 0 else (-4,),
+        )
+    for participation, printed in {0.0: 3275, 0.2: 619}.items():
+        yield Plan(skewed._replace(participation=participation), -3 if participation == 0 else -2, 2 * printed, printed)
+    for pixels, start in (("standard", "torch"), ("none", "truncated")):
+        yield Plan(skewed._replace(pixels=pixels, start=start), -2, 900, seeds=1)
+    yield Plan(skewed, -2, 900, 664, uncut=(-4,))
+    for participation, printed in {0.0: 1455, 0.1: 1474, 0.2: 1658}.items():
+        yield Plan(base._replace(participation=participation, batch=0), 0, 2 * printed, printed)
+    for participation, printed in {0.5: 75, 1.0: 70}.items():
+        yield Plan(base._replace(participation=participation), -2, 2 * printed, printed, 1)
+    for participation, printed in {0.5: 443, 1.0: 380}.items():
+        yield Plan(skewed._replace(participation=participation), -2, 2 * printed, printed, 1)
+    for participation, printed in {0.1: 1796, 0.2: 1528, 0.0: 4278}.items():
+        yield Plan(skewed._replace(participation=participation, batch=0), -1, 2 * printed, printed)
+    yield Plan(Cell("cnn", 1, "iid", 0.1, 10), -2, 100, 34, 1)
+    yield Plan(Cell("cnn", 5, "iid", 0.1, 10), -3, 60, 20, 1)
+
+
+def rate(position: int) -> float:
+    """The learning rate at a position of the grid."""
+    return float(f"{10 ** (position / 3):.3g}")
+
+
+def crossing(accuracies: Sequence[float], target: float) -> float | None:
+    """Rounds to the target: the best accuracy so far, interpolated linearly between rounds; None if it is not reached."""
+    highest = 0.0
+    for index, accuracy in enumerate(accuracies):
+        if accuracy >= target:
+            return index + (target - highest) / (accuracy - highest)
+        highest = max(highest, accuracy)
+    return None
+
+
+def started(module: nn.Module, start: str, seed: int) -> nn.Module:
+    """The model with another start than PyTorch's: uniform by fan-in and fan-out with zero biases (`glorot`), or normal with
+    deviation 0.1 cut at two deviations, with biases of 0.1 (`truncated`), as TensorFlow's first tutorials have it."""
+    generator = stream(seed, "start")
+    for name, parameter in module.named_parameters() if start != "torch" else ():
+        if name.endswith("bias"):
+            nn.init.constant_(parameter, 0.0 if start == "glorot" else 0.1)
+        elif start == "glorot":
+            nn.init.xavier_uniform_(parameter, generator=generator)
+        else:
+            nn.init.trunc_normal_(parameter, std=0.1, a=-0.2, b=0.2, generator=generator)
+    return module
+
+
+def measure(
+    cell: Cell, position: int, seed: int, cap: int, mnist: str, runs: Path, until: float
+) -> dict[str, Any] | None:
+    """One run until the target or `cap` rounds, as a line of the record; None where the time was over before."""
+    dataset = make_dataset(f"mnist(folder={mnist!r}, normalise={cell.pixels!r})")
+    module = started(build_model(f"mcmahan_{cell.model}", dataset.spec, seed), cell.start, seed)
+    training = {"learning_rate": rate(position), "batch_size": cell.batch or None, "epochs": cell.epochs}
+    task = fl.make_task(dataset, clients=100, partition=cell.partition, model=module, seed=seed, training=training)
+    stacked = cell.model == "2nn" and cell.participation > 0
+    schedule = Schedule(cap, cell.participation or 0.01, seed=seed, evaluate_every=1, checkpoint_every=10)
+    identity = f"{cell.text} {rate(position)} {seed}"
+    engine = StackedEngine(task) if stacked else RowsEngine(task)
+    folder = runs / identity.replace(" ", "_").replace("(", "").replace(")", "")
+    folder.mkdir(parents=True, exist_ok=True)
+    run = Federation(build("fedavg"), task, engine, schedule, folder, identity)
+    began = time.process_time()
+    highest = max((record["accuracy"] for record in run.history), default=0.0)
+    while run.finished < cap and highest < cell.target:
+        if time.monotonic() > until:
+            run.save()
+            return None
+        try:
+            record, _ = run.step()
+        except Diverged:
+            break
+        highest = max(highest, record["accuracy"])
+        if run.finished % 10 == 0:
+            run.save()
+    accuracies = [round(record["accuracy"], 4) for record in run.history]
+    return {
+        "cell": list(cell),
+        "position": position,
+        "rate": rate(position),
+        "seed": seed,
+        "cap": cap,
+        "crossing": crossing(accuracies, cell.target),
+        "accuracy": accuracies,
+        "processor_seconds": round(time.process_time() - began, 1),
+    }
+
+
+Done = dict[tuple[Cell, int, int], dict[str, Any]]
+
+
+def recorded() -> Done:
+    """The runs that have ended; of a run that was made twice the longer counts."""
+    lines = RECORD.read_text(encoding="utf-8").splitlines() if RECORD.exists() else []
+    done: Done = {}
+    for line in map(json.loads, lines):
+        key = Cell(*line["cell"]), line["position"], line["seed"]
+        if key not in done or len(line["accuracy"]) > len(done[key]["accuracy"]):
+            done[key] = line
+    return done
+
+
+def best(done: Done, cell: Cell) -> tuple[int, float] | None:
+    """The position of the grid that reaches the target first with seed 0, and after how many rounds."""
+    found = [(line["crossing"], position) for (of, position, seed), line in done.items() if of == cell and seed == 0]
+    reached = [(rounds, position) for rounds, position in found if rounds is not None]
+    return (min(reached)[1], min(reached)[0]) if reached else None
+
+
+def required(done: Done, plan: Plan) -> tuple[int, int, int] | None:
+    """The next run of a cell: position, seed and the most rounds; None when the cell is done."""
+    tried = {position for of, position, seed in done if of == plan.cell and seed == 0}
+    if not tried:
+        return plan.guess, 0, plan.cap
+    chosen = best(done, plan.cell)
+    if chosen is None:  # the guess does not reach the target: look above and below it
+        for position in (plan.guess + 1, plan.guess - 1, plan.guess + 2):
+            if position not in tried:
+                return position, 0, plan.cap
+        return None
+    position, rounds = chosen
+    for neighbour in (position + 1, position - 1):
+        if neighbour not in tried:
+            return neighbour, 0, min(plan.cap, math.ceil(rounds))
+    for neighbour in plan.uncut:
+        line = done.get((plan.cell, neighbour, 0))
+        if line is None or (line["crossing"] is None and line["cap"] < plan.cap):
+            return neighbour, 0, plan.cap
+    for seed in range(1, plan.seeds):
+        if (plan.cell, position, seed) not in done:
+            return position, seed, plan.cap
+    return None
+
+
+def table(done: Done) -> None:
+    """A row for each cell: the rates that were tried, the chosen one, and the rounds of each seed beside the printed ones."""
+    rows = []
+    for plan in {plan.cell: plan for plan in plans()}.values():
+        chosen = best(done, plan.cell)
+        own = {position: line for (cell, position, seed), line in done.items() if cell == plan.cell and seed == 0}
+        if not own:
+            continue
+        seeds = [
+            done[plan.cell, chosen[0], seed]["crossing"]
+            for seed in range(SEEDS)
+            if chosen and (plan.cell, chosen[0], seed) in done
+        ]
+        reached = [rounds for rounds in seeds if rounds is not None]
+        rows.append(
+            {
+                "cell": plan.cell.text,
+                "printed": "" if plan.printed is None else str(plan.printed),
+                "rounds": f"{statistics.fmean(reached):.1f}" if reached else "not reached",
+                "of each seed": ", ".join("-" if one is None else f"{one:.1f}" for one in seeds),
+                "rate": f"{rate(chosen[0]):g}" if chosen else "",
+                "tried": ", ".join(
+                    f"{line['rate']:g}: "
+                    + (f">{len(line['accuracy'])}" if line["crossing"] is None else f"{line['crossing']:.1f}")
+                    for _, line in sorted(own.items())
+                ),
+            }
+        )
+    if rows:
+        tell("Rounds to 97 % (2NN) and 99 % (CNN), MNIST, 100 clients", rows)
+
+
+def tuned(done: Done) -> dict[str, tuple[Cell, int]]:
+    """Return the cells of the paper's table whose search is over, by column, with the position of the grid that it chose."""
+    columns = {}
+    for cell in {plan.cell: plan for plan in plans()}:
+        chosen = best(done, cell)
+        if chosen is None or any((cell, chosen[0] + step, 0) not in done for step in (-1, 1)):
+            continue
+        if cell.model == "2nn" and (cell.pixels, cell.start) == ("none", "torch"):
+            distribution = "IID" if cell.partition == "iid" else "non-IID"
+            columns[f"2NN {distribution} C={cell.participation:g} E=1 B={cell.batch or 'inf'}"] = cell, chosen[0]
+    return columns
+
+
+def record(done: Done) -> ExhibitRecord:
+    """Return what the runs at the tuned rates measured as a record of the table."""
+    exhibit_name = "mcmahan.table-1-2nn"
+    cells = {cell.column: cell for cell in exhibit(exhibit_name).cells}
+    results = []
+    for column, (cell, position) in tuned(done).items():
+        lines = [done[key] for seed in range(SEEDS) if (key := (cell, position, seed)) in done]
+        crossings = [line["crossing"] for line in lines if line["crossing"] is not None]
+        complete, rounds = len(crossings) == len(lines), max(len(line["accuracy"]) for line in lines)
+        left_out = [f"{rounds} of {cells[column].setting.rounds:,} rounds"] if complete else []
+        left_out += [f"{len(lines)} of {SEEDS} seeds"] if len(lines) < SEEDS else []
+        value = Measured(
+            statistics.fmean(crossings) if complete else None,
+            statistics.stdev(crossings) if complete and len(crossings) > 1 else None,
+            len(lines),
+            len(crossings),
+            rounds,
+            100 * max(max(line["accuracy"]) for line in lines),
+        )
+        results.append(CellResult(cells[column], value, tuple(left_out)))
+    command = "python benchmarks/mcmahan.py --mnist FOLDER"
+    return ExhibitRecord(exhibit_name, command, today(), environment(), tuple(results))
+
+
+def main() -> None:
+    """Run what is missing, then print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mnist", help="folder with MNIST's idx files")
+    parser.add_argument("--runs", type=Path, default=Path("runs/mcmahan"), help="checkpoints of unfinished runs")
+    parser.add_argument("--only", default="", help="cells that have these words in their text")
+    parser.add_argument("--minutes", type=float, default=math.inf)
+    parser.add_argument("--tables", action="store_true", help="print what is recorded and write its page, run nothing")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    until = time.monotonic() + 60 * arguments.minutes
+    done = recorded()
+    RECORD.parent.mkdir(parents=True, exist_ok=True)
+    for plan in () if arguments.tables else plans():
+        if not all(word in plan.cell.text.split() for word in arguments.only.split()):
+            continue
+        while (following := required(done, plan)) is not None:
+            position, seed, cap = following
+            line = measure(plan.cell, position, seed, cap, arguments.mnist, arguments.runs, until)
+            if line is None:
+                return
+            done[plan.cell, position, seed] = line
+            with RECORD.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            rounds = "not reached" if line["crossing"] is None else f"{line['crossing']:.1f}"
+            print(
+                f"{plan.cell.text} rate {line['rate']:g} seed {seed}: {rounds} ({line['processor_seconds']} s)",
+                flush=True,
+            )
+    table(done)
+    write_text(RECORD.parent / "papers" / "mcmahan.table-1-2nn.json", record(done).to_json())
+
+
+if __name__ == "__main__":
+    main()

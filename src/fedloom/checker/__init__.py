@@ -1,0 +1,1 @@
+"""The checker of methods: tiny instrumented rounds whose results must agree (`fedloom check`)."""

@@ -1,0 +1,583 @@
+"""Check a method by running tiny instrumented rounds in several ways, which must come to the same models."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import inspect
+import random
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedloom.algorithm import Algorithm, Message, build, describe
+from fedloom.checker.findings import Finding, kinds, source_location
+from fedloom.checker.listening import Listener, ListeningCohort, ListeningMemory, draws
+from fedloom.data.dataset import Dataset, Samples
+from fedloom.data.partition import Partition
+from fedloom.engines.pickling import dump, load
+from fedloom.engines.proof import Proof, prove
+from fedloom.engines.rows import RowsEngine
+from fedloom.engines.stacked import StackedEngine
+from fedloom.errors import Diverged, FedloomError, InvalidValue, code_location, error_location, error_text
+from fedloom.local.cohort import Cohort
+from fedloom.randomness import global_stream, stream
+from fedloom.round import Round
+from fedloom.rounds.engine import ClientTask, Fault, Reply, TensorSpec
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
+from fedloom.task import Task
+from fedloom.training import Training
+
+T = TypeVar("T")
+
+ROUNDS = 3
+CLIENTS = 4
+"""Clients in a round, at most."""
+
+BATCH, BATCHES, TEST = 8, 3, 64
+"""At most so many samples in a batch, batches of a client and test samples of a user's task are used."""
+
+TOLERANCE = 1e-2
+"""Allowed error of clients that advance together, as a share of how far the models have moved."""
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """The findings about a method, and the bytes that it takes by name."""
+
+    method: str
+    findings: list[Finding]
+    sizes: Mapping[str, float]
+
+
+def check(algorithm: Algorithm | str, task: Task | None = None) -> list[Finding]:
+    """Check a method by running tiny instrumented rounds in several ways.
+
+    It trains three rounds: one client after another and watched line by line, clients together, as in worker processes, killed
+    and resumed, and as the beginning of a longer run. Results must agree, and the watched run must change nothing in place,
+    draw from no global generator and keep nothing where no checkpoint finds it.
+
+    Args:
+        algorithm: The method, such as `HalfStep()` or `"umf(my_methods:HalfStep)"`.
+        task: A task, of which a small sample is used (default: six clients and a model of 51 weights).
+
+    Returns:
+        The findings; none where the method is sound.
+
+    Raises:
+        InvalidValue: The method cannot be made.
+        UnknownName: Nothing has that name.
+    """
+    return examine(algorithm, task).findings
+
+
+def examine(algorithm: Algorithm | str, task: Task | None = None, *, compare: bool = True) -> CheckResult:
+    """Check a method as `check` does, and count the bytes of a model, of messages down and up, and of a client's memory.
+
+    Without `compare`, rounds are run and watched in one way alone.
+    """
+    try:
+        method = build(algorithm)
+    except FedloomError as error:
+        finding = _failure(error, "")
+        if not finding.location:
+            raise
+        return CheckResult(str(algorithm), [finding], {})
+    trial = _Trial(method, own_task() if task is None else sample_of(task))
+    findings = [*_misread(method)]
+    reference = _Reference(trial)
+    findings += reference.findings
+    if compare and not reference.stopped:
+        findings += _in_lock_step(trial, reference.federation, bool(findings))
+        findings += _as_processes(trial, reference.federation, bool(findings))
+        findings += _resumed(trial, reference.federation, bool(findings))
+        findings += _lengthened(trial, reference.federation, bool(findings))
+    return CheckResult(describe(method), list(dict.fromkeys(findings)), reference.sizes)
+
+
+# --- tasks ---
+
+
+@cache
+def own_task() -> Task:
+    """Return a task of six clients with 3 to 12 samples and test samples of their own, and a model of 51 weights."""
+    sizes, tests, extra = (9, 5, 12, 7, 3, 8), (2, 1, 3, 0, 1, 2), 20
+    generator = stream(0, "check")
+    count = sum(sizes) + sum(tests)
+    inputs = torch.randn(count + extra, 6, generator=generator)
+    labels = (inputs[:, :3] + 0.3 * torch.randn(count + extra, 3, generator=generator)).argmax(1)
+    samples = Samples(inputs, labels)
+    with global_stream(0, "check"):
+        model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
+    dataset = Dataset("check", samples[:count], samples[count:], 3)
+    return Task(
+        dataset,
+        dataset.train,
+        dataset.test,
+        Partition.from_sizes(np.arange(sum(sizes)), sizes),
+        model,
+        Training(learning_rate=0.05, batch_size=4),
+        Partition.from_sizes(np.arange(sum(sizes), count), tests),
+    )
+
+
+def sample_of(task: Task) -> Task:
+    """Return the task with one to three small batches for each client, and a small test set."""
+    size = min(BATCH, task.training.batch_size or BATCH)
+    indices = [task.partition[k][: max(1, size * (1 + k % BATCHES) - k % 2)] for k in range(task.clients)]
+    local = task.local_test
+    return replace(
+        task,
+        test=task.test[:TEST],
+        partition=Partition.from_sizes(np.concatenate(indices), [len(group) for group in indices]),
+        local_test=local and Partition.from_sizes(
+            np.concatenate([local[k][:size] for k in range(task.clients)]),
+            [len(local[k][:size]) for k in range(task.clients)],
+        ),
+        training=replace(task.training, batch_size=size, epochs=1, steps=None),
+    )  # fmt: skip
+
+
+def _proof(task: Task) -> Proof:
+    return prove(task.model, task.dataset, task.train, task.training, stack=True)
+
+
+@cache
+def _own_proof() -> Proof:
+    return _proof(own_task())
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A method and the task that it is checked on."""
+
+    method: Algorithm
+    task: Task
+
+    @cached_property
+    def proof(self) -> Proof:
+        return _own_proof() if self.task is own_task() else _proof(self.task)
+
+    @cached_property
+    def participation(self) -> float:
+        """The share of a few clients, or 1 where the method's setup refuses that."""
+        share = min(1.0, CLIENTS / self.task.clients)
+        try:
+            self._federation(RowsEngine(self.task, self.proof), share)
+        except InvalidValue:
+            return 1.0
+        return share
+
+    def federation(self, engine: RowsEngine, directory: Path | None = None, rounds: int = ROUNDS) -> Federation:
+        return self._federation(engine, self.participation, directory, rounds)
+
+    def _federation(
+        self, engine: RowsEngine, participation: float, directory: Path | None = None, rounds: int = ROUNDS
+    ) -> Federation:
+        personal = 1 if self.task.local_test is not None else None
+        schedule = Schedule(
+            rounds,
+            participation,
+            evaluate_every=1,
+            checkpoint_every=1,
+            personal_every=personal,
+            personal_clients=CLIENTS,
+        )
+        return Federation(copy.deepcopy(self.method), self.task, engine, schedule, directory)
+
+    def outcome(self, engine: RowsEngine, rounds: int = ROUNDS) -> Federation:
+        """Return a federation after `ROUNDS` of its rounds."""
+        with closing(engine):
+            federation = self.federation(engine, rounds=rounds)
+            for _ in range(ROUNDS):
+                federation.step()
+        return federation
+
+    @property
+    def server_location(self) -> str:
+        """The line of `update` or `receive`, or else of the class."""
+        kind = type(self.method)
+        return code_location(kind.update) or code_location(kind.receive) or self.location
+
+    @property
+    def location(self) -> str:
+        """The line of `train`, or else of the class."""
+        return code_location(type(self.method).train) or code_location(type(self.method))
+
+
+# --- mistakes in its code ---
+
+
+def _misread(method: Algorithm) -> Iterator[Finding]:
+    """Find names in the classes of a method that fedloom does not read as they are meant."""
+    hooks = {name for name in vars(Algorithm) if not name.startswith("_")}
+    for kind in kinds(method):
+        bases = {name for base in kind.__mro__[1:] for name in [*vars(base), *vars(base).get("__annotations__", {})]}
+        written = vars(kind).get("__annotations__", {})
+        for name, value in vars(kind).items():
+            if name.startswith("_") or name in bases or name in written:
+                continue
+            near = difflib.get_close_matches(name, hooks, 1, 0.8)
+            if inspect.isfunction(value) and near and not source_location(method, rf"\.{name}\b"):
+                yield Finding(
+                    f"{kind.__name__}.{name} is called by nobody", code_location(value), f"did you mean {near[0]}?"
+                )
+            elif isinstance(value, bool | int | float | str) and name.islower():
+                location = source_location(method, rf"^\s+{name}\s*=") or code_location(kind)
+                kind_of = type(value).__name__
+                yield Finding(
+                    f"{name} = {value!r} has no type, so it is no parameter of {kind.__name__}",
+                    location,
+                    f"write {name}: {kind_of} = {value!r}, or ClassVar where it is none",
+                )
+
+
+# --- one client after another, instrumented ---
+
+
+class _Reference:
+    """The instrumented run that all others are compared with."""
+
+    def __init__(self, trial: _Trial) -> None:
+        self.trial = trial
+        self.listener = Listener()
+        self.findings: list[Finding] = []
+        self.sizes: dict[str, float] = {}
+        self.stopped = False
+        generators = _generators()
+        engine = _ListeningEngine(trial.task, trial.proof, self.listener)
+        try:
+            with self.listener, closing(engine):
+                self.federation = trial.federation(engine)
+                self._rounds(engine)
+        except Exception as error:
+            self.stopped = True
+            finding = _failure(error, trial.location)
+            changed = next(iter(self.listener.changed.values()), "")
+            self.findings.append(replace(finding, location=changed or finding.location))
+            self.listener.changed.clear()
+            self.listener.faults.clear()  # the first of which is why no round came about
+        self.findings += self.listener.findings()
+        if not self.stopped:
+            self._after(generators)
+
+    def _rounds(self, engine: _ListeningEngine) -> None:
+        method = self.federation.algorithm
+        initial, attributes = set(method.full_state()), _attributes(method)
+        for _ in range(ROUNDS):
+            state = {_in_state(name): tensor for name, tensor in method.full_state().items()}
+            copies = {name: tensor.clone() for name, tensor in state.items()}
+            self.listener.watch(state)
+            self.federation.step()
+            self.listener.unwatch(list(state))
+            for name, tensor in state.items():
+                if not torch.equal(tensor.nan_to_num(), copies[name].nan_to_num()):
+                    self.listener.changed.setdefault(name, self.trial.location)
+        self.findings += _missing_in_setup(method, initial)
+        self.findings += _not_checkpointed(method, attributes, set(self.listener.written))
+        participants = len(self.federation.history[0]["clients"])
+        memories = [_bytes(engine.store.read(client)) for client in engine.store]
+        self.sizes = {
+            "a model": _bytes({"model": self.trial.task.initial}),
+            "sent to a client": self.federation.history[-1]["bytes_down"] / participants,
+            "sent by a client": self.federation.history[-1]["bytes_up"] / participants,
+            "remembered by a client": sum(memories) / max(1, len(memories)),
+        }
+
+    def _after(self, generators: Sequence[object]) -> None:
+        method, initial = self.federation.algorithm, self.trial.task.initial
+        if torch.equal(method.model(), initial) and not method.personal and not self.findings:
+            self.findings.append(
+                Finding(
+                    f"the global model has not moved in {ROUNDS} rounds",
+                    self.trial.server_location,
+                    "update (or receive) must put a new model into self.state['model'], and train reply with trained weights",
+                )
+            )
+        names = ("torch", "numpy.random", "random")
+        patterns = (r"torch\.manual_seed", r"\b(np|numpy)\.random\.", r"(?<![.\w])random\.")
+        for name, pattern, state, present in zip(names, patterns, generators, _generators(), strict=True):
+            if state != present and not self.listener.drawn:
+                self.findings.append(
+                    draws(f"the global generator of {name}", source_location(method, pattern) or self.trial.location)
+                )
+
+
+class _ListeningEngine(RowsEngine):
+    """The rows engine with a listener at each client."""
+
+    def __init__(self, task: Task, proof: Proof, listener: Listener) -> None:
+        super().__init__(task, proof)
+        self.listener = listener
+        self.memories: list[ListeningMemory] = []
+
+    def train_one(
+        self, algorithm: Algorithm, round: Round, client_task: ClientTask, expected: Mapping[str, TensorSpec]
+    ) -> Reply | Fault:
+        inbox = {f"inbox[{name!r}]": rows for name, rows in client_task.inbox.items()}
+        self.listener.watch(inbox)
+        with self._client_half(algorithm):
+            result = super().train_one(algorithm, round, client_task, expected)
+        self.listener.unwatch(list(inbox))
+        for name, location in self.memories[-1].lost().items():
+            self.listener.lost.setdefault(name, location)
+        if isinstance(result, Fault) and not result.diverged:
+            error = result.error
+            location = (error_location(error) if error else "") or code_location(type(algorithm).train)
+            self.listener.faults.append(Finding(f"a client fails: {result.reason}", location))
+        return result
+
+    def personalise(self, algorithm: Algorithm, round: Round, client_task: ClientTask) -> tuple[Tensor, Tensor | None]:
+        with self._client_half(algorithm):
+            return super().personalise(algorithm, round, client_task)
+
+    def cohort(self, round: Round, client_task: ClientTask) -> Cohort:
+        plain = super().cohort(round, client_task)
+        self.memories.append(ListeningMemory(self.store, plain.clients))
+        plain.memory = self.memories[-1]
+        return plain
+
+    @contextmanager
+    def _client_half(self, algorithm: Algorithm) -> Iterator[None]:
+        """Note, while the method is at a client, its reads of the server's state and its writes to itself."""
+        attributes, states = _attributes(algorithm), [method.state for method in algorithm.nested()]
+        for method, state in zip(algorithm.nested(), states, strict=True):
+            method.state = self.listener.guarded(state)
+        try:
+            yield
+        finally:
+            for method, state in zip(algorithm.nested(), states, strict=True):
+                method.state = state
+        for name, location in _written(algorithm, attributes):
+            self.listener.written.setdefault(name, location)
+
+
+def _attributes(method: Algorithm) -> dict[tuple[int, str], object]:
+    """Return a fingerprint of all that the methods hold beside their state."""
+    return {
+        (k, name): _trace(value)
+        for k, inner in enumerate(method.nested())
+        for name, value in vars(inner).items()
+        if name not in ("state", "plan", *inner.wraps)
+    }
+
+
+def _trace(value: object) -> object:
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    return (
+        (id(value), repr(value)) if isinstance(value, list | dict | set) else value if _is_plain(value) else id(value)
+    )
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | tuple)
+
+
+def _written(method: Algorithm, attributes: Mapping[tuple[int, str], object]) -> Iterator[tuple[str, str]]:
+    """Find the attributes that have changed since, and the lines that write them."""
+    for (k, name), value in _attributes(method).items():
+        if (k, name) not in attributes or attributes[k, name] != value:
+            yield name, source_location(method, rf"self\.{name}\b(?!\()")
+
+
+def _not_checkpointed(
+    method: Algorithm, attributes: Mapping[tuple[int, str], object], by_clients: set[str]
+) -> Iterator[Finding]:
+    """Find the attributes that the server half writes to the method itself."""
+    for name, location in _written(method, attributes):
+        if name not in by_clients:
+            yield Finding(
+                f"self.{name} changes from round to round, and no checkpoint holds it",
+                location,
+                f"keep it as a tensor in self.state[{name!r}]",
+            )
+
+
+def _missing_in_setup(method: Algorithm, initial: set[str]) -> Iterator[Finding]:
+    """Find tensors of the state that `setup` did not make."""
+    for full in method.full_state():
+        name = full.rpartition(".")[2]
+        if full not in initial and not re.search(r"\d", name):  # figures in a name: one for each client, as they come
+            near = difflib.get_close_matches(name, [path.rpartition(".")[2] for path in initial], 1)
+            yield Finding(
+                f"self.state[{name!r}] is not there after setup, but after a round",
+                source_location(method, rf"state\[.{re.escape(name)}.\]"),
+                f"did you mean {near[0]!r}?" if near else "make it in setup, with the value that it begins with",
+            )
+
+
+# --- the other ways, which must agree with the reference ---
+
+
+class _LockStepEngine(StackedEngine):
+    """The stacked engine, which notes errors of clients that advance together."""
+
+    def __init__(self, task: Task, proof: Proof) -> None:
+        super().__init__(task, proof)
+        self.failure: Finding | None = None
+        self.listener = Listener()
+
+    def _together(self, round: Round, client_tasks: Sequence[ClientTask]) -> tuple[Cohort, Message, bool]:
+        cohort, inbox, sent = super()._together(round, client_tasks)
+        return ListeningCohort.of(cohort, self.listener), inbox, sent
+
+    def _attempt(
+        self, algorithm: Algorithm, client_tasks: Sequence[ClientTask], work: Callable[[], list[T]]
+    ) -> tuple[list[T], list[Sequence[ClientTask]]]:
+        def noted() -> list[T]:
+            try:
+                return work()
+            except FedloomError:
+                raise
+            except Exception as error:
+                location = error_location(error) or code_location(type(algorithm).train)
+                self.failure = self.failure or Finding(
+                    f"clients cannot advance together: {error_text(error)}",
+                    location,
+                    "every tensor has a leading client axis; what belongs to clients and enters steps goes into context",
+                )
+                raise
+
+        return super()._attempt(algorithm, client_tasks, noted)
+
+
+class _ElsewhereEngine(RowsEngine):
+    """The rows engine with a method that is sent to each client without its state, as to a worker process."""
+
+    def train_one(
+        self, algorithm: Algorithm, round: Round, client_task: ClientTask, expected: Mapping[str, TensorSpec]
+    ) -> Reply | Fault:
+        return super().train_one(self._sent(algorithm), round, client_task, expected)
+
+    def personalise(self, algorithm: Algorithm, round: Round, client_task: ClientTask) -> tuple[Tensor, Tensor | None]:
+        return super().personalise(self._sent(algorithm), round, client_task)
+
+    def _sent(self, algorithm: Algorithm) -> Algorithm:
+        sent: Algorithm = load(*dump(algorithm), task=self.task)
+        return sent
+
+
+def _in_lock_step(trial: _Trial, expected: Federation, explained: bool) -> Iterator[Finding]:
+    engine = _LockStepEngine(trial.task, trial.proof)
+    try:
+        outcome = trial.outcome(engine)
+    except Exception as error:
+        yield _failure(error, trial.location)
+        return
+    enclosed = list(engine.listener.findings())
+    yield from enclosed
+    if engine.failure and not enclosed:
+        yield engine.failure
+    elif not enclosed and not explained and (off := _off(outcome, expected, trial.task.initial, TOLERANCE)):
+        yield Finding(
+            f"clients that advance together come to other models than one by one ({off})",
+            trial.location,
+            "treat every row by itself: no index 0, no mean over all clients, random numbers from cohort.stream",
+        )
+
+
+def _as_processes(trial: _Trial, expected: Federation, explained: bool) -> Iterator[Finding]:
+    try:
+        outcome = trial.outcome(_ElsewhereEngine(trial.task, trial.proof))
+    except Exception as error:
+        if not explained:
+            yield _failure(error, trial.location, "in worker processes: ")
+        return
+    if not explained and (off := _off(outcome, expected, trial.task.initial)):
+        yield Finding(
+            f"clients in worker processes come to other models than here ({off})",
+            trial.location,
+            "train may depend on its inbox, its samples, its memory and the method's fields alone",
+        )
+
+
+def _resumed(trial: _Trial, expected: Federation, explained: bool) -> Iterator[Finding]:
+    with tempfile.TemporaryDirectory(prefix="fedloom-check-") as folder:
+        try:
+            with closing(RowsEngine(trial.task, trial.proof)) as engine:
+                killed = trial.federation(engine, Path(folder))
+                killed.step()
+                killed.save()
+            with closing(RowsEngine(trial.task, trial.proof)) as engine:
+                outcome = trial.federation(engine, Path(folder))
+                outcome.run()
+        except Exception as error:
+            if not explained:
+                yield _failure(error, trial.location, "killed after a round and resumed: ")
+            return
+    if not explained and (off := _off(outcome, expected, trial.task.initial)):
+        yield Finding(
+            f"a run that is killed and resumed comes to another model ({off})",
+            trial.server_location,
+            "what the server must remember goes into self.state, and every draw comes from round.stream",
+        )
+
+
+def _lengthened(trial: _Trial, expected: Federation, explained: bool) -> Iterator[Finding]:
+    if explained or trial.method.needs_total_rounds:
+        return
+    outcome = trial.outcome(RowsEngine(trial.task, trial.proof), rounds=2 * ROUNDS)
+    if off := _off(outcome, expected, trial.task.initial):
+        yield Finding(
+            f"the first rounds depend on how many there will be ({off})",
+            source_location(trial.method, r"\.rounds\b") or trial.location,
+            "a property needs_total_rounds that returns True says so",
+        )
+
+
+def _off(outcome: Federation, expected: Federation, initial: Tensor, tolerance: float = 0.0) -> str:
+    """Return how far a federation's states are from those expected, or "" within a share of how far these have moved."""
+    states, references = (
+        {**federation.algorithm.full_state(), "model": federation.algorithm.model()}
+        for federation in (outcome, expected)
+    )
+    moved = float((references["model"] - initial).abs().max())
+    for name, reference in references.items():
+        state = states.get(name)
+        if state is None or state.shape != reference.shape:
+            return f"{name} is {'missing' if state is None else list(state.shape)}"
+        if torch.equal(state, reference) or not state.is_floating_point():
+            continue
+        off = float((state - reference).abs().nan_to_num().max())
+        if off > tolerance * max(moved, float(reference.abs().max()) if name != "model" else moved):
+            return f"{name} is off by {off:.2g}"
+    return ""
+
+
+# --- findings ---
+
+
+def _failure(error: Exception, location: str, prefix: str = "") -> Finding:
+    """Return an error as a finding, with its location out of the text."""
+    text = str(error) if isinstance(error, FedloomError) else error_text(error)
+    match = re.fullmatch(r"(.*) \(at ([^()]*)\)", text, re.S)
+    problem, stated = (match[1], match[2]) if match else (text, "")
+    if isinstance(error, Diverged):
+        return Finding(f"{prefix}{problem}", location)
+    return Finding(f"{prefix}{problem}", error_location(error) or stated or location)
+
+
+def _in_state(full: str) -> str:
+    """Return the name in a method's code of a checkpoint's tensor: `inner0.model` is self.state['model'] (inner0)."""
+    path, _, name = full.rpartition(".")
+    return f"self.state[{name!r}]{path and f' ({path})'}"
+
+
+def _generators() -> tuple[object, ...]:
+    """Return the states of the global random generators."""
+    return torch.get_rng_state().tolist(), repr(np.random.get_state()), random.getstate()
+
+
+def _bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -1,0 +1,79 @@
+"""The findings of `fedloom check`, with their lines in a method's code."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from dataclasses import dataclass
+from types import FrameType
+
+from torch import nn
+
+from fedloom.algorithm import Algorithm, Wrapper
+from fedloom.errors import is_user_code, shown_path
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A mistake in a method.
+
+    Attributes:
+        problem: What is wrong, or will be.
+        location: The line of its code, such as `my_methods.py:12`; empty where it is not known.
+        remedy: How to mend it; may be empty.
+    """
+
+    problem: str
+    location: str = ""
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.location and self.location + ': '}{self.problem}{self.remedy and ': ' + self.remedy}"
+
+
+def kinds(method: Algorithm) -> list[type]:
+    """Return the classes of a method and of its inner methods, without those of the interface."""
+    classes = [kind for inner in method.nested() for kind in type(inner).__mro__]
+    return [kind for kind in dict.fromkeys(classes) if issubclass(kind, Algorithm) and kind not in (Algorithm, Wrapper)]
+
+
+def source_location(method: Algorithm, pattern: str) -> str:
+    """Return the first line in the classes of a method that matches the pattern, or ""."""
+    for kind in kinds(method):
+        try:
+            lines, start = inspect.getsourcelines(kind)
+            file = inspect.getsourcefile(kind) or ""
+        except (OSError, TypeError):
+            continue
+        for number, line in enumerate(lines):
+            if re.search(pattern, line.partition("#")[0]):
+                return f"{shown_path(file)}:{start + number}"
+    return ""
+
+
+def calling_location() -> str:
+    """Return the innermost line under way that is a method's or the user's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _is_methods(frame):
+        frame = frame.f_back
+    return "" if frame is None else _shown(frame)
+
+
+def drawing_location() -> str:
+    """Return the line under way if a method calls PyTorch there, and no layer of a model; else ""."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] == "torch":
+        frame = frame.f_back
+    if frame is None or not _is_methods(frame) or isinstance(frame.f_locals.get("self"), nn.Module):
+        return ""
+    return _shown(frame)
+
+
+def _is_methods(frame: FrameType) -> bool:
+    inside: str = frame.f_globals.get("__name__", "")
+    return inside.startswith("fedloom.algorithms.") or is_user_code(frame.f_code.co_filename)
+
+
+def _shown(frame: FrameType) -> str:
+    return f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -1,0 +1,215 @@
+"""Listeners for actions of a method that no figure shows: writes in place, draws, reads of the server's state, closures."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fedloom.checker.findings import Finding, calling_location, drawing_location
+from fedloom.errors import code_location
+from fedloom.local.cohort import Cohort, Trained
+from fedloom.state.store import ClientStore, Memory
+
+DRAWS = frozenset(
+    (
+        "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "multinomial",
+        "normal", "poisson", "dropout", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "cauchy_",
+        "log_normal_", "geometric_",
+    )
+)  # fmt: skip
+"""Functions of PyTorch that draw from its global generator unless they are given another."""
+
+
+class Listener(TorchFunctionMode):
+    """Notes, while it is on, changes of the tensors that it watches, and draws; and whatever is added to its attributes.
+
+    Each is noted by name, with the line that did it first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changed: dict[str, str] = {}  # in place
+        self.drawn: dict[str, str] = {}
+        self.read: dict[str, str] = {}  # of the server's state, by a client
+        self.written: dict[str, str] = {}  # to the method, by a client
+        self.lost: dict[str, str] = {}  # of what a client remembers: changed in place and not stored
+        self.enclosed: dict[str, str] = {}  # tensors of clients that a function reads from around it
+        self.faults: list[Finding] = []
+        self._watched: dict[str, tuple[Tensor, int]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        result = func(*args, **options)
+        name = getattr(func, "__name__", "")
+        if name in DRAWS and options.get("generator") is None and (location := drawing_location()):
+            self.drawn.setdefault(f"torch's global generator ({name})", location)
+        self._look()
+        return result
+
+    def watch(self, tensors: Mapping[str, Tensor]) -> None:
+        """Watch these tensors beside the others; a change counts for the one that was watched last."""
+        self._watched = {**{name: (tensor, tensor._version) for name, tensor in tensors.items()}, **self._watched}
+
+    def unwatch(self, names: Sequence[str]) -> None:
+        """Stop watching these."""
+        for name in names:
+            self._watched.pop(name, None)
+
+    def _look(self) -> None:
+        changed = [name for name, (tensor, version) in self._watched.items() if tensor._version != version]
+        if changed:
+            self.changed.setdefault(changed[0], calling_location())
+            self._watched.update({name: (self._watched[name][0], self._watched[name][0]._version) for name in changed})
+
+    def guarded(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the state as a dictionary that notes who reads it: a client half must not."""
+        return _GuardedState(state, self.read)
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield a finding for each note."""
+        for name, location in self.changed.items():
+            yield Finding(
+                f"changes {name} in place", location, f"put a new tensor in its place, such as {name} + update"
+            )
+        for generator, location in self.drawn.items():
+            yield draws(generator, location)
+        for name, location in self.read.items():
+            yield Finding(
+                f"the client half reads self.state[{name!r}], which is not there on worker processes and sites",
+                location,
+                "send it: another tensor in the message of send",
+            )
+        for name, location in self.written.items():
+            yield Finding(
+                f"the client half writes self.{name}, which worker processes and sites forget",
+                location,
+                f"a client remembers in cohort.memory[{name!r}]",
+            )
+        for name, location in self.lost.items():
+            yield Finding(
+                f"changes what cohort.memory.get({name!r}) gave in place, and never stores it",
+                location,
+                f"store it: cohort.memory[{name!r}] = rows",
+            )
+        for name, location in self.enclosed.items():
+            yield Finding(
+                f"reads {name} of all clients from around it, though a step may be one of some clients alone",
+                location,
+                f"pass it as context={{...}} to cohort.fit and read it there, or in each_batch's state ({name})",
+            )
+        yield from self.faults
+
+
+class _GuardedState(dict[str, Tensor]):
+    """A state that notes which of its tensors are read, and where."""
+
+    def __init__(self, state: Mapping[str, Tensor], read: dict[str, str]) -> None:
+        super().__init__(state)
+        self._read = read
+
+    def __getitem__(self, name: str) -> Tensor:
+        self._read.setdefault(name, calling_location())
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._read.setdefault(name, calling_location())
+        return super().get(name, default)
+
+
+class ListeningCohort(Cohort):
+    """A cohort that notes functions which read clients' tensors from around them."""
+
+    listener: Listener
+
+    def fit(self, start: Tensor, **named: Any) -> Trained:
+        self._note(named.values())
+        return super().fit(start, **named)
+
+    def each_batch(self, step: Any, state: dict[str, Tensor], **named: Any) -> Tensor:
+        self._note([step])
+        return super().each_batch(step, state, **named)
+
+    def _note(self, functions: Any) -> None:
+        for function in functions:
+            for name in enclosed(function, len(self.clients)) if callable(function) else ():
+                self.listener.enclosed.setdefault(name, code_location(_unwrapped(function)) or calling_location())
+
+    @classmethod
+    def of(cls, cohort: Cohort, listener: Listener) -> ListeningCohort:
+        """Return the cohort with a listener."""
+        instrumented = copy.copy(cohort)
+        instrumented.__class__ = cls
+        assert isinstance(instrumented, ListeningCohort)
+        instrumented.listener = listener
+        return instrumented
+
+
+def enclosed(function: Callable[..., Any], clients: int) -> list[str]:
+    """Return the names under which a function holds tensors with a row for each of several clients, or a whole inbox."""
+    variables: dict[str, Any] = {}
+    if isinstance(function, functools.partial):
+        variables = {**{f"argument {k + 1}": value for k, value in enumerate(function.args)}, **function.keywords}
+    plain = _unwrapped(function)
+    closure = getattr(plain, "__closure__", None) or ()
+    for name, cell in zip(plain.__code__.co_freevars if closure else (), closure, strict=True):
+        try:
+            variables[name] = cell.cell_contents
+        except ValueError:  # assigned later
+            continue
+    return [name for name, value in variables.items() if _is_of_clients(value, clients)]
+
+
+def _unwrapped(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__func__", function)
+
+
+def _is_of_clients(value: Any, clients: int) -> bool:
+    if isinstance(value, Mapping):
+        return any(isinstance(entry, Tensor) for entry in value.values())
+    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == clients > 1
+
+
+class ListeningMemory(Memory):
+    """A memory that notes tensors that were read from it and changed in place, but not stored."""
+
+    def __init__(self, store: ClientStore, clients: Sequence[int]) -> None:
+        super().__init__(store, clients)
+        self._read: dict[str, tuple[Tensor, int, str]] = {}
+        self._stored: set[str] = set()
+
+    def get(self, name: str, default: Tensor) -> Tensor:
+        rows = super().get(name, default)
+        self._read.setdefault(name, (rows, rows._version, calling_location()))
+        return rows
+
+    def __setitem__(self, name: str, rows: Tensor) -> None:
+        self._stored.add(name)
+        super().__setitem__(name, rows)
+
+    def write(self, name: str, rows: Tensor, clients: Tensor) -> None:
+        self._stored.add(name)
+        super().write(name, rows, clients)
+
+    def lost(self) -> dict[str, str]:
+        """Return the names of tensors that were changed in place and not stored, with the lines that read them."""
+        return {
+            name: location
+            for name, (rows, version, location) in self._read.items()
+            if name not in self._stored and rows._version != version
+        }
+
+
+def draws(generator: str, location: str) -> Finding:
+    """Return the finding that a method draws from a global generator."""
+    return Finding(
+        f"draws from {generator}",
+        location,
+        "draw from round.stream('...') on the server, cohort.stream('...') on clients",
+    )

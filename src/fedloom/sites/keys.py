@@ -1,0 +1,288 @@
+"""Keys of a federation over real sites: an authority, the server's certificate, and a key pair for each site.
+
+authority/ca.key             signs certificates; on no machine of the federation, best on none that is online
+server/ca.crt                the authority's certificate, in PEM
+server/server.crt, .key      the server's certificate and private key, in PEM
+server/site-0.pub, ...       the sites' public keys, in OpenSSH's format, to register with the SuperLink
+site-0/ca.crt, site.key, ... a site's own private key, in OpenSSH's format, and what it knows the server by
+site-0/peers.pub             the public keys of all sites, by which they know each other where they exchange layers
+
+Each folder is for one place. All keys are on the curve P-384, the widest that Flower takes for SuperNodes.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fedloom.config.fields import require_at_least, require_between
+from fedloom.errors import DataError, InvalidValue
+from fedloom.sites.node_config import read_private
+from fedloom.state.files import make_folder, remove, remove_unfinished, write_bytes
+
+AUTHORITY_DAYS = 3650
+"""Days that an authority is good for: ten years."""
+
+SERVER_DAYS = 825
+"""Days that a server's certificate is good for by default, the most that all common systems accept."""
+
+HOME = ("localhost", "127.0.0.1")
+"""Names every server certificate holds."""
+
+_USAGES = (
+    "digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
+    "key_cert_sign", "crl_sign", "encipher_only", "decipher_only",
+)  # fmt: skip
+
+_SKEW = timedelta(hours=1)  # clocks of sites differ
+
+_HOST = re.compile(r"(?=.{1,253}$)([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*", re.I)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Paths of a federation's keys, and the files that were written just now (`written`)."""
+
+    folder: Path
+    sites: int
+    written: tuple[Path, ...]
+
+    @property
+    def authority_key(self) -> Path:
+        return self.folder / "authority" / "ca.key"
+
+    @property
+    def server(self) -> Path:
+        """The folder for the server: `ca.crt`, `server.crt`, `server.key` and the sites' public keys."""
+        return self.folder / "server"
+
+    def public(self, site: int) -> Path:
+        """Return the path of a site's public key, to register."""
+        return self.server / f"site-{site}.pub"
+
+    def site(self, site: int) -> Path:
+        """Return the folder for a site: `ca.crt`, `site.key` and `peers.pub`."""
+        return self.folder / f"site-{site}"
+
+
+def make_keys(
+    folder: Path, sites: int, hosts: Sequence[str] = (), days: int = SERVER_DAYS, fresh: bool = False
+) -> Keys:
+    """Make the keys that are missing in a folder.
+
+    A federation grows by asking for more sites: lists of public keys grow with them. A certificate is renewed by removing
+    `server/server.crt` first.
+
+    Args:
+        folder: Folder of all keys.
+        sites: Number of sites.
+        hosts: Names or addresses of the server, beside `localhost` and `127.0.0.1`.
+        days: Days that a new server's certificate is good for.
+        fresh: Make all keys anew.
+
+    Raises:
+        InvalidValue: A host is none, there are too few sites or days, or an existing certificate lacks a host.
+        DataError: A file cannot be read or written, or its other half is missing.
+    """
+    require_at_least("sites", sites, 1)
+    require_between("days", days, 1, AUTHORITY_DAYS)
+    names = [_general_name(host) for host in dict.fromkeys((*HOME, *hosts))]
+    if fresh:
+        _remove(folder)
+    keys = Keys(folder, sites, ())
+    written: list[Path] = []
+    certificate = _authority(keys, written)
+    _server(keys, certificate, names, days, written)
+    pem = certificate.public_bytes(Encoding.PEM)
+    for site in range(sites):
+        _site(keys, site, pem, written)
+    _peers(keys, written)
+    return Keys(folder, sites, tuple(written))
+
+
+def _authority(keys: Keys, written: list[Path]) -> x509.Certificate:
+    path = keys.server / "ca.crt"
+    if path.exists():
+        return _read_certificate(path)
+    if keys.authority_key.exists():
+        raise DataError(f"{keys.authority_key} is there but {path} is not: put it back, or make all anew (--fresh)")
+    key = ec.generate_private_key(ec.SECP384R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedloom federation authority")])
+    usage = _usage("key_cert_sign", "crl_sign")
+    identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    certificate = (
+        _builder(name, name, key.public_key(), AUTHORITY_DAYS)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(identifier, critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False)
+        .sign(key, hashes.SHA384())
+    )
+    _write(keys.authority_key, _pem(key), written, private=True)
+    _write(path, certificate.public_bytes(Encoding.PEM), written)
+    return certificate
+
+
+def _server(
+    keys: Keys, authority: x509.Certificate, names: list[x509.GeneralName], days: int, written: list[Path]
+) -> None:
+    """Make the server's certificate; its private key stays where it is when only the certificate is renewed."""
+    path, key_path = keys.server / "server.crt", keys.server / "server.key"
+    if path.exists():
+        _require_names(path, names)
+        if not key_path.exists():
+            raise DataError(f"{path} is there but {key_path} is not: put it back, or remove the certificate too")
+        return
+    if not keys.authority_key.exists():
+        raise DataError(f"{path} cannot be signed: {keys.authority_key} is not there; put it back, or use --fresh")
+    signer = _read_pem_key(keys.authority_key)
+    key = _read_pem_key(key_path) if key_path.exists() else ec.generate_private_key(ec.SECP384R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedloom federation server")])
+    authority_identifier = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    certificate = (
+        _builder(name, authority.subject, key.public_key(), days)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage("digital_signature"), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(authority_identifier), critical=False
+        )
+        .sign(signer, hashes.SHA384())
+    )
+    if not key_path.exists():
+        _write(key_path, _pem(key), written, private=True)
+    _write(path, certificate.public_bytes(Encoding.PEM), written)
+
+
+def _site(keys: Keys, site: int, authority: bytes, written: list[Path]) -> None:
+    """Make a site's key pair; a public key without its private one is a site whose folder has been handed over."""
+    path, public_path = keys.site(site) / "site.key", keys.public(site)
+    if not path.exists() and public_path.exists():
+        return
+    if path.exists():
+        key = read_private(path)
+    else:
+        key = ec.generate_private_key(ec.SECP384R1())
+        _write(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()), written, private=True)
+    if not public_path.exists():
+        public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+        _write(public_path, public + f" site-{site}\n".encode(), written)
+    if not (keys.site(site) / "ca.crt").exists():
+        _write(keys.site(site) / "ca.crt", authority, written)
+
+
+def _peers(keys: Keys, written: list[Path]) -> None:
+    """Write the list of all public keys to the folder of each site that is still here."""
+    numbers = sorted(int(path.stem.removeprefix("site-")) for path in keys.server.glob("site-*.pub"))
+    listed = b"".join(_read(keys.public(number)) for number in numbers)
+    for number in numbers:
+        path = keys.site(number) / "peers.pub"
+        if (keys.site(number) / "site.key").exists() and not (path.exists() and _read(path) == listed):
+            _write(path, listed, written)
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
+) -> x509.CertificateBuilder:
+    issued = datetime.now(UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(issued - _SKEW)
+        .not_valid_after(issued + timedelta(days=days))
+    )
+
+
+def _usage(*granted: str) -> x509.KeyUsage:
+    return x509.KeyUsage(**{name: name in granted for name in _USAGES})
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    """Return an address or a host's name as a certificate holds it."""
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    # Four numbers that are no address would be a name that no client ever asks for.
+    if not _HOST.fullmatch(host) or re.fullmatch(r"[\d.]+", host):
+        raise InvalidValue(f"host {host!r} must be a name such as fl.example.org or an address such as 10.0.0.5")
+    return x509.DNSName(host.lower())
+
+
+def _require_names(path: Path, names: list[x509.GeneralName]) -> None:
+    """Raise `InvalidValue` unless the certificate is good today and holds all names."""
+    certificate = _read_certificate(path)
+    if certificate.not_valid_after_utc < datetime.now(UTC):
+        raise InvalidValue(f"{path} expired on {certificate.not_valid_after_utc:%Y-%m-%d}: remove it to have a new one")
+    alternatives = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    for name in names:
+        if name not in alternatives:
+            raise InvalidValue(f"{path} does not hold {str(name.value)!r}: remove it to have a new one for all hosts")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror or error})") from None
+
+
+def _read_certificate(path: Path) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(_read(path))
+    except ValueError:
+        raise DataError(f"{path} is not a certificate in PEM") from None
+
+
+def _read_pem_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    try:
+        key = load_pem_private_key(_read(path), password=None)
+    except (ValueError, TypeError):  # the second: it has a password
+        key = None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise DataError(f"{path} is not a private key on an elliptic curve, in PEM and without a password")
+    return key
+
+
+def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def _write(path: Path, content: bytes, written: list[Path], private: bool = False) -> None:
+    """Write a file, complete or not at all; a private one is for its owner's eyes alone."""
+    make_folder(path.parent, mode=0o700)
+    remove_unfinished(path.parent)
+    write_bytes(path, content, mode=0o600 if private else 0o644)
+    written.append(path)
+
+
+def _remove(folder: Path) -> None:
+    """Remove what `make_keys` makes, and nothing else."""
+    shared = ("authority/ca.key", "server/ca.crt", "server/server.crt", "server/server.key", "server/site-*.pub")
+    for pattern in (*shared, "site-*/site.key", "site-*/ca.crt", "site-*/peers.pub"):
+        for path in folder.glob(pattern):
+            remove(path)
+    for emptied in [folder / "authority", folder / "server", *folder.glob("site-*")]:
+        if emptied.is_dir() and not any(emptied.iterdir()):
+            emptied.rmdir()

@@ -1,0 +1,173 @@
+"""The sites of a federation: each says at its first message which client it is, and how many samples it has.
+
+Flower numbers nodes at random, and anew when one registers again; so unknown nodes are asked as they come.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from flwr.app import Message
+
+from fedloom.errors import FedloomError, InvalidValue, RefusedReply
+from fedloom.sites.mailbox import Mailbox
+from fedloom.sites.messages import Words, pack, whole_number, words_of
+
+MOST_SAMPLES = 1 << 48
+
+_logger = logging.getLogger("flwr.fedloom")  # Flower shows and keeps what goes to its own logger
+
+
+@dataclass(frozen=True)
+class KnownSite:
+    """A site as it introduced itself.
+
+    Attributes:
+        number: Its partition id.
+        node: Flower's number of its node.
+        samples: Training samples that it claims.
+        tests: Test samples that it claims.
+        has_own_data: True if these samples are its own, not its share of the configuration's data.
+    """
+
+    number: int
+    node: int
+    samples: int
+    tests: int
+    has_own_data: bool
+
+
+class KnownSites:
+    """The sites 0 to `count - 1` of one federation.
+
+    A site that cannot take part is named in the log and left alone; before the first round (`wait`) it ends the run. A node that
+    claims the number of a connected site waits until that site is gone, so nobody can replace a busy site.
+
+    Args:
+        mailbox: Carries the messages.
+        count: Number of sites.
+        greeting: Words that every node is asked with.
+        agreed: Words that a site must answer alike, such as the version.
+
+    Attributes:
+        registered: Samples that each site had at its first introduction. It never counts with more.
+    """
+
+    def __init__(self, mailbox: Mailbox, count: int, greeting: Words, agreed: dict[str, Any]) -> None:
+        self.mailbox, self.count = mailbox, count
+        self.known: dict[int, KnownSite] = {}
+        self.registered: dict[int, int] = {}
+        self._greeting, self._agreed = greeting, agreed
+        self._greeted: dict[str, int] = {}  # nodes that have not answered yet, by the message's id
+        self._ignored: set[int] = set()
+        self._claimants: dict[int, int] = {}  # numbers that nodes claim although another node has them
+        self._online: set[int] = set()
+        self._strict = False
+
+    def wait(self, count: int, seconds: float, strict: bool = True) -> None:
+        """Wait until so many sites are there.
+
+        Raises:
+            InvalidValue: They are not there after `seconds`; or, where `strict`, a node says something that cannot be: a
+                number that is taken or does not exist, another version of fedloom, another model.
+        """
+        self._strict = strict
+        try:
+            self._until(lambda: len(self.present()) >= count, seconds)
+        finally:
+            self._strict = False
+        present = self.present()
+        if len(present) < count:
+            missing = [number for number in range(self.count) if number not in present]
+            raise InvalidValue(
+                f"{len(present)} of {count} sites are there after {seconds:g} s; not there: "
+                f"partition-id {', '.join(map(str, missing[:20]))}{' and more' if len(missing) > 20 else ''}"
+            )
+
+    def find(self, numbers: Collection[int], seconds: float) -> dict[int, int]:
+        """Return the nodes of those of these sites that are there, by number.
+
+        Unknown nodes are asked who they are. Only while one of these sites is missing is their answer waited for, at most
+        `seconds`.
+        """
+        self._until(lambda: set(numbers) <= self.present() or not self._greeted, seconds)
+        present = self.present()
+        return {number: self.known[number].node for number in numbers if number in present}
+
+    def samples(self, number: int) -> int:
+        """Return the training samples with which a site counts that has introduced itself."""
+        return min(self.known[number].samples, self.registered[number])
+
+    def present(self) -> set[int]:
+        """Return the sites that are there."""
+        return {number for number, site in self.known.items() if site.node in self._online}
+
+    def forget(self, number: int) -> None:
+        """Ask this site's node anew, which turned out to be another one's."""
+        self.known.pop(number, None)
+
+    def _until(self, settled: Callable[[], bool], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while True:
+            self._look()
+            remaining = end - time.monotonic()
+            if settled() or remaining <= 0:
+                return
+            time.sleep(min(self.mailbox.pause, remaining))
+
+    def _look(self) -> None:
+        """Greet new nodes, and take the answers that are there."""
+        self._online = self.mailbox.nodes()
+        self._greeted = {message_id: node for message_id, node in self._greeted.items() if node in self._online}
+        self._ignored &= self._online
+        present = self.present()
+        self._claimants = {node: number for node, number in self._claimants.items() if number in present}
+        settled = {site.node for site in self.known.values()} | self._ignored | self._claimants.keys()
+        for node in sorted(self._online - settled - set(self._greeted.values())):
+            message_id = self.mailbox.send(node, "hello", pack(self._greeting))
+            if message_id is not None:
+                self._greeted[message_id] = node
+        for reply in self.mailbox.pull(self._greeted):
+            message_id = reply.metadata.reply_to_message_id
+            if message_id in self._greeted:
+                self._take(self._greeted.pop(message_id), reply)
+
+    def _take(self, node: int, reply: Message) -> None:
+        try:
+            self._introduce(self._site(node, words_of(reply)))
+        except FedloomError as error:
+            if node not in self._claimants:
+                self._ignored.add(node)
+            if self._strict:
+                raise InvalidValue(str(error)) from None
+            _logger.warning("node %d takes no part: %s", node, error)
+
+    def _site(self, node: int, words: Words) -> KnownSite:
+        """Return the site that a node says it is. Raises `RefusedReply` when it cannot take part."""
+        number = words.get("site")
+        if type(number) is not int or not 0 <= number < self.count:
+            raise RefusedReply(f"partition-id {number!r:.40} is not one of 0 to {self.count - 1} (data.clients)")
+        for name, value in self._agreed.items():
+            if words.get(name) != value:
+                raise RefusedReply(f"site {number}: {name} is {words.get(name)!r:.80} there and {value!r:.80} here")
+        samples, tests = whole_number(words, "samples", 1, MOST_SAMPLES), whole_number(words, "tests", 0, MOST_SAMPLES)
+        return KnownSite(number, node, samples, tests, bool(words.get("own")))
+
+    def _introduce(self, site: KnownSite) -> None:
+        """Add a site. Raises `RefusedReply` when another node has its number."""
+        for number in [n for n, entry in self.known.items() if entry.node == site.node and n != site.number]:
+            del self.known[number]  # the node was set up anew, with another number
+        holder = self.known.get(site.number)
+        if holder is not None and holder.node != site.node:
+            if holder.node in self._online:
+                self._claimants[site.node] = site.number
+                raise RefusedReply(
+                    f"two sites have partition-id {site.number} (nodes {holder.node} and {site.node}): give each its own"
+                )
+            _logger.info("site %d is back", site.number)
+        self.known[site.number] = site
+        self.registered.setdefault(site.number, site.samples)

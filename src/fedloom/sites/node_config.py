@@ -1,0 +1,172 @@
+"""Configuration of a site's SuperNode (`--node-config`): the site's number, the places of its data and memory, and the keys by
+which it knows the other sites in an exchange of layers.
+
+The list of public keys has a line for each site, as `fedloom flower keys` writes them to `site-<i>/peers.pub`:
+
+    ecdsa-sha2-nistp384 AAAA... site-0
+
+Nothing here loads PyTorch: a step of an exchange does without.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_ssh_private_key,
+    load_ssh_public_key,
+)
+
+from fedloom.errors import InvalidValue, RefusedReply
+from fedloom.secure.envelopes import PrivateIdentity, PublicIdentity
+
+FEWEST_PEERS = 3
+"""Sites that an exchange must have by default: with one other, a peer that tells the server what it saw leaves no secret."""
+
+_TEXTS = ("data", "memory", "identity", "peers", "choices")
+
+_LINE = re.compile(rb"(\S+ \S+) site-(\d{1,9})")
+
+_FEDERATION = re.compile(r"[0-9a-f]{16}")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A site's private key, and the public keys of all sites by number."""
+
+    private: PrivateIdentity
+    public_keys: Mapping[int, PublicIdentity]
+
+
+@dataclass(frozen=True)
+class NodeConfig:
+    """A SuperNode's configuration, such as `"partition-id=0 num-partitions=3 data='/srv/data' memory='/srv/memory'"`.
+
+    `number` (partition-id) is which client the site is, and `sites` (num-partitions) how many there are. `data` names its own
+    data: `module:function`, called without arguments, or a folder of npy files or an npz file; without it, for trials, the site
+    takes its client's share of the configuration's data. `memory` is the folder for what the client remembers from round to
+    round, by default `fedloom` under FLWR_HOME. `worker-minutes` is for `site_worker`.
+
+    Where sites exchange layers (`secure`), `identity` is the site's private key, that of its SuperNode, with the list of all
+    sites' public keys (`peers`), which must not come to it through the server; an exchange must have `fewest_peers` sites. With
+    `choices='rehearsed'` the site chooses as a simulation with the run's seed does, which hides nothing.
+    """
+
+    number: int
+    sites: int | None
+    data: str | None
+    memory: Path
+    identity: Identity | None
+    rehearsed: bool
+    fewest_peers: int
+
+    @classmethod
+    def read(cls, table: Mapping[str, Any]) -> NodeConfig:
+        """Check a node configuration. Raises `InvalidValue` in one line for what does not fit, unreadable files included."""
+        number, sites, fewest = (table.get(key) for key in ("partition-id", "num-partitions", "fewest-peers"))
+        if type(number) is not int or number < 0:
+            raise InvalidValue(f"node configuration: partition-id must be a whole number, not {number!r:.60}")
+        if sites is not None and type(sites) is not int:
+            raise InvalidValue(f"node configuration: num-partitions must be a whole number, not {sites!r:.60}")
+        if fewest is not None and (type(fewest) is not int or fewest < 2):
+            raise InvalidValue(f"node configuration: fewest-peers must be a whole number from 2 on, not {fewest!r:.60}")
+        minutes = table.get("worker-minutes", 0)
+        if type(minutes) not in (int, float) or not 0 <= minutes < math.inf:
+            raise InvalidValue(f"node configuration: worker-minutes must be a number from 0 on, not {minutes!r:.60}")
+        for key in _TEXTS:
+            if not isinstance(table.get(key, ""), str):
+                raise InvalidValue(f"node configuration: {key} must be text, not {table[key]!r:.60}")
+        choices = table.get("choices", "secret")
+        if choices not in ("secret", "rehearsed"):
+            raise InvalidValue(f"node configuration: choices must be 'secret' or 'rehearsed', not {choices!r:.40}")
+        memory = Path(table["memory"]).expanduser() if table.get("memory") else default_folder()
+        identity = _identity(table.get("identity"), table.get("peers"), number)
+        least = FEWEST_PEERS if fewest is None else fewest
+        return cls(number, sites, table.get("data") or None, memory, identity, choices == "rehearsed", least)
+
+    def folder(self, federation: object) -> Path:
+        """Return the site's folder for one federation. Raises `RefusedReply` for a name that could lead elsewhere."""
+        if not isinstance(federation, str) or not _FEDERATION.fullmatch(federation):
+            raise RefusedReply(f"{federation!r:.40} is not the name of a federation")
+        return self.memory / federation
+
+
+def default_folder() -> Path:
+    """Return `fedloom` under FLWR_HOME, or under ~/.flwr where that is not set."""
+    home = os.environ.get("FLWR_HOME")
+    return (Path(home) if home else Path.home() / ".flwr") / "fedloom"
+
+
+def _identity(private: str | None, peers: str | None, number: int) -> Identity | None:
+    """Read the site's identity from the files that are named; None where none is."""
+    if not private and not peers:
+        return None
+    if not private or not peers:
+        raise InvalidValue("node configuration: identity and peers go together: a key file and a list of public keys")
+    key, public_keys = read_private(Path(private).expanduser()), read_peers(Path(peers).expanduser())
+    if number not in public_keys:
+        raise InvalidValue(f"{peers} lists no site-{number}, which is this site (partition-id)")
+    if _bytes(public_keys[number]) != _bytes(key.public_key()):
+        raise InvalidValue(f"{private} is not the key that {peers} lists for site-{number}, this site")
+    return Identity(key, public_keys)
+
+
+def read_private(path: Path) -> PrivateIdentity:
+    """Read a private key in OpenSSH's format, without a password. Raises `InvalidValue` for anything else."""
+    content = _content(path)
+    try:
+        key = load_ssh_private_key(content, password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        key = None
+    if not isinstance(key, (ec.EllipticCurvePrivateKey, Ed25519PrivateKey)):
+        raise InvalidValue(
+            f"{path} is not a private key, elliptic curve or Ed25519, in OpenSSH's format and without a password"
+        )
+    return key
+
+
+def read_peers(path: Path) -> dict[int, PublicIdentity]:
+    """Read a list of public keys, by the number of the site. Raises `InvalidValue` naming the line that is no key, or the site
+    that is listed twice or has another's key."""
+    public_keys: dict[int, PublicIdentity] = {}
+    for number, line in enumerate(_content(path).splitlines(), start=1):
+        if not line.strip() or line.startswith(b"#"):
+            continue
+        match = _LINE.fullmatch(line.strip())
+        try:
+            key = load_ssh_public_key(match[1]) if match else None
+        except (ValueError, UnsupportedAlgorithm):
+            key = None
+        if match is None or not isinstance(key, (ec.EllipticCurvePublicKey, Ed25519PublicKey)):
+            raise InvalidValue(f"{path}: line {number} is not a public key followed by site-<number>")
+        site = int(match[2])
+        if site in public_keys:
+            raise InvalidValue(f"{path}: line {number} lists site-{site} again")
+        if _bytes(key) in map(_bytes, public_keys.values()):
+            raise InvalidValue(f"{path}: line {number} gives site-{site} the key of another site")
+        public_keys[site] = key
+    if not public_keys:
+        raise InvalidValue(f"{path} lists no public key")
+    return public_keys
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidValue(f"{path} cannot be read ({error.strerror or error})") from None
+
+
+def _bytes(key: PublicIdentity) -> bytes:
+    return key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)

@@ -1,0 +1,222 @@
+"""ServerApp of Flower: it waits for the sites, and runs the federation in its directory as `fedloom run` does on one machine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+import fedloom
+from fedloom.algorithm import build
+from fedloom.config.expression import parse
+from fedloom.data.dataset import Dataset
+from fedloom.data.partition import Partition
+from fedloom.errors import CheckpointError, FedloomError, InvalidValue
+from fedloom.experiment.directory import SITES
+from fedloom.experiment.events import Event, RunName
+from fedloom.experiment.run import run_configured
+from fedloom.flat.population import capped
+from fedloom.report.page import write_report
+from fedloom.report.summary import RunSummary
+from fedloom.rounds.evaluation import newcomers_last
+from fedloom.sites.agreement import Deployment, deployment, description, layout_digest
+from fedloom.sites.flower_engine import FlowerEngine, require_supported
+from fedloom.sites.known_sites import KnownSite, KnownSites
+from fedloom.sites.mailbox import Mailbox
+from fedloom.sites.messages import Words
+from fedloom.sites.site_messenger import SiteMessenger
+from fedloom.state.files import write_text
+from fedloom.task import Task, make_dataset, make_task
+
+PAUSE = 1.0
+"""Seconds between two looks for replies."""
+
+_logger = logging.getLogger("flwr.fedloom")
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run the federation that the app's run configuration describes (see `fedloom.sites`)."""
+    try:
+        serve(grid, context.run_config)
+    except FedloomError as error:
+        _logger.error("%s", error)  # one line above Flower's traceback
+        raise
+
+
+def serve(grid: Grid, run_config: Mapping[str, Any], pause: float = PAUSE) -> RunSummary:
+    """Run the federation to its end, or go on with it, and write the report; `pause` is in seconds.
+
+    Raises `InvalidValue` for a configuration that does not fit, or sites that do not come; `CheckpointError` for the folder
+    of another run; `Diverged` when no site's model is finite any more.
+    """
+    settings = deployment(run_config)
+    require_supported(build(settings.algorithm))
+    # What only says where and how runs of one machine are made must not decide whether this one may go on.
+    configuration = replace(settings.configuration, engine="rows")
+    gathering = Gathering(settings, Mailbox(grid, pause))
+    name = RunName(str(parse(settings.algorithm)), configuration.seed)
+    summary = run_configured(
+        configuration, name, _log_event, make_task=gathering.task, path=settings.output, engine=gathering.engine
+    )
+    page = settings.output / "report.html"
+    write_report(page, str(name), [summary], configuration.targets)
+    folder = settings.output.resolve()
+    _logger.info("the run is in %s: model.safetensors, metrics.jsonl, result.json, report.html", folder)
+    return summary
+
+
+@dataclass(frozen=True)
+class Opening:
+    """Facts of a federation's beginning, which hold for all of its rounds.
+
+    Attributes:
+        federation: Its name at the sites.
+        own: True if sites have data of their own.
+        samples: Training samples of each site, None for one that was not there.
+        tests: Test samples of each site, likewise.
+    """
+
+    federation: str
+    own: bool
+    samples: list[int | None]
+    tests: list[int | None]
+
+    @classmethod
+    def of(cls, sites: Mapping[int, KnownSite], count: int, largest_share: float) -> Opening:
+        """Open a new federation of `count` sites, of which these are there. Nobody but the sites can count samples of their own,
+        so that their claims are bounded."""
+        have_data = any(site.has_own_data for site in sites.values())
+        share = largest_share if have_data else 1.0
+        samples = _credited({number: site.samples for number, site in sites.items()}, share)
+        tests = _credited({number: site.tests for number, site in sites.items()}, share)
+        return cls(
+            secrets.token_hex(8), have_data, *([sizes.get(n) for n in range(count)] for sizes in (samples, tests))
+        )
+
+    @classmethod
+    def read(cls, path: Path, count: int) -> Opening | None:
+        """Read the opening in a file; None when there is no file. Raises `CheckpointError` when it cannot be read."""
+        if not path.exists():
+            return None
+        try:
+            opening = cls(**json.loads(path.read_text(encoding="utf-8")))
+            if len(opening.samples) == len(opening.tests) == count and isinstance(opening.federation, str):
+                return opening
+        except (OSError, ValueError, TypeError, RecursionError):
+            pass
+        raise CheckpointError(f"{path} is damaged or of another run: use another folder")
+
+
+def _credited(claims: Mapping[int, int], share: float) -> dict[int, int]:
+    """Return the numbers of samples with which sites count that claim these (`capped`)."""
+    taken = capped(torch.tensor(list(claims.values()), dtype=torch.int64), share)
+    credited: dict[int, int] = dict(zip(claims, taken.double().round().long().tolist(), strict=True))
+    for number, claim in claims.items():
+        if credited[number] < claim:
+            _logger.warning(
+                "site %d says it has %d samples: it counts with %d (largest_share = %g)",
+                number, claim, credited[number], share,
+            )  # fmt: skip
+    return credited
+
+
+class Gathering:
+    """The sites of one deployment, and the task that they make together."""
+
+    def __init__(self, settings: Deployment, mailbox: Mailbox) -> None:
+        self.settings, self.mailbox = settings, mailbox
+
+    def task(self, seed: int) -> Task:
+        """Wait for the sites. Return their task, or, where they take their shares of the configuration's data, that of a
+        simulation. Their numbers of samples are those of the start, also when the run goes on later."""
+        configuration, count = self.settings.configuration, self.settings.clients
+        dataset = make_dataset(configuration.data.name)
+        blank = self._task_of(dataset, [1] * count, None, seed)
+        self.briefing: Words = {"data": description(dataset)}
+        agreed = {"fedloom": fedloom.__version__, "layout": layout_digest(blank)}
+        self.sites = KnownSites(self.mailbox, count, self.briefing, agreed)
+        _logger.info("waiting for %d of %d sites", self.settings.sites, count)
+        self.sites.wait(self.settings.sites, self.settings.wait)
+        path = self.settings.output / SITES
+        opening = Opening.read(path, count)
+        if opening is None:
+            opening = Opening.of(self.sites.known, count, self.settings.largest_share)
+            write_text(path, json.dumps(asdict(opening)) + "\n")
+        self.opening = opening
+        self.sites.registered |= {n: size for n, size in enumerate(opening.samples) if size is not None}
+        if opening.own:
+            counted = [samples for samples in opening.samples if samples is not None]
+            mean = max(1, round(sum(counted) / len(counted)))
+            samples = [mean if size is None else size for size in opening.samples]
+            return self._task_of(dataset, samples, [size or 0 for size in opening.tests], seed)
+        task = configuration.task(seed, dataset)
+        self._require_shares(task)
+        return task
+
+    def engine(self, task: Task) -> FlowerEngine:
+        """Return the engine in which the sites train."""
+        newcomers = self.settings.configuration.schedule.newcomers(task.clients)
+        _, numbers = newcomers_last(task, newcomers, self.settings.configuration.seed)
+        messenger = SiteMessenger(
+            self.sites,
+            self.opening.federation,
+            self.briefing,
+            deadline=self.settings.deadline,
+            patience=self.settings.wait,
+            numbers=numbers,
+        )
+        return FlowerEngine(messenger, self.settings.largest_share if self.opening.own else 1.0)
+
+    def _task_of(self, dataset: Dataset, samples: Sequence[int], tests: Sequence[int] | None, seed: int) -> Task:
+        """Return the task of sites with so many samples of their own; the global test set is the server's."""
+        data = self.settings.configuration.data
+        if tests is not None and (data.merge or data.validation is not None):
+            key = "data.merge" if data.merge else "data.validation"
+            raise InvalidValue(f"{key} needs all data in one place: leave it out where sites have data of their own")
+        task = make_task(
+            replace(dataset, train=dataset.train[:0]),
+            partition=Partition.counted(samples),
+            model=self.settings.configuration.model,
+            training=self.settings.configuration.training,
+            objective=self.settings.configuration.objective,
+            metrics=self.settings.configuration.metrics,
+            seed=seed,
+        )
+        return task if tests is None or not any(tests) else replace(task, local_test=Partition.counted(tests))
+
+    def _require_shares(self, task: Task) -> None:
+        """Raise `InvalidValue` unless each site has the samples that a simulation gives it."""
+        sizes = task.sizes(torch.arange(task.clients)).tolist()
+        for number, site in self.sites.known.items():
+            if site.samples != sizes[number]:
+                raise InvalidValue(
+                    f"site {number} has {site.samples} samples, but its share of {task.dataset.name} has {sizes[number]}: "
+                    "are the data or the versions of NumPy others there?"
+                )
+
+
+def _log_event(event: Event) -> None:
+    """Write an event to Flower's log."""
+    if event.kind == "round":
+        record = event.record
+        score = f", {event.metric.noun} {event.score}" if event.metric.name in record else ""
+        _logger.info("round %d: %.1f s%s", record["round"], event.seconds, score)
+        for fault in record["faults"]:
+            _logger.warning("round %d: site %d: %s", record["round"], fault["client"], fault["reason"])
+    elif event.kind == "notice":
+        _logger.warning("%s", event.text)
+    elif event.kind == "started":
+        _logger.info("%s: %s", event.run, f"going on after round {event.finished}" if event.finished else "starting")
+    elif event.kind == "skipped":
+        _logger.info("%s: the run is finished", event.run)

@@ -1,0 +1,323 @@
+"""Site: it introduces itself, trains, and judges models, each time from a message, its own data and its own memory.
+
+Its state between two messages is on disk, since Flower may start a process for each.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import RecordDict
+from torch import Tensor
+
+import fedloom
+from fedloom.algorithm import Algorithm, Plan, build
+from fedloom.data.noise import label_noises
+from fedloom.data.partition import Partition
+from fedloom.engines.rows import RowsEngine
+from fedloom.engines.work import step_threads, using_threads
+from fedloom.errors import DamagedCheckpoint, InvalidValue, RefusedReply
+from fedloom.objectives.custom import build_objective
+from fedloom.randomness import stream_seed
+from fedloom.round import SIMULATED, Round
+from fedloom.rounds.engine import INTEGERS, ClientTask, Fault, TensorSpec
+from fedloom.secure import LayerExchange, from_layers, to_layers
+from fedloom.secure.wire import OCCASIONS
+from fedloom.sites.agreement import Deployment, deployment, described, layout_digest, read_configuration
+from fedloom.sites.messages import Refusal, Words, pack, whole_number
+from fedloom.sites.node_config import Identity, NodeConfig
+from fedloom.sites.secure_round import layer_exchange
+from fedloom.sites.site_data import own_data
+from fedloom.sites.site_peer import SitePeer
+from fedloom.state.client_files import ClientFiles
+from fedloom.task import Task, make_task, mislabelled
+
+MEMORY_LABELS = ("site", "round")
+"""A site's memory has a file for each round that wrote something. The server says from which round's to go on, and which it may
+still ask for: a site that trains twice in a round, since the first reply was late or the server was killed, answers the same."""
+
+_MOST = 1 << 48  # of anything that is counted
+_EVERYTHING = 1 << 62  # bytes of memory kept in memory
+
+_logger = logging.getLogger("flwr.fedloom")
+
+
+@dataclass(frozen=True)
+class SiteTask(Task):
+    """Task as one site knows it: the other clients' samples are elsewhere, so their shares are empty here."""
+
+    def __post_init__(self) -> None:
+        """Empty shares are what they should be."""
+
+
+class Site:
+    """The site that `config` describes, in a federation with these `settings`. It has data of its own, or else takes its share of
+    the configuration's."""
+
+    def __init__(self, settings: Deployment, config: NodeConfig) -> None:
+        self.settings, self.config, self.number = settings, config, config.number
+
+    @classmethod
+    def of(cls, run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Site:
+        """Return the site of a SuperNode. Raises `InvalidValue` in one line for whatever does not fit."""
+        settings, config = deployment(run_config), NodeConfig.read(node_config)
+        if config.sites not in (None, settings.clients):
+            raise InvalidValue(
+                f"node configuration: num-partitions is {config.sites}, but data.clients of the federation {settings.clients}"
+            )
+        if config.number >= settings.clients:
+            raise InvalidValue(f"partition-id {config.number} is not one of 0 to {settings.clients - 1} (data.clients)")
+        return cls(settings, config)
+
+    # --- what it is asked ---
+
+    def hello(self, words: Words) -> RecordDict:
+        """Introduce this site and say how many samples it has."""
+        if any(isinstance(method, LayerExchange) for method in build(self.settings.algorithm).nested()):
+            self._require_identity()
+        task, index = self._whole_task(words)
+        tests = 0 if task.local_test is None else len(task.local_test[index])
+        introduction = {
+            "site": self.number,
+            "samples": len(task.partition[index]),
+            "tests": tests,
+            "own": self.config.data is not None,
+            "fedloom": fedloom.__version__,
+            "layout": layout_digest(task),
+        }
+        return pack(introduction)
+
+    def train(self, words: Words, inbox: Mapping[str, Tensor]) -> RecordDict:
+        """Train as the client that the words say, from the memory that they say.
+
+        Raises `Refusal` where this client cannot, `FedloomError` where the message is not one that it would follow.
+        """
+        round, client = self._addressed(words)
+        engine, memory, version = self._remembering(words, round, client, inbox)
+        memory_before = engine.store.read(client)
+        method = self._method(engine.task, round)
+        expected = _shapes(words.get("expected"))
+        # By the site's own configuration: the server cannot ask for a model that others should have a part in.
+        exchange = None if expected is None else layer_exchange(method, round.number)
+        peer = None if exchange is None else self._peer(words)
+        if peer is not None and exchange is not None and words.get("exchanged") is True:
+            exchanged, as_sent = (
+                from_layers(layers, exchange.units(), engine.task.initial) for layers in peer.exchanged(round.number)
+            )
+            # Another site may have spoilt a layer: what is not finite is as the server sent it.
+            inbox = {**inbox, "model": torch.where(exchanged.isfinite(), exchanged, as_sent).unsqueeze(0)}
+            _require_sound(engine.task, inbox)
+        client_task = ClientTask(client, None if expected is None else 0, dict(inbox))
+        with using_threads(step_threads(engine.task)):
+            result = engine.train_one(method, round, client_task, expected or {})
+        if isinstance(result, Fault):
+            _logger.error("site %d: round %d: %s", self.number, round.number, result.reason, exc_info=result.error)
+            raise Refusal({"refused": result.reason})
+        memory_after = engine.store.read(client)
+        written = version
+        if any(tensor is not memory_before.get(name) for name, tensor in memory_after.items()):
+            memory.write(self.number, round.number, memory_after)
+            written = round.number
+        needed = {version, *(older for older in words.get("keep", []) if type(older) is int)}
+        memory.remove_before(self.number, round.number, needed)
+        tensors = {} if expected is None else dict(result.tensors)
+        if peer is not None and exchange is not None:
+            peer.leave()
+            if exchange.exchanges("before_upload"):
+                peer.keep(to_layers(tensors.pop("model"), exchange.units()), round.number)
+        return pack({"site": self.number, "round": round.number, "memory": written}, tensors, result.metrics)
+
+    def exchange(self, words: Words, inbox: Mapping[str, Tensor], parcel: bytes) -> RecordDict:
+        """Enter an exchange of layers with other sites; `site_peer.go_on` takes the steps that follow.
+
+        Raises `RefusedReply` where there is no such exchange, `FedloomError` for what the site would not do.
+        """
+        round, _ = self._addressed(words)
+        run, when = str(words.get("run")), str(words.get("when"))
+        method = layer_exchange(build(self.settings.algorithm), round.number)
+        if method is None or when not in OCCASIONS or not method.exchanges(when):
+            raise RefusedReply(f"nothing is exchanged {when:.40} in round {round.number}")
+        peer = self._peer(words)
+        layers = peer.trained(round.number) if when == "before_upload" else self._sent(words, round, inbox)
+        answer = peer.begin(parcel, run, when, round.number, round.seed, method.rules(), layers)
+        return pack({"site": self.number}, parcel=answer)
+
+    def _sent(self, words: Words, round: Round, inbox: Mapping[str, Tensor]) -> list[bytes]:
+        """Return the layers of the model that the server sent to this site, for an exchange before training."""
+        task, _ = self._whole_task(words)
+        _require_sound(task, inbox)
+        method = layer_exchange(self._method(task, round), round.number)
+        model = inbox.get("model")
+        if method is None or model is None or model.shape != (1, task.layout.size):
+            raise RefusedReply("the server sent no whole model to exchange")
+        return to_layers(model[0], method.units())
+
+    def evaluate(self, words: Words, inbox: Mapping[str, Tensor]) -> RecordDict:
+        """Judge the model that this client would use, or the one that it is sent, on its own test samples."""
+        round, client = self._addressed(words)
+        engine, _, _ = self._remembering(words, round, client, inbox)
+        method = Algorithm() if words.get("given") is True else self._method(engine.task, round)
+        with using_threads(step_threads(engine.task)):
+            (tally,) = engine.evaluate(method, round, [ClientTask(client, None, dict(inbox))])
+        totals = {name: total[0].tolist() for name, total in tally.totals.items()}
+        return pack({"samples": int(tally.samples), "totals": totals})
+
+    # --- what it needs for that ---
+
+    def _require_identity(self) -> Identity:
+        """Raise `InvalidValue` where this site cannot say who it is to the others."""
+        if self.config.identity is None:
+            raise InvalidValue(
+                f"site {self.number}: {self.settings.algorithm} needs to know who the sites are: name its key and everybody's "
+                "public keys in the node configuration (identity='keys/site-0/site.key' peers='keys/site-0/peers.pub')"
+            )
+        return self.config.identity
+
+    def _peer(self, words: Words) -> SitePeer:
+        return SitePeer(self.config.folder(words.get("federation")), self.config, self._require_identity())
+
+    def _addressed(self, words: Words) -> tuple[Round, int]:
+        """Return the round and the client's number in it. Raises `Refusal` for a message to another site."""
+        if words.get("site") != self.number:
+            reason = f"this is site {self.number}, not {words.get('site')!r:.40}"
+            raise Refusal({"refused": reason, "stranger": True})
+        return _round(words.get("round")), whole_number(words, "client", 0, self.settings.clients - 1)
+
+    def _remembering(
+        self, words: Words, round: Round, client: int, inbox: Mapping[str, Tensor]
+    ) -> tuple[RowsEngine, ClientFiles, int]:
+        """Return an engine in which this client remembers what it did after the round that the words say."""
+        whole_task, index = self._whole_task(words)
+        task = one_client_task(whole_task, index, client, self.settings.clients)
+        _require_sound(task, inbox)
+        memory = ClientFiles(self.config.folder(words.get("federation")), MEMORY_LABELS)
+        version = whole_number(words, "memory", 0, round.number)
+        try:
+            remembered = memory.read(self.number, version) if version else {}
+        except DamagedCheckpoint as error:
+            reason = f"its memory of round {version} is lost ({error}); it begins anew"
+            raise Refusal({"refused": reason, "lost": True}) from None
+        engine = RowsEngine(task, memory_budget=_EVERYTHING)
+        engine.begin(task, None)
+        if remembered:
+            engine.store.write(client, remembered)
+            engine.store.commit()
+        return engine, memory, version
+
+    def _method(self, task: Task, round: Round) -> Algorithm:
+        """Return the client half of the method. Its server half's state is not needed here and given up."""
+        method = build(self.settings.algorithm)
+        plan = Plan(
+            task.layout, task.initial, round.clients, round.participants, round.rounds, round.seed,
+            task.dataset.classes, _one_each, task.model, remote=True, poisson=round.poisson, training=task.training,
+        )  # fmt: skip
+        method.setup(plan)
+        for nested in method.nested():
+            nested.state = {}
+        return method
+
+    def _whole_task(self, words: Words) -> tuple[Task, int]:
+        """Return the task with this site's samples, and the client in it that has them."""
+        source = self.config.data
+        if source is None:
+            return _simulated(self.settings.text), self.number
+        settings = self.settings.configuration
+        train, test = own_data(source)
+        if settings.data.shift != "none":
+            raise InvalidValue(
+                f"data.shift={settings.data.shift!r} is for simulated clients: sites have inputs of their own"
+            )
+        samples = train if test is None else train.concatenate(test)
+        objective = None if settings.objective is None else build_objective(settings.objective)
+        task = make_task(
+            described(words.get("data"), samples, source, objective),
+            partition=Partition.of([np.arange(len(train))]),
+            model=settings.model,
+            training=settings.training,
+            local_test=settings.data.local_test if test is None else None,
+            metrics=settings.metrics,
+            seed=settings.seed,
+        )
+        if test is not None:
+            task = replace(task, local_test=Partition.of([np.arange(len(train), len(samples))]))
+        noise = label_noises.build_unless_none(settings.data.label_noise)
+        if noise is not None:
+            task = mislabelled(task, noise, stream_seed(settings.seed, "label noise", client=self.number))
+        return task, 0
+
+
+def one_client_task(task: Task, index: int, client: int, clients: int) -> SiteTask:
+    """Return the task in which client `client` of `clients` has the samples of this task's client `index`."""
+
+    def share(partition: Partition) -> Partition:
+        sizes = np.zeros(clients, np.int64)
+        sizes[client] = len(partition[index])
+        return Partition.from_sizes(partition[index], sizes)
+
+    local_test = None if task.local_test is None else share(task.local_test)
+    return SiteTask(task.dataset, task.train, task.test, share(task.partition), task.model, task.training, local_test)
+
+
+@lru_cache(maxsize=1)
+def _simulated(text: str) -> Task:
+    """Return the task of a configuration; cached for sites that share a process, as in tests."""
+    settings = read_configuration(text)
+    return settings.task(settings.seed)
+
+
+def _one_each(clients: Tensor) -> Tensor:
+    """Stand for the sizes of clients: a site does not know those of the others, and only the server half of a method asks."""
+    return torch.ones_like(clients)
+
+
+def _shapes(value: Any) -> dict[str, TensorSpec] | None:
+    """Return the names and shapes that the server expects, None for nothing. Raises `RefusedReply` for anything else."""
+    if value is None:
+        return None
+    try:
+        return {str(name): TensorSpec(tuple(int(size) for size in shape), None) for name, shape in value.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise RefusedReply("the server does not say what it expects") from None
+
+
+def _round(value: Any) -> Round:
+    """Return the round among the words. Raises `RefusedReply` for a broken one."""
+    try:
+        entries = {field.name: value[field.name] for field in fields(Round) if field.name not in SIMULATED}
+        entries["selected"] = tuple(int(client) for client in entries["selected"])
+    except (KeyError, TypeError, ValueError):
+        raise RefusedReply("the server does not say which round it is") from None
+    for name in ("number", "rounds", "clients", "participants"):
+        whole_number(entries, name, 0, _MOST)
+    whole_number(entries, "seed", 0, 1 << 62)
+    if type(entries["poisson"]) is not bool:
+        raise RefusedReply(f"poisson must be true or false, not {entries['poisson']!r:.40}")
+    for name in ("learning_rate", "initial_learning_rate", "rate_change"):
+        if not isinstance(entries[name], (int, float)) or not 0 < entries[name] < math.inf:
+            raise RefusedReply(f"{name} must be a positive number, not {entries[name]!r:.40}")
+    return Round(**entries)
+
+
+def _require_sound(task: Task, inbox: Mapping[str, Tensor]) -> None:
+    """Raise `RefusedReply` unless what the server sent is one row each, with a model that could be one of this task."""
+    for name, rows in inbox.items():
+        if rows.dim() == 0 or len(rows) != 1:
+            raise RefusedReply(f"the server sent {name!r:.40} of shape {list(rows.shape)}, which is not one row")
+    model = inbox.get("model")
+    if model is not None:
+        if model.dtype != task.layout.dtype or model.dim() != 2 or model.shape[1] > task.layout.size:
+            raise RefusedReply(
+                f"the server sent a model of {model.dtype} {list(model.shape)}, which is not one of this task"
+            )
+        if not bool(torch.isfinite(model).all()):
+            raise RefusedReply("the server sent a model that is not finite")
+    integers = inbox.get(INTEGERS)
+    if integers is not None and (integers.dtype, tuple(integers.shape)) != (torch.int64, (1, task.layout.integers)):
+        raise RefusedReply("the server sent integer buffers of another model")

@@ -1,0 +1,194 @@
+"""Worker of a site: one process per SuperNode and run that keeps PyTorch and the task loaded from one message to the next.
+
+Flower starts a process for each message. That process loads neither, starts the worker if there is none, and hands the message
+over through a Unix socket in a folder that only the site's user can open. Both sides prove that they know a secret in that folder
+(HMAC, `multiprocessing.connection`). What passes are Flower's own serialised messages, never pickles.
+
+Whatever fails, the process answers the message itself. Nothing is lost with a worker: what a site remembers is on disk. A worker
+ends with its run, with the SuperExec of its SuperNode, or after a few minutes without a message.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+
+from flwr.app import Context, Message, RecordDict
+from flwr.common.serde import (
+    context_from_proto,
+    context_to_proto,
+    message_from_proto,
+    message_to_proto,
+    recorddict_from_proto,
+    recorddict_to_proto,
+)
+from flwr.proto.message_pb2 import Context as ContextBytes
+from flwr.proto.message_pb2 import Message as MessageBytes
+from flwr.proto.recorddict_pb2 import RecordDict as RecordDictBytes
+
+from fedloom.sites.mailbox import Kind
+from fedloom.sites.site_answers import answer
+from fedloom.state.digest import digest
+from fedloom.state.files import write_bytes
+
+IDLE_MINUTES = 5
+"""Minutes that a worker waits for another message, unless the site's `worker-minutes` say otherwise."""
+
+_STARTING = 60.0  # seconds that a worker may take to listen
+_WATCHING = 0.5  # seconds between two looks at what a worker must not outlive
+
+_logger = logging.getLogger("flwr.fedloom")
+
+
+# --- in the process that Flower starts for a message ---
+
+
+def handed_over(kind: Kind, message: Message, context: Context) -> RecordDict | None:
+    """Return the worker's answer to a message; None where there is no worker or it fails, and this process must answer."""
+    superexec, minutes = _superexec(), context.node_config.get("worker-minutes", IDLE_MINUTES)
+    if superexec is None or not isinstance(minutes, (int, float)) or not minutes > 0:
+        return None
+    try:
+        folder = _folder(context, superexec)
+        with _connected(folder) or _started(folder, superexec, 60 * minutes) as worker:
+            worker.send_bytes(kind.encode())
+            worker.send_bytes(context_to_proto(context).SerializeToString())
+            worker.send_bytes(message_to_proto(message).SerializeToString())
+            return recorddict_from_proto(RecordDictBytes.FromString(worker.recv_bytes()))
+    except Exception as error:
+        _logger.warning("without a worker: %s", error or type(error).__name__)
+        return None
+
+
+def end_worker(context: Context) -> None:
+    """End the worker of this run, if any: it ends when its folder is gone."""
+    superexec = _superexec()
+    if superexec is not None:
+        shutil.rmtree(_folder(context, superexec), ignore_errors=True)
+
+
+def _superexec() -> int | None:
+    """Return the process that started this one for a single message, as Flower's arguments say.
+
+    None in a simulation, in a container of its own, and where Flower installs an app's dependencies for one message.
+    """
+    program, *arguments = sys.argv
+    if os.name != "posix" or Path(program).name != "flwr-clientapp" or "--parent-pid" not in arguments:
+        return None
+    if "--allow-runtime-dependency-installation" in arguments:
+        return None
+    return int(arguments[arguments.index("--parent-pid") + 1])
+
+
+def _folder(context: Context, superexec: int) -> Path:
+    """Return the worker's folder: one for each run at a SuperNode, and another after the SuperNode was started again.
+
+    Its name is short, since a socket's path may take about 100 characters.
+    """
+    name = digest(f"{context.run_id} {context.node_id} {superexec}")
+    return Path(tempfile.gettempdir()) / f"fedloom-{name[:16]}"
+
+
+def _connected(folder: Path) -> Connection | None:
+    """Connect to the worker in `folder`; None where there is none. Raises `OSError` for a folder that others can use."""
+    try:
+        status = folder.lstat()
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise PermissionError(f"{folder} is not a folder of this user alone")
+    try:
+        return Client(str(folder / "socket"), "AF_UNIX", authkey=(folder / "secret").read_bytes())
+    except (OSError, EOFError, AuthenticationError):
+        return None
+
+
+def _started(folder: Path, superexec: int, seconds: float) -> Connection:
+    """Start a worker and connect to it. Raises `OSError` when it does not come up."""
+    shutil.rmtree(folder, ignore_errors=True)  # of a worker that was killed
+    worker = subprocess.Popen(
+        [sys.executable, "-u", "-P", "-m", __spec__.name, str(folder), str(superexec), str(seconds)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # the run's app among them
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    end = time.monotonic() + _STARTING
+    while worker.poll() is None and time.monotonic() < end:
+        connection = _connected(folder)
+        if connection is not None:
+            return connection
+        time.sleep(0.02)
+    raise ChildProcessError("the site's worker did not start")
+
+
+# --- in the worker ---
+
+
+class _Watch(threading.Thread):
+    """Ends the worker when its SuperExec has ended, and, unless it is at work, when its run is over (its folder is gone) or no
+    message has come for too long. A message that comes at that very moment is answered by the process that brought it."""
+
+    def __init__(self, folder: Path, superexec: int, seconds: float) -> None:
+        super().__init__(daemon=True)
+        self.folder, self.superexec, self.seconds = folder, superexec, seconds
+        self.secret = secrets.token_bytes(32)
+        self.working, self.since = False, time.monotonic()
+
+    def run(self) -> None:
+        while self._alive() and (self.working or (self._mine() and time.monotonic() < self.since + self.seconds)):
+            time.sleep(_WATCHING)
+        if self._mine():
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os._exit(0)  # also from the middle of a message: files are written whole or not at all
+
+    def _alive(self) -> bool:
+        try:
+            os.kill(self.superexec, 0)
+        except OSError:
+            return False
+        return True
+
+    def _mine(self) -> bool:
+        try:
+            return (self.folder / "secret").read_bytes() == self.secret
+        except OSError:
+            return False
+
+
+def work(folder: Path, superexec: int, seconds: float) -> None:
+    """Answer the messages that come to the socket in `folder`, which is made here, until `_Watch` ends the process."""
+    watch = _Watch(folder, superexec, seconds)
+    folder.mkdir(mode=0o700)
+    with Listener(str(folder / "socket"), "AF_UNIX", backlog=8, authkey=watch.secret) as listener:
+        (folder / "socket").chmod(0o600)
+        write_bytes(folder / "secret", watch.secret, mode=0o600)  # whoever sees it can connect
+        watch.start()
+        while True:
+            try:
+                with listener.accept() as connection:
+                    watch.working = True
+                    kind, context, message = (connection.recv_bytes() for _ in range(3))
+                    answered = answer(
+                        kind.decode(),
+                        message_from_proto(MessageBytes.FromString(message)),
+                        context_from_proto(ContextBytes.FromString(context)),
+                    )
+                    connection.send_bytes(recorddict_to_proto(answered).SerializeToString())
+            except Exception as error:
+                _logger.warning("the site's worker: %s", error or type(error).__name__)
+            watch.working, watch.since = False, time.monotonic()
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

@@ -1,0 +1,149 @@
+"""Runnable Flower app for a configuration: `fedloom flower init`. Its files are those in `app/`, with the blanks filled in."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import tomli_w
+
+from fedloom import __version__
+from fedloom.algorithm import build
+from fedloom.errors import InvalidValue
+from fedloom.experiment.configuration import Configuration, configuration, put, read_table
+from fedloom.secure import LayerExchange
+
+EXAMPLE = """\
+algorithm = "fedmr"
+rounds = 20
+participation = 1.0
+checkpoint_every = 1
+model = "mlp(hidden=[64])"
+
+[data]
+name = "digits"
+clients = 3
+partition = "dirichlet(0.5)"
+
+[training]
+learning_rate = 0.1
+momentum = 0.5
+"""
+"""The configuration of an app that is made without one: three sites share scikit-learn's handwritten digits."""
+
+_LONGEST = 32  # of an app's name, to Flower
+
+# Where each file of the template goes; in the first two, blanks such as `$name` are filled in.
+_FILLED = {"project.toml": "pyproject.toml", "readme.md": "README.md"}
+_PLAIN = {
+    "gitignore": ".gitignore",
+    "data.py": "federation/data.py",
+}
+
+_LISTED = 5  # more sites than these are registered in a loop
+
+_PEERS = """
+`identity` and `peers` say who the site is and who the others are, with whom it exchanges layers; the list must not come to it
+through the server, and is a new one when sites are added."""
+
+# Keys of a configuration that say something of comparisons or of one machine, not of the run over sites.
+_ELSEWHERE = ("algorithms", "seeds", "settings", "workers", "engine", "directory")
+
+
+@dataclass(frozen=True)
+class App:
+    """A Flower app that was written to `folder`: its name, what it trains, and how many sites it is for."""
+
+    folder: Path
+    name: str
+    configuration: Configuration
+
+    @property
+    def sites(self) -> int:
+        return self.configuration.data.clients
+
+
+def write_app(folder: Path, file: Path | None = None, overrides: Sequence[str] = (), fresh: bool = False) -> App:
+    """Write the app that trains the configuration in `file` (or else `EXAMPLE`), changed by `overrides`, into `folder`.
+
+    Raises `InvalidValue` for a folder whose name Flower does not take, a configuration that is not one or names no method,
+    and, unless `fresh`, for files that are there already; nothing is written then.
+    """
+    name = folder.resolve().name
+    if not re.fullmatch(rf"[A-Za-z][A-Za-z0-9-]{{0,{_LONGEST - 1}}}", name):
+        raise InvalidValue(
+            f"folder {name!r} must have a name of letters, figures and hyphens that begins with a letter, "
+            f"at most {_LONGEST} characters: Flower calls the app so"
+        )
+    text = _configuration_text(file, overrides)
+    app = App(folder, name, configuration({"name": name, **tomllib.loads(text)}))
+    contents = _contents(app, text)
+    taken = [path for path in contents if (folder / path).exists()]
+    if taken and not fresh:
+        raise InvalidValue(
+            f"{folder / taken[0]} is there already: choose another folder, or use --fresh to write over it"
+        )
+    for path, content in contents.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(content, encoding="utf-8")
+    return app
+
+
+def _configuration_text(file: Path | None, overrides: Sequence[str]) -> str:
+    """Return a TOML text that names one method: the file's own where that is enough."""
+    table = read_table(file, overrides) if file is not None else _changed(tomllib.loads(EXAMPLE), overrides)
+    checked = configuration(table)
+    if checked.algorithm is None:
+        table["algorithm"] = checked.only_method("train")
+    elif not overrides:
+        return EXAMPLE if file is None else file.read_text(encoding="utf-8")
+    return tomli_w.dumps({key: value for key, value in table.items() if key not in _ELSEWHERE})
+
+
+def _changed(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    for override in overrides:
+        put(table, override)
+    return table
+
+
+def _contents(app: App, configuration_text: str) -> dict[str, str]:
+    """Return the text of every file of the app, by its path there."""
+    sites, method = app.sites, app.configuration.algorithm
+    summary = f"{app.configuration.model} with {method} for {app.configuration.schedule.rounds} rounds"
+    secure = any(isinstance(nested, LayerExchange) for nested in build(str(method)).nested())
+    blanks = {
+        "name": app.name,
+        "folder": app.folder.name or app.name,
+        "version": __version__,
+        "summary": f"`{app.configuration.model}` by `{method}`",
+        "description": f"{summary} over {sites} sites".replace("\\", "\\\\").replace('"', '\\"'),
+        "sites": str(sites),
+        "register": _registering(sites),
+        "identity": " identity='keys/site-0/site.key' peers='keys/site-0/peers.pub'" if secure else "",
+        "peers": _PEERS if secure else "",
+        "configuration": f"configuration = {_literal(configuration_text.strip())}",
+    }
+    template = files("fedloom.sites") / "app"
+    texts = {name: (template / name).read_text(encoding="utf-8") for name in (*_FILLED, *_PLAIN)}
+    filled = {path: Template(texts[name]).substitute(blanks) for name, path in _FILLED.items()}
+    return {**filled, **{path: texts[name] for name, path in _PLAIN.items()}, "federation/__init__.py": ""}
+
+
+def _registering(sites: int) -> str:
+    """Return the commands that let all sites in, as a block of Markdown."""
+    if sites > _LISTED:
+        return f"    for i in $(seq 0 {sites - 1}); do flwr supernode register keys/server/site-$i.pub sites; done"
+    return "\n".join(f"    flwr supernode register keys/server/site-{site}.pub sites" for site in range(sites))
+
+
+def _literal(text: str) -> str:
+    """Return a text as a value in TOML; as it stands, where nothing in it would end it."""
+    if "'''" not in text and all(letter.isprintable() or letter in "\n\t" for letter in text):
+        return f"'''\n{text}\n'''"
+    return tomli_w.dumps({"text": text}).removeprefix("text = ").strip()

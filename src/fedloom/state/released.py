@@ -1,0 +1,132 @@
+"""Ledger of the releases of a run under differential privacy, in a file apart from its checkpoints.
+
+Over real sites the noise of a round is not drawn from the run's streams, so that a round that is repeated after a kill or from
+an older checkpoint is a second release. Its cost must survive every damage that the run survives. So each round is written
+here, and has reached the disk, before anything of it is released.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.errors import CheckpointError
+from fedloom.state.digest import digest
+from fedloom.state.files import flush, flush_directory, not_written
+
+CUT_SHORT = "cut short"
+"""Stands for the method of a release whose line was cut short."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """Release that a round is about to make.
+
+    Attributes:
+        round: Number of the round, from 1.
+        method: Name of the wrapper that adds noise, such as `private`, with its path inside the others: `inner0.private`.
+        noise: Standard deviation of the noise, in units of the clip.
+        clip: Length of the longest update, or gradient of a sample.
+        clients: Clients that the round costs a release each; None where it is one release for everybody, whose
+            participants must stay secret.
+    """
+
+    round: int
+    method: str
+    noise: float
+    clip: float
+    clients: tuple[int, ...] | None = None
+
+
+class ReleaseLedger:
+    """Append-only file of releases, a line of JSON each. A line's digest covers all lines before it and the run's identity."""
+
+    def __init__(self, path: Path, identity: str) -> None:
+        self.path = path
+        self.releases: list[Release] = []
+        self._digest = self._start = digest(f"fedloom releases {identity}")
+
+    def resume(self, evidence: int) -> Sequence[Release]:
+        """Read the releases of an earlier start and go on after them. A last line that was cut short counts as a release that
+        costs every client.
+
+        Args:
+            evidence: The last round that the run's directory shows anything of, 0 for none.
+
+        Raises:
+            CheckpointError: A line is missing or not as it was written, or the ledger ends before the round of `evidence`.
+        """
+        self.releases, self._digest = [], self._start
+        try:
+            content = self.path.read_bytes() if os.path.lexists(self.path) else b""
+        except OSError as error:
+            raise self._refusal(f"cannot be read ({error.strerror or error})") from None
+        complete = content[: content.rfind(b"\n") + 1]
+        for number, line in enumerate(complete.splitlines(), start=1):
+            self._read(number, line)
+        if (recorded := max((release.round for release in self.releases), default=0)) < evidence:
+            reason = f"ends with round {recorded}" if self.path.exists() else "is missing"
+            raise self._refusal(f"{reason}, but the run has come to round {evidence}")
+        if len(complete) < len(content):
+            self._cut(len(complete))
+            self.append(Release(recorded, CUT_SHORT, 0.0, 0.0))
+        return self.releases
+
+    def append(self, release: Release) -> None:
+        """Write one release. It is on the disk when this returns. Raises `CheckpointError` when it cannot be written."""
+        entry = asdict(release)
+        chained = digest(self._digest + json.dumps(entry))
+        line = f"{json.dumps({**entry, 'digest': chained})}\n".encode()
+        size, is_new = 0, not self.path.exists()
+        try:
+            with self.path.open("ab") as file:
+                size = file.tell()
+                file.write(line)
+            flush(self.path)
+            if is_new:
+                flush_directory(self.path.parent)
+        except OSError as error:
+            with suppress(OSError):
+                self._cut(size)
+            raise not_written(self.path, error, len(line)) from None
+        self.releases.append(release)
+        self._digest = chained
+
+    def counts(self, method: str, clients: int) -> Tensor:
+        """Return the number of releases that each client has paid for, `[clients]` int64. A release without names costs all."""
+        counts = torch.zeros(clients, dtype=torch.int64)
+        for release in self.releases:
+            if release.method in (method, CUT_SHORT):
+                counts[slice(None) if release.clients is None else list(release.clients)] += 1
+        return counts
+
+    def _read(self, number: int, line: bytes) -> None:
+        try:
+            entry: dict[str, Any] = json.loads(line)
+            written = entry.pop("digest")
+            chained = digest(self._digest + json.dumps(entry))
+            clients = entry["clients"]
+            release = Release(**{**entry, "clients": None if clients is None else tuple(clients)})
+        except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
+            written, chained, release = "", self._digest, None
+        if release is None or written != chained:
+            raise self._refusal(f"is damaged in line {number}, or of another run")
+        self.releases.append(release)
+        self._digest = chained
+
+    def _cut(self, size: int) -> None:
+        os.truncate(self.path, size)
+        flush(self.path)
+
+    def _refusal(self, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path} {reason}: what privacy was spent is not known, so the run cannot go on; use another folder"
+        )

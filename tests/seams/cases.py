@@ -1,0 +1,218 @@
+"""The factors of the harness: methods, wrappers, who answers, which model, and whether the run is killed and resumed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from fedloom.algorithm import algorithms
+from fedloom.errors import InvalidValue
+from fedloom.rounds.clock import Clock
+from fedloom.task import Task
+from seams.setting import Change, LossyEngine, federation, proof_of, small_task
+
+PARAMETERS = {
+    "pfedme": "pfedme(regularisation=1.0, beta=0.5)",
+    "fedgen": "fedgen(generator_steps=2, generator_batch=4, noise=2, hidden=4)",
+    "fedmr_async": "fedmr_async(k=3)",
+}
+"""Methods whose defaults are for larger federations."""
+
+VARIANTS = (
+    "fedavg(weighted=false)", "fedmr(blend=0.3)", "fedmr(blend=auto, tolerance=0.05)", "scaffold(server_learning_rate=0.5)",
+)  # fmt: skip
+
+NESTED = (
+    "umf(fedmut)", "ala(fedavg)", "clustered(fedavg, by=size)", "robust(fedavg, rule=median)", "robust(scaffold, rule=clipping)",
+    "private(fedavg, clip=0.5, noise=0.3)", "local_private(fedmr, clip=0.5, noise=0.3)", "dp_sgd(fedavg, noise=0.3)",
+    "quantised(fedavg, bits=4)", "secure(fedmr)", "stages(scaffold:1, fedmr)", "stages(fedavg:auto, fedmut, patience=1)",
+    "fedbuff(fedavg, k=3)",
+)  # fmt: skip
+
+WRAPPERS = {
+    "none": "{}",
+    "umf": "umf({})",
+    "ala": "ala({})",
+    "clustered": "clustered({})",
+    "clustered by size": "clustered({}, by=size)",
+    "robust median": "robust({}, rule=median)",
+    "robust trimmed_mean": "robust({})",
+    "robust krum": "robust({}, rule=krum)",
+    "robust multi_krum": "robust({}, rule=multi_krum)",
+    "robust clipping": "robust({}, rule=clipping)",
+    "private": "private({}, clip=0.5, noise=0.3)",
+    "local_private": "local_private({}, clip=0.5, noise=0.3)",
+    "dp_sgd": "dp_sgd({}, noise=0.3)",
+    "quantised": "quantised({}, bits=4, bucket=8)",
+    "quantised down": "quantised({}, down=8)",
+    "sparse": "sparse({}, share=0.3)",
+    "lowrank": "lowrank({}, rank=1)",
+    "coded twice": "quantised(sparse({}, share=0.5), down=4)",
+    "stages, first": "stages({}:1, fedavg)",
+    "stages, later": "stages(fedavg:1, {})",
+    "stages, auto": "stages({}:auto, fedavg, patience=1, improvement=0.9)",
+    "secure": "secure({})",
+    "fedbuff": "fedbuff({}, k=3)",
+    "fedasync": "fedasync({})",
+    "fedmr, local": "fedmr(local={})",
+}
+"""Each wrapper as an expression around a method. A new wrapper joins with a line here, a new method by itself."""
+
+ATTENDANCES = ("all", "dropout", "clock", "deadline", "not finite", "nobody", "one", "poisson")
+MODELS = ("plain", "norm", "frozen", "float32")
+COURSES = ("straight", "resumed")
+FACTORS = ("method", "wrapper", "attendance", "model", "course")
+
+ROUNDS = 3
+EVERYBODY = ("fedamp", "apple", "private(")
+"""Methods that need all clients in every round, or a Poisson draw."""
+
+
+def methods() -> list[str]:
+    """Every registered method that needs no other, some of its variants, and wrapped ones."""
+    wrappers = {
+        "stages",
+        "umf",
+        "clustered",
+        "ala",
+        "secure",
+        "robust",
+        "quantised",
+        "sparse",
+        "lowrank",
+        "fedbuff",
+        "fedasync",
+    }
+    wrappers |= {"private", "local_private", "dp_sgd"}
+    single = sorted(PARAMETERS.get(entry.name, entry.name) for entry in algorithms if entry.name not in wrappers)
+    return [*single, *VARIANTS, *NESTED]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One federation of the harness."""
+
+    method: str
+    wrapper: str
+    attendance: str
+    model: str
+    course: str
+
+    @property
+    def expression(self) -> str:
+        return WRAPPERS[self.wrapper].format(self.method)
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        return tuple(getattr(self, name) for name in FACTORS)
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of `federation`."""
+        awaited = 9 if any(name in self.expression for name in EVERYBODY) else 5
+        options: dict[str, Any] = {"awaited": awaited, "rounds": ROUNDS}
+        if self.attendance == "dropout":
+            options["dropout"] = 0.4
+        elif self.attendance == "clock":
+            options["clock"] = Clock(speed="stragglers(100, 10)", deadline=0.5, over_selection=0.4)
+        elif self.attendance == "deadline":
+            options["clock"] = Clock(speed="stragglers(100, 10)", deadline=0.3)
+        elif self.attendance == "one":
+            options["awaited"] = 1
+        elif self.attendance == "poisson":
+            options |= {"awaited": 2, "participation_mode": "poisson"}
+        return options
+
+    @property
+    def change(self) -> Change | None:
+        return not_finite if self.attendance == "not finite" else None
+
+
+def not_finite(number: int, client: int, reply: dict[str, Any]) -> dict[str, Any]:
+    """In round 2 a third of the clients upload one number that is not finite."""
+    if number != 2 or client % 3:
+        return reply
+    name = next(name for name, rows in reply.items() if rows.is_floating_point())
+    changed = reply[name].clone()
+    changed.reshape(-1)[0] = float("nan")
+    return {**reply, name: changed}
+
+
+@cache
+def task_and_engine(model: str) -> tuple[Task, LossyEngine]:
+    """A task and an engine for all set-ups with one model, of which most is their making."""
+    task = small_task(model)
+    return task, LossyEngine(task, proof_of(task))
+
+
+@cache
+def refusal(case: Case) -> str:
+    """Why the case is refused at set-up; empty where it is not."""
+    if case.course != COURSES[0]:
+        return refusal(replace(case, course=COURSES[0]))
+    try:
+        task, engine = task_and_engine(case.model)
+        federation(case.expression, task, engine=engine, change=case.change, **case.options())
+    except InvalidValue as error:
+        assert "\n" not in str(error), f"{case.expression} is refused in several lines"  # noqa: PT017
+        return str(error)
+    return ""
+
+
+@cache
+def pair_refusal(method: str, wrapper: str) -> str:
+    """Why a wrapper does not take a method, whichever model and whoever answers; empty where it does."""
+    reasons = []
+    for model, attendance in itertools.product(("norm", "plain"), ("all", "poisson")):
+        reason = refusal(Case(method, wrapper, attendance, model, COURSES[0]))
+        if not reason:
+            return ""
+        reasons.append(reason)
+    # With all clients, of the plain model, or of one that the method takes.
+    return reasons[0 if "fedbn" in method else 2]
+
+
+def every_case(seed: int, only: str = "") -> Iterator[Case]:
+    """All cases that are not refused, in an order drawn from the seed, of expressions that hold `only`."""
+    cases = [Case(*values) for values in itertools.product(methods(), WRAPPERS, ATTENDANCES, MODELS, COURSES)]
+    cases = [case for case in cases if only in case.expression]
+    random.Random(seed).shuffle(cases)
+    for case in cases:
+        if not pair_refusal(case.method, case.wrapper) and not refusal(case):
+            yield case
+
+
+def covering_cases(method: str, only: str = "") -> list[Case]:
+    """One case of the method with each wrapper that takes it. Who answers, the model and the course go round with the methods and
+    the wrappers, so that over all methods every pair of two factors' values occurs that is not refused."""
+    begin, cases = methods().index(method), []
+    for number, wrapper in enumerate(WRAPPERS, start=begin):
+        if only not in WRAPPERS[wrapper].format(method):
+            continue
+        for turn in range(3):
+            attendance = ATTENDANCES[(number + turn) % len(ATTENDANCES)]
+            model = MODELS[(number // len(ATTENDANCES) + number + turn) % len(MODELS)]
+            course = COURSES[(number // 2 + begin) % len(COURSES)]
+            case = Case(method, wrapper, attendance, model, course)
+            if not refusal(case):
+                cases.append(case)
+                break
+        else:
+            if not pair_refusal(method, wrapper):
+                cases.append(first_accepted(method, wrapper))
+    return cases
+
+
+def first_accepted(method: str, wrapper: str) -> Case:
+    """The first case of a pair that is not refused."""
+    every = (Case(method, wrapper, *values, COURSES[0]) for values in itertools.product(ATTENDANCES, MODELS))
+    return next(case for case in every if not refusal(case))
+
+
+def pairs_of(case: Case) -> frozenset[tuple[str, str, str, str]]:
+    """The pairs of two factors' values that occur in a case."""
+    named = list(zip(FACTORS, case.values, strict=True))
+    return frozenset((*one, *other) for one, other in itertools.combinations(named, 2))

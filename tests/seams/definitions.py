@@ -1,0 +1,1001 @@
+"""The server half of every method and wrapper once more, in plain loops, from what clients were sent and what they uploaded.
+
+A definition is given the answers of a round as a harness saw them at the client half. It never asks the method that it describes
+for anything but its parameters. What the clients draw and learn is not computed here: `naive_methods` and its like do that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedloom.algorithm import SERVER_MODEL, Algorithm, Selection, name_of
+from fedloom.algorithms.stages import HELD_OUT_LOSS
+from fedloom.flat.layout import Layout
+from fedloom.round import Round
+
+Message = dict[str, Tensor]
+"""What one client is sent or uploads, without a client axis."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One client's upload, what it was sent, and the weight of it in averages."""
+
+    slot: int
+    client: int
+    weight: float
+    sent: Message
+    reply: Message
+
+
+@dataclass
+class Setting:
+    """What a definition knows of the federation. `speeds` are the clients' samples per second, where a clock runs."""
+
+    layout: Layout
+    module: nn.Module
+    initial: Tensor
+    sizes: Sequence[int]
+    participants: int
+    classes: int
+    speeds: Sequence[float] = ()
+    closes: float = math.inf
+    begins: int = 1  # the first round of the method
+
+    @property
+    def clients(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def trainable(self) -> int:
+        return self.layout.trainable
+
+
+def mean_of(rows: Sequence[Tensor], weights: Sequence[float] | None = None) -> Tensor:
+    """sum_k p_k rows[k], p_k in proportion to the weights."""
+    weights = [1.0] * len(rows) if weights is None else weights
+    total, result = sum(weights), torch.zeros_like(rows[0])
+    for row, weight in zip(rows, weights, strict=True):
+        result = result + row * (weight / total)
+    return result
+
+
+class Definition:
+    """The base: one global model that is sent to all and replaced by the mean of the uploads, weighted by samples."""
+
+    def __init__(self, method: Algorithm, setting: Setting) -> None:
+        self.method, self.setting = method, setting
+        self.server_model = setting.initial.clone()
+        self.begin()
+
+    def begin(self) -> None:
+        """Make what else the server remembers."""
+
+    def restart(self, model: Tensor) -> None:
+        """Begin from another model."""
+        self.setting = replace(self.setting, initial=model.clone())
+        self.server_model = model.clone()
+        self.begin()
+
+    def sends(self, round: Round) -> list[Message]:
+        """What each selected client is sent, by slot; names that are left out are not checked."""
+        return [{"model": self.server_model} for _ in round.selected]
+
+    def sends_idle(self, round: Round) -> Message:
+        """What a client that trains without uploading is sent."""
+        return {"model": self.server_model}
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        """Update the server by the answers of a round, of which there is one at least."""
+        weights = [answer.weight for answer in answers] if self.weighted else None
+        self.average(round, [answer.reply["model"] for answer in answers], weights, answers)
+
+    def average(
+        self, round: Round, models: Sequence[Tensor], weights: Sequence[float] | None, answers: Sequence[Answer]
+    ) -> None:
+        self.server_model = mean_of(models, weights)
+
+    def finish(self, round: Round) -> None:
+        """End a round, also one without an answer."""
+
+    def model(self) -> Tensor:
+        return self.server_model
+
+    @property
+    def weighted(self) -> bool:
+        return getattr(self.method, "weighted", True)
+
+    def unlike(self, round: Round, outer: dict[int, Any], inner: dict[int, Any], refused: Collection[int] = ()) -> str:
+        """What is wrong in the client half of a wrapper, from the records of its clients and of those of its inner method.
+        Clients that were `refused` remember nothing of the round."""
+        return ""
+
+
+# --- one global model ---
+
+
+class Scaffold(Definition):
+    def begin(self) -> None:
+        self.variate = torch.zeros_like(self.setting.initial[: self.setting.trainable])
+
+    def sends(self, round: Round) -> list[Message]:
+        return [{"model": self.server_model, "variate": self.variate} for _ in round.selected]
+
+    def sends_idle(self, round: Round) -> Message:
+        return {"model": self.server_model, "variate": self.variate}
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        mean = mean_of([answer.reply["model"] for answer in answers])
+        count = self.setting.trainable
+        rate = self.method.server_learning_rate  # type: ignore[attr-defined]
+        mean[:count] = self.server_model[:count] + rate * (mean[:count] - self.server_model[:count])
+        self.server_model = mean
+        for answer in answers:
+            self.variate = self.variate + answer.reply["variate"] / self.setting.clients
+
+
+class FedDyn(Definition):
+    def begin(self) -> None:
+        self.drift = torch.zeros_like(self.setting.initial[: self.setting.trainable])
+
+    def sends(self, round: Round) -> list[Message]:
+        size = self.setting.initial.new_tensor([sum(self.setting.sizes) / self.setting.clients])
+        return [{"model": self.server_model, "mean_size": size} for _ in round.selected]
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        count = self.setting.trainable
+        mean = mean_of([answer.reply["model"] for answer in answers])
+        for answer in answers:
+            self.drift = self.drift + (answer.reply["model"] - self.server_model)[:count] / self.setting.clients
+        mean[:count] = mean[:count] + self.drift
+        self.server_model = mean
+
+
+class FedDC(FedDyn):
+    def begin(self) -> None:
+        super().begin()
+        self.update = torch.zeros_like(self.drift)
+
+    def sends(self, round: Round) -> list[Message]:
+        return [{**message, "update": self.update} for message in super().sends(round)]
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        super().receive(round, answers)
+        for answer in answers:
+            self.update = self.update + answer.reply["update"] / self.setting.clients
+
+
+class FedNova(Definition):
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        count, total = self.setting.trainable, sum(answer.weight for answer in answers)
+        mean = mean_of([answer.reply["model"] for answer in answers], [answer.weight for answer in answers])
+        effective, direction = 0.0, torch.zeros(count, dtype=mean.dtype)
+        for answer in answers:
+            local, share = float(answer.reply["local_weight"]), answer.weight / total
+            effective += share * local
+            if local > 0:
+                direction += share * (answer.reply["model"] - self.server_model)[:count] / local
+        mean[:count] = self.server_model[:count] + effective * direction
+        self.server_model = mean
+
+
+class FedExP(Definition):
+    def begin(self) -> None:
+        self.shown = self.setting.initial.clone()
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        count, total = self.setting.trainable, sum(answer.weight for answer in answers)
+        mean = mean_of([answer.reply["model"] for answer in answers], [answer.weight for answer in answers])
+        update, length = (mean - self.server_model)[:count], 0.0
+        for answer in answers:
+            own = (answer.reply["model"] - self.server_model)[:count]
+            length += answer.weight / total * float(own.square().sum())
+        epsilon = self.method.epsilon * (round.learning_rate / round.initial_learning_rate) ** 2  # type: ignore[attr-defined]
+        step = max(1.0, length / (2 * (float(update.square().sum()) + epsilon)))
+        mean[:count] = self.server_model[:count] + step * update
+        self.shown = mean if round.number == 1 else (self.server_model + mean) / 2
+        self.server_model = mean
+
+    def model(self) -> Tensor:
+        return self.shown
+
+
+class ServerOptimizer(Definition):
+    def begin(self) -> None:
+        count = self.setting.trainable
+        self.first = torch.zeros_like(self.setting.initial[:count])
+        self.second = torch.full_like(self.first, getattr(self.method, "adaptivity", 0.0) ** 2)
+
+    def average(
+        self, round: Round, models: Sequence[Tensor], weights: Sequence[float] | None, answers: Sequence[Answer]
+    ) -> None:
+        mean, count, method = mean_of(models, weights), self.setting.trainable, self.method
+        update = (mean - self.server_model)[:count]
+        rate = method.learning_rate  # type: ignore[attr-defined]
+        if name_of(method) == "fedavgm":
+            self.first = method.momentum * self.first + update  # type: ignore[attr-defined]
+            step = rate * self.first
+        else:
+            beta1, beta2 = method.beta1, method.beta2  # type: ignore[attr-defined]
+            self.first = beta1 * self.first + (1 - beta1) * update
+            square = update * update
+            if name_of(method) == "fedadam":
+                self.second = beta2 * self.second + (1 - beta2) * square
+            else:
+                self.second = self.second - (1 - beta2) * square * torch.sign(self.second - square)
+            step = rate * self.first / (self.second.sqrt() + method.adaptivity)  # type: ignore[attr-defined]
+        mean[:count] = self.server_model[:count] + step
+        self.server_model = mean
+
+
+# --- one model each ---
+
+
+class FedMut(Definition):
+    def begin(self) -> None:
+        self.previous = self.setting.initial.clone()
+
+    def sends(self, round: Round) -> list[Message]:
+        method: Any = self.method
+        count, generator = len(round.selected), round.stream("mutate")
+        paired = count - count % 2
+        skew = method.beta * (1 - min(max(round.number - 2, 0) / method.mutation_rounds, 1))
+        rows = [self.server_model.clone() for _ in range(count)]
+        for part in self.setting.layout.slices:
+            if part.stop > self.setting.trainable:
+                continue
+            order = torch.randperm(paired, generator=generator).tolist()
+            for slot in range(paired):
+                sign = 1.0 if order[slot] % 2 == 0 else skew - 1.0
+                piece = slice(part.start, part.stop)
+                rows[slot][piece] += sign * method.radius * (self.server_model - self.previous)[piece]
+        return [{"model": row} for row in rows]
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        self.previous = self.server_model
+        self.server_model = mean_of([answer.reply["model"] for answer in answers])
+
+
+class Pool(Definition):
+    """Indep and FedMR."""
+
+    def begin(self) -> None:
+        self.pool = [self.setting.initial.clone() for _ in range(self.setting.participants)]
+
+    def sends(self, round: Round) -> list[Message]:
+        return [{"model": self.pool[slot]} for slot in range(len(round.selected))]
+
+    def sends_idle(self, round: Round) -> Message:
+        return {"model": self.model()}
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        before, pool = self.pool, [row.clone() for row in self.pool]
+        for answer in answers:
+            pool[answer.slot] = answer.reply["model"].clone()
+        self.pool = pool
+        if name_of(self.method) in ("fedmr", "fedmr_async"):
+            self.recombine(round, before, answers)
+
+    def recombine(self, round: Round, before: list[Tensor], answers: Sequence[Answer]) -> None:
+        pool, blend = self.pool, self.method.blend  # type: ignore[attr-defined]
+        target = mean_of(pool)
+        if blend == "auto":
+            target = mean_of([answer.reply["model"] for answer in answers], [answer.weight for answer in answers])
+            share = self.chosen_share(before, target)
+        else:
+            share = share_at(blend, round.number)
+        mixed = shuffled(pool, self.setting.layout, round.stream("recombine"))
+        self.pool = [(1 - share) * row + share * target for row in mixed]
+
+    def chosen_share(self, before: list[Tensor], average: Tensor) -> float:
+        count = self.setting.trainable
+        common = float((average - self.setting.initial)[:count].square().sum())
+        spread = variance([row[:count] for row in self.pool])
+        added = variance([(row - old)[:count] for row, old in zip(self.pool, before, strict=True)])
+        if not spread * added:
+            return 0.0
+        return max(0.0, 1 - (self.method.tolerance * common) ** 2 / (spread * added))  # type: ignore[attr-defined]
+
+    def model(self) -> Tensor:
+        return mean_of(self.pool)
+
+
+def share_at(blend: float | list[tuple[int, float]], number: int) -> float:
+    """The share of a round: linear between the pairs, constant outside."""
+    if not isinstance(blend, list):
+        return float(blend)
+    if number <= blend[0][0]:
+        return float(blend[0][1])
+    for (begin, low), (end, high) in itertools.pairwise(blend):
+        if begin <= number <= end:
+            return low + (high - low) * (number - begin) / (end - begin)
+    return float(blend[-1][1])
+
+
+def variance(rows: Sequence[Tensor]) -> float:
+    """(1/K) sum_k |x_k - mean|^2."""
+    mean = mean_of(rows)
+    return sum(float((row - mean).square().sum()) for row in rows) / len(rows)
+
+
+def layers_of(layout: Layout) -> list[list[slice]]:
+    """The slices of each layer, from the lowest layer up, as the names of the tensors say."""
+    groups: dict[str, list[slice]] = {}
+    for part in layout.slices:
+        groups.setdefault(part.name.rpartition(".")[0], []).append(slice(part.start, part.stop))
+    return list(groups.values())
+
+
+def shuffled(pool: Sequence[Tensor], layout: Layout, generator: torch.Generator) -> list[Tensor]:
+    """Every layer of the models, moved by a permutation of its own."""
+    result = [row.clone() for row in pool]
+    for unit in layers_of(layout):
+        source = torch.randperm(len(pool), generator=generator).tolist()
+        for target, origin in enumerate(source):
+            for piece in unit:
+                result[target][piece] = pool[origin][piece]
+    return result
+
+
+# --- part of the model stays with the clients ---
+
+
+class Personal(Definition):
+    """What travels is averaged by samples."""
+
+    def begin(self) -> None:
+        method, layout = self.method, self.setting.layout
+        name, private = name_of(method), set()
+        if name in ("fedper", "fedrep"):
+            private = {"head"}
+        elif name == "lg_fedavg":
+            private = {layer.rpartition(".")[0] for layer in (part.name for part in layout.slices)} - {"head"}
+        elif name == "fedbn":
+            private = {n for n, m in self.setting.module.named_modules() if isinstance(m, _BatchNorm)}
+        end = layout.size if getattr(method, "buffers", "average") == "average" else layout.trainable
+        index: list[int] = []
+        for part in layout.slices:
+            if part.name.rpartition(".")[0] not in private and part.stop <= end:
+                index += range(part.start, part.stop)
+        self.index = torch.tensor(index)
+
+    def sends(self, round: Round) -> list[Message]:
+        return [{"model": self.server_model[self.index]} for _ in round.selected]
+
+    def sends_idle(self, round: Round) -> Message:
+        return {"model": self.server_model[self.index]}
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        mean = mean_of([answer.reply["model"] for answer in answers], [answer.weight for answer in answers])
+        beta = getattr(self.method, "beta", 1.0) if name_of(self.method) == "pfedme" else 1.0
+        self.server_model = self.server_model.clone()
+        self.server_model[self.index] = (1 - beta) * self.server_model[self.index] + beta * mean
+
+
+class FedAMP(Personal):
+    def begin(self) -> None:
+        super().begin()
+        self.models = [self.setting.initial[self.index].clone() for _ in range(self.setting.clients)]
+        self.server_model = self.setting.initial.clone()
+
+    def sends(self, round: Round) -> list[Message]:
+        method: Any = self.method
+        messages = []
+        for client in round.selected:
+            pulls = []
+            for other in range(self.setting.clients):
+                gap = (self.models[client] - self.models[other])[: self.setting.trainable]
+                pull = method.alpha / method.sigma * math.exp(-float(gap.square().sum()) / method.sigma)
+                pulls.append(0.0 if other == client else pull)
+            pulls = [pull / max(1.0, sum(pulls)) for pull in pulls]
+            pulls[client] = 1 - sum(pulls)
+            centre = torch.zeros_like(self.models[0])
+            for pull, row in zip(pulls, self.models, strict=True):
+                centre = centre + pull * row
+            messages.append({"model": centre})
+        return messages
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            self.models[answer.client] = answer.reply["model"]
+        self.server_model = self.server_model.clone()
+        self.server_model[self.index] = mean_of(self.models)
+
+
+class Apple(Personal):
+    def begin(self) -> None:
+        super().begin()
+        self.cores = [self.setting.initial[self.index].clone() for _ in range(self.setting.clients)]
+
+    def sends(self, round: Round) -> list[Message]:
+        sizes = self.setting.initial.new_tensor([float(size) for size in self.setting.sizes])
+        return [{"cores": torch.stack(self.cores), "shares": sizes / sizes.sum()} for _ in round.selected]
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            self.cores[answer.client] = answer.reply["model"]
+        self.server_model = self.server_model.clone()
+        self.server_model[self.index] = mean_of(self.cores, [float(size) for size in self.setting.sizes])
+
+
+class FedFomo(Personal):
+    def begin(self) -> None:
+        super().begin()
+        self.models: dict[int, Tensor] = {}
+
+    def sends(self, round: Round) -> list[Message]:
+        models = list(self.models.values()) or [self.setting.initial[self.index]]
+        return [{"models": torch.stack(models)} for _ in round.selected]
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            self.models[answer.client] = answer.reply["model"]
+        self.server_model = self.server_model.clone()
+        weights = [float(self.setting.sizes[client]) for client in self.models]
+        self.server_model[self.index] = mean_of(list(self.models.values()), weights)
+
+
+# --- wrappers ---
+
+
+class Wrapped(Definition):
+    """Everything is the inner method's."""
+
+    def begin(self) -> None:
+        self.inner = definition(self.method.inner()[0], self.setting)
+
+    def sends(self, round: Round) -> list[Message]:
+        return self.inner.sends(round)
+
+    def sends_idle(self, round: Round) -> Message:
+        return self.inner.sends_idle(round)
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        self.inner.receive(round, answers)
+
+    def finish(self, round: Round) -> None:
+        self.inner.finish(round)
+
+    def model(self) -> Tensor:
+        return self.inner.model()
+
+
+class Umf(Wrapped):
+    def begin(self) -> None:
+        super().begin()
+        self.updates: dict[int, Tensor] = {}  # of those that were idle in the round before
+
+    def unlike(self, round: Round, outer: dict[int, Any], inner: dict[int, Any], refused: Collection[int] = ()) -> str:
+        count, updates = self.setting.trainable, {}
+        for client, record in outer.items():
+            start = record.inbox["model"].clone()
+            if record.uploads and client in self.updates:
+                start[:count] += self.method.alpha * round.rate_change * self.updates[client]  # type: ignore[attr-defined]
+            if wrong := difference(inner[client].inbox["model"], start):
+                return f"client {client} starts off by {wrong}"
+            if wrong := difference(
+                inner[client].inbox[SERVER_MODEL], record.inbox.get(SERVER_MODEL, record.inbox["model"])
+            ):
+                return f"client {client} takes another model for the server's, off by {wrong}"
+            if not record.uploads:
+                updates[client] = (inner[client].reply["model"] - start)[:count]
+        self.updates = updates
+        return ""
+
+
+class Ala(Wrapped):
+    """The start lies between the client's last model and the download, number by number."""
+
+    def begin(self) -> None:
+        super().begin()
+        self.trained: dict[int, Tensor] = {}
+
+    def unlike(self, round: Round, outer: dict[int, Any], inner: dict[int, Any], refused: Collection[int] = ()) -> str:
+        for client, record in outer.items():
+            download, start = record.inbox["model"], inner[client].inbox["model"]
+            handed = inner[client].inbox[SERVER_MODEL]
+            if wrong := difference(handed, record.inbox.get(SERVER_MODEL, download)):
+                return f"client {client} takes another model for the server's, off by {wrong}"
+            old = self.trained.get(client)
+            if old is None:
+                if wrong := difference(start, download):
+                    return f"client {client} starts off by {wrong} in its first round"
+            elif len(old) == len(start):
+                slack = 1e-9 if start.dtype == torch.float64 else 1e-5
+                low, high = torch.minimum(old, download) - slack, torch.maximum(old, download) + slack
+                if not bool(((start >= low) & (start <= high)).all()):
+                    return f"client {client} starts beyond its last model and its download"
+            if record.uploads and client not in refused:
+                self.trained[client] = inner[client].reply["model"]
+        return ""
+
+
+class Robust(Wrapped):
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        method: Any = self.method
+        count = len(answers)
+        malicious = math.ceil(method.malicious * count - 1e-9)
+        krums = "krum" in method.rule
+        if count < 2 * malicious + (3 if krums else 1):
+            return  # too few to outvote those taken to be malicious
+        center = mean_of([answer.sent["model"] for answer in answers])
+        models = [answer.reply["model"] - answer.sent["model"] + center for answer in answers]
+        chosen = krum(models, malicious, 1 if method.rule == "krum" else count - malicious) if krums else []
+        estimates: Message = {}
+        for name, value in answers[0].reply.items():
+            rows = models if name == "model" else [answer.reply[name].to(models[0].dtype) for answer in answers]
+            if chosen:
+                estimate = mean_of([rows[k] for k in chosen])
+            elif method.rule == "clipping":
+                estimate = clipped_mean(rows, center if name == "model" else torch.zeros_like(rows[0]), method.radius)
+            else:
+                trimmed = (count - 1) // 2 if method.rule == "median" else malicious
+                columns = torch.stack([row.reshape(-1) for row in rows]).T.tolist()
+                kept = [sorted(column)[trimmed : count - trimmed] for column in columns]
+                estimate = rows[0].new_tensor([sum(column) / len(column) for column in kept]).reshape(rows[0].shape)
+            estimates[name] = estimate.to(value.dtype)
+        self.inner.receive(round, [replace(answer, reply=estimates) for answer in answers])
+
+
+def krum(rows: Sequence[Tensor], malicious: int, chosen: int) -> list[int]:
+    """The rows whose K - f - 2 nearest others are nearest."""
+    scores = []
+    for k, row in enumerate(rows):
+        gaps = sorted(float((row - other).square().sum()) for j, other in enumerate(rows) if j != k)
+        scores.append(sum(gaps[: max(1, len(rows) - malicious - 2)]))
+    return sorted(range(len(rows)), key=lambda k: scores[k])[:chosen]
+
+
+def clipped_mean(rows: Sequence[Tensor], center: Tensor, radius: float | None) -> Tensor:
+    """The mean of the updates from a center, none of which counts as longer than the radius."""
+    updates = [row - center for row in rows]
+    lengths = [float(update.norm()) for update in updates]
+    if radius is None:
+        middle = sorted(lengths)
+        radius = (middle[(len(middle) - 1) // 2] + middle[len(middle) // 2]) / 2
+    clipped = [
+        update * min(1.0, radius / length) if length else update
+        for update, length in zip(updates, lengths, strict=True)
+    ]
+    return center + mean_of(clipped)
+
+
+class Private(Wrapped):
+    def begin(self) -> None:
+        super().begin()
+        self.released = 0
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        method: Any = self.method
+        if method.clip is None:
+            self.inner.receive(round, answers)
+            return
+        base = self.inner.sends_idle(round)["model"]
+        if answers:
+            base = mean_of([answer.sent["model"] for answer in answers])
+        total = torch.zeros_like(base, dtype=torch.float64)
+        for answer in answers:
+            update = answer.reply["model"] - answer.sent["model"]
+            length = float(update.double().norm())
+            total += (update * min(1.0, method.clip / length) if length else update).double()
+        noise = torch.randn(total.shape, generator=round.stream("privacy noise"), dtype=torch.float64)
+        total += (method.noise or 0.0) * method.clip * noise
+        row = base + (total / self.setting.participants).to(base)
+        equal = [Answer(slot, slot, 1.0, {"model": base}, {"model": row}) for slot in range(self.setting.participants)]
+        self.inner.receive(round, equal)
+        self.released = round.number
+
+    def finish(self, round: Round) -> None:
+        if self.method.clip is not None and self.released < round.number:  # type: ignore[attr-defined]
+            self.receive(round, [])
+        super().finish(round)
+
+
+class LocalPrivate(Wrapped):
+    def unlike(self, round: Round, outer: dict[int, Any], inner: dict[int, Any], refused: Collection[int] = ()) -> str:
+        method: Any = self.method
+        for client, record in outer.items():
+            if client in refused:
+                continue
+            expected = inner[client].reply["model"]
+            if method.clip is not None:
+                sent = inner[client].inbox["model"]
+                update = expected - sent
+                length = float(update.double().norm())
+                update = update.double() * (min(1.0, method.clip / length) if length else 1.0)
+                stream = round.stream("privacy noise", client)
+                noise = torch.randn(update.shape, generator=stream, dtype=torch.float64)
+                expected = sent + (update + method.noise * method.clip * noise).to(sent)
+            if wrong := difference(record.reply["model"], expected):
+                return f"client {client} uploads what is off by {wrong}"
+        return ""
+
+
+class Coded(Wrapped):
+    """Quantised, sparse and low-rank updates."""
+
+    def begin(self) -> None:
+        super().begin()
+        self.errors: dict[tuple[int, str], Tensor] = {}
+
+    def sends(self, round: Round) -> list[Message]:
+        messages = self.inner.sends(round)
+        if getattr(self.method, "down", None) is None:
+            return messages
+        return [{} for _ in messages]  # checked in `unlike`, after decoding
+
+    def sends_idle(self, round: Round) -> Message:
+        return {} if getattr(self.method, "down", None) is not None else self.inner.sends_idle(round)
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        if getattr(self.method, "down", None) is not None:  # updates are added to the exact model
+            sent = self.inner.sends(round)
+            answers = [replace(answer, sent={**answer.sent, **sent[answer.slot]}) for answer in answers]
+        decoded = [replace(answer, reply=self.decoded(answer.reply, answer.sent)) for answer in answers]
+        self.inner.receive(round, decoded)
+
+    @property
+    def parts(self) -> set[str]:
+        """The last words of the names of what codes a tensor."""
+        kind = name_of(self.method)
+        if kind == "quantised":
+            return {"levels", "scales"} if self.method.bits else {"update"}  # type: ignore[attr-defined]
+        return {"indices", "values"} if kind == "sparse" else {"factors"}
+
+    def decoded(self, reply: Message, sent: Message) -> Message:
+        """The reply as the inner method's clients made it, up to what coding leaves out."""
+        nested = isinstance(self.inner, Coded)
+        result: Message = {}
+        coded: dict[str, Message] = {}
+        for key, value in reply.items():
+            name, _, word = key.rpartition(".")
+            mine = word in self.parts and (not nested or name.endswith((".values", ".factors")))
+            if mine or (word == "rest" and not nested):
+                coded.setdefault(name, {})[word] = value
+            else:
+                result[key] = value
+        for name, parts in coded.items():
+            rest = [parts.pop("rest")] if "rest" in parts else []
+            row = torch.cat([self.decode(parts, self.size_of(name, sent)), *rest])
+            result[name] = row + sent["model"] if name == "model" else row
+        return result
+
+    def size_of(self, name: str, sent: Message) -> int:
+        count = self.setting.trainable
+        if not isinstance(self.inner, Coded):
+            return min(len(sent["model"]), count) if name == "model" else count
+        size = self.inner.size_of(name.partition(".")[0], sent)
+        share = getattr(self.inner.method, "share", None)
+        return self.inner.factors(size) if share is None else max(1, int(share * size + 1e-9))
+
+    def factors(self, size: int) -> int:
+        rank, total = self.method.rank, 0  # type: ignore[attr-defined]
+        for part in self.setting.layout.slices:
+            if part.stop <= size:
+                high = part.shape[0] if len(part.shape) > 1 else 1
+                wide = (part.stop - part.start) // high
+                total += rank * (high + wide) if rank * (high + wide) < high * wide else high * wide
+        return total
+
+    def decode(self, parts: Message, size: int) -> Tensor:
+        method: Any = self.method
+        kind = name_of(method)
+        if kind == "quantised":
+            if method.bits is None:
+                return parts["update"].clone()
+            return levels_decoded(parts["levels"], parts["scales"], size, method.bits, method.bucket)
+        if kind == "sparse":
+            row = parts["values"].new_zeros(size)
+            for index, value in zip(parts["indices"].tolist(), parts["values"], strict=True):
+                row[index] += value
+            return row
+        pieces, offset, factors = [], 0, parts["factors"]
+        for part in self.setting.layout.slices:
+            if part.stop > size:
+                continue
+            high = part.shape[0] if len(part.shape) > 1 else 1
+            wide = (part.stop - part.start) // high
+            if method.rank * (high + wide) < high * wide:
+                left = factors[offset : offset + high * method.rank].reshape(high, method.rank)
+                offset += high * method.rank
+                right = factors[offset : offset + wide * method.rank].reshape(wide, method.rank)
+                offset += wide * method.rank
+                pieces.append((left @ right.T).reshape(-1))
+            else:
+                pieces.append(factors[offset : offset + high * wide])
+                offset += high * wide
+        return torch.cat(pieces)
+
+    def unlike(self, round: Round, outer: dict[int, Any], inner: dict[int, Any], refused: Collection[int] = ()) -> str:
+        """The download decodes to what the inner clients had; the upload to their update, up to what coding leaves out."""
+        method: Any = self.method
+        for client, record in outer.items():
+            inbox, sent = record.inbox, inner[client].inbox
+            if getattr(method, "down", None) is not None:
+                for name in [key.removesuffix(".levels") for key in inbox if key.endswith(".levels")]:
+                    size = min(len(sent[name]), self.setting.trainable)
+                    row = levels_decoded(
+                        inbox[f"{name}.levels"], inbox[f"{name}.scales"], size, method.down, method.bucket
+                    )
+                    row = torch.cat([row, inbox[f"{name}.rest"]]) if f"{name}.rest" in inbox else row
+                    if wrong := difference(sent[name], row):
+                        return f"client {client} decodes {name} off by {wrong}"
+                    slots = round.selected
+                    message = (
+                        self.inner.sends(round)[slots.index(client)]
+                        if client in slots
+                        else self.inner.sends_idle(round)
+                    )
+                    step = float((inbox[f"{name}.scales"][:, 1] - inbox[f"{name}.scales"][:, 0]).max()) / (
+                        2**method.down - 1
+                    )
+                    if name in message and difference(row, message[name]) > 0.5 * step + 1e-6:
+                        return f"client {client} was sent {name} off by more than half a level"
+            if isinstance(self.inner, Coded) or client in refused:
+                continue
+            decoded = self.decoded(
+                record.reply, {"model": torch.zeros_like(inner[client].inbox.get("model", self.setting.initial))}
+            )
+            for name in decoded:
+                if name in record.reply:
+                    if not torch.equal(record.reply[name], inner[client].reply[name]):
+                        return f"client {client} uploads another {name}"
+                    continue
+                update = inner[client].reply[name] - (sent["model"] if name == "model" else 0)
+                size = min(len(update), self.setting.trainable)
+                if name == "model" and (wrong := difference(decoded[name][size:], update[size:])):
+                    return f"client {client} uploads statistics off by {wrong}"
+                update = update[:size]
+                if method_keeps(method):
+                    update = update + self.errors.get((client, name), torch.zeros_like(update))
+                left = update - decoded[name][:size]
+                if wrong := self.lost_too_much(update, left, record.reply, name):
+                    return f"client {client}: {wrong}"
+                if method_keeps(method) and record.uploads and client not in refused:
+                    self.errors[client, name] = left
+        return ""
+
+    def lost_too_much(self, update: Tensor, left: Tensor, reply: Message, name: str) -> str:
+        method: Any = self.method
+        kind, tolerance = name_of(method), 1e-9 if update.dtype == torch.float64 else 1e-5
+        if kind == "quantised":
+            if method.bits is None:
+                return "" if float(left.abs().max()) <= tolerance else "the update changes without being coded"
+            scales = reply[f"{name}.scales"]
+            step = float((scales[:, 1] - scales[:, 0]).max()) / (2**method.bits - 1)
+            return "" if float(left.abs().max()) <= step + tolerance else "a number is off by more than one level"
+        if kind == "sparse":
+            kept = max(1, int(method.share * len(update) + 1e-9))
+            smallest = float(update.abs().sort(descending=True).values[kept - 1])
+            wrong = float(left.abs().max()) > smallest + tolerance
+            return "a number beyond the share is left out" if wrong else ""
+        return "what is left is longer than the update" if float(left.norm()) > float(update.norm()) + tolerance else ""
+
+
+def method_keeps(method: Any) -> bool:
+    """Return True if clients keep what coding leaves out."""
+    return bool(getattr(method, "feedback", False))
+
+
+def levels_decoded(levels: Tensor, scales: Tensor, size: int, bits: int, bucket: int) -> Tensor:
+    """a + l (b - a) / (2^bits - 1), number by number."""
+    numbers, in_byte = [], 8 // bits
+    packed, bounds = levels.tolist(), scales.tolist()
+    for k in range(size):
+        level = packed[k // in_byte] >> (bits * (k % in_byte)) & (2**bits - 1)
+        low, high = bounds[k // bucket]
+        numbers.append(low + level * (high - low) / (2**bits - 1))
+    return scales.new_tensor(numbers)
+
+
+class Stages(Definition):
+    def begin(self) -> None:
+        stages, self.losses = self.method.stages, []  # type: ignore[attr-defined]
+        self.stage = self.lasting(0, self.setting.begins)
+        self.inner = definition(stages[self.stage][0], self.setting)
+
+    def lasting(self, stage: int, number: int) -> int:
+        """The first stage from this one on whose last round is not before the round."""
+        stages = self.method.stages  # type: ignore[attr-defined]
+        while stage < len(stages) - 1 and isinstance(stages[stage][1], int) and stages[stage][1] < number:
+            stage += 1
+        return stage
+
+    def sends(self, round: Round) -> list[Message]:
+        return self.inner.sends(round)
+
+    def sends_idle(self, round: Round) -> Message:
+        return self.inner.sends_idle(round)
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        if self.method.stages[self.stage][1] == "auto":  # type: ignore[attr-defined]
+            losses = [answer.reply[HELD_OUT_LOSS].reshape(1).double() for answer in answers]
+            self.losses.append(float(mean_of(losses, [answer.weight for answer in answers])))
+            answers = [
+                replace(answer, reply={n: t for n, t in answer.reply.items() if n != HELD_OUT_LOSS})
+                for answer in answers
+            ]
+        self.inner.receive(round, answers)
+
+    def finish(self, round: Round) -> None:
+        method: Any = self.method
+        self.inner.finish(round)
+        stages, patience = method.stages, method.patience
+        stage, over = self.stage, False
+        if stages[stage][1] == "auto" and len(self.losses) >= 2 * patience:
+            older, newer = self.losses[-2 * patience : -patience], self.losses[-patience:]
+            over = sum(newer) >= (1 - method.improvement) * sum(older)
+        stage = self.lasting(stage + over, round.number + 1)
+        if stage != self.stage:
+            model = self.inner.model()
+            self.stage, self.losses = stage, []
+            setting = replace(self.setting, initial=model.clone(), begins=round.number + 1)
+            self.inner = definition(stages[stage][0], setting)
+
+    def model(self) -> Tensor:
+        return self.inner.model()
+
+
+class Secure(Wrapped):
+    def sends(self, round: Round) -> list[Message]:
+        messages, method = self.inner.sends(round), self.method
+        apart = len({id(message["model"]) for message in messages}) > 1
+        if not method.exchanges("before_train") or not apart:  # type: ignore[attr-defined]
+            return messages
+        rows = self.exchanged(round, [message["model"] for message in messages], round.selected, "before_train")
+        return [{**message, "model": row} for message, row in zip(messages, rows, strict=True)]
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        if self.method.exchanges("before_upload"):  # type: ignore[attr-defined]
+            clients = [answer.client for answer in answers]
+            rows = self.exchanged(round, [answer.reply["model"] for answer in answers], clients, "before_upload")
+            answers = [
+                replace(answer, reply={**answer.reply, "model": row}) for answer, row in zip(answers, rows, strict=True)
+            ]
+        self.inner.receive(round, answers)
+
+    def exchanged(self, round: Round, rows: Sequence[Tensor], clients: Sequence[int], when: str) -> list[Tensor]:
+        """The rows after the exchange between these clients, whose draws are the library's."""
+        result = [row.clone() for row in rows]
+        sources = self.method.rehearse(round, clients, when).sources  # type: ignore[attr-defined]
+        for unit, source in zip(layers_of(self.setting.layout), sources, strict=True):
+            for target, origin in enumerate(source):
+                for piece in unit:
+                    result[target][piece] = rows[origin][piece]
+        return result
+
+
+@dataclass
+class UnderWay:
+    """A client's work that the server still waits for."""
+
+    until: float
+    answer: Answer
+    version: int
+    place: int
+
+
+class Buffered(Wrapped):
+    """FedBuff and FedAsync: the first k replies make a step; a version is a step."""
+
+    def begin(self) -> None:
+        super().begin()
+        self.under_way: list[UnderWay] = []
+        self.now, self.version = 0.0, 0
+
+    @property
+    def goal(self) -> int:
+        return getattr(self.method, "k", 1)
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        free = [place for place in range(self.setting.participants) if all(u.place != place for u in self.under_way)]
+        for answer in answers:
+            speeds = self.setting.speeds
+            took = self.setting.sizes[answer.client] / speeds[answer.client] if speeds else 1.0
+            self.under_way.append(UnderWay(self.now + took, answer, self.version, free[answer.slot]))
+
+    def arrived(self) -> list[UnderWay]:
+        closes = self.now + self.setting.closes
+        order = sorted(self.under_way, key=lambda work: (work.until, work.answer.client))
+        taken = [work for work in order[: self.goal] if work.until <= closes]
+        waits = math.isfinite(closes) and len(taken) < min(self.goal, len(order))
+        self.now = closes if waits else max([self.now, *(work.until for work in taken)])
+        self.under_way = [work for work in self.under_way if all(work is not one for one in taken)]
+        return sorted(taken, key=lambda work: work.place)
+
+    def finish(self, round: Round) -> None:
+        taken = self.arrived()
+        if taken:
+            self.inner.receive(round, [self.moved(slot, work) for slot, work in enumerate(taken)])
+            self.version += 1
+        self.inner.finish(round)
+
+    def moved(self, slot: int, work: UnderWay) -> Answer:
+        method: Any = self.method
+        model, sent, reply = self.inner.sends_idle(None)["model"], work.answer.sent["model"], work.answer.reply["model"]  # type: ignore[arg-type]
+        stale, count = self.version - work.version, self.setting.trainable
+        discount = (1 + stale) ** -method.staleness
+        row = reply
+        if name_of(method) == "fedasync":
+            row = model + method.alpha * discount * (reply - model)
+        elif stale:
+            row = model + discount * (reply - torch.cat([sent[:count], model[count:]]))
+        return replace(work.answer, slot=slot, reply={"model": row}, sent={"model": model})
+
+
+class PoolUnderWay(Pool, Buffered):
+    """FedMR whose models travel on their own: those that are back are recombined."""
+
+    def begin(self) -> None:
+        Pool.begin(self)
+        self.under_way, self.now, self.version = [], 0.0, 0
+
+    def sends(self, round: Round) -> list[Message]:
+        free = [place for place in range(self.setting.participants) if all(u.place != place for u in self.under_way)]
+        return [{"model": self.pool[free[slot]]} for slot in range(len(round.selected))]
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        Buffered.receive(self, round, answers)
+
+    def finish(self, round: Round) -> None:
+        taken = self.arrived()
+        if taken:
+            rows = shuffled(
+                [work.answer.reply["model"] for work in taken], self.setting.layout, round.stream("recombine")
+            )
+            share, mean = share_at(self.method.blend, round.number), mean_of(rows)  # type: ignore[attr-defined]
+            for work, row in zip(taken, rows, strict=True):
+                self.pool[work.place] = (1 - share) * row + share * mean
+
+
+def difference(one: Tensor, other: Tensor) -> float:
+    """How far two tensors are apart, beyond rounding in their type."""
+    if one.shape != other.shape:
+        return math.inf
+    if not one.numel():
+        return 0.0
+    gap = float((one.double() - other.double()).abs().max())
+    allowed = 1e-9 if one.dtype == torch.float64 else 2e-5
+    return gap if not gap <= allowed * (1 + float(other.double().abs().max())) else 0.0
+
+
+KINDS: dict[str, Callable[[Algorithm, Setting], Definition]] = {
+    "scaffold": Scaffold, "feddyn": FedDyn, "feddc": FedDC, "fednova": FedNova, "fedexp": FedExP,
+    "fedavgm": ServerOptimizer, "fedadam": ServerOptimizer, "fedyogi": ServerOptimizer,
+    "fedmut": FedMut, "indep": Pool, "fedmr": Pool, "fedmr_async": PoolUnderWay,
+    "fedamp": FedAMP, "apple": Apple, "fedfomo": FedFomo,
+    "umf": Umf, "ala": Ala, "fedala": Ala, "robust": Robust, "private": Private, "local_private": LocalPrivate,
+    "quantised": Coded, "sparse": Coded, "lowrank": Coded, "stages": Stages, "secure": Secure,
+    "fedbuff": Buffered, "fedasync": Buffered, "clustered": Wrapped, "clusamp": Wrapped, "dp_sgd": Wrapped,
+}  # fmt: skip
+PERSONAL = {
+    "fedper", "fedrep", "lg_fedavg", "fedbn", "silobn", "ditto", "pfedme", "fedphp", "per_fedavg", "fedavg_c", "fedprox_c",
+    "partialfed",
+}  # fmt: skip
+AVERAGED = {"fedavg", "fedprox", "moon", "fedsam", "fedasam", "fedgen"}
+
+
+def definition(method: Algorithm, setting: Setting) -> Definition:
+    """The definition of a method, and of those inside it."""
+    name = name_of(method)
+    if name in KINDS:
+        return KINDS[name](method, setting)
+    if name in PERSONAL:
+        return Personal(method, setting)
+    assert name in AVERAGED, f"{name} has no definition here: write one"
+    return Definition(method, setting)
+
+
+def weights_of(selection: Selection, sizes: Sequence[int]) -> list[float]:
+    """What each selected client weighs, by slot."""
+    if selection.weights is not None:
+        return list(selection.weights)
+    return [float(sizes[client]) for client in selection.clients]

@@ -1,0 +1,259 @@
+"""Runs cases and holds each round against the definitions; as a program: python tests/seams/harness.py --minutes 30"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from unittest import mock
+
+if __name__ == "__main__":  # as a program: as pytest, which finds the tests' modules
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithms.robust import Robust
+from fedloom.errors import FedloomError
+from fedloom.rounds.federation import Federation
+from seams.cases import ROUNDS, Case, covering_cases, every_case, methods
+from seams.definitions import (
+    Answer,
+    Definition,
+    Personal,
+    Setting,
+    definition,
+    difference,
+    weights_of,
+)
+from seams.setting import SIZES, ClientRecord, Recording, federation, small_task
+
+
+class Deviation(AssertionError):
+    """A round is not what the definitions say."""
+
+
+def run_case(case: Case, directory: Path | None = None) -> None:
+    """Run one case round by round; replies that are folded come in blocks of two slots where it runs straight. Raises
+    `Deviation`."""
+    slots = {"LEAST_SLOTS": 2, "MOST_SLOTS": 2} if case.course == "straight" else {}
+    with mock.patch.multiple("fedloom.algorithm", **slots) if slots else nullcontext():
+        _run_case(case, directory)
+
+
+def _run_case(case: Case, directory: Path | None) -> None:
+    task = small_task(case.model)
+    folder = directory if case.course == "resumed" else None
+
+    def begin() -> tuple[Federation, Recording]:
+        made = federation(case.expression, task, change=case.change, directory=folder, **case.options())
+        if case.attendance == "nobody":
+            made[0].engine.lost = lambda number, client: number == 2  # type: ignore[attr-defined]
+        return made
+
+    run, recording = begin()
+    definitions = definition(run.algorithm, setting_of(run))
+    for number in range(1, ROUNDS + 1):
+        if case.course == "resumed" and number == 2 + len(case.method) % 2:
+            run.save()
+            run, recording = begin()
+            rebind(definitions, run)
+            if run.finished != number - 1:
+                raise Deviation(f"resumed after round {run.finished}, not {number - 1}")
+        counters = run.integers
+        try:
+            run.step()
+        except FedloomError as error:
+            raise Deviation(f"round {number} is refused: {type(error).__name__}: {error}") from error
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            raise Deviation(
+                f"round {number}: {type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+            ) from error
+        compare(case, run, recording, definitions, number, counters)
+
+
+def setting_of(run: Federation) -> Setting:
+    task, clock = run.task, run.schedule.clock
+    speeds = [clock.device(run.schedule.seed, client).speed for client in range(task.clients)] if clock.runs else []
+    closes = float("inf") if clock.deadline is None else clock.deadline
+    return Setting(
+        task.layout,
+        task.model,
+        task.initial,
+        SIZES,
+        run.algorithm.plan.participants,
+        task.dataset.classes,
+        speeds,
+        closes,
+    )
+
+
+def rebind(definitions: Definition, run: Federation) -> None:
+    """Let definitions describe the method of the resumed run: it has the same parameters, and other recordings."""
+    fresh = dict(enumerate(run.algorithm.nested()))
+    pairs = {id(method): fresh[k] for k, method in enumerate(definitions.method.nested())}
+    level: Definition | None = definitions
+    while level is not None:
+        level.method = pairs[id(level.method)]
+        level = getattr(level, "inner", None)
+
+
+def records_of(recording: Recording, level: Definition, number: int) -> dict[int, ClientRecord]:
+    """The records of a round, of the method that a definition describes."""
+    depth = next(k for k, method in enumerate(recording.methods) if method is level.method)
+    return recording.of(number, depth)
+
+
+def compare(
+    case: Case, run: Federation, recording: Recording, definitions: Definition, number: int, counters: Tensor
+) -> None:
+    """Raise `Deviation` unless what was sent, coded, counted and made of the answers is as the definitions say."""
+    round, selection = recording.selections[number]
+    round = replace(round, selected=selection.clients)
+    outer, record = recording.of(number), run.history[number - 1]
+    sends = definitions.sends(round)
+    for slot, client in enumerate(selection.clients):
+        if client in outer:
+            same_message(f"round {number}: client {client} is sent", outer[client].inbox, sends[slot])
+    for client in selection.idle:
+        if client in outer:
+            same_message(
+                f"round {number}: idle client {client} is sent", outer[client].inbox, definitions.sends_idle(round)
+            )
+    faulty = {fault["client"]: fault["reason"] for fault in record["faults"]}
+    refused = [client for client in faulty if client in outer]
+    level = definitions
+    while (inner := getattr(level, "inner", None)) is not None:
+        wrong = level.unlike(round, records_of(recording, level, number), records_of(recording, inner, number), refused)
+        if wrong:
+            raise Deviation(f"round {number}: {type(level).__name__}: {wrong}")
+        level = inner
+    if case.attendance == "not finite" and number == 2:
+        expected = {client for client in selection.clients if client % 3 == 0}
+        if set(faulty) != expected:
+            raise Deviation(f"round 2: {sorted(faulty)} are refused, and {sorted(expected)} are not finite")
+    weights = weights_of(selection, SIZES)
+    answers = [
+        Answer(slot, client, weights[slot], outer[client].inbox, outer[client].reply)
+        for slot, client in enumerate(selection.clients)
+        if client not in faulty
+    ]
+    same_counters(case, run, level, [outer[answer.client] for answer in answers], counters, number)
+    same_bytes(run, level, selection, outer, record, faulty)
+    if answers:
+        definitions.receive(round, answers)
+    definitions.finish(round)
+    if wrong := difference(run.algorithm.model(), definitions.model()):
+        raise Deviation(f"round {number}: the model is off by {wrong:.3g} with {len(answers)} answers")
+
+
+def same_message(what: str, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        if name not in found:
+            raise Deviation(f"{what} no {name!r}")
+        if wrong := difference(found[name], value):
+            raise Deviation(f"{what} {name!r} off by {wrong:.3g}")
+
+
+def same_counters(
+    case: Case, run: Federation, leaf: Definition, records: list[ClientRecord], before: Tensor, number: int
+) -> None:
+    """Integer buffers become the largest of the answers, grown by no more than four times the lower median; under a robust rule
+    that median, where the answers are enough to outvote a minority. Where clients keep their own, the server's stay."""
+    if not run.task.layout.integers or isinstance(leaf, Personal) or "stages" in case.expression or not records:
+        return
+    counters = torch.stack([record.counters for record in records])
+    growth = (counters - before).sort(0).values
+    expected = before + torch.minimum(growth[-1], 4 * growth[(len(records) - 1) // 2])
+    robust = next((method for method in run.algorithm.nested() if isinstance(method, Robust)), None)
+    if robust is not None:
+        few = len(records) < 2 * math.ceil(robust.malicious * len(records) - 1e-9) + (3 if "krum" in robust.rule else 1)
+        expected = before if few else counters.sort(0).values[(len(records) - 1) // 2]
+    if not torch.equal(run.integers, expected):
+        raise Deviation(f"round {number}: integer buffers are {run.integers.tolist()}, of answers {counters.tolist()}")
+
+
+def same_bytes(
+    run: Federation,
+    leaf: Definition,
+    selection: object,
+    outer: dict[int, ClientRecord],
+    record: dict[str, object],
+    faulty: dict[int, str],
+) -> None:
+    """Bytes up are those of the answers that counted, bytes down those of what was sent to each who was reached."""
+    counters = 0 if isinstance(leaf, Personal) else 8 * run.task.layout.integers
+    answers = [client for client in selection.clients if client not in faulty]  # type: ignore[attr-defined]
+    up = sum(size_of(outer[client].reply) + counters for client in answers)
+    if record["bytes_up"] != up:
+        raise Deviation(f"round {record['round']}: {record['bytes_up']} bytes up are counted, {up} were uploaded")
+    receivers = selection.receivers or len(selection.clients) + len(selection.idle)  # type: ignore[attr-defined]
+    receivers -= sum(reason == "dropped out" for reason in faulty.values())
+    if outer:
+        down = (size_of(next(iter(outer.values())).inbox) + counters) * receivers
+        if record["bytes_down"] != down:
+            raise Deviation(f"round {record['round']}: {record['bytes_down']} bytes down are counted, {down} were sent")
+
+
+def size_of(message: dict[str, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in message.values())
+
+
+@dataclass
+class Outcome:
+    """How many cases agreed, and what deviated."""
+
+    agreed: int = 0
+    deviations: list[tuple[Case, str]] = field(default_factory=list)
+    tried: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+
+def run_all(cases: Iterable[Case], seconds: float = float("inf")) -> Outcome:
+    """Run cases, as many as there is time for."""
+    outcome, end = Outcome(), time.monotonic() + seconds
+    with tempfile.TemporaryDirectory(prefix="fedloom-seams-") as folder:
+        for k, case in enumerate(cases):
+            if time.monotonic() > end:
+                break
+            outcome.tried[case.method, case.wrapper] += 1
+            (Path(folder) / str(k)).mkdir()
+            try:
+                run_case(case, Path(folder) / str(k))
+            except Exception as error:
+                text = str(error) if isinstance(error, Deviation) else traceback.format_exc()
+                outcome.deviations.append((case, text))
+                print(f"{case.expression} [{case.attendance}, {case.model}, {case.course}]: {text}", flush=True)
+            else:
+                outcome.agreed += 1
+    return outcome
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--pairs", action="store_true", help="the selection in which every pair of factors occurs")
+    parser.add_argument("--seed", type=int, default=0, help="the order of the cases")
+    parser.add_argument("--only", default="", help="cases whose expression has this in it")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    cases: Iterable[Case] = every_case(options.seed, options.only)
+    if options.pairs:
+        cases = itertools.chain.from_iterable(covering_cases(method, options.only) for method in methods())
+    outcome = run_all(cases, 60 * options.minutes)
+    print(f"{outcome.agreed} agree, {len(outcome.deviations)} deviate, {time.monotonic() - began:.1f} s")
+    raise SystemExit(1 if outcome.deviations else 0)
+
+
+if __name__ == "__main__":
+    main()

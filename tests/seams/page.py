@@ -1,0 +1,94 @@
+"""The page of the documentation that says which methods and wrappers combine: python tests/seams/page.py writes it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # as a program: as pytest, which finds the tests' modules
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from fedloom.algorithm import build, describe
+from seams.cases import PARAMETERS, WRAPPERS, methods, pair_refusal
+
+PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
+
+SHORT = {
+    "none": "alone", "clustered by size": "clustered, size", "robust median": "median", "robust trimmed_mean": "trimmed",
+    "robust krum": "krum", "robust multi_krum": "multi-krum", "robust clipping": "clipping",
+    "quantised down": "down", "coded twice": "both", "stages, first": "first", "stages, later": "later", "stages, auto": "auto",
+    "fedmr, local": "local",
+}  # fmt: skip
+"""Heads of the columns that are not the wrapper's name."""
+
+COLUMNS = [wrapper for wrapper in WRAPPERS if wrapper != "none"]
+
+HEAD = """# Which methods combine
+
+Every method was put into every wrapper and run for some rounds: with all clients there, with some missing, late or refused, with
+nobody, with one participant, with batch norm, frozen parameters and single precision, straight through and killed and resumed.
+Each round was held against the definition of both, computed in plain loops from what the clients were sent and uploaded.
+What is marked here agreed with it. All else is refused before the first round, in one line, for the reason below the table.
+`make chaos` runs every case; `make test` runs a selection.
+
+The columns are these:
+
+{legend}
+
+{head}
+{rows}
+
+## Why not
+
+A wrapper's reason is the same for all the methods that stand beside it.
+"""
+
+
+def title(wrapper: str) -> str:
+    return SHORT.get(wrapper, wrapper)
+
+
+def shown(method: str) -> str:
+    """The method as the page names it: without the parameters that suit small federations."""
+    return next((name for name, expression in PARAMETERS.items() if expression == method), method)
+
+
+def row_of(method: str) -> str:
+    """The line of one method in the table."""
+    marks = ["" if pair_refusal(method, wrapper) else "yes" for wrapper in COLUMNS]
+    return f"| `{shown(method)}` | {' | '.join(marks)} |"
+
+
+def reason_of(method: str, wrapper: str) -> str:
+    """Why a wrapper does not take a method, with the method's own expression left out."""
+    reason = pair_refusal(method, wrapper)
+    names = {method, shown(method)}
+    try:
+        names.add(describe(build(method)))
+    except Exception:  # it is refused alone
+        return reason
+    for name in sorted(names, key=len, reverse=True):
+        reason = re.sub(rf"(?<![\w`]){re.escape(name)}(?![\w`])", "M", reason)
+    return reason
+
+
+def page() -> str:
+    """The whole page."""
+    every = methods()
+    head = f"| method | {' | '.join(map(title, COLUMNS))} |\n|---|{'---|' * len(COLUMNS)}"
+    legend = "\n".join(f"- {title(wrapper)}: `{WRAPPERS[wrapper].format('M')}`" for wrapper in COLUMNS)
+    text = HEAD.format(legend=legend, head=head, rows="\n".join(map(row_of, every)))
+    for wrapper in COLUMNS:
+        reasons: dict[str, list[str]] = {}
+        for method in every:
+            if pair_refusal(method, wrapper):
+                reasons.setdefault(reason_of(method, wrapper), []).append(f"`{shown(method)}`")
+        if reasons:
+            text += f"\n### {WRAPPERS[wrapper].format('M')}\n\n"
+            text += "".join(f"- {reason}. Methods: {', '.join(names)}\n" for reason, names in reasons.items())
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,460 @@
+"""Where two parts meet: a wrapper and a missing reply, sampling and accounting, decoding and checks, each with its definition."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import AggregatedReplies, Message, build
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.errors import FedloomError, InvalidValue
+from fedloom.local.cohort import Cohort
+from fedloom.round import Round
+from fedloom.rounds.clock import Clock
+from fedloom.rounds.federation import Federation
+from seams.setting import SIZES, Recording, answered, federation, small_task
+
+
+def steps(run: Federation, count: int) -> None:
+    for _ in range(count):
+        run.step()
+
+
+def refused_or_made(expression: str, **options: object) -> tuple[Federation, Recording] | None:
+    """A federation, or None where the combination is refused at set-up, in one line."""
+    try:
+        return federation(expression, **options)  # type: ignore[arg-type]
+    except InvalidValue as error:
+        assert "\n" not in str(error)  # noqa: PT017
+        return None
+
+
+# --- methods with one model each ---
+
+
+def variance(rows: Tensor) -> float:
+    return float(sum((row - sum(rows) / len(rows)).square().sum() for row in rows)) / len(rows)
+
+
+def test_the_blend_counts_absent_slots_as_they_were_sent() -> None:
+    run, recording = federation("fedmr(blend=auto, tolerance=0.05)", rounds=5, dropout=0.4)
+    trainable, initial = run.task.layout.trainable, run.task.initial.clone()
+    for number in range(1, 6):
+        pool_before = run.algorithm.state["pool"].clone()
+        run.step()
+        clients, present = run.history[-1]["clients"], answered(run, recording, number)
+        assert 0 < len(present) < len(clients) or number > 1
+        seen = recording.of(number)
+        for slot, client in enumerate(clients):
+            if client in seen:
+                assert torch.equal(seen[client].inbox["model"], pool_before[slot])
+        if not present:
+            continue
+        pool = torch.stack(
+            [
+                seen[client].reply["model"] if client in present else pool_before[slot]
+                for slot, client in enumerate(clients)
+            ]
+        )
+        weight = sum(SIZES[client] for client in present)
+        mean = sum(SIZES[client] / weight * seen[client].reply["model"] for client in present)
+        assert isinstance(mean, Tensor)
+        bound = 0.05 * float((mean - initial)[:trainable].square().sum())
+        spread = variance(pool[:, :trainable]) * variance((pool - pool_before)[:, :trainable])
+        share = max(0.0, 1 - bound**2 / spread)
+        assert run.algorithm.diagnose()["blend"] == pytest.approx(share, rel=1e-9)
+        torch.testing.assert_close(
+            run.algorithm.model(), (1 - share) * pool.mean(0) + share * mean, rtol=1e-9, atol=1e-9
+        )
+
+
+@pytest.mark.parametrize(
+    ("expression", "longest", "mode"),
+    [
+        ("private(fedmut(beta=0.0), clip=0.1, noise=0)", 0.1, "poisson"),
+        ("private(fedmut(beta=0.0), clip=0.1, noise=0)", 0.1, "everybody"),
+        ("robust(fedmut(beta=0.0), rule=clipping, radius=0.1)", 0.1, "fixed"),
+    ],
+)
+def test_each_update_is_measured_from_the_model_that_its_client_was_sent(
+    expression: str, longest: float, mode: str
+) -> None:
+    """K is even and the mutations are opposite, so that the mean of what is sent is the model."""
+    options = {"participation_mode": "poisson"} if mode == "poisson" else {}
+    awaited = 8 if mode == "everybody" else 4
+    task = small_task(sizes=SIZES[:8])
+    made = refused_or_made(expression, task=task, awaited=awaited, rounds=5, **options)
+    if made is None:
+        return
+    run, recording = made
+    for number in range(1, 6):
+        run.step()
+        seen = recording.of(number)
+        if mode == "poisson" and len(seen) % 2:
+            continue
+        before = sum((one.inbox["model"] for one in seen.values()), torch.zeros_like(run.task.initial))
+        before = before / max(1, len(seen))
+        if not seen:
+            continue
+        total = torch.zeros_like(before)
+        for one in seen.values():
+            update = one.reply["model"] - one.inbox["model"]
+            total += update * min(1.0, longest / float(update.norm()))
+        expected = before + total / (awaited if mode == "poisson" else len(seen))
+        torch.testing.assert_close(run.algorithm.model(), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("wrapped", ["private({}, clip=0.1, noise=0)", "robust({}, rule=clipping, radius=0.1)"])
+def test_clients_that_return_what_they_were_sent_move_nothing(wrapped: str) -> None:
+    task = small_task(sizes=SIZES[:8])
+    made = refused_or_made(wrapped.format("fedmut(beta=0.0)"), task=task, awaited=8, rounds=4)
+    if made is None:
+        return
+    run, recording = made
+    steps(run, 2)
+    train = run.algorithm.train
+    run.algorithm.train = lambda cohort, inbox: train(cohort, inbox) and {"model": inbox["model"].clone()}  # type: ignore[method-assign]
+    before = run.algorithm.model().clone()
+    run.step()
+    assert len(recording.of(3)) == 8
+    torch.testing.assert_close(run.algorithm.model(), before, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", ["fedbuff({}, k=2)", "fedasync({})"])
+@pytest.mark.parametrize("inner", ["fedmut", "indep", "fedmr", "scaffold", "fedavg"])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_asynchronous_methods_refuse_or_carry_models_of_each_client(method: str, inner: str, dropout: float) -> None:
+    made = refused_or_made(method.format(inner), rounds=8, dropout=dropout)
+    if made is not None:
+        steps(made[0], 8)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "stages(fedavg:1, stages(scaffold:1, fedmr))",
+        "stages(fedavg:1, stages(scaffold:3, fedmr))",
+        "stages(fedavg:1, umf(stages(scaffold:1, fedmr)))",
+        "stages(stages(fedavg:auto, fedmut, patience=1):2, fedavg)",
+        "stages(fedavg:1, stages(fedavg:auto, fedmut, patience=1))",
+        "stages(fedavg:auto, stages(scaffold:1, fedmr), patience=1, improvement=0.9)",
+        "stages(fedavg:auto, stages(fedavg:auto, fedmr), patience=1)",
+        "stages(apple:auto, fedavg)",
+        "stages(fedfomo:auto, fedavg)",
+    ],
+)
+def test_stages_inside_stages_are_refused_or_run(expression: str) -> None:
+    made = refused_or_made(expression, awaited=9, rounds=6)
+    if made is not None:
+        steps(made[0], 6)
+        assert all(record["faults"] == [] for record in made[0].history)
+
+
+# --- accounting ---
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "clustered({})",
+        "clustered({}, by=size)",
+        "robust({}, rule=median)",
+        "stages({}:3, fedavg)",
+        "stages({}:auto, fedavg, patience=2)",
+        "quantised({})",
+        "fedbuff({}, k=3)",
+        "secure({})",
+        "{}",
+    ],
+)
+@pytest.mark.parametrize("inside", ["dp_sgd({}, noise=1.0)", "local_private({}, noise=1.0)"])
+@pytest.mark.parametrize("method", ["fedavg(weighted=false)", "umf(fedavg)", "umf(fedavg, simulate_all=true)"])
+def test_epsilon_counts_the_rounds_in_which_clients_trained(expression: str, inside: str, method: str) -> None:
+    wrapped = inside.format(method)
+    made = refused_or_made(expression.format(wrapped), rounds=6)
+    if made is None:
+        return
+    run, recording = made
+    depth = 0 if expression == "{}" else 1
+    private = recording.methods[depth]
+    count = 3 if "stages({}:3" in expression else 6
+    steps(run, min(count, 6) if "auto" not in expression else 2)
+    counted = [0] * len(SIZES)
+    for number in range(1, run.finished + 1):
+        for client, one in recording.of(number, depth).items():
+            counted[client] += one.uploads or inside.startswith("dp_sgd")
+    if expression.startswith("stages"):
+        return  # whose state is that of the next stage by now; its count is in the figures alone
+    assert private.state["releases"].tolist() == counted
+
+
+def test_over_selection_does_not_let_another_client_in() -> None:
+    """Where the first replies are taken, the absence of one client lets another in, so that sums differ by two clips."""
+    clock = Clock(speed="stragglers(100, 10)", over_selection=0.8)
+    made = refused_or_made("private(fedavg, noise=1.0)", awaited=5, clock=clock)
+    if made is None:
+        return
+    made[0].step()
+    assert not any("late" in fault["reason"] for fault in made[0].history[0]["faults"])
+
+
+WITH_FEW = [
+    f"{wrapper}"
+    for inner in ("fedavg", "fedmut", "scaffold")
+    for wrapper in (
+        f"private({inner}, noise=0.5)",
+        f"private({inner}, clip=none, noise=0)",
+        f"private({inner}, noise=0.5, quantile=0.5)",
+        f"local_private({inner}, noise=0.5)",
+        f"dp_sgd({inner}, noise=0.5)",
+        f"robust({inner}, rule=median)",
+        f"robust({inner}, rule=clipping)",
+        f"robust({inner}, rule=krum, malicious=0)",
+        f"quantised({inner}, down=8)",
+        f"sparse({inner}, share=0.3)",
+        f"lowrank({inner}, rank=1)",
+        f"ala({inner})",
+        f"umf({inner})",
+        f"secure({inner})",
+        f"stages({inner}:2, fedavg)",
+        f"stages({inner}:auto, fedavg)",
+    )
+]
+
+
+@pytest.mark.parametrize("expression", WITH_FEW)
+def test_rounds_of_no_client_and_of_one_are_rounds(expression: str) -> None:
+    made = refused_or_made(expression, awaited=1, rounds=8, participation_mode="poisson")
+    if made is None:
+        return
+    run, _ = made
+    try:
+        steps(run, 8)
+    except InvalidValue as error:
+        assert "needs more than" in str(error), "refused in a round"  # noqa: PT017
+    else:
+        counts = {len(record["clients"]) for record in run.history}
+        assert {0, 1} <= counts
+        assert bool(torch.isfinite(run.algorithm.model()).all())
+
+
+@pytest.mark.parametrize("scale", [math.inf, 1e200, 1e40])
+def test_a_sample_of_infinite_gradient_does_not_make_the_upload_nan(scale: float) -> None:
+    task = small_task()
+    task.train.inputs[2] = scale
+    run, recording = federation("dp_sgd(fedavg, noise=0)", task, awaited=9)  # nothing is evaluated in round 1 of 4
+    run.step()
+    assert run.history[0]["faults"] == []
+    for one in recording.of(1).values():
+        assert bool(torch.isfinite(one.reply["model"]).all())
+
+
+# --- time and staleness ---
+
+
+def test_a_round_without_arrivals_is_no_version() -> None:
+    """Two clients train at a time; nobody answers in time in round 2, so that the reply of round 3 is as fresh as in round 1."""
+    clock = Clock(speed=20.0, deadline=0.2)
+    run, recording = federation("fedbuff(fedavg(weighted=false), k=2)", awaited=2, rounds=6, clock=clock)
+    under_way: list[tuple[float, int, int, Tensor, Tensor]] = []
+    model, now, version = run.task.initial.clone(), 0.0, 0
+    empty = 0
+    for number in range(1, 7):
+        run.step()
+        for client in run.history[-1]["clients"]:
+            one = recording.of(number)[client]
+            torch.testing.assert_close(one.inbox["model"], model, rtol=1e-9, atol=1e-9)
+            under_way.append((now + SIZES[client] / 20.0, client, version, one.inbox["model"], one.reply["model"]))
+        under_way.sort(key=lambda entry: entry[:2])
+        closes = now + 0.2
+        taken = [entry for entry in under_way[:2] if entry[0] <= closes]
+        now = taken[-1][0] if len(taken) == 2 else closes
+        under_way = under_way[len(taken) :]
+        if taken:
+            moved = [(back - sent) * (1 + version - since) ** -0.5 for _, _, since, sent, back in taken]
+            model, version = model + sum(moved) / len(moved), version + 1
+        empty += not taken
+        torch.testing.assert_close(run.algorithm.model(), model, rtol=1e-9, atol=1e-9)
+    assert empty, "every round had an arrival, so nothing was shown"
+
+
+@pytest.mark.parametrize("wrapper", ["dp_sgd({}, noise=0.1)", "local_private({}, noise=0.1)", "quantised({})"])
+def test_wrappers_of_asynchronous_methods_go_by_their_time(wrapper: str) -> None:
+    clock, times = Clock(speed="stragglers(100, 10)", deadline=0.3), []
+    for expression in ("fedbuff(fedavg, k=3)", wrapper.format("fedbuff(fedavg, k=3)")):
+        run, _ = federation(expression, clock=clock)
+        steps(run, 3)
+        times.append([record["simulated_seconds"] for record in run.history])
+    assert times[0] == times[1]
+
+
+def test_the_bound_of_krum_is_that_of_the_replies_awaited() -> None:
+    clock = Clock(speed=100.0, over_selection=0.25)
+    with pytest.raises(InvalidValue, match="robust"):
+        federation("robust(fedavg, rule=krum)", awaited=4, clock=clock)
+
+
+@pytest.mark.parametrize("coded", ["quantised(fedavg)", "quantised(fedavg, down=8)", "sparse(fedavg, share=0.2)"])
+def test_coded_bytes_take_the_same_time_inside_stages(coded: str) -> None:
+    seconds = []
+    for expression in (coded, f"stages({coded}:9, fedavg)"):
+        run, _ = federation(expression, clock=Clock(up=1000.0, down=10_000.0))
+        run.step()
+        seconds.append((run.history[0]["simulated_seconds"], run.history[0]["bytes_up"]))
+    assert seconds[0] == seconds[1]
+
+
+# --- integer buffers and decoded replies ---
+
+
+def lying(lie: int) -> Callable[[int, int, dict[str, Tensor]], dict[str, Tensor]]:
+    def tamper(number: int, client: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        if client == 4:
+            tensors = {n: torch.full_like(t, lie) if t.dtype == torch.int64 else t for n, t in tensors.items()}
+        return tensors
+
+    return tamper
+
+
+@pytest.mark.parametrize("rule", ["median", "trimmed_mean", "krum", "multi_krum", "clipping"])
+@pytest.mark.parametrize("lie", [2**63 - 1, 10**6, 0, -1, -(2**63)])
+def test_one_client_moves_the_integer_buffers_no_further_than_honest_ones(rule: str, lie: int) -> None:
+    runs = []
+    for tamper in (None, lying(lie)):
+        run, recording = federation(f"robust(fedavg, rule={rule})", small_task("norm"), awaited=9, rounds=2)
+        run.engine.tamper = tamper  # type: ignore[attr-defined]
+        steps(run, 2)
+        runs.append(run)
+        honest = torch.stack([one.counters for one in recording.of(2).values() if one.client != 4])
+        assert bool((run.integers >= 1).all())
+        assert bool((run.integers <= honest.amax(0)).all())
+
+
+@pytest.mark.parametrize("lie", [2**63 - 1, -1])
+def test_integer_buffers_do_not_overflow_at_honest_clients(lie: int) -> None:
+    run, recording = federation("fedavg", small_task("norm"), awaited=9, rounds=3)
+    run.engine.tamper = lying(lie)  # type: ignore[attr-defined]
+    for number in range(1, 4):
+        run.step()
+        assert bool((torch.stack([one.counters for one in recording.of(number).values()]) > 0).all())
+        assert bool((run.integers > 0).all())
+
+
+def hostile(number: int, client: int, reply: Message) -> Message:
+    if client != 4:
+        return reply
+    names = ("scales", "values", "factors")
+    sign = torch.tensor([-3e38, 3e38])
+    return {
+        name: sign.to(rows).repeat(rows.numel() // 2 + 1)[: rows.numel()].view(rows.shape)
+        if name.rpartition(".")[2] in names
+        else rows
+        for name, rows in reply.items()
+    }
+
+
+@pytest.mark.parametrize("inner", ["fedavg", "robust(fedavg, rule=clipping)", "robust(fedavg, rule=median)"])
+@pytest.mark.parametrize("coded", ["quantised({})", "sparse({}, share=0.5)", "lowrank({}, rank=1)"])
+def test_what_decodes_to_no_finite_model_is_refused_by_client(coded: str, inner: str) -> None:
+    run, _ = federation(coded.format(inner), small_task("float32"), change=hostile, awaited=9, rounds=3)
+    decodes = coded.startswith("sparse")  # 3e38 is a float, which plain averaging must believe for a round
+    steps(run, 1 if decodes and inner == "fedavg" else 2)
+    assert bool(torch.isfinite(run.algorithm.model()).all())
+    for record in run.history:
+        faults = [fault["client"] for fault in record["faults"]]
+        assert faults == [4] or (decodes and faults == [])
+
+
+# --- what a method returns and is sent ---
+
+
+class TrainsNothing(FedAvg):
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        return {"model": cohort.fit(inbox["model"], epochs=0).model}
+
+
+def test_no_epochs_are_none() -> None:
+    run, _ = federation(TrainsNothing(), rounds=1)
+    run.step()
+    torch.testing.assert_close(run.algorithm.model(), run.task.initial, rtol=1e-12, atol=1e-12)  # a mean of equals
+
+
+class Shares(FedAvg):
+    """Clients return a share beside the model, some of them as a whole number."""
+
+    whole = 0
+
+    def expects(self, round: Round) -> dict[str, tuple[int, ...]]:
+        return {"model": (self.layout.size,), "share": (1,)}
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        share = torch.tensor([[1]] if cohort.clients[0] % 2 == self.whole else [[0.75]])
+        return {**super().train(cohort, inbox), "share": share}
+
+    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+        super().update(round, aggregate)
+        self.state["share"] = aggregate.mean["share"].reshape(1).double()
+
+
+@pytest.mark.parametrize("whole", [0, 1])
+def test_the_type_of_one_reply_decides_for_no_other(whole: int) -> None:
+    method = Shares()
+    method.whole = whole
+    run, _ = federation(method, awaited=9, rounds=1)
+    try:
+        run.step()
+    except FedloomError as error:
+        assert "Shares.train returned 'share' as" in str(error)  # noqa: PT017
+        return
+    faults = {fault["client"]: fault["reason"] for fault in run.history[0]["faults"]}
+    values = {client: 1.0 if client % 2 == whole else 0.75 for client in range(9) if client not in faults}
+    assert all("Shares.train returned 'share' as" in reason for reason in faults.values())
+    expected = sum(SIZES[client] * value for client, value in values.items()) / sum(SIZES[client] for client in values)
+    assert float(run.algorithm.state["share"]) == pytest.approx(expected)
+
+
+class OwnIntegers(FedAvg):
+    """A method that sends and keeps something that it calls `integers`."""
+
+    def setup(self, plan: object) -> None:
+        super().setup(plan)  # type: ignore[arg-type]
+        self.state["integers"] = torch.zeros(2, dtype=torch.float64)
+
+    def send(self, round: Round) -> Message:
+        return {**super().send(round), "integers": self.state["integers"].unsqueeze(0)}
+
+    def expects(self, round: Round) -> dict[str, tuple[int, ...]]:
+        return {"model": (self.layout.size,), "integers": (2,)}
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        return {**super().train(cohort, inbox), "integers": inbox["integers"] + 1.5}
+
+    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+        super().update(round, aggregate)
+        self.state["integers"] = aggregate.mean["integers"]
+
+
+@pytest.mark.parametrize("model", ["plain", "norm"])
+def test_a_method_may_call_something_integers(model: str, tmp_path: Path) -> None:
+    run, recording = federation(OwnIntegers(), small_task(model), directory=tmp_path, rounds=4)
+    steps(run, 2)
+    assert run.algorithm.state["integers"].tolist() == [3.0, 3.0]
+    run.save()
+    again, recording = federation(OwnIntegers(), small_task(model), directory=tmp_path, rounds=4)
+    assert again.algorithm.state["integers"].tolist() == [3.0, 3.0]
+    steps(again, 1)
+    assert all(one.inbox["integers"].tolist() == [3.0, 3.0] for one in recording.of(3).values())
+    assert again.algorithm.state["integers"].tolist() == [4.5, 4.5]
+    if model == "norm":
+        assert bool((again.integers > run.integers).all())
+
+
+def test_every_nesting_here_is_built() -> None:
+    """So that a name that has changed is not taken for a refusal."""
+    for name in ("fedmut", "private(fedavg, noise=1)", "stages(fedavg:2, fedmr)", "sparse(fedavg)", "lowrank(fedavg)"):
+        assert build(name)

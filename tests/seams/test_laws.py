@@ -1,0 +1,117 @@
+"""Laws that hold whoever answers: sums under privacy, what epsilon counts, and how far one client moves a robust estimate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedloom.algorithms.accounting import epsilon
+from fedloom.rounds.clock import Clock
+from seams.setting import SIZES, answered, federation, small_task
+
+CLIP = 0.05
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "everybody": {"awaited": 9},
+    "poisson": {"awaited": 5, "participation_mode": "poisson"},
+    "everybody, dropout": {"awaited": 9, "dropout": 0.3},
+    "poisson, deadline": {
+        "awaited": 5,
+        "participation_mode": "poisson",
+        "clock": Clock(speed="stragglers(100, 10)", deadline=0.3),
+    },
+}
+
+
+# --- privacy ---
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("inner", ["fedavg", "fedavgm(momentum=0.0)", "ala(fedavg)"])
+@pytest.mark.parametrize("option", ["", ", quantile=0.5"])
+def test_sums_without_one_client_differ_by_at_most_the_clip(sampling: str, inner: str, option: str) -> None:
+    expression = f"private({inner}, clip={CLIP}, noise=0{option})"
+    whole, recording = federation(expression, **SAMPLINGS[sampling])
+    whole.step()
+    whole.step()
+    present = answered(whole, recording, 2)
+    assert present
+    farthest = 0.0
+    for absent in present[:3]:
+        fewer, _ = federation(expression, **SAMPLINGS[sampling])
+        fewer.engine.lost = lambda number, client, absent=absent: (number, client) == (2, absent)  # type: ignore[attr-defined]
+        fewer.step()
+        torch.testing.assert_close(fewer.algorithm.model(), fewer.algorithm.model())
+        clip = fewer.algorithm.bound()  # type: ignore[attr-defined]
+        fewer.step()
+        expected = whole.algorithm.plan.participants
+        gap = float((whole.algorithm.model() - fewer.algorithm.model()).norm()) * expected
+        assert gap <= clip * (1 + 1e-9)
+        farthest = max(farthest, gap / clip)
+    assert farthest > 0.5, "no update was clipped, so nothing was shown"
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "local_private({}, clip=0.05, noise=0)",
+        "quantised(local_private({}, clip=0.05, noise=0), bits=none, down=8)",
+        "clustered(local_private({}, clip=0.05, noise=0), by=size)",
+        "local_private(umf({}), clip=0.05, noise=0)",
+        "local_private(ala({}), clip=0.05, noise=0)",
+    ],
+)
+@pytest.mark.parametrize("inner", ["fedavg", "fedmut"])
+def test_no_upload_is_farther_from_what_was_sent_than_the_clip(expression: str, inner: str) -> None:
+    run, recording = federation(expression.format(inner), rounds=4)
+    depth = next(k for k, method in enumerate(recording.methods) if type(method).__name__ == "LocalPrivate")
+    for number in range(1, 4):
+        run.step()
+        for record in recording.of(number, depth).values():
+            assert float((record.reply["model"] - record.inbox["model"]).norm()) <= CLIP * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("awaited", [1, 5])
+def test_epsilon_is_that_of_as_many_releases_as_rounds(awaited: int) -> None:
+    """Rounds to which nobody came are releases too."""
+    run, _ = federation("private(fedavg, noise=1.0)", awaited=awaited, participation_mode="poisson", rounds=6)
+    for number in range(1, 6):
+        run.step()
+        assert run.history[-1]["epsilon"] == pytest.approx(epsilon(1.0, awaited / 9, number, 1e-5), rel=1e-9)
+
+
+@pytest.mark.parametrize("wrapper", ["{}", "quantised({})", "clustered({}, by=size)", "robust({}, rule=median)"])
+@pytest.mark.parametrize("attendance", [{}, {"dropout": 0.4}])
+def test_epsilon_is_that_of_the_client_that_uploaded_most(wrapper: str, attendance: dict[str, float]) -> None:
+    """Of those that were selected: a client that is lost may have been seen."""
+    run, _ = federation(wrapper.format("local_private(fedavg, noise=1.0)"), rounds=6, **attendance)
+    counts = [0] * len(SIZES)
+    for _ in range(1, 6):
+        run.step()
+        for client in run.history[-1]["clients"]:
+            counts[client] += 1
+        assert run.history[-1]["epsilon"] == pytest.approx(epsilon(0.5, 1.0, max(counts), 1e-5), rel=1e-9)
+
+
+# --- robust rules ---
+
+
+@pytest.mark.parametrize("rule", ["median", "trimmed_mean", "krum", "multi_krum", "clipping"])
+@pytest.mark.parametrize("inner", ["fedavg", "scaffold", "feddc", "fedavgm", "fedmut"])
+@pytest.mark.parametrize("lie", [1e30, -1e8, 0.0])
+def test_one_client_moves_what_the_server_keeps_by_a_bounded_amount(rule: str, inner: str, lie: float) -> None:
+    """All that a client uploads lies, beside the model too; three rounds, so that what is kept counts."""
+
+    def lying(number: int, client: int, reply: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: torch.full_like(rows, lie) for name, rows in reply.items()} if client == 4 else reply
+
+    largest = []
+    for change in (None, lying):
+        run, _ = federation(f"robust({inner}, rule={rule})", small_task("norm"), awaited=9, change=change)
+        for _ in range(3):
+            run.step()
+        state = run.algorithm.full_state()
+        largest.append(max(float(tensor.double().abs().max()) for tensor in state.values() if tensor.numel()))
+    assert largest[1] <= 2 * largest[0] + 1

@@ -1,0 +1,221 @@
+"""The ledger of private releases: no kill, cut or flipped bit makes a run forget what it has spent."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from damage import damages
+from fedloom.algorithm import build
+from fedloom.algorithms.accounting import epsilon
+from fedloom.engines.rows import RowsEngine
+from fedloom.errors import CheckpointError, DiskFull
+from fedloom.rounds.engine import RemoteClients
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
+from fedloom.state import released
+from fedloom.state.released import CUT_SHORT, Release, ReleaseLedger
+from test_checkpoint import Killed
+from test_private import task
+
+RELEASES = [
+    Release(1, "dp_sgd", 0.8, 1.0, (0, 2)),
+    Release(2, "dp_sgd", 0.8, 1.0, (2,)),
+    Release(2, "dp_sgd", 0.8, 1.0, ()),
+    Release(2, "dp_sgd", 0.8, 1.0, (1, 2)),
+]
+
+
+def ledger(folder: Path, evidence: int = 0, identity: str = "this run") -> ReleaseLedger:
+    opened = ReleaseLedger(folder / "released.jsonl", identity)
+    opened.resume(evidence)
+    return opened
+
+
+def filled(folder: Path) -> Path:
+    opened = ledger(folder)
+    for release in RELEASES:
+        opened.append(release)
+    return opened.path
+
+
+def test_a_repeated_round_counts_again(tmp_path: Path) -> None:
+    filled(tmp_path)
+    opened = ledger(tmp_path, evidence=2)
+    assert opened.releases == RELEASES
+    assert opened.counts("dp_sgd", 4).tolist() == [1, 1, 3, 0]
+    assert opened.counts("private", 4).tolist() == [0, 0, 0, 0]
+    opened.append(Release(3, "private", 1.0, 0.5))
+    assert ledger(tmp_path, evidence=3).counts("private", 4).tolist() == [1, 1, 1, 1]
+
+
+def test_a_line_that_was_cut_short_costs_every_client(tmp_path: Path) -> None:
+    path = filled(tmp_path)
+    path.write_bytes(path.read_bytes()[:-40])
+    for _ in range(2):
+        opened = ledger(tmp_path, evidence=2)
+        assert opened.releases == [*RELEASES[:3], Release(2, CUT_SHORT, 0.0, 0.0)]
+        assert opened.counts("dp_sgd", 4).tolist() == [2, 1, 3, 1]
+
+
+def test_no_damage_makes_a_run_forget_a_release(tmp_path: Path) -> None:
+    path = filled(tmp_path)
+    content = path.read_bytes()
+    refused, messages = 0, set()
+    for what, damaged in damages(content, 200):
+        path.write_bytes(damaged)
+        try:
+            assert bool((ledger(tmp_path, evidence=2).counts("dp_sgd", 4) >= torch.tensor([1, 1, 3, 0])).all()), what
+        except CheckpointError as error:
+            refused += 1
+            messages.add(str(error))
+    assert refused > 150
+    assert all("what privacy was spent is not known" in text and "\n" not in text for text in messages)
+
+
+@pytest.mark.parametrize("damage", ["missing", "shorter", "folder", "of another run", "order"])
+def test_a_run_whose_ledger_does_not_reach_its_rounds_is_refused(damage: str, tmp_path: Path) -> None:
+    path, identity = filled(tmp_path), "this run"
+    lines = path.read_bytes().splitlines(keepends=True)
+    if damage == "shorter":
+        path.write_bytes(lines[0])
+    elif damage == "order":
+        path.write_bytes(lines[1] + lines[0])
+    elif damage == "of another run":
+        identity = "another"
+    else:
+        path.unlink()
+        if damage == "folder":
+            path.mkdir()
+    with pytest.raises(CheckpointError, match=r"released\.jsonl .*what privacy was spent is not known"):
+        ledger(tmp_path, evidence=2, identity=identity)
+
+
+def test_a_full_disk_leaves_the_ledger_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = filled(tmp_path)
+    content, opened = path.read_bytes(), ledger(tmp_path, evidence=2)
+
+    def full(_: Path) -> None:
+        monkeypatch.undo()
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(released, "flush", full)
+    with pytest.raises(DiskFull, match=r"released\.jsonl cannot be written"):
+        opened.append(RELEASES[0])
+    assert (path.read_bytes(), opened.releases) == (content, RELEASES)
+    opened.append(RELEASES[0])
+    assert ledger(tmp_path, evidence=2).releases == [*RELEASES, RELEASES[0]]
+
+
+# --- in a federation ---
+
+
+class Sites(RowsEngine, RemoteClients):
+    """Clients that are sites of their own, of which one `fails` in the middle of a round."""
+
+    largest_share = 1.0
+    fails = False
+
+    def train(self, *arguments: Any) -> Any:
+        for result in super().train(*arguments):
+            yield result
+            if self.fails:
+                raise Killed
+
+
+def sites(expression: str, folder: Path, rounds: int = 4) -> Federation:
+    schedule = Schedule(rounds=rounds, participation=1.0, evaluate_every=9, seed=2)
+    return Federation(build(expression), task(), Sites(task()), schedule, folder, "this run")
+
+
+def interrupted(expression: str, folder: Path) -> None:
+    """Run two rounds and a half."""
+    folder.mkdir()
+    federation = sites(expression, folder)
+    for _ in range(2):
+        federation.step()
+        federation.save()
+    federation.engine.fails = True  # type: ignore[attr-defined]
+    with pytest.raises(Killed):
+        federation.step()
+
+
+METHODS = ("private(fedavg, noise=1.0)", "local_private(fedavg, noise=1.0)", "dp_sgd(fedavg, noise=1.0)")
+
+
+@pytest.mark.parametrize("expression", METHODS)
+@pytest.mark.parametrize("damaged", [0, 1, 2])
+def test_rounds_that_are_repeated_over_sites_are_counted_again(expression: str, damaged: int, tmp_path: Path) -> None:
+    costs = [record["epsilon"] for record in _finished(sites(expression, tmp_path / "whole", rounds=8)).history]
+    interrupted(expression, tmp_path / "run")
+    for path in sorted((tmp_path / "run").glob("checkpoint-*"), reverse=True)[:damaged]:
+        path.write_bytes(path.read_bytes()[:-1])
+    again = sites(expression, tmp_path / "run")
+    assert again.finished == 2 - damaged
+    assert len(_finished(again).history) == 4
+    assert again.history[-1]["epsilon"] == costs[4 + damaged]  # four rounds, one that was killed, the repeated ones
+    assert _finished(sites(expression, tmp_path / "run", rounds=5)).history[-1]["epsilon"] == costs[5 + damaged]
+
+
+@pytest.mark.parametrize("expression", METHODS)
+def test_a_run_whose_ledger_is_gone_is_refused(expression: str, tmp_path: Path) -> None:
+    interrupted(expression, tmp_path / "run")
+    path = tmp_path / "run" / "released.jsonl"
+    content = path.read_bytes()
+    path.unlink()
+    with pytest.raises(
+        CheckpointError, match=r"released\.jsonl is missing, but the run has come to round 2: what privacy"
+    ):
+        sites(expression, tmp_path / "run")
+    path.write_bytes(content.replace(b'"round": 2', b'"round": 3'))
+    with pytest.raises(CheckpointError, match=r"released\.jsonl is damaged in line 2"):
+        sites(expression, tmp_path / "run")
+    path.write_bytes(content)
+    assert sites(expression, tmp_path / "run").finished == 2
+
+
+def test_a_round_that_failed_is_counted_when_the_same_run_goes_on(tmp_path: Path) -> None:
+    federation = sites(METHODS[0], tmp_path)
+    federation.engine.fails = True  # type: ignore[attr-defined]
+    with pytest.raises(Killed):
+        federation.step()
+    federation.engine.fails = False  # type: ignore[attr-defined]
+    assert _finished(federation).history[-1]["epsilon"] == epsilon(1.0, 1.0, 5, 1e-5)
+
+
+def test_lost_rounds_may_have_spent_the_budget(tmp_path: Path) -> None:
+    expression = f"private(fedavg, noise=1.0, target_epsilon={epsilon(1.0, 1.0, 3, 1e-5) + 0.01})"
+    interrupted(expression, tmp_path / "run")
+    for path in (tmp_path / "run").glob("checkpoint-*"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match="rounds whose checkpoints are lost have spent the privacy budget"):
+        sites(expression, tmp_path / "run").run()
+
+
+def test_noise_that_was_chosen_for_all_rounds_does_not_last_for_repeated_ones(tmp_path: Path) -> None:
+    expression = "private(fedavg, target_epsilon=20)"
+    assert len(_finished(sites(expression, tmp_path / "whole")).history) == 4
+    interrupted(expression, tmp_path / "run")
+    history = _finished(sites(expression, tmp_path / "run")).history
+    assert len(history) == 3
+    assert history[-1]["epsilon"] <= 20
+
+
+def test_a_simulation_needs_no_ledger(tmp_path: Path) -> None:
+    """Its noise is that of the run's streams: a repeated round releases the same numbers."""
+    _finished(
+        Federation(build(METHODS[0]), task(), RowsEngine(task()), Schedule(rounds=2, participation=1.0), tmp_path)
+    )
+    assert not (tmp_path / "released.jsonl").exists()
+
+
+def _finished(federation: Federation) -> Federation:
+    folder = None if federation.checkpoints is None else federation.checkpoints.directory
+    assert folder is not None
+    folder.mkdir(exist_ok=True)
+    federation.run()
+    return federation
