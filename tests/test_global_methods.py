@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.algorithm import build
+from fedloom.algorithm import SERVER_MODEL, build
 from fedloom.data import DataSpec
 from fedloom.engines.rows import RowsEngine
 from fedloom.models.structure import head_name
@@ -348,7 +348,7 @@ def test_where_a_wrapper_moves_the_start_the_centre_stays_what_was_sent(name: st
     generator = torch.Generator().manual_seed(1)
     general = torch.randn(layout.trainable, dtype=torch.float64, generator=generator)
     sent, moved = task.initial, task.initial + 0.1 * torch.randn(layout.size, dtype=torch.float64, generator=generator)
-    inbox = {**method.send(method.plan.opening()), "model": moved.unsqueeze(0), "server_model": sent.unsqueeze(0)}
+    inbox = {**method.send(method.plan.opening()), "model": moved.unsqueeze(0), SERVER_MODEL: sent.unsqueeze(0)}
     inbox |= {key: general.unsqueeze(0) for key in ("variate", "update") if key in inbox}
     round = Round(number, 2, world.seed, world.clients, 1, 0.1, 0.1, selected=(client,))
     (reply,) = engine.train(method, round, [ClientTask(client, 0, inbox)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from contextlib import suppress
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -70,7 +69,7 @@ def test_a_node_that_has_died_is_told_with_how_to_go_on(noticed: str, tmp_path: 
     ray.exceptions.RayError = ConnectionError
     ray.wait.side_effect = lambda calls, timeout: ([], calls) if noticed == "silence" else (calls, [])
     ray.get.side_effect = ConnectionError("The actor is temporarily unavailable")
-    dead = Session(LOCAL, started=True, raylet=MagicMock(**{"poll.return_value": -signal.SIGKILL}))
+    dead = Session(LOCAL, started=True, raylet=MagicMock(**{"is_running.return_value": False}))
     (job, *_) = Comparison.of(plan(tmp_path)).jobs()
     with pytest.raises(WorkerDied, match=r"^the Ray node .* has died .*: the same command goes on from the last"):
         RunActorHandle(ray, dead, threads=1).make(job, False, lambda event: None)

@@ -137,10 +137,10 @@ class Exchange:
         """Return the exchange with the mask `awaited [K]`, on every level."""
         return replace(self, awaited=awaited, inner=self.inner and self.inner.awaiting(awaited))
 
-    def among(self, clients: tuple[int, ...], sent: Message | None = None) -> Exchange:
-        """Return an exchange of the same messages (or of `sent`) with other clients, on every level."""
-        round, sent = replace(self.round, selected=clients), sent or self.sent
-        return Exchange(round, Selection(clients), sent, self.inner and self.inner.among(clients, sent))
+    def among(self, clients: tuple[int, ...]) -> Exchange:
+        """Return an exchange of the same messages with other clients, on every level."""
+        inner = self.inner and self.inner.among(clients)
+        return Exchange(replace(self.round, selected=clients), Selection(clients), self.sent, inner)
 
     @property
     def shared(self) -> bool:
@@ -654,7 +654,9 @@ class Wrapper(Algorithm):
 
     def exchange(self, round: Round, selection: Selection) -> Exchange:
         inner = self.method.exchange(round, selection)
-        return Exchange(round, selection, self.outgoing(round, dict(inner.sent)), inner)
+        overridden = type(self).send is not Wrapper.send
+        sent = self.send(round) if overridden else self.outgoing(round, dict(inner.sent))
+        return Exchange(round, selection, dict(sent), inner)
 
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
         return self.method.expects(round)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Message, build
+from fedloom.algorithm import AggregatedReplies, Message, Selection, Wrapper, build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.local.cohort import Cohort
@@ -458,3 +459,28 @@ def test_every_nesting_here_is_built() -> None:
     """So that a name that has changed is not taken for a refusal."""
     for name in ("fedmut", "private(fedavg, noise=1)", "stages(fedavg:2, fedmr)", "sparse(fedavg)", "lowrank(fedavg)"):
         assert build(name)
+
+
+@dataclass
+class HalvedDownload(Wrapper):
+    """A wrapper that changes what is sent by overriding `send` itself."""
+
+    def send(self, round: Round) -> Message:
+        return {name: rows / 2 for name, rows in self.method.send(round).items()}
+
+
+def test_a_wrapper_that_overrides_send_is_heard() -> None:
+    run, recording = federation(HalvedDownload(build("fedavg")), rounds=1)
+    start = run.algorithm.model().clone()
+    run.step()
+    for seen in recording.of(1).values():
+        assert torch.equal(seen.inbox["model"], start / 2)
+
+
+def test_an_exchange_among_other_clients_keeps_what_each_level_sent() -> None:
+    method = HalvedDownload(build("fedavg"))
+    run, _ = federation(method, rounds=1)
+    opening = run.algorithm.plan.opening()
+    exchange = method.exchange(opening, Selection((0, 1))).among((2, 3, 4))
+    assert exchange.selection.clients == exchange.within().selection.clients == (2, 3, 4)
+    assert torch.equal(exchange.sent["model"], exchange.within().sent["model"] / 2)
