@@ -182,7 +182,7 @@ class Replies:
             return matrix
         if matrix.stride()[:1] == (0,):  # the same row for everybody
             return matrix[: len(self)]
-        return matrix[self.index.to(matrix.device)]
+        return matrix.index_select(0, self.index.to(matrix.device))
 
     @property
     def index(self) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -65,7 +65,6 @@ WRAPPERS = {
 ATTENDANCES = ("all", "dropout", "clock", "deadline", "not finite", "nobody", "one", "poisson")
 MODELS = ("plain", "norm", "frozen", "float32")
 COURSES = ("straight", "resumed")
-FACTORS = ("method", "wrapper", "attendance", "model", "course")
 
 ROUNDS = 3
 EVERYBODY = ("fedamp", "apple", "private(")
@@ -131,6 +130,25 @@ class Case:
         return not_finite if self.attendance == "not finite" else None
 
 
+FACTORS: Mapping[str, Sequence[str]] = {
+    "method": methods(),
+    "wrapper": list(WRAPPERS),
+    "attendance": ATTENDANCES,
+    "model": MODELS,
+    "course": COURSES,
+}
+
+# Wrappers that take part in few federations of some kind: cases that going round does not meet.
+RARE = (
+    Case("fedamp", "clustered", "clock", "plain", "straight"),
+    Case("apple", "clustered by size", "clock", "plain", "straight"),
+    Case("clusamp", "dp_sgd", "deadline", "plain", "straight"),
+    Case("fedmr", "secure", "deadline", "plain", "straight"),
+    Case("fedmr", "secure", "one", "plain", "straight"),
+    Case("ditto", "fedmr, local", "not finite", "plain", "straight"),
+)
+
+
 def not_finite(number: int, client: int, reply: dict[str, Any]) -> dict[str, Any]:
     """In round 2 a third of the clients upload one number that is not finite."""
     if number != 2 or client % 3:
@@ -177,7 +195,7 @@ def pair_refusal(method: str, wrapper: str) -> str:
 
 def every_case(seed: int, only: str = "") -> Iterator[Case]:
     """All cases that are not refused, in an order drawn from the seed, of expressions that hold `only`."""
-    cases = [Case(*values) for values in itertools.product(methods(), WRAPPERS, ATTENDANCES, MODELS, COURSES)]
+    cases = [Case(*values) for values in itertools.product(*FACTORS.values())]
     cases = [case for case in cases if only in case.expression]
     random.Random(seed).shuffle(cases)
     for case in cases:
@@ -187,11 +205,10 @@ def every_case(seed: int, only: str = "") -> Iterator[Case]:
 
 def covering_cases(method: str, only: str = "") -> list[Case]:
     """One case of the method with each wrapper that takes it. Who answers, the model and the course go round with the methods and
-    the wrappers, so that over all methods every pair of two factors' values occurs that is not refused."""
-    begin, cases = methods().index(method), []
+    the wrappers; values that the method met with no wrapper are added, so that over all methods every pair of two factors' values
+    occurs that is not refused."""
+    begin, cases = methods().index(method), [case for case in RARE if case.method == method]
     for number, wrapper in enumerate(WRAPPERS, start=begin):
-        if only not in WRAPPERS[wrapper].format(method):
-            continue
         for turn in range(3):
             attendance = ATTENDANCES[(number + turn) % len(ATTENDANCES)]
             model = MODELS[(number // len(ATTENDANCES) + number + turn) % len(MODELS)]
@@ -202,14 +219,20 @@ def covering_cases(method: str, only: str = "") -> list[Case]:
                 break
         else:
             if not pair_refusal(method, wrapper):
-                cases.append(first_accepted(method, wrapper))
-    return cases
+                cases += accepted_case(method=method, wrapper=wrapper)
+    for factor, values in FACTORS.items():
+        for value in set(values).difference(getattr(case, factor) for case in cases):
+            if factor not in ("method", "wrapper"):
+                cases += accepted_case(method=method, **{factor: value})
+    return [case for case in cases if only in case.expression]
 
 
-def first_accepted(method: str, wrapper: str) -> Case:
-    """The first case of a pair that is not refused."""
-    every = (Case(method, wrapper, *values, COURSES[0]) for values in itertools.product(ATTENDANCES, MODELS))
-    return next(case for case in every if not refusal(case))
+def accepted_case(**fixed: str) -> list[Case]:
+    """The first case with these values that is not refused, if there is any."""
+    every = (
+        Case(*values) for values in itertools.product(*({**FACTORS, **{k: (v,) for k, v in fixed.items()}}).values())
+    )
+    return [*itertools.islice((case for case in every if not refusal(case)), 1)]
 
 
 def pairs_of(case: Case) -> frozenset[tuple[str, str, str, str]]:

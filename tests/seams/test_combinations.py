@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 
-from seams.cases import covering_cases, methods, pair_refusal
+from seams.cases import FACTORS, accepted_case, covering_cases, methods, pair_refusal, pairs_of
 from seams.harness import run_case
 from seams.page import COLUMNS, PAGE, reason_of, row_of
 
@@ -33,3 +34,12 @@ def test_the_page_of_combinations_is_up_to_date(method: str) -> None:
     for wrapper in COLUMNS:
         if pair_refusal(method, wrapper):
             assert f"- {reason_of(method, wrapper)}. Methods: " in text
+
+
+def test_every_pair_of_values_that_is_not_refused_occurs_in_a_case() -> None:
+    covered = {pair for method in methods() for case in covering_cases(method) for pair in pairs_of(case)}
+    for first, second in itertools.combinations(FACTORS, 2):
+        for pair in itertools.product([first], FACTORS[first], [second], FACTORS[second]):
+            if pair not in covered:
+                refused = pair_refusal(pair[1], pair[3]) if second == "wrapper" else ""
+                assert refused or not accepted_case(**{first: pair[1], second: pair[3]}), pair

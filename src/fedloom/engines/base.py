@@ -176,9 +176,10 @@ def inspect_reply(
     _require_finite(tensors)
     if any(dtype is None for _, dtype in expected.values()):
         return
-    checked = {tensor.data_ptr() for tensor in tensors.values()}
-    decoded = algorithm.decoded(round, {name: tensor.unsqueeze(0) for name, tensor in tensors.items()})
-    _require_finite({name: rows for name, rows in decoded.items() if rows.data_ptr() not in checked})
+    rows = {name: tensor.unsqueeze(0) for name, tensor in tensors.items()}
+    decoded = algorithm.decoded(round, rows)
+    if decoded is not rows:
+        _require_finite(decoded)
 
 
 def _require_finite(tensors: Mapping[str, Tensor]) -> None:
