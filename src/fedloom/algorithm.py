@@ -213,10 +213,11 @@ class Replies:
                 matrix[row] = sent[row if len(sent) > 1 else 0]
         return matrix
 
-    def weights_by_slot(self) -> Tensor:
-        """Return the weights `[S]`, 0 for whoever did not answer."""
+    def weights_by_slot(self, weights: Tensor | None = None) -> Tensor:
+        """Return the weights (or those given, `[r]`) by slot, `[S]`: 0 for whoever did not answer."""
         size = max((len(matrix) for matrix in self.matrices.values()), default=0)
-        return self.weights.new_zeros(size).index_copy_(0, self.index, self.weights)
+        weights = self.weights if weights is None else weights
+        return weights.new_zeros(size).index_copy_(0, self.index, weights)
 
     def inward(self, matrices: dict[str, Tensor] | None = None) -> Replies:
         """Return the replies as the wrapped method receives them, with other `matrices` where the wrapper changed them."""
@@ -234,9 +235,11 @@ class Replies:
             total: the rows to add up.
         """
         total = total or {}
-        if mean is None:
-            mean = {name: self[name] for name in self.matrices if name not in total}
         weights = self.weights if weighted else None
+        if mean is None:  # by slot, where whoever did not answer weighs nothing, so that no row is copied
+            mean = {name: matrix for name, matrix in self.matrices.items() if name not in total}
+            if any(len(matrix) > len(self) for matrix in mean.values()):
+                weights = self.weights_by_slot(None if weighted else torch.ones_like(self.weights))
         return AggregatedReplies(
             {name: weighted_mean(rows, weights) for name, rows in mean.items()},
             {name: rows.sum(0) for name, rows in total.items()},
