@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedloom.algorithm import Algorithm, Message, build, describe
+from fedloom.algorithm import Algorithm, build, describe
 from fedloom.checker.findings import Finding, kinds, source_location
 from fedloom.checker.listening import Listener, ListeningCohort, ListeningMemory, draws
 from fedloom.data.dataset import Dataset, Samples
@@ -341,8 +341,8 @@ class _ListeningEngine(RowsEngine):
         with self._client_half(algorithm):
             return super().personalise(algorithm, round, client_task)
 
-    def cohort(self, round: Round, client_task: ClientTask) -> Cohort:
-        plain = super().cohort(round, client_task)
+    def cohort(self, round: Round, client_tasks: Sequence[ClientTask]) -> Cohort:
+        plain = super().cohort(round, client_tasks)
         self.memories.append(ListeningMemory(self.store, plain.clients))
         plain.memory = self.memories[-1]
         return plain
@@ -428,9 +428,9 @@ class _LockStepEngine(StackedEngine):
         self.failure: Finding | None = None
         self.listener = Listener()
 
-    def _together(self, round: Round, client_tasks: Sequence[ClientTask]) -> tuple[Cohort, Message, bool]:
-        cohort, inbox, sent = super()._together(round, client_tasks)
-        return ListeningCohort.of(cohort, self.listener), inbox, sent
+    def cohort(self, round: Round, client_tasks: Sequence[ClientTask]) -> Cohort:
+        cohort = super().cohort(round, client_tasks)
+        return ListeningCohort.of(cohort, self.listener) if len(client_tasks) > 1 else cohort
 
     def _attempt(
         self, algorithm: Algorithm, client_tasks: Sequence[ClientTask], work: Callable[[], list[T]]

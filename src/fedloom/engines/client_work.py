@@ -176,7 +176,7 @@ class ClientTrainer:
                 return Answers(tuple(engine.evaluate(algorithm, round, client_tasks)), tuple(engine.notices))
             except Exception as error:
                 return _portable(error)
-        trained = engine.train_expecting(algorithm, round, client_tasks, assignment.expected)
+        trained = engine.train(algorithm, round, client_tasks, assignment.expected)
         folded = None
         if work.fold and assignment.folding is not None:
             folded, trained = _folded(engine.task, algorithm, round, client_tasks, assignment.folding, trained)

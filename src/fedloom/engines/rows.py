@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
+import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message
@@ -24,6 +25,8 @@ from fedloom.rounds.engine import ClientTask, Fault, Reply, TensorSpec, expectat
 from fedloom.rounds.scoring import Evaluator, Tally
 from fedloom.state.store import BUDGET, Memory
 from fedloom.task import Task
+
+T = TypeVar("T")
 
 
 @engines.register("rows")
@@ -57,42 +60,79 @@ class RowsEngine(LocalEngine):
         self.store.begin(directory)
         keep_pages()
 
-    def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
-        expected = expectations(algorithm, round, self.task.layout)
-        slots = slots_together(algorithm, self.task.layout)
-        size = slots * math.ceil(self.chunk / slots)  # no block cuts a chunk
-        for block in slot_blocks(client_tasks, round, size).values():
-            yield from self.train_expecting(algorithm, round, block, expected)
-
-    def train_expecting(
+    def train(
         self,
         algorithm: Algorithm,
         round: Round,
         client_tasks: Sequence[ClientTask],
-        expected: Mapping[str, TensorSpec],
+        expected: Mapping[str, TensorSpec] | None = None,
     ) -> Iterator[Reply | Fault]:
-        """Train without the server's half of the method; `expected` are the `expectations` of this round."""
+        """Train the clients; a worker, which lacks the server's half of the method, is given the `expectations` of a block."""
+        blocks: Iterable[Sequence[ClientTask]] = [client_tasks]
+        if expected is None:
+            expected = expectations(algorithm, round, self.task.layout)
+            slots = slots_together(algorithm, self.task.layout)
+            size = slots * math.ceil(self.chunk / slots)  # no block cuts a chunk
+            blocks = slot_blocks(client_tasks, round, size).values()
+        tensors = expected
+        for block in blocks:
+            yield from self._results(
+                algorithm,
+                block,
+                lambda client_task: [self.train_one(algorithm, round, client_task, tensors)],
+                lambda chunk: self._answers(algorithm, round, chunk, tensors),
+            )
+
+    def _results(
+        self,
+        algorithm: Algorithm,
+        client_tasks: Sequence[ClientTask],
+        alone: Callable[[ClientTask], Iterable[T]],
+        together: Callable[[Sequence[ClientTask]], list[T]],
+    ) -> Iterator[T]:
+        """Yield the results of all clients, whose work is done alone here."""
         for client_task in client_tasks:
-            yield self.train_one(algorithm, round, client_task, expected)
+            yield from alone(client_task)
 
     def train_one(
         self, algorithm: Algorithm, round: Round, client_task: ClientTask, expected: Mapping[str, TensorSpec]
     ) -> Reply | Fault:
         """Train one client. A mistake in the configuration is raised, since it is not the client's fault."""
         try:
-            cohort = self.cohort(round, client_task)
-            inbox = dict(client_task.inbox)
-            sent = load_integers(cohort, inbox, self.task.initial_integers)
             with self._drawing_layers(round, client_task.client):
-                message = run_training(algorithm, cohort, inbox)
-            keep_integers(cohort, message, sent)
-            (answer,) = answers_of(algorithm, [client_task], message, cohort, expected)
+                (answer,) = self._answers(algorithm, round, [client_task], expected)
             return answer
         except FedloomError:
             raise
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # they hold the tensors of the failed step
             return Fault(client_task, f"{type(error).__name__}: {error}", error)
+
+    def _answers(
+        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask], expected: Mapping[str, TensorSpec]
+    ) -> list[Reply | Fault]:
+        """Train clients that advance together. Those whose reply is refused keep their memory from before the round."""
+        cohort = self.cohort(round, client_tasks)
+        inbox = joined_inbox(client_tasks)
+        sent = load_integers(cohort, inbox, self.task.initial_integers)
+        message = run_training(algorithm, cohort, inbox)
+        keep_integers(cohort, message, sent)
+        answers: list[Reply | Fault] = []
+        accepted = []
+        metrics = {name: values.tolist() for name, values in cohort.metrics.items()}
+        for row, client_task in enumerate(client_tasks):
+            tensors = {name: rows[row] for name, rows in message.items()}
+            try:
+                if client_task.slot is not None:
+                    inspect_reply(algorithm, round, tensors, expected)
+            except RefusedReply as error:
+                answers.append(Fault(client_task, str(error), error))
+                continue
+            accepted.append(row)
+            measured = {name: values[row] for name, values in metrics.items() if not math.isnan(values[row])}
+            answers.append(Reply(client_task, tensors, measured))
+        cohort.memory.commit(accepted)
+        return answers
 
     def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
         test = self.local_test()
@@ -105,7 +145,7 @@ class RowsEngine(LocalEngine):
         The method works on a copy of the inbox, and its writes to the client's memory are dropped.
         """
         inbox = {name: rows.clone() for name, rows in client_task.inbox.items()}
-        cohort = self.cohort(round, client_task)
+        cohort = self.cohort(round, [client_task])
         load_integers(cohort, inbox, self.task.initial_integers)
         with self._drawing_layers(round, client_task.client):
             row = algorithm.personalise(cohort, inbox)[0]
@@ -115,55 +155,35 @@ class RowsEngine(LocalEngine):
         """Let layers that draw, such as dropout, draw from the client's stream: they know only torch's global generator."""
         return global_stream(round.seed, "layers", round=round.number, client=client, device=self.task.initial.device)
 
-    def cohort(self, round: Round, client_task: ClientTask) -> Cohort:
-        """Return the cohort of one client."""
+    def cohort(self, round: Round, client_tasks: Sequence[ClientTask]) -> Cohort:
+        """Return the cohort of clients that train together: here, of one."""
+        clients = [client_task.client for client_task in client_tasks]
         return Cohort(
-            [client_task.client],
-            [self.task.samples(client_task.client)],
+            clients,
+            [self.task.samples(client) for client in clients],
             self.task.dataset,
-            self.flat_module,
+            self._module(round, clients),
             self.task.training,
             round,
-            Memory(self.store, [client_task.client]),
-            [client_task.slot is not None],
+            Memory(self.store, clients),
+            [client_task.slot is not None for client_task in client_tasks],
         )
+
+    def _module(self, round: Round, clients: Sequence[int]) -> FlatModule:
+        return self.flat_module
+
+
+def joined_inbox(client_tasks: Sequence[ClientTask]) -> Message:
+    """Return the inboxes of k clients as one, without a copy of a row that all share."""
+    inbox = dict(client_tasks[0].inbox)
+    for name, row in inbox.items() if len(client_tasks) > 1 else ():
+        rows = [client_task.inbox[name] for client_task in client_tasks]
+        shared = all(other.data_ptr() == row.data_ptr() and other.shape == row.shape for other in rows)
+        inbox[name] = row.expand(len(rows), *row.shape[1:]) if shared else torch.cat(rows)
+    return inbox
 
 
 def full_batch(task: Task) -> int:
     """Return the samples of a full batch of the largest client."""
     largest, size = int(task.partition.sizes.max()), task.training.batch_size
     return largest if size is None else min(size, largest)
-
-
-def measured(cohort: Cohort) -> list[dict[str, float]]:
-    """Return the metrics of each client, without those that are NaN."""
-    figures = {name: values.tolist() for name, values in cohort.metrics.items()}
-    return [
-        {n: values[k] for n, values in figures.items() if not math.isnan(values[k])} for k in range(len(cohort.clients))
-    ]
-
-
-def answers_of(
-    algorithm: Algorithm,
-    client_tasks: Sequence[ClientTask],
-    message: Message,
-    cohort: Cohort,
-    expected: Mapping[str, TensorSpec],
-) -> list[Reply | Fault]:
-    """Return one answer per client of a trained cohort. Clients whose reply is refused keep their memory from before the
-    round."""
-    answers: list[Reply | Fault] = []
-    accepted = []
-    figures = measured(cohort)
-    for row, client_task in enumerate(client_tasks):
-        tensors = {name: rows[row] for name, rows in message.items()}
-        try:
-            if client_task.slot is not None:
-                inspect_reply(algorithm, cohort.round, tensors, expected)
-        except RefusedReply as error:
-            answers.append(Fault(client_task, str(error), error))
-            continue
-        accepted.append(row)
-        answers.append(Reply(client_task, tensors, figures[row]))
-    cohort.memory.commit(accepted)
-    return answers

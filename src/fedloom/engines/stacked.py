@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message, describe
+from fedloom.algorithm import Algorithm, describe
 from fedloom.config.fields import Count, checked
-from fedloom.data.partition import Partition
-from fedloom.engines.base import engines, keep_integers, load_integers, run_training
+from fedloom.engines.base import engines, load_integers
 from fedloom.engines.proof import Proof
-from fedloom.engines.rows import RowsEngine, answers_of, full_batch
+from fedloom.engines.rows import RowsEngine, T, full_batch, joined_inbox
 from fedloom.errors import FedloomError, error_text
 from fedloom.flat.module import Batch, FlatModule, data_loss
 from fedloom.flat.stacked_module import StackedModule
-from fedloom.local.cohort import Cohort
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask, Fault, Reply, TensorSpec
+from fedloom.rounds.engine import ClientTask
 from fedloom.rounds.scoring import Tally
-from fedloom.state.store import BUDGET, Memory
+from fedloom.state.store import BUDGET
 from fedloom.task import Task
-
-T = TypeVar("T")
 
 STACK_VALUES = 1 << 21
 """Weights of one stack on a CPU: ten models of 200,000. Larger stacks leave the caches and get slower."""
@@ -79,61 +76,39 @@ class StackedEngine(RowsEngine):
         super().begin(task, directory)
         self.stack.autocast = task.training.autocast_dtype
 
-    def train_expecting(
+    def _results(
         self,
         algorithm: Algorithm,
-        round: Round,
         client_tasks: Sequence[ClientTask],
-        expected: Mapping[str, TensorSpec],
-    ) -> Iterator[Reply | Fault]:
-        for chunk in self._chunks(algorithm, client_tasks):
-            yield from self._train(algorithm, round, chunk, expected)
-
-    def _train(
-        self,
-        algorithm: Algorithm,
-        round: Round,
-        client_tasks: Sequence[ClientTask],
-        expected: Mapping[str, TensorSpec],
-    ) -> Iterator[Reply | Fault]:
-        if len(client_tasks) == 1:
-            yield self.train_one(algorithm, round, client_tasks[0], expected)
-            return
-
-        def train() -> list[Reply | Fault]:
-            cohort, inbox, sent = self._together(round, client_tasks)
-            message = run_training(algorithm, cohort, inbox)
-            keep_integers(cohort, message, sent)
-            return answers_of(algorithm, client_tasks, message, cohort, expected)
-
-        answers, retries = self._attempt(algorithm, client_tasks, train)
-        yield from answers
-        for chunk in retries:
-            yield from self._train(algorithm, round, chunk, expected)
+        alone: Callable[[ClientTask], Iterable[T]],
+        together: Callable[[Sequence[ClientTask]], list[T]],
+    ) -> Iterator[T]:
+        waiting = deque(self._chunks(algorithm, client_tasks))
+        while waiting:
+            chunk = waiting.popleft()
+            if len(chunk) == 1:
+                yield from alone(chunk[0])
+                continue
+            results, retries = self._attempt(algorithm, chunk, partial(together, chunk))
+            yield from results
+            waiting.extendleft(reversed(retries))
 
     def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
-        test = self.local_test()
-        for chunk in self._chunks(algorithm, client_tasks):
-            yield from self._evaluate(algorithm, round, chunk, test)
+        test, evaluate_rows = self.local_test(), super().evaluate
 
-    def _evaluate(
-        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask], test: Partition
-    ) -> Iterator[Tally]:
-        if len(client_tasks) == 1:
-            yield from super().evaluate(algorithm, round, client_tasks)
-            return
-
-        def personalise() -> list[Tally]:
-            cohort, inbox, _ = self._together(round, client_tasks)
+        def evaluate_together(chunk: Sequence[ClientTask]) -> list[Tally]:
+            cohort = self.cohort(round, chunk)
+            inbox = joined_inbox(chunk)
+            load_integers(cohort, inbox, self.task.initial_integers)
             rows = algorithm.personalise(cohort, {name: tensor.clone() for name, tensor in inbox.items()})
             integers = self.stack.integers() if self.task.layout.integers else [None] * len(rows)
-            models = zip([task.client for task in client_tasks], rows, integers, strict=True)
+            models = zip(cohort.clients, rows, integers, strict=True)
             return list(self.evaluator.tallies(models, self.task.train, test))
 
-        tallies, retries = self._attempt(algorithm, client_tasks, personalise)
-        yield from tallies
-        for chunk in retries:
-            yield from self._evaluate(algorithm, round, chunk, test)
+        def evaluate_one(client_task: ClientTask) -> Iterator[Tally]:
+            return evaluate_rows(algorithm, round, [client_task])
+
+        yield from self._results(algorithm, client_tasks, evaluate_one, evaluate_together)
 
     def _attempt(
         self, algorithm: Algorithm, client_tasks: Sequence[ClientTask], work: Callable[[], list[T]]
@@ -159,7 +134,7 @@ class StackedEngine(RowsEngine):
             )
         return [], [client_tasks[start : start + size] for start in range(0, len(client_tasks), size)]
 
-    def _chunks(self, algorithm: Algorithm, client_tasks: Sequence[ClientTask]) -> list[list[ClientTask]]:
+    def _chunks(self, algorithm: Algorithm, client_tasks: Sequence[ClientTask]) -> list[Sequence[ClientTask]]:
         """Return the clients in chunks of about equal length, largest first; one by one if they cannot be stacked."""
         reason = unstackable_method(algorithm)
         if reason:
@@ -171,40 +146,19 @@ class StackedEngine(RowsEngine):
         edges = [index * len(client_tasks) // max(1, count) for index in range(count + 1)]
         return [[client_tasks[k] for k in falling[a:b]] for a, b in pairwise(edges)]
 
-    def _together(self, round: Round, client_tasks: Sequence[ClientTask]) -> tuple[Cohort, Message, bool]:
-        """Return the cohort of several clients, their inboxes with one row each, and True if integer buffers were sent."""
-        clients = [client_task.client for client_task in client_tasks]
-        inbox = {
-            name: _joined([client_task.inbox[name] for client_task in client_tasks]) for name in client_tasks[0].inbox
-        }
-        streams = [round.stream("layers", client) for client in clients] if self.proof.draws else []
-        self.stack.begin(len(clients), streams)
-        cohort = Cohort(
-            clients,
-            [self.task.samples(client) for client in clients],
-            self.task.dataset,
-            self.stack,
-            self.task.training,
-            round,
-            Memory(self.store, clients),
-            [client_task.slot is not None for client_task in client_tasks],
+    def _module(self, round: Round, clients: Sequence[int]) -> FlatModule:
+        if len(clients) == 1:
+            return self.flat_module
+        self.stack.begin(
+            len(clients), [round.stream("layers", client) for client in clients] if self.proof.draws else []
         )
-        sent = load_integers(cohort, inbox, self.task.initial_integers)
-        return cohort, inbox, sent
+        return self.stack
 
 
 def unstackable_method(algorithm: Algorithm) -> str | None:
     """Return the reason why clients of this method train one at a time, or None if they may advance together."""
     name = next((type(method).__name__ for method in algorithm.nested() if not method.stackable), None)
     return None if name is None else f"{name} trains one client at a time"
-
-
-def _joined(rows: Sequence[Tensor]) -> Tensor:
-    """Join rows `[1, ...]` of k clients to `[k, ...]`, without a copy of a row that all share."""
-    row = rows[0]
-    if all(other_row.data_ptr() == row.data_ptr() and other_row.shape == row.shape for other_row in rows):
-        return row.expand(len(rows), *row.shape[1:])
-    return torch.cat(list(rows))
 
 
 def default_chunk(task: Task, flat_module: FlatModule) -> int:
