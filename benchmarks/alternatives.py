@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedloom.algorithm import build
+from fedloom.algorithms.building import build
 from fedloom.data import Dataset, Samples
 from fedloom.engines.stacked import StackedEngine
 from fedloom.flat.linear_chain import FoldedSGD, linear_layers

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from fedloom.algorithm import algorithms, build
+from fedloom.algorithm import algorithms
+from fedloom.algorithms.building import build
 from fedloom.engines.rows import RowsEngine
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fedloom.algorithm import build
+from fedloom.algorithms.building import build
 from fedloom.data import Dataset
 from fedloom.engines.rows import RowsEngine
 from fedloom.flat.allocator import keep_pages

@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from fedloom.algorithm import Message, Replies, Selection, build, uniform
+from fedloom.algorithm import Message, Replies, Selection, uniform
+from fedloom.algorithms.building import build
 from fedloom.algorithms.feddc import FedDC
 from fedloom.engines.rows import RowsEngine
 from fedloom.flat.allocator import keep_pages

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from engines import TASKS, resnet_task
-from fedloom.algorithm import build
+from fedloom.algorithms.building import build
 from fedloom.engines.choose import make_engine
 from fedloom.errors import InvalidValue
 from fedloom.flat.allocator import keep_pages

@@ -27,7 +27,8 @@ import torch
 from torch import nn
 
 import fedloom as fl
-from fedloom.algorithm import Plan, Replies, Selection, build
+from fedloom.algorithm import Plan, Replies, Selection
+from fedloom.algorithms.building import build
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.flat.layout import Layout
 from fedloom.report.page import write_report

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fedloom.algorithm import build
+from fedloom.algorithms.building import build
 from fedloom.engines.rows import RowsEngine
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 import fedloom as fl
-from fedloom.algorithm import build
+from fedloom.algorithms.building import build
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import Diverged

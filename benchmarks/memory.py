@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from engines import TASKS, random_task
-from fedloom.algorithm import build
+from fedloom.algorithms.building import build
 from fedloom.engines.choose import make_engine
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine

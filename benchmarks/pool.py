@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from engines import random_task
-from fedloom.algorithm import build
+from fedloom.algorithms.building import build
 from fedloom.engines.rows import RowsEngine
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

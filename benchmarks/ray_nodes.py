@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from fedloom.algorithm import Algorithm, Exchange, build
+from fedloom.algorithm import Algorithm, Exchange
+from fedloom.algorithms.building import build
 from fedloom.data import Dataset, Samples
 from fedloom.engines.base import LocalEngine
 from fedloom.engines.ray.driver import RayEngine

@@ -17,7 +17,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, build
+from fedloom.algorithm import Algorithm
+from fedloom.algorithms.building import build
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import Diverged
 from fedloom.randomness import stream

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from engines import cnn_task, digits_task, logistic_task, mlp_task, random_task, resnet_task
-from fedloom.algorithm import build
+from fedloom.algorithms.building import build
 from fedloom.engines.choose import make_engine
 from fedloom.engines.rule import choice
 from fedloom.engines.work import most_workers, step_threads, using_threads

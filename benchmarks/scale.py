@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedloom.algorithm import build
+from fedloom.algorithms.building import build
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.engines.choose import make_engine
 from fedloom.rounds.federation import Federation, Schedule

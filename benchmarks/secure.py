@@ -20,7 +20,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from fedloom.algorithm import Message, Replies, build
+from fedloom.algorithm import Message, Replies
+from fedloom.algorithms.building import build
 from fedloom.algorithms.fedmr import FedMR
 from fedloom.algorithms.secure_recombination import Secure
 from fedloom.engines.rows import RowsEngine

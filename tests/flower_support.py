@@ -20,7 +20,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from torch import Tensor, nn
 
 import fedloom
-from fedloom.algorithm import build, uniform
+from fedloom.algorithm import uniform
+from fedloom.algorithms.building import build
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

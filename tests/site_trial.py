@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, build
+from fedloom.algorithm import Algorithm
+from fedloom.algorithms.building import build
 from fedloom.engines.rows import RowsEngine
 from fedloom.round import Round
 from fedloom.rounds.engine import ClientTask, Fault, Reply

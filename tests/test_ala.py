@@ -10,9 +10,10 @@ import torch
 from torch.nn import functional as F
 
 import naive_methods as methods
-from fedloom.algorithm import algorithms, build, describe
+from fedloom.algorithm import algorithms
 from fedloom.algorithms.ala import Ala, FedALA
 from fedloom.algorithms.ala import Blend as LearnedBlend
+from fedloom.algorithms.building import build
 from fedloom.algorithms.compression import Compressed
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
@@ -211,8 +212,8 @@ def test_every_method_starts_where_a_wrapper_says_or_is_refused(name: str) -> No
         with pytest.raises(InvalidValue, match=f"put {name} around ala"):
             Ala(inner)
         return
-    plain = world.run(build(describe(inner)))
-    held = world.run(build(f"ala({describe(inner)}, rate=0, initial_weight=0)"))
+    plain = world.run(build(str(inner)))
+    held = world.run(build(f"ala({inner}, rate=0, initial_weight=0)"))
     assert not any(record["faults"] for record in held.federation.history)
     assert not torch.allclose(held.moments[-1].parameters, plain.moments[-1].parameters, atol=1e-6)
 
@@ -354,7 +355,7 @@ def test_one_line_errors(expression: str, words: str) -> None:
     "expression", ["fedala", "fedala(p=2, buffers='average')", "ala(fedprox(mu=0.5), percent=40.0)"]
 )
 def test_expressions_build_themselves_again(expression: str) -> None:
-    assert describe(build(expression)) == expression
+    assert str(build(expression)) == expression
     assert isinstance(build(expression), Ala)
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import build, uniform
+from fedloom.algorithm import uniform
 from fedloom.algorithms.asynchronous import FedBuff
+from fedloom.algorithms.building import build
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
 from fedloom.experiment.run import run

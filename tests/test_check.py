@@ -14,7 +14,8 @@ import torch
 import fedloom as fl
 import wrong_methods
 from every_method import EVERY_METHOD
-from fedloom.algorithm import Algorithm, algorithms, build, describe
+from fedloom.algorithm import Algorithm, algorithms
+from fedloom.algorithms.building import build
 from fedloom.checker.check import examine, own_task, sample_of
 from fedloom.cli import main
 from fedloom.engines.client_work import _portable
@@ -222,10 +223,10 @@ def test_an_error_in_a_users_code_shows_its_line(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.usefixtures("folder")
 def test_a_class_of_ones_own_is_named_by_its_path() -> None:
-    assert describe(build("my_own:HalfStep(step=0.9)")) == "my_own:HalfStep(step=0.9)"
+    assert str(build("my_own:HalfStep(step=0.9)")) == "my_own:HalfStep(step=0.9)"
     assert "my_own:HalfStep" not in [entry.name for entry in algorithms]
     staged = build("stages(my_own:HalfStep:3, fedmr)")
-    assert build(describe(staged)) == staged
+    assert build(str(staged)) == staged
     with pytest.raises(InvalidValue, match="has no parameter 'stop': did you mean 'step'"):
         build("umf(my_own:HalfStep(stop=1))")
     with pytest.raises(InvalidValue, match=r"is no method: a method is a class that extends fedloom\.Algorithm"):

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedloom.algorithm import Message, build
+from fedloom.algorithm import Message
+from fedloom.algorithms.building import build
 from fedloom.algorithms.compression import Compressed, LowRank, Quantised, Sparse, dequantise, low_rank, quantise
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine

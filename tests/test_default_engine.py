@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import fedloom as fl
-from fedloom.algorithm import build
+from fedloom.algorithms.building import build
 from fedloom.data.partition import Partition
 from fedloom.engines.base import Choice, LocalEngine
 from fedloom.engines.choose import make_engine

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from every_method import EVERY_METHOD
-from fedloom.algorithm import Plan, Replies, Selection, build
+from fedloom.algorithm import Plan, Replies, Selection
+from fedloom.algorithms.building import build
 from fedloom.config.registry import Entry
 from fedloom.engines.base import engines
 from fedloom.engines.rows import RowsEngine

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message, Replies, Wrapper, build
+from fedloom.algorithm import Algorithm, Message, Replies, Wrapper
+from fedloom.algorithms.building import build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import Diverged, RefusedReply

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.algorithm import build
 from fedloom.algorithms.accounting import ORDERS, epsilon
+from fedloom.algorithms.building import build
 from fedloom.algorithms.dp_sgd import DPSGD
 from fedloom.algorithms.private import AccountedByClient
 from fedloom.data.dataset import Dataset, Samples

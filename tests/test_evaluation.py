@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 import fedloom as fl
 from every_method import EVERY_METHOD
-from fedloom.algorithm import Algorithm, Message, Replies, build
+from fedloom.algorithm import Algorithm, Message, Replies
+from fedloom.algorithms.building import build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.data.dataset import Samples
 from fedloom.data.partition import Partition

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import fedloom as fl
-from fedloom.algorithm import build
+from fedloom.algorithms.building import build
 from fedloom.config.expression import parse
 from fedloom.config.fields import checked
 from fedloom.data.partition import Partition

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from batch_order import batch_order
-from fedloom.algorithm import Algorithm, build
+from fedloom.algorithm import Algorithm
+from fedloom.algorithms.building import build
 from fedloom.data import Dataset, Samples
 from fedloom.engines.rows import RowsEngine
 from fedloom.flat.module import channels_last

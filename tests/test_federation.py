@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import fedloom as fl
-from fedloom.algorithm import Algorithm, Message, Replies, Selection, build
+from fedloom.algorithm import Algorithm, Message, Replies, Selection
+from fedloom.algorithms.building import build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import Diverged, InvalidValue

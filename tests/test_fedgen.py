@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.algorithm import build
+from fedloom.algorithms.building import build
 from fedloom.algorithms.fedgen import FedGen, classifier, sameness
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout

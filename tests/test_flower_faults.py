@@ -14,7 +14,7 @@ import pytest
 import torch
 from flwr.app import Array, Context, Message, RecordDict
 
-from fedloom.algorithm import build
+from fedloom.algorithms.building import build
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue, RefusedReply
 from fedloom.flat.layout import Layout

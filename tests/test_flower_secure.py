@@ -14,7 +14,7 @@ import pytest
 import torch
 from flwr.app import Context, Message, RecordDict
 
-from fedloom.algorithm import build
+from fedloom.algorithms.building import build
 from fedloom.algorithms.fedmr import FedMR
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue

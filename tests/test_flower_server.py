@@ -19,7 +19,7 @@ from flwr.supercore.exit import signal_handler
 from flwr.supercore.telemetry import EventType
 from torch import Tensor
 
-from fedloom.algorithm import build
+from fedloom.algorithms.building import build
 from fedloom.data.dataset import Samples
 from fedloom.data.partition import Partition
 from fedloom.engines.rows import RowsEngine

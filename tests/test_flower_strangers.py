@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from every_method import EVERY_METHOD
-from fedloom.algorithm import build
+from fedloom.algorithms.building import build
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError
 from fedloom.flat.layout import Layout

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from every_method import EVERY_METHOD
-from fedloom.algorithm import Algorithm, algorithms, build
+from fedloom.algorithm import Algorithm, algorithms
+from fedloom.algorithms.building import build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.private import Accounted
 from fedloom.algorithms.statistics import accumulated_weights, momentum_gain

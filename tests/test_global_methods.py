@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.algorithm import SERVER_MODEL, build
+from fedloom.algorithm import SERVER_MODEL
+from fedloom.algorithms.building import build
 from fedloom.data import DataSpec
 from fedloom.engines.rows import RowsEngine
 from fedloom.models.structure import head_name

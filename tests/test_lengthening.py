@@ -14,7 +14,8 @@ import torch
 
 import fedloom as fl
 from every_method import EVERY_METHOD
-from fedloom.algorithm import Algorithm, build
+from fedloom.algorithm import Algorithm
+from fedloom.algorithms.building import build
 from fedloom.errors import CheckpointError
 from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import Configuration, configuration

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import naive_methods as methods
-from fedloom.algorithm import Algorithm, build
+from fedloom.algorithm import Algorithm
+from fedloom.algorithms.building import build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from every_method import EVERY_METHOD
-from fedloom.algorithm import build
+from fedloom.algorithms.building import build
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import InvalidValue

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import fedloom.algorithms.fedmr
 import fedloom.state.pool_files
-from fedloom.algorithm import Exchange, Replies, Selection, build
+from fedloom.algorithm import Exchange, Replies, Selection
+from fedloom.algorithms.building import build
 from fedloom.algorithms.fedmr import FedMR
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import DiskFull

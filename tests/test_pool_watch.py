@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fedloom as fl
-from fedloom.algorithm import build
+from fedloom.algorithms.building import build
 from fedloom.engines.stacked import StackedEngine
 from fedloom.report.page import render
 from fedloom.rounds import pool_watch

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedloom.algorithm import Message, Selection, build, uniform
+from fedloom.algorithm import Message, Selection, uniform
 from fedloom.algorithms.accounting import ORDERS, epsilon, noise_for
+from fedloom.algorithms.building import build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.private import Accounted, LocalPrivate, Private, clipped, normal
 from fedloom.engines.rows import RowsEngine

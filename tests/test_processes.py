@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from every_method import EVERY_METHOD
-from fedloom.algorithm import Algorithm, Message, build
+from fedloom.algorithm import Algorithm, Message
+from fedloom.algorithms.building import build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedmr import FedMR
 from fedloom.data.partition import Partition

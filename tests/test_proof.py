@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from batch_order import batch_order
-from fedloom.algorithm import build
+from fedloom.algorithms.building import build
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.engines.base import LocalEngine
 from fedloom.engines.choose import make_engine

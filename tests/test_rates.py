@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 import fedloom as fl
 from batch_order import batch_order
-from fedloom.algorithm import Message, build
+from fedloom.algorithm import Message
+from fedloom.algorithms.building import build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.config.rates import rate_factor
 from fedloom.engines.rows import RowsEngine

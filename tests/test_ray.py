@@ -24,7 +24,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedloom.algorithm import Algorithm, build
+from fedloom.algorithm import Algorithm
+from fedloom.algorithms.building import build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.cli import main
 from fedloom.engines.choose import make_engine, read_engine, settled_by

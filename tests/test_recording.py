@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fedloom as fl
-from fedloom.algorithm import Message, Replies, build
+from fedloom.algorithm import Message, Replies
 from fedloom.algorithms.ala import Ala, Blend
+from fedloom.algorithms.building import build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.ray.driver import RayEngine

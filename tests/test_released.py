@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from damage import damages
-from fedloom.algorithm import build
 from fedloom.algorithms.accounting import epsilon
+from fedloom.algorithms.building import build
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import CheckpointError, DiskFull
 from fedloom.rounds.engine import RemoteClients

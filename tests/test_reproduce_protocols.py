@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedloom.algorithm import build
+from fedloom.algorithms.building import build
 from fedloom.config.expression import parse
 from fedloom.errors import InvalidValue
 from fedloom.experiment.configuration import configuration

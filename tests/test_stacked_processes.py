@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.algorithm import Algorithm, build
+from fedloom.algorithm import Algorithm
+from fedloom.algorithms.building import build
 from fedloom.engines.dispatch import grouped
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine

@@ -11,7 +11,8 @@ import torch
 from torch.nn import functional as F
 
 from batch_order import batch_order
-from fedloom.algorithm import Algorithm, build, describe
+from fedloom.algorithm import Algorithm
+from fedloom.algorithms.building import build
 from fedloom.algorithms.stages import Stages, has_stopped_improving
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.engines.rows import RowsEngine
@@ -92,8 +93,8 @@ def test_what_cannot_be_staged_is_refused(expression: str, message: str) -> None
 )
 def test_an_expression_describes_what_it_builds(expression: str) -> None:
     method = build(expression)
-    assert describe(method) == expression
-    assert build(describe(method)) == method
+    assert str(method) == expression
+    assert build(str(method)) == method
 
 
 # --- stages that end by themselves ---

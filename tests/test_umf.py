@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom.algorithm import Algorithm, Message, algorithms, build, describe
+from fedloom.algorithm import Algorithm, Message, algorithms
+from fedloom.algorithms.building import build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.umf import Umf, UploadersMemory
 from fedloom.engines.rows import RowsEngine
@@ -385,8 +386,8 @@ def test_alpha_is_a_share(alpha: str) -> None:
 
 def test_an_expression_describes_what_it_builds() -> None:
     for expression in ("umf(fedavg)", "umf(stages(fedavg:50, fedmr), alpha=0.5, simulate_all=true)"):
-        assert describe(build(expression)) == expression
-        assert build(describe(build(expression))) == build(expression)
+        assert str(build(expression)) == expression
+        assert build(str(build(expression))) == build(expression)
 
 
 def test_fusion_speeds_up_learning() -> None:

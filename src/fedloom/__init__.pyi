@@ -1,13 +1,13 @@
 # The names of `import fedloom as fl`, for type checkers and, through `lazy_loader`, at run time.
 
 from .algorithm import Algorithm as Algorithm
-from .algorithm import build as build
 from .algorithms.ala import Ala as Ala
 from .algorithms.ala import FedALA as FedALA
 from .algorithms.apple import Apple as Apple
 from .algorithms.asynchronous import FedAsync as FedAsync
 from .algorithms.asynchronous import FedBuff as FedBuff
 from .algorithms.asynchronous import FedMRAsync as FedMRAsync
+from .algorithms.building import build as build
 from .algorithms.clustered import CluSamp as CluSamp
 from .algorithms.clustered import Clustered as Clustered
 from .algorithms.compression import LowRank as LowRank

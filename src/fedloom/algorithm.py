@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fedloom.config.expression import Call, parse, plain, show
+from fedloom.config.expression import show
 from fedloom.config.fields import require_fields
-from fedloom.config.plugins import found_at
 from fedloom.config.registry import Entry, Registry
-from fedloom.errors import InvalidValue, code_location, in_brackets, quoted
+from fedloom.errors import InvalidValue, code_location, in_brackets
 from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort
@@ -361,6 +359,20 @@ class Algorithm:
         for method in self.inner():
             for nested in method.nested():
                 nested.require_inside(self)
+
+    def __str__(self) -> str:
+        """Return the expression that builds this method again: its name and the fields that differ from their defaults."""
+        entry = entry_of(self)
+        if entry is None:
+            return type(self).__name__.lower()
+        texts = []
+        for name, parameter in entry.parameters.items():
+            value, needed = getattr(self, name), parameter.default is parameter.empty
+            if needed and self.variadic:
+                texts += [f"{method}" if end is None else f"{method}:{end}" for method, end in value]
+            elif needed or value != parameter.default:
+                texts.append(show(value) if needed and name in self.wraps else f"{name}={show(value)}")
+        return f"{entry.name}({', '.join(texts)})" if texts else entry.name
 
     def require_inside(self, outer: Algorithm) -> None:
         """Raise `InvalidValue` in one line where `outer`, which wraps this method, however deep, would break what it does."""
@@ -723,72 +735,17 @@ def uniform(round: Round) -> tuple[int, ...]:
     return tuple(chosen[k] for k in order)
 
 
-def _argument(make: type[Algorithm], name: str, value: Any) -> Any:
-    return build(value) if name in make.wraps and isinstance(value, Call) else plain(value)
-
-
 # A method is a dataclass that extends `Algorithm` and registers itself: @algorithms.register("fedavg").
-algorithms: Registry[type[Algorithm]] = Registry("algorithm", "fedloom.algorithms", _argument)
-
-
-def build(expression: str | Call | Algorithm) -> Algorithm:
-    """The method of an expression such as `fedmr(unit=segment, fraction=0.5)`, `stages(fedavg:100, fedmr)` or
-    `my_methods:HalfStep(step=0.9)`.
-
-    Raises `UnknownName` or `InvalidValue` in one line for whatever does not fit.
-    """
-    if isinstance(expression, Algorithm):
-        _require_dataclass(type(expression))
-        return expression
-    call = parse(expression) if isinstance(expression, str) else expression
-    if call.until is not None:
-        raise InvalidValue(f"{quoted(call, str)}: a last round (:{quoted(call.until, str)}) belongs inside stages(...)")
-    if ":" in call.name and call.name not in algorithms:
-        call = replace(call, name=_registered(call.name))
-    _require_dataclass(algorithms[call.name].make)
-    if algorithms[call.name].make.variadic:
-        call = replace(call, positional=([_stage(value) for value in call.positional],))
-    return cast(Algorithm, algorithms.build(call))
-
-
-def _registered(path: str) -> str:
-    """The name under which the class at `module:Class` is registered, which is its path where it has given itself none."""
-    kind = found_at(path, "algorithm", "a registered name or 'package.module:Class'")
-    if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
-        raise InvalidValue(f"algorithm {quoted(path)} is no method: a method is a class that extends fedloom.Algorithm")
-    entry = algorithms.of(kind)
-    if entry is None:
-        algorithms.register(path)(kind)
-    return path if entry is None else entry.name
-
-
-def _require_dataclass(kind: type) -> None:
-    """Raise `InvalidValue` where fields of a method count for nothing, since their class is no `@dataclass`."""
-    for base in kind.__mro__[: kind.__mro__.index(Algorithm)]:
-        written = () if "__dataclass_fields__" in vars(base) else vars(base).get("__annotations__", {}).items()
-        names = [
-            name for name, hint in written if "ClassVar" not in str(hint) and name not in Algorithm.__annotations__
-        ]
-        if names:
-            raise InvalidValue(
-                f"{base.__name__} has {', '.join(names)}, but no @dataclass above its class to make parameters of that"
-                + in_brackets(code_location(base))
-            )
-
-
-def _stage(value: Any) -> tuple[Algorithm, Any]:
-    if not isinstance(value, Call):
-        raise InvalidValue(f"{quoted(value, show)} is not a method with its last round, such as fedavg:100")
-    return build(replace(value, until=None)), value.until
+algorithms: Registry[type[Algorithm]] = Registry("algorithm", "fedloom.algorithms")
 
 
 def entry_of(algorithm: Algorithm) -> Entry[type[Algorithm]] | None:
-    """The registry's entry of a method; None where it is not registered."""
+    """Return the registry's entry of a method; None where it is not registered."""
     return algorithms.of(type(algorithm))
 
 
 def name_of(algorithm: Algorithm) -> str:
-    """The name under which a method is registered; that of its class where it is not."""
+    """Return the name under which a method is registered; that of its class where it is not."""
     entry = entry_of(algorithm)
     return type(algorithm).__name__ if entry is None else entry.name
 
@@ -798,34 +755,4 @@ def require_one_model(name: str, method: Algorithm, opening: Round) -> None:
     sent."""
     expected, sent = method.expects(opening).get("model"), method.send(opening)
     if "model" not in sent or tuple(sent["model"].shape[1:]) != expected:
-        raise InvalidValue(
-            f"{name}: clients of {describe(method)} do not return an update of one model that they are sent"
-        )
-
-
-def describe(algorithm: Algorithm) -> str:
-    """The expression that builds this method again: its name and the fields that differ from their defaults."""
-    entry = entry_of(algorithm)
-    if entry is None:
-        return type(algorithm).__name__.lower()
-    values = {name: getattr(algorithm, name) for name in entry.parameters}
-    shown = [
-        (name, _show(value))
-        for name, value in values.items()
-        if entry.parameters[name].default is inspect.Parameter.empty or entry.parameters[name].default != value
-    ]
-    texts = [_show(item) for item in values[algorithm.wraps[0]]] if entry.make.variadic else []
-    for name, text in shown:
-        needed = entry.parameters[name].default is inspect.Parameter.empty
-        if not (needed and entry.make.variadic):
-            texts.append(text if needed and name in algorithm.wraps else f"{name}={text}")
-    inside = ", ".join(texts)
-    return f"{entry.name}({inside})" if inside else entry.name
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, Algorithm):
-        return describe(value)
-    if isinstance(value, tuple) and value and isinstance(value[0], Algorithm):
-        return describe(value[0]) + ("" if value[1] is None else f":{value[1]}")
-    return show(value)
+        raise InvalidValue(f"{name}: clients of {method} do not return an update of one model that they are sent")

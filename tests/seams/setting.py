@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedloom.algorithm import Algorithm, Message, Selection, build
+from fedloom.algorithm import Algorithm, Message, Selection
+from fedloom.algorithms.building import build
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
 from fedloom.engines.proof import Proof

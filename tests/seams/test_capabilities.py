@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from fedloom.algorithm import CAPABILITIES, Algorithm, Plan, algorithms, build
+from fedloom.algorithm import CAPABILITIES, Algorithm, Plan, algorithms
+from fedloom.algorithms.building import build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.errors import InvalidValue
 from seams.cases import WRAPPERS

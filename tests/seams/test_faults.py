@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Message, Selection, Wrapper, build
+from fedloom.algorithm import AggregatedReplies, Message, Selection, Wrapper
+from fedloom.algorithms.building import build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.local.cohort import Cohort

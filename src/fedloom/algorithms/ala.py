@@ -9,7 +9,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithm import SERVER_MODEL, Algorithm, Message, Wrapper, algorithms, describe, server_model, source_of
+from fedloom.algorithm import (
+    SERVER_MODEL,
+    Algorithm,
+    Message,
+    Wrapper,
+    algorithms,
+    server_model,
+    source_of,
+)
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.sharing import put, put_, take
 from fedloom.algorithms.silobn import SiloBN
@@ -92,10 +100,10 @@ class Ala(Wrapper):
         super().__post_init__()
         for method in self.method.nested():
             if isinstance(method, Ala):
-                raise InvalidValue(f"ala({describe(self.method)}): the start is blended once, not twice")
+                raise InvalidValue(f"ala({self.method}): the start is blended once, not twice")
         if (inner := source_of(self.method, "single_download")) is not None:
             raise InvalidValue(
-                f"ala: clients of {describe(inner)} download several models, so there is no one download to blend with"
+                f"ala: clients of {inner} download several models, so there is no one download to blend with"
             )
 
     # --- the client half ---

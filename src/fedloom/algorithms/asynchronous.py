@@ -17,7 +17,6 @@ from fedloom.algorithm import (
     Selection,
     Wrapper,
     algorithms,
-    describe,
     require_one_model,
     uniform,
 )
@@ -53,9 +52,7 @@ class Asynchronous(Algorithm):
             not isinstance(outer, Wrapper)
             or any(getattr(type(outer), name) is not getattr(Wrapper, name) for name in CHANGE_ROUNDS)
         ):
-            raise InvalidValue(
-                f"{describe(self)} says itself who trains when: nothing that changes rounds goes around it"
-            )
+            raise InvalidValue(f"{self} says itself who trains when: nothing that changes rounds goes around it")
 
     def waiting(self, plan: Plan, k: int) -> dict[str, Tensor]:
         """Return the state of the C slots before round 1: their clients (-1: none), the version of the model that each client
@@ -64,7 +61,7 @@ class Asynchronous(Algorithm):
         if k > plan.participants:
             raise InvalidValue(f"k must be at most the {plan.participants} clients that train at a time, not {k}")
         if plan.remote:
-            raise InvalidValue(f"{describe(self)} needs the simulated clock: over real sites every round waits for all")
+            raise InvalidValue(f"{self} needs the simulated clock: over real sites every round waits for all")
         nobody = torch.full((plan.participants,), -1)
         return {
             "client": nobody,
@@ -124,15 +121,15 @@ class Buffered(Asynchronous, Wrapper):
         Wrapper.setup(self, plan)
         opening = plan.opening()
         for inner in reversed([*self.method.nested()]):
-            require_one_model(describe(self), inner, opening)
+            require_one_model(str(self), inner, opening)
             extra = sorted((inner.expects(opening).keys() | inner.send(opening).keys()) - {"model"})
             selects = type(inner).select not in (Algorithm.select, Wrapper.select)
             if extra or selects or not inner.averages or inner.expects(opening)["model"] != (plan.layout.size,):
                 reason = f"exchanges {extra[0]!r} beside the model" if extra else "does more than average whole models"
-                raise InvalidValue(f"{describe(self)}: {describe(inner)} {reason}, which stale replies do not fit")
+                raise InvalidValue(f"{self}: {inner} {reason}, which stale replies do not fit")
             if inner.one_model_each:
                 reason = "sends each client a model of its own"
-                raise InvalidValue(f"{describe(self)}: {describe(inner)} {reason}, which stale replies do not fit")
+                raise InvalidValue(f"{self}: {inner} {reason}, which stale replies do not fit")
         rows = torch.zeros(plan.participants, plan.layout.size, dtype=plan.initial.dtype, device=plan.initial.device)
         weights = torch.zeros(plan.participants, dtype=torch.int64)
         self.state = {**self.waiting(plan, self.goal), "replies": rows, "sent": rows.clone(), "weights": weights}

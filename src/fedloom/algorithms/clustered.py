@@ -10,7 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Plan, Replies, Selection, Wrapper, algorithms, describe, uniform
+from fedloom.algorithm import (
+    Algorithm,
+    Plan,
+    Replies,
+    Selection,
+    Wrapper,
+    algorithms,
+    uniform,
+)
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.errors import InvalidValue
 from fedloom.round import Round
@@ -70,16 +78,14 @@ class Clustered(Wrapper):
         for method in self.method.nested():
             if method.select(opening) != Selection(uniform(opening)):
                 hint = ": put clustered inside it" if method.inner() else ""
-                raise InvalidValue(f"clustered: {describe(method)} chooses its clients itself{hint}")
+                raise InvalidValue(f"clustered: {method} chooses its clients itself{hint}")
         self._sends_each = any(len(rows) > 1 for rows in self.method.send(opening).values())
         self.sizes: list[int] = plan.sizes(torch.arange(plan.clients)).tolist()
         if self.by == "similarity":
             shape = (plan.layout.size,)
             for method in self.method.nested():
                 if method.expects(opening).get("model") != shape or "model" not in method.send(opening):
-                    raise InvalidValue(
-                        f"clustered: clients of {describe(method)} do not exchange whole models: use by=size"
-                    )
+                    raise InvalidValue(f"clustered: clients of {method} do not exchange whole models: use by=size")
             self.state["distance"] = torch.zeros(plan.clients, plan.clients, dtype=torch.float64)
         else:
             self._clusters = clusters_by_size(self.sizes, plan.participants)

@@ -21,7 +21,6 @@ from fedloom.algorithm import (
     Replies,
     Wrapper,
     algorithms,
-    describe,
     name_of,
     require_one_model,
 )
@@ -74,19 +73,17 @@ class Compressed(Wrapper):
         for inner in self.method.nested():
             if isinstance(inner, LayerExchange):
                 raise InvalidValue(
-                    f"{name_of(self)}: clients of {describe(inner)} upload layers of each other, "
+                    f"{name_of(self)}: clients of {inner} upload layers of each other, "
                     "which are no update of the model that they were sent"
                 )
             if isinstance(inner, Compressed) and (type(inner) is type(self) or not isinstance(self, Quantised)):
-                raise InvalidValue(
-                    f"{name_of(self)}: {describe(inner)} is coded already; only quantised goes around it"
-                )
+                raise InvalidValue(f"{name_of(self)}: {inner} is coded already; only quantised goes around it")
 
     def require_inside(self, outer: Algorithm) -> None:
         if not isinstance(outer, Compressed | Stages):
             name = name_of(outer)
             hint = "" if isinstance(outer, LayerExchange) else f": put {name_of(self)} around {name}"
-            raise InvalidValue(f"{name} needs the models themselves, which {describe(self)} sends in code{hint}")
+            raise InvalidValue(f"{name} needs the models themselves, which {self} sends in code{hint}")
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
@@ -334,7 +331,7 @@ class LowRank(Compressed):
         super().setup(plan)
         expected = self.method.expects(plan.opening())
         if expected.get("model") != (plan.layout.size,):
-            raise InvalidValue(f"lowrank: clients of {describe(self.method)} do not return whole models")
+            raise InvalidValue(f"lowrank: clients of {self.method} do not return whole models")
 
     def matrices(self, size: int) -> list[Matrix]:
         """Return the tensors in the first `size` columns of a row."""

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedloom.algorithm import Message, Plan, Selection, algorithms, describe, name_of, source_of
+from fedloom.algorithm import (
+    Message,
+    Plan,
+    Selection,
+    algorithms,
+    name_of,
+    source_of,
+)
 from fedloom.algorithms.accounting import epsilon, noise_for
 from fedloom.algorithms.private import AccountedByClient, clip_factors, normal, secret_uniforms
 from fedloom.errors import InvalidValue
@@ -104,7 +111,7 @@ class DPSGD(AccountedByClient):
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         if not self.protects:
             return self.method.train(cohort, inbox)
-        private = PrivateCohort(cohort, self.bound(), self.noise_multiplier(), self.plan.remote, describe(self.method))
+        private = PrivateCohort(cohort, self.bound(), self.noise_multiplier(), self.plan.remote, str(self.method))
         reply = self.method.train(private, inbox)
         cohort.metrics.clear()  # losses are of the client's data too
         return reply

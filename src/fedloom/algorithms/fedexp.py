@@ -8,7 +8,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Algorithm, Plan, Replies, algorithms
+from fedloom.algorithm import (
+    AggregatedReplies,
+    Algorithm,
+    Plan,
+    Replies,
+    algorithms,
+)
 from fedloom.config.fields import Positive
 from fedloom.round import Round
 

@@ -10,7 +10,13 @@ import torch
 from pydantic import Strict
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms, describe
+from fedloom.algorithm import (
+    Algorithm,
+    Message,
+    Plan,
+    Replies,
+    algorithms,
+)
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.config.fields import NonNegative, Share
 from fedloom.errors import InvalidValue
@@ -174,7 +180,7 @@ def blend_at(blend: Blend, number: int) -> float:
 
 def _require_local(local: Algorithm, plan: Plan) -> None:
     """Raise `InvalidValue` unless the client half of `local` can train a model of the pool."""
-    name = describe(local)
+    name = str(local)
     if local.inner():
         raise InvalidValue(f"local={name} wraps another method: put the wrapper around fedmr, as in ala(fedmr)")
     message, expected = local.send(plan.opening()), dict(local.expects(plan.opening()))

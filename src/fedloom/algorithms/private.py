@@ -23,7 +23,6 @@ from fedloom.algorithm import (
     Selection,
     Wrapper,
     algorithms,
-    describe,
     name_of,
     require_one_model,
     source_of,
@@ -119,7 +118,7 @@ class Accounted(Wrapper):
         extra = sorted(self.method.expects(plan.opening()).keys() - {"model"})
         if extra:
             raise InvalidValue(
-                f"{name_of(self)}: clients of {describe(self.method)} upload {extra[0]!r} beside the model, which would leak"
+                f"{name_of(self)}: clients of {self.method} upload {extra[0]!r} beside the model, which would leak"
             )
         require_one_model(name_of(self), self.method, plan.opening())
         if plan.layout.integers:
@@ -179,13 +178,11 @@ class Private(Accounted):
         super().__post_init__()
         for inner in self.method.nested():
             if isinstance(inner, LayerExchange) and self.protects:
-                raise InvalidValue(
-                    f"private: in {describe(inner)} an upload holds layers of several clients, unclipped"
-                )
+                raise InvalidValue(f"private: in {inner} an upload holds layers of several clients, unclipped")
             if not inner.averages and self.protects:
                 raise InvalidValue(
-                    f"private: {describe(inner)} passes on what single clients sent, so no noise on a sum hides them: "
-                    f"local_private({describe(self.method)}) has each client add its own"
+                    f"private: {inner} passes on what single clients sent, so no noise on a sum hides them: "
+                    f"local_private({self.method}) has each client add its own"
                 )
 
     def require_inside(self, outer: Algorithm) -> None:
@@ -201,8 +198,8 @@ class Private(Accounted):
             return
         if (inner := source_of(self.method, "one_model_each")) is not None:
             raise InvalidValue(
-                f"private: {describe(inner)} sends every client a model of its own, by its place in the round, so that one "
-                f"client less changes what others are sent: local_private({describe(self.method)}) has each client add noise"
+                f"private: {inner} sends every client a model of its own, by its place in the round, so that one "
+                f"client less changes what others are sent: local_private({self.method}) has each client add noise"
             )
         self.select(plan.opening())
 
@@ -227,7 +224,7 @@ class Private(Accounted):
                 f"to poisson, or participation to 1, not {round.participants} of {round.clients} in every round"
             )
         if selection.clients != uniform(round) or selection.weights is not None:
-            raise InvalidValue(f"private: {describe(self.method)} chooses its clients itself, which epsilon leaves out")
+            raise InvalidValue(f"private: {self.method} chooses its clients itself, which epsilon leaves out")
         self.cost(extra=1)  # chooses the noise and needs the library: an error shows before training
         return selection
 

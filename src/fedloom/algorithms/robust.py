@@ -10,7 +10,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithm import Plan, Replies, Wrapper, algorithms, describe, source_of
+from fedloom.algorithm import (
+    Plan,
+    Replies,
+    Wrapper,
+    algorithms,
+    source_of,
+)
 from fedloom.config.fields import Count, Positive
 from fedloom.errors import InvalidValue
 from fedloom.flat.population import squared_distances
@@ -51,9 +57,7 @@ class Robust(Wrapper):
         super().__post_init__()
         if (inner := source_of(self.method, "averages")) is not None:
             hint = f": put {type(inner).__name__.lower()} around robust" if inner.inner() else ""
-            raise InvalidValue(
-                f"robust: {describe(inner)} needs the single replies, not an estimate of their mean{hint}"
-            )
+            raise InvalidValue(f"robust: {inner} needs the single replies, not an estimate of their mean{hint}")
         if self.rule != "clipping" and (self.radius is not None or self.steps != 1):
             raise InvalidValue(f"robust: radius and steps belong to rule=clipping, not to {self.rule}")
 

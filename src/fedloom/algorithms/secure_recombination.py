@@ -9,7 +9,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Exchange, Message, Plan, Replies, Wrapper, algorithms, describe
+from fedloom.algorithm import (
+    Algorithm,
+    Exchange,
+    Message,
+    Plan,
+    Replies,
+    Wrapper,
+    algorithms,
+)
 from fedloom.algorithms.fedmr import FedMR, Indep
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Unit
@@ -71,9 +79,7 @@ class Secure(Wrapper, LayerExchange):
         self.rules().bounds(len(self.units()))
         expected = dict(self.method.expects(plan.opening()))
         if expected != {"model": (plan.layout.size,)}:
-            raise InvalidValue(
-                f"secure: clients of {describe(self.method)} do not return one whole model and nothing else"
-            )
+            raise InvalidValue(f"secure: clients of {self.method} do not return one whole model and nothing else")
 
     def outgoing(self, round: Round, message: Message) -> Message:
         rows, count = message["model"], len(round.selected)
@@ -155,7 +161,7 @@ def _require_anonymous(method: Algorithm) -> None:
     for inner in [] if isinstance(method, Indep) else method.inner():  # Indep's `local` receives no uploads
         _require_anonymous(inner)
     hint = ": give it weighted=false" if getattr(method, "weighted", False) else ""
-    raise InvalidValue(f"secure: {describe(method)} needs to know whose an upload is, which the exchange hides{hint}")
+    raise InvalidValue(f"secure: {method} needs to know whose an upload is, which the exchange hides{hint}")
 
 
 def _exchanged_unit(method: Algorithm) -> tuple[Literal["layer", "tensor", "segment"], float]:
@@ -166,7 +172,5 @@ def _exchanged_unit(method: Algorithm) -> tuple[Literal["layer", "tensor", "segm
         if isinstance(inner, FedMR)
     }
     if len(units) > 1:
-        raise InvalidValue(
-            f"secure: {describe(method)} moves different units; make each of its stages secure by itself"
-        )
+        raise InvalidValue(f"secure: {method} moves different units; make each of its stages secure by itself")
     return units.pop() if units else ("layer", 1.0)

@@ -19,7 +19,6 @@ from fedloom.algorithm import (
     Replies,
     Selection,
     algorithms,
-    describe,
     server_model,
 )
 from fedloom.config.fields import Count, Probability
@@ -128,11 +127,11 @@ class Stages(Algorithm):
                 continue
             if method.expects(plan.opening()).get("model") != (plan.layout.size,):
                 raise InvalidValue(
-                    f"stages: clients of {describe(method)} do not return whole models, which staging by :auto needs"
+                    f"stages: clients of {method} do not return whole models, which staging by :auto needs"
                 )
             if not method.single_download:
                 raise InvalidValue(
-                    f"stages: clients of {describe(method)} are sent several models, whose loss :auto cannot measure"
+                    f"stages: clients of {method} are sent several models, whose loss :auto cannot measure"
                 )
 
     def _at(self, stage: int) -> dict[str, Tensor]:

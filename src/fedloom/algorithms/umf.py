@@ -16,7 +16,6 @@ from fedloom.algorithm import (
     Selection,
     Wrapper,
     algorithms,
-    describe,
     server_model,
 )
 from fedloom.config.fields import Probability
@@ -56,7 +55,7 @@ class Umf(Wrapper):
     def __post_init__(self) -> None:
         super().__post_init__()
         if any(isinstance(method, Umf) for method in self.method.nested()):
-            raise InvalidValue(f"umf({describe(self.method)}): idle clients cannot fuse their updates twice")
+            raise InvalidValue(f"umf({self.method}): idle clients cannot fuse their updates twice")
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
@@ -136,7 +135,7 @@ class UploadersMemory(Memory):
 def _require_one_start(method: Algorithm, plan: Plan) -> None:
     """Raise `InvalidValue` unless clients of `method` train from one whole model that they are sent."""
     round = plan.opening()
-    message, name = method.send(round), describe(method)
+    message, name = method.send(round), str(method)
     shape = (plan.layout.size,)
     if not method.single_download:
         raise InvalidValue(

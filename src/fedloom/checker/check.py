@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedloom.algorithm import Algorithm, build, describe
+from fedloom.algorithm import Algorithm
+from fedloom.algorithms.building import build
 from fedloom.checker.findings import Finding, kinds, source_location
 from fedloom.checker.listening import Listener, ListeningCohort, ListeningMemory, draws
 from fedloom.data.dataset import Dataset, Samples
@@ -102,7 +103,7 @@ def examine(algorithm: Algorithm | str, task: Task | None = None, *, compare: bo
         findings += _as_processes(trial, reference.federation, bool(findings))
         findings += _resumed(trial, reference.federation, bool(findings))
         findings += _lengthened(trial, reference.federation, bool(findings))
-    return CheckResult(describe(method), list(dict.fromkeys(findings)), reference.sizes)
+    return CheckResult(str(method), list(dict.fromkeys(findings)), reference.sizes)
 
 
 # --- tasks ---

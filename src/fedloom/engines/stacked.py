@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, describe
+from fedloom.algorithm import Algorithm
 from fedloom.config.fields import Count, checked
 from fedloom.engines.base import engines, load_integers
 from fedloom.engines.proof import Proof
@@ -129,16 +129,14 @@ class StackedEngine(RowsEngine):
         except Exception as error:
             # One client's failure must not fail the chunk: each works by itself, with the same result.
             size = 1
-            self.notice(
-                f"{describe(algorithm)}: clients train one by one where they fail in lock step: {error_text(error)}"
-            )
+            self.notice(f"{algorithm}: clients train one by one where they fail in lock step: {error_text(error)}")
         return [], [client_tasks[start : start + size] for start in range(0, len(client_tasks), size)]
 
     def _chunks(self, algorithm: Algorithm, client_tasks: Sequence[ClientTask]) -> list[Sequence[ClientTask]]:
         """Return the clients in chunks of about equal length, largest first; one by one if they cannot be stacked."""
         reason = unstackable_method(algorithm)
         if reason:
-            self.notice(f"{describe(algorithm)}: {reason}")
+            self.notice(f"{algorithm}: {reason}")
         size = 1 if reason or self.proof.unstackable else self.chunk
         clients = torch.tensor([client_task.client for client_task in client_tasks], dtype=torch.int64)
         falling = self.task.sizes(clients).argsort(descending=True, stable=True).tolist()

@@ -16,7 +16,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import Field
 
-from fedloom.algorithm import Algorithm, build, describe
+from fedloom.algorithm import Algorithm
+from fedloom.algorithms.building import build
 from fedloom.config.expression import DEEPEST, Call, parse, parse_value, show
 from fedloom.config.fields import Count, NonNegativeInt, Positive, require_fields, require_plain, type_hints
 from fedloom.config.plugins import import_plugins
@@ -138,8 +139,8 @@ class Configuration(Schedule):
         return copy.deepcopy(self._built(algorithm))
 
     def described(self, algorithm: str) -> str:
-        """Return a method's expression as `describe` writes it. Raises as `build`."""
-        return describe(self._built(algorithm))
+        """Return a method's expression, as its `str` is. Raises as `build`."""
+        return str(self._built(algorithm))
 
     def _built(self, algorithm: str) -> Algorithm:
         """Build each method once."""

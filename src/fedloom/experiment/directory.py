@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
-from fedloom.algorithm import Algorithm, describe
+from fedloom.algorithm import Algorithm
 from fedloom.engines.base import Choice
 from fedloom.engines.choose import DEFAULT
 from fedloom.errors import CheckpointError, FedloomError
@@ -187,9 +187,7 @@ class RunDirectory:
                 f"{begun} the learning rates of training.schedule = {training.schedule!r} depend on how many there are: {_REMEDY}"
             )
         if method.needs_total_rounds:
-            raise CheckpointError(
-                f"{begun} what {describe(method)} does in a round depends on how many there are: {_REMEDY}"
-            )
+            raise CheckpointError(f"{begun} what {method} does in a round depends on how many there are: {_REMEDY}")
         done = max((record["round"] for record in RoundLog(self.path / "metrics.jsonl").read()), default=0)
         if rounds <= done:  # also after as many: nobody may have evaluated the last one
             raise CheckpointError(

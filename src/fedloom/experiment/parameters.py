@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from fedloom.algorithm import Algorithm, build, describe, entry_of
+from fedloom.algorithm import Algorithm, entry_of
+from fedloom.algorithms.building import build
 from fedloom.config.expression import parse_value, plain
 from fedloom.errors import InvalidValue
 
@@ -24,7 +25,7 @@ def parameter_keys(expression: str) -> list[str]:
 
 
 def with_parameters(expression: str, changes: Mapping[str, Any]) -> str:
-    """Return the expression with some parameters set, as `describe` writes it.
+    """Return the expression with some parameters set, as `str` of the method writes it.
 
     Text is read as a value where it is one. Raises `InvalidValue` or `UnknownName` for a value that is not allowed.
     """
@@ -34,7 +35,7 @@ def with_parameters(expression: str, changes: Mapping[str, Any]) -> str:
             for key in changes.keys() & keys:
                 setattr(method, name, _value(changes[key]))
         method.__post_init__()
-    return describe(outer)
+    return str(outer)
 
 
 def _parameters(method: Algorithm) -> dict[str, tuple[str, str]]:

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from typing_extensions import Unpack
 
-from fedloom.algorithm import Algorithm, build, describe
+from fedloom.algorithm import Algorithm
+from fedloom.algorithms.building import build
 from fedloom.config.plugins import import_plugins
 from fedloom.engines.base import Choice, LocalEngine
 from fedloom.engines.choose import DEFAULT, make_engine, settled_by
@@ -236,9 +237,9 @@ def run(
     recorders = build_recorders(record)
     for recorder in recorders:
         if reason := recorder.inapplicable(method):
-            raise InvalidValue(f"record: {recorder.name}: nothing to record for {describe(method)}: {reason}")
+            raise InvalidValue(f"record: {recorder.name}: nothing to record for {method}: {reason}")
     resolved = {
-        "algorithm": describe(method),
+        "algorithm": str(method),
         **schedule_values(schedule),
         "model": type(task.model).__name__,
         "data": {"name": task.dataset.name, "clients": task.clients},

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fedloom.algorithm import build
+from fedloom.algorithms.building import build
 from fedloom.config.expression import Call, parse
 from fedloom.data.dataset import Dataset, DataSpec, Samples
 from fedloom.data.partition import Partition

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedloom.algorithm import Replies, describe
+from fedloom.algorithm import Replies
 from fedloom.errors import InvalidValue
 from fedloom.recording.recorder import ClientExchange, Measurement, Recorder, RunContext, Tensors, partial_models
 from fedloom.round import Round
@@ -67,7 +67,7 @@ class Recording:
                 raise InvalidValue(f"record: {recorder.name}: {error}") from None
             reason = recorder.inapplicable(method) or (partial if recorder.needs_models else "")
             if reason:
-                self.notices.append(f"{recorder.name} is not recorded for {describe(method)}: {reason}")
+                self.notices.append(f"{recorder.name} is not recorded for {method}: {reason}")
             else:
                 applicable.append(recorder)
         self.recorders = applicable

@@ -22,7 +22,6 @@ from fedloom.algorithm import (
     Replies,
     Selection,
     block_slots,
-    describe,
     name_of,
     source_of,
 )
@@ -203,7 +202,7 @@ class Federation:
             )
         if self.finished == 0 and self.algorithm.spent:
             raise InvalidValue(
-                f"{describe(self.algorithm)}: one round costs more epsilon than target_epsilon allows: give more noise"
+                f"{self.algorithm}: one round costs more epsilon than target_epsilon allows: give more noise"
             )
         try:
             while self.finished < self.schedule.rounds and not self.algorithm.spent:
@@ -510,7 +509,7 @@ def _require_varying(algorithm: Algorithm, reason: str) -> None:
             if method.asynchronous
             else "needs as many clients each time, and the replies of all"
         )
-        raise InvalidValue(f"{reason}, but {describe(method)} {needs}")
+        raise InvalidValue(f"{reason}, but {method} {needs}")
 
 
 def _require_displaceable(algorithm: Algorithm) -> None:
@@ -518,7 +517,7 @@ def _require_displaceable(algorithm: Algorithm) -> None:
     if algorithm.needs_every_reply:
         raise InvalidValue(
             f"clock.over_selection takes the first replies of a round, so that one client less lets another in, which the "
-            f"epsilon of {describe(algorithm)} does not count: leave it out"
+            f"epsilon of {algorithm} does not count: leave it out"
         )
 
 

@@ -21,7 +21,7 @@ import torch
 from flwr.app import Message
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, describe
+from fedloom.algorithm import Algorithm
 from fedloom.engines.base import inspect_reply
 from fedloom.errors import DamagedCheckpoint, FedloomError, InvalidValue, RefusedReply
 from fedloom.objectives.metrics import counted_shapes
@@ -51,9 +51,7 @@ _logger = logging.getLogger("flwr.fedloom")
 def require_supported(algorithm: Algorithm) -> None:
     """Raise `InvalidValue` for a method whose sites cannot know by themselves in which rounds to exchange their uploads."""
     if not algorithm.scheduled and any(isinstance(method, LayerExchange) for method in algorithm.nested()):
-        raise InvalidValue(
-            f"{describe(algorithm)}: sites must know when secure(...) leads: give a last round in place of auto"
-        )
+        raise InvalidValue(f"{algorithm}: sites must know when secure(...) leads: give a last round in place of auto")
 
 
 class FlowerEngine(RemoteClients):

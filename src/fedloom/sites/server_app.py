@@ -15,7 +15,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 import fedloom
-from fedloom.algorithm import build
+from fedloom.algorithms.building import build
 from fedloom.config.expression import parse
 from fedloom.data.dataset import Dataset
 from fedloom.data.partition import Partition

@@ -18,7 +18,8 @@ from flwr.app import RecordDict
 from torch import Tensor
 
 import fedloom
-from fedloom.algorithm import Algorithm, Plan, build
+from fedloom.algorithm import Algorithm, Plan
+from fedloom.algorithms.building import build
 from fedloom.data.noise import label_noises
 from fedloom.data.partition import Partition
 from fedloom.engines.rows import RowsEngine

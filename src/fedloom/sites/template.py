@@ -14,7 +14,7 @@ from typing import Any
 import tomli_w
 
 from fedloom import __version__
-from fedloom.algorithm import build
+from fedloom.algorithms.building import build
 from fedloom.errors import InvalidValue
 from fedloom.experiment.configuration import Configuration, configuration, put, read_table
 from fedloom.secure import LayerExchange

@@ -1,0 +1,67 @@
+"""Methods from expressions such as `stages(fedavg:100, fedmr(unit=segment))`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+from fedloom.algorithm import Algorithm, algorithms
+from fedloom.config.expression import Call, parse, show
+from fedloom.config.plugins import found_at
+from fedloom.errors import InvalidValue, code_location, in_brackets, quoted
+
+
+def build(expression: str | Call | Algorithm) -> Algorithm:
+    """Return the method of an expression.
+
+    Args:
+        expression: Such as `fedmr(unit=segment, fraction=0.5)` or `my_methods:HalfStep(step=0.9)`; a method is returned as it is.
+
+    Raises:
+        UnknownName: If nothing is registered under a name.
+        InvalidValue: If a value or a parameter does not fit.
+    """
+    if isinstance(expression, Algorithm):
+        _require_dataclass(type(expression))
+        return expression
+    call = parse(expression) if isinstance(expression, str) else expression
+    if call.until is not None:
+        raise InvalidValue(f"{quoted(call, str)}: a last round (:{quoted(call.until, str)}) belongs inside stages(...)")
+    name = _registered(call.name) if ":" in call.name and call.name not in algorithms else call.name
+    entry = algorithms[name]
+    _require_dataclass(entry.make)
+    stages = [_stage(value) for value in call.positional] if entry.make.variadic else None
+    options = entry.options(call.positional if stages is None else (stages,), call.named)
+    for wrapped in options.keys() & {*entry.make.wraps}:
+        if isinstance(options[wrapped], Call):
+            options[wrapped] = build(options[wrapped])
+    return cast(Algorithm, algorithms.build(Call(name, named=options)))
+
+
+def _registered(path: str) -> str:
+    """Return the name under which the class at `module:Class` is registered: its path where it has given itself none."""
+    kind = found_at(path, "algorithm", "a registered name or 'package.module:Class'")
+    if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
+        raise InvalidValue(f"algorithm {quoted(path)} is no method: a method is a class that extends fedloom.Algorithm")
+    entry = algorithms.of(kind)
+    if entry is None:
+        algorithms.register(path)(kind)
+    return path if entry is None else entry.name
+
+
+def _require_dataclass(kind: type) -> None:
+    """Raise `InvalidValue` where fields of a method count for nothing, since their class is no `@dataclass`."""
+    for base in kind.__mro__[: kind.__mro__.index(Algorithm)]:
+        written = {} if "__dataclass_fields__" in vars(base) else vars(base).get("__annotations__", {})
+        names = [n for n, hint in written.items() if "ClassVar" not in str(hint) and n not in Algorithm.__annotations__]
+        if names:
+            raise InvalidValue(
+                f"{base.__name__} has {', '.join(names)}, but no @dataclass above its class to make parameters of that"
+                + in_brackets(code_location(base))
+            )
+
+
+def _stage(value: Any) -> tuple[Algorithm, Any]:
+    if not isinstance(value, Call):
+        raise InvalidValue(f"{quoted(value, show)} is not a method with its last round, such as fedavg:100")
+    return build(replace(value, until=None)), value.until
