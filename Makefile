@@ -1,5 +1,6 @@
 # make setup: a virtual environment and the install;  make demo: the main job and its report;  make docs: site/index.html;
-# make quick: a cross-section of the tests in a minute;  make test: every test;  make chaos MINUTES=60: kills (SuperNodes and Ray too), damaged files, mutated inputs and malicious sites, and every method in every wrapper;
+# make quick: a cross-section of the tests in a minute;  make test: all tests but those that take minutes;
+# make chaos MINUTES=60: these, then kills (SuperNodes and Ray too), damaged files, mutated inputs, malicious sites, and every method in every wrapper;
 # make dist: a wheel and an sdist in dist/
 PYTHON ?= python3
 VENV   := .venv
@@ -38,6 +39,7 @@ test: setup-dev
 	$(PYTEST)
 
 chaos: setup-dev
+	$(PYTEST) -m minutes
 	$(BIN)/python tests/chaos/harness.py --minutes $(MINUTES)
 	$(BIN)/python tests/seams/harness.py --minutes $(MINUTES)
 

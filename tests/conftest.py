@@ -1,4 +1,4 @@
-"""What holds for every test."""
+"""Settings, fixtures and the order of all tests."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import importlib.util
 import os
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -114,3 +115,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.name in TOGETHER:
             item.add_marker(pytest.mark.xdist_group(TOGETHER[item.path.name]))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Say as the last line what was skipped: how many tests for each reason."""
+    reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or not (skipped := reporter.stats.get("skipped")):
+        return
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
+    reporter.write_line("Skipped: " + "; ".join(f"{count} {reason}" for reason, count in reasons.most_common()))

@@ -1,7 +1,7 @@
 """A real federation: SuperLink and SuperNodes as processes on loopback, with TLS and keys, started as a user starts them.
 
-A message takes seconds there, whatever it says, so three sites always train two rounds, and one that exchanges layers (a dozen
-messages to each, one after another); longer federations, and those whose machines are killed, run with FEDLOOM_ALL_PLACES=1.
+Each message takes seconds there, so `make test` runs two rounds at three sites, and one in which they exchange layers (a dozen
+messages to each, one after another); longer federations, and those whose machines are killed, run in `make chaos`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,6 @@ from superlink_support import Deployment, deployed, needs_flower, needs_processe
 
 SITES = 3
 
-ALL_PLACES = os.environ.get("FEDLOOM_ALL_PLACES") == "1"
-
-slow = pytest.mark.skipif(not ALL_PLACES, reason="takes minutes: set FEDLOOM_ALL_PLACES=1 to run it")
-
 pytestmark = [needs_flower, needs_processes]
 
 
@@ -33,9 +29,11 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
         yield found
 
 
-def test_three_sites_exchange_layers_and_train_the_model_that_one_machine_does(deployment: Deployment) -> None:
-    rounds = 3 if ALL_PLACES else 1
-    trial = Trial(deployment, "secure", "secure(fedmr, repeats=1, low=1, high=1)", rounds)
+@pytest.mark.parametrize("rounds", [1, pytest.param(3, marks=pytest.mark.minutes)])
+def test_three_sites_exchange_layers_and_train_the_model_that_one_machine_does(
+    rounds: int, deployment: Deployment
+) -> None:
+    trial = Trial(deployment, f"secure-{rounds}", "secure(fedmr, repeats=1, low=1, high=1)", rounds)
     run = trial.start()
     status = deployment.wait_for_run(run, rounds * PATIENCE, sign=trial.output / "result.json")
     assert status == "finished:completed", deployment.logs()
@@ -67,7 +65,7 @@ def test_three_sites_train_the_regression_that_one_machine_does_though_a_worker_
     assert "fedmr" in page
 
 
-@slow
+@pytest.mark.minutes
 def test_a_site_that_dies_is_absent_until_it_is_back_with_its_memory(deployment: Deployment) -> None:
     trial = Trial(deployment, "scaffold", "scaffold", rounds=5)
     run = trial.start()
@@ -88,7 +86,7 @@ def test_a_key_that_is_not_registered_is_turned_away(deployment: Deployment, tmp
     assert "Failed to activate SuperNode" in deployment.turned_away(stranger.site(0) / "site.key")
 
 
-@slow
+@pytest.mark.minutes
 def test_a_server_that_dies_goes_on_from_its_checkpoint(deployment: Deployment) -> None:
     trial = Trial(deployment, "resumed", "fedmr", rounds=3)
     trial.start()

@@ -2,12 +2,11 @@
 
 Five rounds on the digits, six clients of which three take part in each, a model with statistics, integer buffers and dropout.
 Flower is its app's own functions with messages that travel as bytes; real processes are in test_flower_sites.py. A
-representative set of methods runs always, all of them with FEDLOOM_ALL_PLACES=1.
+representative set of methods runs in `make test`, the others in `make chaos`.
 """
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ REPRESENTATIVE = [
     "secure(fedmr)",
     "quantised(sparse(fedavg, share=0.2), down=8)",
 ]
-METHODS = sorted({*REPRESENTATIVE, *EVERY_METHOD}) if os.environ.get("FEDLOOM_ALL_PLACES") == "1" else REPRESENTATIVE
+OTHERS = sorted({*EVERY_METHOD} - {*REPRESENTATIVE})
 
 
 @cache
@@ -80,7 +79,14 @@ PLACES = [
 SHARED = {"processes": "worker_processes", "ray": "ray_actors"}
 
 
-@pytest.mark.parametrize(("algorithm", "model"), [*((one, "NormNet") for one in METHODS), ("fedmr", "FrozenNet")])
+@pytest.mark.parametrize(
+    ("algorithm", "model"),
+    [
+        *((method, "NormNet") for method in REPRESENTATIVE),
+        ("fedmr", "FrozenNet"),
+        *(pytest.param(method, "NormNet", marks=pytest.mark.minutes) for method in OTHERS),
+    ],
+)
 @pytest.mark.parametrize("place", PLACES)
 def test_every_place_gives_the_numbers_of_rows(
     place: str, algorithm: str, model: str, tmp_path: Path, request: pytest.FixtureRequest
@@ -90,16 +96,16 @@ def test_every_place_gives_the_numbers_of_rows(
             _over_flower(algorithm, model, tmp_path)
         return
     if place == "flower":
-        found = _over_flower(algorithm, model, tmp_path)
+        federation = _over_flower(algorithm, model, tmp_path)
     else:
         engine = request.getfixturevalue(SHARED[place]) if place in SHARED else StackedEngine(task(model))
-        found = _in(engine, algorithm, model)
+        federation = _in(engine, algorithm, model)
     expected = on_rows(algorithm, model)
     # What real sites exchange is counted as it is carried, in envelopes.
-    assert_close(found, expected, apart={"peer_bytes"} if place == "flower" else set())
-    assert not any(record["faults"] for record in found.history)
-    assert found.client_history
-    assert found.history[-1]["bytes_up"] > 0
+    assert_close(federation, expected, apart={"peer_bytes"} if place == "flower" else set())
+    assert not any(record["faults"] for record in federation.history)
+    assert federation.client_history
+    assert federation.history[-1]["bytes_up"] > 0
 
 
 WRAPPED = [
@@ -113,15 +119,15 @@ WRAPPED = [
 @pytest.mark.parametrize("place", PLACES[::2])
 def test_clients_draw_the_same_noise_in_other_processes(place: str, request: pytest.FixtureRequest) -> None:
     training = Training(learning_rate=0.1, batch_size=20)
-    held = make_task("digits", clients=6, model="mlp(hidden=[4])", training=training)
+    digits = make_task("digits", clients=6, model="mlp(hidden=[4])", training=training)
 
     def model(engine: Engine, method: str, mode: Any) -> Tensor:
         options = Schedule(rounds=2, participation=0.5, participation_mode=mode)
-        found = Federation(build(method), held, engine, options)
-        found.run()
-        assert not any(record["faults"] for record in found.history)
-        return found.algorithm.model()
+        federation = Federation(build(method), digits, engine, options)
+        federation.run()
+        assert not any(record["faults"] for record in federation.history)
+        return federation.algorithm.model()
 
     engine = request.getfixturevalue(SHARED[place])
     for method, mode in WRAPPED:
-        assert torch.equal(model(engine, method, mode), model(RowsEngine(held), method, mode))
+        assert torch.equal(model(engine, method, mode), model(RowsEngine(digits), method, mode))
