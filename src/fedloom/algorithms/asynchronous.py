@@ -25,7 +25,7 @@ from fedloom.algorithms.fedmr import FedMR, blend_at
 from fedloom.algorithms.private import AccountedByClient
 from fedloom.config.fields import Count, NonNegative, Probability
 from fedloom.errors import InvalidValue
-from fedloom.flat.population import recombine_
+from fedloom.flat.population import recombine_, weighted_mean
 from fedloom.round import Round
 
 CHANGE_ROUNDS = ("select", "send", "outgoing", "incoming", "exchange", "receive")
@@ -269,7 +269,7 @@ class FedMRAsync(Asynchronous, FedMR):
             units = self.layout.units(self.unit, self.fraction)
             rows = recombine_(self.state["replies"][slots], units, round.stream("recombine"))
             if (share := blend_at(self.blend, round.number)) > 0:
-                rows.lerp_(rows.mean(0), share)
+                rows.lerp_(weighted_mean(rows), share)
             self.state["pool"] = self.state["pool"].index_copy(0, slots, rows)
             self.clear(arrived)
         super().finish(round, exchange)

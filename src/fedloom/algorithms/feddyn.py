@@ -19,6 +19,7 @@ from fedloom.algorithm import (
 )
 from fedloom.algorithms.statistics import mean_size, relative_sizes
 from fedloom.config.fields import NonNegative
+from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort, Context
 from fedloom.round import Round
 
@@ -80,7 +81,7 @@ class Drifting(Algorithm):
 
     def model(self) -> Tensor:
         if self.evaluate == "all":
-            return self.state["uploads"].mean(0)
+            return weighted_mean(self.state["uploads"])
         return self.state["selected" if self.evaluate == "selected" else "model"]
 
 

@@ -69,7 +69,7 @@ class Indep(Algorithm):
         self.state["pool"] = replies.by_slot("model")
 
     def model(self) -> Tensor:
-        return self.state["pool"].mean(0)
+        return weighted_mean(self.state["pool"])
 
     def diagnose(self) -> dict[str, float]:
         return {"pool_cosine": float(mean_cosine_similarity(self.state["pool"][:, : self.layout.trainable]))}
@@ -144,7 +144,7 @@ class FedMR(Indep):
         # In place: the federation made this matrix for this round's replies, and nothing else uses it.
         recombine_(pool, self.layout.units(self.unit, self.fraction), round.stream("recombine"))
         if share > 0:
-            pool.lerp_(pool.mean(0) if average is None else average, share)
+            pool.lerp_(weighted_mean(pool) if average is None else average, share)
 
     def diagnose(self) -> dict[str, float]:
         chosen = {"blend": float(self.state["blend"])} if self.blend == "auto" else {}

@@ -26,11 +26,9 @@ def weighted_mean(rows: Tensor, weights: Tensor | None = None) -> Tensor:
     """
     if not rows.is_floating_point():
         rows = rows.double()
-    if weights is None:
-        return rows.mean(0)
-    share: Tensor = weights.to(rows) / weights.sum()
-    mean: Tensor = share @ (rows if rows.ndim < 3 else rows.flatten(1))
-    return mean.view(rows.shape[1:])
+    share = rows.new_ones(len(rows)) if weights is None else weights.to(rows) / weights.sum()
+    mean: Tensor = share @ (rows if rows.ndim < 3 else rows.flatten(1))  # faster than `rows.mean(0)`
+    return (mean if weights is not None else mean.div_(len(rows))).view(rows.shape[1:])
 
 
 MEDIANS = 4
