@@ -1,6 +1,6 @@
 """The mean of models beside one copy of them, plain and weighted, with one thread and with two: shares of the copy's seconds.
 
-    python benchmarks/means.py [--repeats 15]
+python benchmarks/means.py [--repeats 15]
 """
 
 from __future__ import annotations

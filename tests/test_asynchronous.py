@@ -40,7 +40,7 @@ def naive(rounds: int, k: int, asynchronous: bool) -> tuple[Tensor, list[float]]
         busy = [entry[1] for entry in under_way]
         new = [client for client in uniform(round) if client not in busy][: 4 - len(busy)]
         for client in new:
-            flat = engine.cohort(round, _ClientTask(client)).fit(model[None].clone()).model[0]
+            flat = engine.cohort(round, [_ClientTask(client)]).fit(model[None].clone()).model[0]
             device, size = STRAGGLERS.device(3, client), int(learned.partition.sizes[client])
             done = now + 2600 / device.down + size / device.speed + 2600 / device.up
             under_way.append((done, client, number, model.clone(), flat))

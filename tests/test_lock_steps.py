@@ -139,7 +139,7 @@ def test_no_epochs_and_no_steps_train_nothing(options: PassOptions, local_schedu
     task = small_task()
     task = replace(task, training=replace(task.training, epochs=2, local_schedule=local_schedule))
     start = task.initial.unsqueeze(0)
-    cohort = RowsEngine(task).cohort(Round(1, 1, 0, task.clients, 1, 0.1, 0.1), ClientTask(0, 0, {}))
+    cohort = RowsEngine(task).cohort(Round(1, 1, 0, task.clients, 1, 0.1, 0.1), [ClientTask(0, 0, {})])
     trained = cohort.fit(start, **options)
     assert torch.equal(trained.model, start)
     assert trained.steps.tolist() == [0]
