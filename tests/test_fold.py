@@ -14,15 +14,7 @@ import torch
 from torch import Tensor
 
 from every_method import EVERY_METHOD
-from fedloom.algorithm import (
-    AggregatedReplies,
-    Algorithm,
-    Message,
-    Plan,
-    Replies,
-    Selection,
-    block_slots,
-)
+from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, Selection, block_slots
 from fedloom.algorithms.building import build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine

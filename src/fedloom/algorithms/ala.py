@@ -9,15 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithm import (
-    SERVER_MODEL,
-    Algorithm,
-    Message,
-    Wrapper,
-    algorithms,
-    server_model,
-    source_of,
-)
+from fedloom.algorithm import SERVER_MODEL, Algorithm, Message, Wrapper, algorithms, server_model, source_of
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.sharing import put, put_, take
 from fedloom.algorithms.silobn import SiloBN

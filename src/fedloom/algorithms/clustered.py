@@ -10,15 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import (
-    Algorithm,
-    Plan,
-    Replies,
-    Selection,
-    Wrapper,
-    algorithms,
-    uniform,
-)
+from fedloom.algorithm import Algorithm, Plan, Replies, Selection, Wrapper, algorithms, uniform
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.errors import InvalidValue
 from fedloom.round import Round

@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedloom.algorithm import (
-    Message,
-    Plan,
-    Selection,
-    algorithms,
-    name_of,
-    source_of,
-)
+from fedloom.algorithm import Message, Plan, Selection, algorithms, name_of, source_of
 from fedloom.algorithms.accounting import epsilon, noise_for
 from fedloom.algorithms.private import AccountedByClient, clip_factors, normal, secret_uniforms
 from fedloom.errors import InvalidValue

@@ -8,14 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import (
-    SERVER_MODEL,
-    Message,
-    Plan,
-    Replies,
-    algorithms,
-    server_model,
-)
+from fedloom.algorithm import SERVER_MODEL, Message, Plan, Replies, algorithms, server_model
 from fedloom.algorithms.fedprox import proximal
 from fedloom.algorithms.sharing import PartlyShared, length, put, require_everybody, take
 from fedloom.config.fields import NonNegative, Positive

@@ -11,13 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import (
-    AggregatedReplies,
-    Algorithm,
-    Message,
-    Plan,
-    algorithms,
-)
+from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, algorithms
 from fedloom.config.fields import Count, NonNegative, Positive, Share
 from fedloom.flat.layout import Layout
 from fedloom.flat.module import Batch

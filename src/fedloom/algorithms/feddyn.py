@@ -8,15 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import (
-    AggregatedReplies,
-    Algorithm,
-    Message,
-    Plan,
-    Replies,
-    algorithms,
-    server_model,
-)
+from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, algorithms, server_model
 from fedloom.algorithms.statistics import mean_size, relative_sizes
 from fedloom.config.fields import NonNegative
 from fedloom.flat.population import weighted_mean

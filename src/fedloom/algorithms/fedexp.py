@@ -8,13 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import (
-    AggregatedReplies,
-    Algorithm,
-    Plan,
-    Replies,
-    algorithms,
-)
+from fedloom.algorithm import AggregatedReplies, Algorithm, Plan, Replies, algorithms
 from fedloom.config.fields import Positive
 from fedloom.round import Round
 

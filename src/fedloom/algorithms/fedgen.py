@@ -12,13 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fedloom.algorithm import (
-    Algorithm,
-    Message,
-    Plan,
-    Replies,
-    algorithms,
-)
+from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms
 from fedloom.config.fields import Count, NonNegative, Positive, Share
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout, TensorSlice

@@ -10,13 +10,7 @@ import torch
 from pydantic import Strict
 from torch import Tensor
 
-from fedloom.algorithm import (
-    Algorithm,
-    Message,
-    Plan,
-    Replies,
-    algorithms,
-)
+from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.config.fields import NonNegative, Share
 from fedloom.errors import InvalidValue

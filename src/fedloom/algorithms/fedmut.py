@@ -5,14 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedloom.algorithm import (
-    AggregatedReplies,
-    Algorithm,
-    Message,
-    Plan,
-    Replies,
-    algorithms,
-)
+from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, algorithms
 from fedloom.config.fields import Count, NonNegative, Probability
 from fedloom.flat.population import mutate
 from fedloom.round import Round

@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fedloom.algorithm import (
-    AggregatedReplies,
-    Algorithm,
-    Message,
-    Plan,
-    Replies,
-    algorithms,
-)
+from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, algorithms
 from fedloom.algorithms.statistics import accumulated_weights, require_sgd
 from fedloom.local.cohort import Cohort
 from fedloom.round import Round

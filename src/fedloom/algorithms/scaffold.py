@@ -9,15 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import (
-    AggregatedReplies,
-    Algorithm,
-    Message,
-    Plan,
-    Replies,
-    algorithms,
-    server_model,
-)
+from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, algorithms, server_model
 from fedloom.algorithms.statistics import (
     mean_gradient,
     mean_size,

@@ -9,15 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import (
-    Algorithm,
-    Exchange,
-    Message,
-    Plan,
-    Replies,
-    Wrapper,
-    algorithms,
-)
+from fedloom.algorithm import Algorithm, Exchange, Message, Plan, Replies, Wrapper, algorithms
 from fedloom.algorithms.fedmr import FedMR, Indep
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Unit

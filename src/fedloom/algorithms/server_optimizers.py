@@ -8,13 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import (
-    AggregatedReplies,
-    Algorithm,
-    Plan,
-    Replies,
-    algorithms,
-)
+from fedloom.algorithm import AggregatedReplies, Algorithm, Plan, Replies, algorithms
 from fedloom.config.fields import BelowOne, Positive, Probability
 from fedloom.round import Round
 

@@ -10,13 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from fedloom.algorithm import (
-    AggregatedReplies,
-    Algorithm,
-    AnyClient,
-    Message,
-    Plan,
-)
+from fedloom.algorithm import AggregatedReplies, Algorithm, AnyClient, Message, Plan
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout, Unit
 from fedloom.local.cohort import Cohort

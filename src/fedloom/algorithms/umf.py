@@ -8,16 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import (
-    SERVER_MODEL,
-    Algorithm,
-    Message,
-    Plan,
-    Selection,
-    Wrapper,
-    algorithms,
-    server_model,
-)
+from fedloom.algorithm import SERVER_MODEL, Algorithm, Message, Plan, Selection, Wrapper, algorithms, server_model
 from fedloom.config.fields import Probability
 from fedloom.errors import InvalidValue
 from fedloom.local.cohort import Cohort

@@ -14,13 +14,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import (
-    AggregatedReplies,
-    Algorithm,
-    Exchange,
-    Message,
-    block_slots,
-)
+from fedloom.algorithm import AggregatedReplies, Algorithm, Exchange, Message, block_slots
 from fedloom.errors import NotFinite
 from fedloom.flat.layout import Layout
 from fedloom.round import Round
