@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fedloom.algorithm import SERVER_MODEL, Algorithm, Message, Wrapper, algorithms, server_model, source_of
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.kept_layers import SiloBN
 from fedloom.algorithms.sharing import put, put_, take
-from fedloom.algorithms.silobn import SiloBN
 from fedloom.config.fields import Count, NonNegative, Probability
 from fedloom.data.dataset import Samples
 from fedloom.errors import InvalidValue

@@ -9,10 +9,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Message, Plan, Replies, algorithms
-from fedloom.algorithms.sharing import PartlyShared, length, put, require_everybody, take
+from fedloom.algorithm import Message, Plan, algorithms
+from fedloom.algorithms.sharing import EveryModel
 from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import NonNegative, Probability
+from fedloom.flat.layout import Layout
 from fedloom.flat.module import Batch
 from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort
@@ -21,7 +22,7 @@ from fedloom.round import Round
 
 @algorithms.register("apple")
 @dataclass
-class Apple(PartlyShared):
+class Apple(EveryModel):
     """APPLE: adaptive personalised cross-silo learning. Client i's model theta_i = sum_j q_ij c_j mixes all N core models c_j.
 
     Per batch, with G = grad l(theta_i; b), a client trains its own core, c_i <- c_i - eta q_ii G, and its relations,
@@ -49,59 +50,69 @@ class Apple(PartlyShared):
     own_model: ClassVar[str] = "apple_model"
     single_download: ClassVar[bool] = False
     fits_once: ClassVar[bool] = False
-    averages: ClassVar[bool] = False
+
+    @property
+    def needs_total_rounds(self) -> bool:
+        return True
 
     # --- the server half ---
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        require_everybody("apple", plan)
         require_constant_rate("apple", plan.training)
-        core = take(plan.initial.unsqueeze(0), self._unit)
-        # A view without memory of its own, until the first cores arrive.
-        self.state = {"initial": plan.initial.clone(), "cores": core.expand(plan.clients, length(self._unit))}
 
     def send(self, round: Round) -> Message:
-        sizes = self.plan.sizes(torch.arange(self.plan.clients)).to(self.state["cores"])
-        return {"cores": self.state["cores"].unsqueeze(0), "shares": (sizes / sizes.sum()).unsqueeze(0)}
-
-    def receive(self, round: Round, replies: Replies) -> None:
-        cores = self.state["cores"].clone()
-        cores[replies.clients] = replies["model"]
-        self.state["cores"] = cores
+        sizes = self._sizes().to(self.state["models"])
+        return {"cores": self.state["models"].unsqueeze(0), "shares": (sizes / sizes.sum()).unsqueeze(0)}
 
     def model(self) -> Tensor:
-        mean = weighted_mean(self.state["cores"], self.plan.sizes(torch.arange(self.plan.clients)))
-        return put(self.state["initial"].unsqueeze(0), self._unit, mean.unsqueeze(0))[0]
+        return self.whole(self.state["initial"], weighted_mean(self.state["models"], self._sizes()))
+
+    def _sizes(self) -> Tensor:
+        return self.plan.sizes(torch.arange(self.plan.clients))
 
     # --- the client half ---
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         cores, shares = inbox["cores"][0], inbox["shares"]  # every client is sent the same cores [N, m]
-        count = cohort.layout.trainable
-        index = torch.tensor(cohort.clients, device=cores.device)
-        relation = cohort.memory.get("apple_relation", self._first_relation(shares, index)).clone()
-        state = {"core": cores[index, :count], "relation": relation, "shares": shares, "index": index.unsqueeze(1)}
+        count, owner = cohort.layout.trainable, torch.tensor(cohort.clients, device=cores.device)
+        trainable = cores[:, :count]
+        rate = cohort.round.learning_rate * (len(cores) if self.variant == "pfllib" else 1)
+        hold = self.strictness(cohort.round) * self.mu
+
+        def mix(state: dict[str, Tensor]) -> None:
+            relation, index = state["relation"], state["index"]
+            mixed = torch.addcmul(relation.scatter(1, index, 0.0) @ trainable, relation.gather(1, index), state["core"])
+            state["model"][:, :count] = mixed
+
+        def step(state: dict[str, Tensor], batch: Batch) -> Tensor:
+            loss, gradient = cohort.gradient(state["model"], batch)
+            core, relation, index = state["core"], state["relation"], state["index"]
+            scaled = gradient if self.variant == "paper" else mean_by_tensor(gradient, cohort.layout)
+            products = (scaled @ trainable.T).scatter(1, index, (scaled * core).sum(1, keepdim=True))
+            change = products + hold * (relation - state["shares"])
+            core.addcmul_(relation.gather(1, index), gradient, value=-rate)
+            relation.sub_(change, alpha=self.relation_rate)
+            mix(state)
+            return loss
+
+        relation = cohort.memory.get("apple_relation", self._first_relation(shares, owner)).clone()
+        state = {"core": trainable[owner], "relation": relation, "shares": shares, "index": owner.unsqueeze(1)}
         state["model"] = self.complete(cohort, relation @ cores)
-        step = _RelationStep(self, cohort, cores)
         cohort.metrics["training_loss"] = cohort.each_batch(step, state, pad=True)
-        step.mix(state)
+        mix(state)
         cohort.memory["apple_relation"], cohort.memory[self.own_model] = state["relation"], state["model"]
         uploaded = state["model"].clone()
         if self.variant == "paper":
             uploaded[:, :count] = state["core"]
         return self.upload(cohort, uploaded)
 
-    def _first_relation(self, shares: Tensor, index: Tensor) -> Tensor:
+    def _first_relation(self, shares: Tensor, owner: Tensor) -> Tensor:
         if self.initial == "shares":
             return shares
         if self.initial == "uniform":
             return torch.full_like(shares, 1 / shares.shape[1])
-        return torch.eye(shares.shape[1], dtype=shares.dtype, device=shares.device)[index]
-
-    @property
-    def needs_total_rounds(self) -> bool:
-        return True
+        return torch.eye(shares.shape[1], dtype=shares.dtype, device=shares.device)[owner]
 
     def strictness(self, round: Round) -> float:
         """Return l(t), the weight of the pull of the relations towards the shares of data."""
@@ -109,37 +120,7 @@ class Apple(PartlyShared):
         return (math.cos(math.pi * passed / end) + 1) / 2 if passed < end else 0.0
 
 
-class _RelationStep:
-    """One step of local training on the downloaded `cores [N, m]`."""
-
-    def __init__(self, method: Apple, cohort: Cohort, cores: Tensor) -> None:
-        self.method, self.cohort = method, cohort
-        self.count = cohort.layout.trainable
-        self.cores = cores[:, : self.count]
-        self.rate = cohort.round.learning_rate * (len(cores) if method.variant == "pfllib" else 1)
-        self.hold = method.strictness(cohort.round) * method.mu
-
-    def __call__(self, state: dict[str, Tensor], batch: Batch) -> Tensor:
-        loss, gradient = self.cohort.gradient(state["model"], batch)
-        core, relation, index = state["core"], state["relation"], state["index"]
-        change = self._products(gradient, core, index) + self.hold * (relation - state["shares"])
-        core.addcmul_(relation.gather(1, index), gradient, value=-self.rate)
-        relation.sub_(change, alpha=self.method.relation_rate)
-        self.mix(state)
-        return loss
-
-    def mix(self, state: dict[str, Tensor]) -> None:
-        """Compute theta_i from the downloaded cores and the client's own core as trained so far."""
-        relation, index = state["relation"], state["index"]
-        weights = relation.scatter(1, index, 0.0)
-        state["model"][:, : self.count] = torch.addcmul(weights @ self.cores, relation.gather(1, index), state["core"])
-
-    def _products(self, gradient: Tensor, core: Tensor, index: Tensor) -> Tensor:
-        """Return <G, c_j> for every core, `[k, N]`, or its substitute in the variant."""
-        if self.method.variant == "paper":
-            return (gradient @ self.cores.T).scatter(1, index, (gradient * core).sum(1, keepdim=True))
-        tensors = [tensor for tensor in self.cohort.layout.slices if tensor.stop <= self.count]
-        scaled = torch.cat([gradient[:, tensor.slice] / (tensor.stop - tensor.start) for tensor in tensors], 1) / len(
-            tensors
-        )
-        return (scaled @ self.cores.T).scatter(1, index, (scaled * core).sum(1, keepdim=True))
+def mean_by_tensor(gradient: Tensor, layout: Layout) -> Tensor:
+    """Return `gradient [k, T]`, each tensor divided by its size and by their number: PFLlib's product with a core."""
+    tensors = [tensor for tensor in layout.slices if tensor.stop <= layout.trainable]
+    return torch.cat([gradient[:, tensor.slice] / (tensor.stop - tensor.start) for tensor in tensors], 1) / len(tensors)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedloom.algorithm import SERVER_MODEL, Message, Plan, Replies, algorithms, server_model
 from fedloom.algorithms.fedprox import proximal
-from fedloom.algorithms.sharing import PartlyShared, length, put, require_everybody, take
+from fedloom.algorithms.sharing import EveryModel
 from fedloom.config.fields import NonNegative, Positive
 from fedloom.flat.population import squared_distances
 from fedloom.local.cohort import Cohort, Context, Correction
@@ -19,7 +19,7 @@ from fedloom.round import Round
 
 @algorithms.register("fedamp")
 @dataclass
-class FedAMP(PartlyShared):
+class FedAMP(EveryModel):
     """FedAMP: clients with similar models attract each other through a personalised mean u_i that the server makes for each.
 
     u_i = sum_j xi_ij w_j, xi_ij = (alpha / sigma) exp(-||w_i - w_j||^2 / sigma) for j != i and xi_ii = 1 - sum_{j != i} xi_ij;
@@ -42,32 +42,19 @@ class FedAMP(PartlyShared):
     norm: Literal["squared", "plain"] = "squared"
 
     own_model: ClassVar[str] = "fedamp_model"
-    averages: ClassVar[bool] = False
     one_model_each: ClassVar[bool] = True
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        require_everybody("fedamp", plan)
-        initial = take(self.state.pop("model").unsqueeze(0), self._unit)
-        # A view that takes no memory until the first models arrive.
-        self.state = {
-            "initial": plan.initial.clone(),
-            "models": initial.expand(plan.clients, length(self._unit)),
-            "distances": torch.zeros(plan.clients, plan.clients, dtype=torch.float64),
-        }
+        self.state["distances"] = torch.zeros(plan.clients, plan.clients, dtype=torch.float64)
 
     def send(self, round: Round) -> Message:
         clients = torch.tensor(round.selected)
         return {"model": self._attention()[clients].to(self.state["models"]) @ self.state["models"]}
 
     def receive(self, round: Round, replies: Replies) -> None:
-        models = self.state["models"].clone()
-        models[replies.clients] = replies["model"]
-        self.state["models"] = models
-        self.state["distances"] = squared_distances(models[:, : self.layout.trainable]).double()
-
-    def model(self) -> Tensor:
-        return put(self.state["initial"].unsqueeze(0), self._unit, self.state["models"].mean(0, keepdim=True))[0]
+        super().receive(round, replies)
+        self.state["distances"] = squared_distances(self.state["models"][:, : self.layout.trainable]).double()
 
     def diagnose(self) -> dict[str, float]:
         return {"fedamp_rescaled": float((self._pulls().sum(1) > 1).double().mean())}

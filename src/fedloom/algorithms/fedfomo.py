@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Message, Plan, Replies, algorithms
-from fedloom.algorithms.sharing import PartlyShared, length, put, take
+from fedloom.algorithms.sharing import PartlyShared, length, take
 from fedloom.config.fields import Count, Probability, Share
 from fedloom.data.dataset import Samples
 from fedloom.flat.population import weighted_mean
@@ -69,9 +69,6 @@ class FedFomo(PartlyShared):
             return {"models": self.state["models"].unsqueeze(0)}
         return {"models": self.state["models"][self._chosen(round)]}
 
-    def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
-        return {"model": take(self.model().unsqueeze(0), self._unit)}
-
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
         return {"model": (length(self._unit),), "values": (max(1, self._sent()),)}
 
@@ -95,8 +92,9 @@ class FedFomo(PartlyShared):
     def model(self) -> Tensor:
         if not len(self.state["known"]):
             return self.state["initial"]
-        mean = weighted_mean(self.state["models"], self.plan.sizes(self.state["known"]))
-        return put(self.state["initial"].unsqueeze(0), self._unit, mean.unsqueeze(0))[0]
+        return self.whole(
+            self.state["initial"], weighted_mean(self.state["models"], self.plan.sizes(self.state["known"]))
+        )
 
     def _sent(self) -> int:
         """Number of models that each client is sent."""

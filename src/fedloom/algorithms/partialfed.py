@@ -56,15 +56,37 @@ class PartialFed(PartlyShared):
         require_constant_rate("partialfed", plan.training)
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
-        step = _StrategyStep(self, cohort)
+        layer, count = layer_of(cohort.layout).to(cohort.initial.device), cohort.layout.trainable
+        temperature = max(self.temperature * self.cooling ** (cohort.round.number - 1), self.coldest)
+        rate = cohort.round.learning_rate
+
+        def step(state: dict[str, Tensor], batch: Batch) -> Tensor:
+            server_model, local, logits = state["global"], state["local"], state["logits"]
+            noisy = logits + state["noise"][:, batch.step]
+            chosen = _favours_global(noisy)[:, layer]
+            working = torch.where(chosen, server_model, local)
+            loss, gradient = cohort.gradient(working, batch)
+            if batch.step % (self.model_batches + self.strategy_batches) < self.model_batches:
+                working[:, :count].sub_(gradient, alpha=rate)
+                torch.where(chosen, working, server_model, out=server_model)
+                torch.where(chosen, local, working, out=local)
+                return loss
+            product = torch.zeros_like(noisy[:, :, 0])
+            product.index_add_(1, layer[:count], gradient * (server_model - local)[:, :count])
+            soft = torch.softmax(noisy / temperature, 2)
+            derivative = soft[:, :, 0] * soft[:, :, 1] * product / temperature
+            logits.sub_(torch.stack([derivative, -derivative], 2), alpha=rate)
+            return loss
+
+        local = cohort.memory.get("partialfed_model", start).clone()
         state = {
             "global": start.clone(),
-            "local": cohort.memory.get("partialfed_model", start).clone(),
+            "local": local,
             "logits": self._logits(cohort).clone(),
-            "noise": step.noise(),
+            "noise": gumbel(cohort),
         }
         cohort.metrics["training_loss"] = cohort.each_batch(step, state, pad=True)
-        model = torch.where(step.spread(_favours_global(state["logits"])), state["global"], state["local"])
+        model = torch.where(_favours_global(state["logits"])[:, layer], state["global"], state["local"])
         cohort.memory["partialfed_strategy"], cohort.memory["partialfed_model"] = state["logits"], model
         return model
 
@@ -78,46 +100,11 @@ class PartialFed(PartlyShared):
         return torch.where(chosen, model, cohort.memory.get("partialfed_model", model))
 
 
-class _StrategyStep:
-    """One step of local training, on the weights or on the strategy."""
-
-    def __init__(self, method: PartialFed, cohort: Cohort) -> None:
-        self.method, self.cohort = method, cohort
-        self.layer = layer_of(cohort.layout).to(cohort.initial.device)
-        cooled = method.temperature * method.cooling ** (cohort.round.number - 1)
-        self.temperature = max(cooled, method.coldest)
-
-    def noise(self) -> Tensor:
-        """Gumbel noise for every batch of the round, `[k, steps, layers, 2]`, from each client's own stream."""
-        steps = int(self.cohort.training.local_steps(self.cohort.sizes).max())
-        shape = (steps, len(self.cohort.layout.layers), 2)
-        drawn = [torch.rand(shape, generator=generator) for generator in self.cohort.stream("strategy")]
-        uniform = torch.stack(drawn).to(self.cohort.initial)
-        return -torch.log(-torch.log(uniform + TINY) + TINY)
-
-    def spread(self, choice: Tensor) -> Tensor:
-        """Repeat a choice per layer, `[k, L]`, for every column of a row, `[k, P]`."""
-        return choice[:, self.layer]
-
-    def __call__(self, state: dict[str, Tensor], batch: Batch) -> Tensor:
-        server_model, local, logits = state["global"], state["local"], state["logits"]
-        noisy = logits + state["noise"][:, batch.step]
-        chosen = self.spread(_favours_global(noisy))
-        working = torch.where(chosen, server_model, local)
-        loss, gradient = self.cohort.gradient(working, batch)
-        rate, count = self.cohort.round.learning_rate, self.cohort.layout.trainable
-        pattern = self.method.model_batches + self.method.strategy_batches
-        if batch.step % pattern < self.method.model_batches:
-            working[:, :count].sub_(gradient, alpha=rate)
-            torch.where(chosen, working, server_model, out=server_model)
-            torch.where(chosen, local, working, out=local)
-            return loss
-        product = torch.zeros_like(noisy[:, :, 0])
-        product.index_add_(1, self.layer[:count], gradient * (server_model - local)[:, :count])
-        soft = torch.softmax(noisy / self.temperature, 2)
-        derivative = soft[:, :, 0] * soft[:, :, 1] * product / self.temperature
-        logits.sub_(torch.stack([derivative, -derivative], 2), alpha=rate)
-        return loss
+def gumbel(cohort: Cohort) -> Tensor:
+    """Return Gumbel noise for every batch of the round, `[k, steps, layers, 2]`, from each client's own stream."""
+    shape = (int(cohort.training.local_steps(cohort.sizes).max()), len(cohort.layout.layers), 2)
+    uniform = torch.stack([torch.rand(shape, generator=generator) for generator in cohort.stream("strategy")])
+    return -torch.log(-torch.log(uniform.to(cohort.initial) + TINY) + TINY)
 
 
 def _favours_global(logits: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from fedloom.algorithm import AggregatedReplies, Algorithm, AnyClient, Message, Plan
+from fedloom.algorithm import AggregatedReplies, Algorithm, AnyClient, Message, Plan, Replies, name_of
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout, Unit
 from fedloom.local.cohort import Cohort
@@ -45,14 +45,6 @@ def length(unit: Unit) -> int:
 def block_layers(module: nn.Module, blocks: slice) -> frozenset[str]:
     """Return the layers in a slice of the module's blocks, which are ordered from bottom to top (`models.structure.blocks`)."""
     return frozenset(map(layer_finder(module), itertools.chain(*block_parameters(module)[blocks])))
-
-
-def require_everybody(method: str, plan: Plan) -> None:
-    """Raise `InvalidValue` unless all clients take part in every round."""
-    if plan.participants < plan.clients:
-        raise InvalidValue(
-            f"{method} needs all clients in every round: participation must be 1, not {plan.participants} of {plan.clients}"
-        )
 
 
 @dataclass
@@ -127,8 +119,11 @@ class PartlyShared(Algorithm):
         return {"model": (length(self._unit),)}
 
     def update(self, round: Round, aggregate: AggregatedReplies) -> None:
-        mean = aggregate.mean["model"].unsqueeze(0)
-        self.state["model"] = put(self.state["model"].unsqueeze(0), self._unit, mean)[0]
+        self.state["model"] = self.whole(self.state["model"], aggregate.mean["model"])
+
+    def whole(self, model: Tensor, shared: Tensor) -> Tensor:
+        """Return `model [P]` with `shared [m]` in the slices that travel."""
+        return put(model.unsqueeze(0), self._unit, shared.unsqueeze(0))[0]
 
     # --- the client half ---
 
@@ -173,8 +168,34 @@ class PartlyShared(Algorithm):
         return overridden or private or self.eval_point == "after_train"
 
 
+@dataclass
+class EveryModel(PartlyShared):
+    """Base of methods whose server keeps the last model of each client, `models [N, m]`; all take part in every round."""
+
+    averages: ClassVar[bool] = False
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        if plan.participants < plan.clients:
+            raise InvalidValue(
+                f"{name_of(self)} needs all clients in every round: participation must be 1, "
+                f"not {plan.participants} of {plan.clients}"
+            )
+        initial = take(plan.initial.unsqueeze(0), self._unit)
+        # A view that takes no memory until the first models arrive.
+        self.state = {"initial": plan.initial.clone(), "models": initial.expand(plan.clients, -1)}
+
+    def receive(self, round: Round, replies: Replies) -> None:
+        models = self.state["models"].clone()
+        models[replies.clients] = replies["model"]
+        self.state["models"] = models
+
+    def model(self) -> Tensor:
+        return self.whole(self.state["initial"], self.state["models"].mean(0))
+
+
 def _private(stays: Unit) -> str:
-    """The name in clients' memory of the layers that stay. It has their size, which may differ between `stages`."""
+    """Return the name in memory of the layers that stay, with their size, which may differ between `stages`."""
     return f"private_{length(stays)}"
 
 
