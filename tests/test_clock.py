@@ -19,8 +19,9 @@ from fedloom.experiment.run import Result, run
 from fedloom.report.cells import comparison
 from fedloom.report.curves import curve
 from fedloom.report.summary import RunSummary, seconds_to, summarise
+from fedloom.round import Round
 from fedloom.rounds import clock
-from fedloom.rounds.clock import DAY, Clock, Device, on_time
+from fedloom.rounds.clock import DAY, Clock, Device
 from fedloom.task import Task, make_task
 from fedloom.training import Training
 
@@ -86,12 +87,14 @@ def test_work_waits_outside_a_clients_hours(began: int, work: int, from_quarter:
 def test_replies_are_taken_in_their_order_until_the_deadline() -> None:
     """Ties go to the lower number; the server waits for a deadline only where it misses somebody."""
     finish, clients = [5.0, 3.0, 3.0, 9.0], [0, 7, 2, 1]
-    assert on_time(finish, clients, 4, 1.0, math.inf) == ({0, 1, 2, 3}, 9.0)
-    assert on_time(finish, clients, 1, 1.0, math.inf) == ({2}, 3.0)
-    assert on_time(finish, clients, 2, 1.0, 4.0) == ({1, 2}, 3.0)
-    assert on_time(finish, clients, 3, 1.0, 4.0) == ({1, 2}, 4.0)
-    assert on_time(finish, clients, 3, 1.0, 2.0) == (set(), 2.0)
-    assert on_time([], [], 3, 1.0, 2.0) == (set(), 1.0)
+    endless = Round(1, 1, 0, 8, 4, 0.1, 0.1)
+    assert endless.on_time(finish, clients, 4, 1.0) == ([0, 1, 2, 3], 9.0)
+    assert endless.on_time(finish, clients, 1, 1.0) == ([2], 3.0)
+    closing = replace(endless, closes=4.0)
+    assert closing.on_time(finish, clients, 2, 1.0) == ([1, 2], 3.0)
+    assert closing.on_time(finish, clients, 3, 1.0) == ([1, 2], 4.0)
+    assert replace(endless, closes=2.0).on_time(finish, clients, 3, 1.0) == ([], 2.0)
+    assert replace(endless, closes=2.0).on_time([], [], 3, 1.0) == ([], 1.0)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedmr"])

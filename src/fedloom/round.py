@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,3 +43,13 @@ class Round:
     def at(self, number: int) -> Round:
         """Another round of the same run, before its selection, for drawing ahead what it will draw. Its learning rate stays."""
         return replace(self, number=number, selected=())
+
+    def on_time(
+        self, finish: Sequence[float], clients: Sequence[int], awaited: int, began: float
+    ) -> tuple[list[int], float]:
+        """Return the indices, ascending, of the first `awaited` replies that arrive in time, of simultaneous ones those of
+        lower-numbered clients, and the second at which the server goes on."""
+        order = sorted(range(len(finish)), key=lambda index: (finish[index], clients[index]))
+        taken = sorted(index for index in order[:awaited] if finish[index] <= self.closes)
+        waits = math.isfinite(self.closes) and len(taken) < min(awaited, len(order))
+        return taken, self.closes if waits else max([began, *(finish[index] for index in taken)])

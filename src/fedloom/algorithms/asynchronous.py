@@ -93,14 +93,11 @@ class Asynchronous(Algorithm):
 
     def arrived(self, round: Round, k: int) -> Tensor:
         """Return the slots, ascending, of the first k replies, and advance the clock to the last of them."""
-        client, until, time = (self.state[name].tolist() for name in ("client", "until", "now"))
-        order = sorted((until[slot], client[slot], slot) for slot in range(len(client)) if client[slot] >= 0)
-        taken = [entry for entry in order[:k] if entry[0] <= round.closes]
-        waits = round.closes < float("inf") and len(taken) < min(k, len(order))
-        end = round.closes if waits else max([time[0], *(entry[0] for entry in taken)])
-        slots = torch.tensor(sorted(slot for _, _, slot in taken), dtype=torch.int64)
+        client, until = self.state["client"], self.state["until"]
+        busy = (client >= 0).nonzero()[:, 0]
+        taken, end = round.on_time(until[busy].tolist(), client[busy].tolist(), k, float(self.state["now"]))
         self.state["now"] = torch.tensor([end], dtype=torch.float64)
-        return slots
+        return busy[taken]
 
     def clear(self, slots: Tensor) -> None:
         """Remove the clients from these slots."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -138,17 +138,6 @@ class Clock:
     def selected(self, replies: int, clients: int) -> int:
         """Return how many clients to select for so many replies."""
         return min(clients, math.ceil((1 + self.over_selection) * replies - 1e-9))
-
-
-def on_time(
-    finish: Sequence[float], clients: Sequence[int], awaited: int, began: float, closes: float
-) -> tuple[set[int], float]:
-    """Return the indices of the replies that are taken, the first `awaited` that arrive until second `closes`, those of
-    lower-numbered clients first, and the second at which the server goes on."""
-    order = sorted(range(len(finish)), key=lambda index: (finish[index], clients[index]))
-    taken = [index for index in order[:awaited] if finish[index] <= closes]
-    waits = math.isfinite(closes) and len(taken) < min(awaited, len(order))
-    return set(taken), closes if waits else max([began, *(finish[index] for index in taken)])
 
 
 @cache

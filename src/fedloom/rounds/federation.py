@@ -31,7 +31,6 @@ from fedloom.flat.device import moved_back
 from fedloom.flat.population import capped
 from fedloom.round import Round
 from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, RecordsInMemory, RoundLog, without_gap
-from fedloom.rounds.clock import on_time
 from fedloom.rounds.engine import (
     INTEGERS,
     ClientTask,
@@ -262,7 +261,7 @@ class Federation:
         seconds = self._now
         if clock.runs and not self.algorithm.asynchronous:
             numbers = [self.numbers[selection.clients[slot]] for slot in finish]
-            taken, seconds = on_time([*finish.values()], numbers, self._awaited, self._now, round.closes)
+            taken, seconds = round.on_time([*finish.values()], numbers, self._awaited, self._now)
             for slot, arrival in [entry for index, entry in enumerate(finish.items()) if index not in taken]:
                 late = next(task for task in client_tasks if task.slot == slot)
                 absent.append(Fault(late, f"late: after {arrival - self._now:.6g} s"))
