@@ -95,6 +95,15 @@ def test_files_are_two_between_rounds_and_three_within_one(tmp_path: Path, monke
     assert max(path.stat().st_size for path in tmp_path.glob("checkpoint-*")) < 6 * ROW + 1500
 
 
+def test_a_checkpoint_keeps_every_matrix_that_it_moves_to_a_file(tmp_path: Path) -> None:
+    """Making room for the second one must not take the first one's file, which no tensor of the run lies in."""
+    federation("fedbuff(fedavg, k=2)", tmp_path).run()
+    assert len(files(tmp_path)) == 2
+    again = federation("fedbuff(fedavg, k=2)", tmp_path)
+    assert again.finished == 4
+    assert in_files(again) == {"replies", "sent"}
+
+
 def test_what_has_not_changed_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = federation("fedmr", tmp_path)
     run.run()

@@ -49,6 +49,7 @@ class PoolFiles:
     def __init__(self, directory: Path | None = None, budget: int | None = None) -> None:
         self.directory, self.budget = directory, budget
         self._mapped: dict[int, _MappedFile] = {}  # by address
+        self._moved: list[Tensor] = []  # to a file for the checkpoint that is being written, which keeps the file until then
         # Which of the files on the disk the checkpoints there name is not known before the first two are adopted or written.
         self._newest = set() if directory is None else {path.name for path in directory.glob("rows-*")}
         self._older = self._newest
@@ -94,6 +95,7 @@ class PoolFiles:
             if not self.takes(tensor.nbytes, tensor.device):
                 return None
             tensor = self.empty(tensor.shape, tensor.dtype).copy_(tensor)
+            self._moved.append(tensor)
             mapped = self._find(tensor)
             assert mapped is not None
         if mapped.fingerprint != _fingerprint(tensor):
@@ -124,6 +126,7 @@ class PoolFiles:
     def keep(self, written: Iterable[str]) -> None:
         """Keep the files of the newest checkpoint, which has these entries, and of the one before it. Others are removed."""
         newest = {json.loads(text)["file"] for text in written}
+        self._moved.clear()
         if newest != self._newest or not newest:  # else this round's checkpoint is written again
             self._older, self._newest = self._newest, newest
         if newest:  # what a killed round was making is no checkpoint's
