@@ -47,8 +47,17 @@ class Round:
     def on_time(
         self, finish: Sequence[float], clients: Sequence[int], awaited: int, began: float
     ) -> tuple[list[int], float]:
-        """Return the indices, ascending, of the first `awaited` replies that arrive in time, of simultaneous ones those of
-        lower-numbered clients, and the second at which the server goes on."""
+        """Return the first `awaited` replies that arrive until `closes`; of simultaneous ones those of lower-numbered clients.
+
+        Args:
+            finish: When each reply arrives, in seconds of the simulated clock.
+            clients: The client of each.
+            awaited: How many replies the server waits for.
+            began: When it began to wait.
+
+        Returns:
+            Indices of the replies, ascending, and the second at which the server goes on.
+        """
         order = sorted(range(len(finish)), key=lambda index: (finish[index], clients[index]))
         taken = sorted(index for index in order[:awaited] if finish[index] <= self.closes)
         waits = math.isfinite(self.closes) and len(taken) < min(awaited, len(order))

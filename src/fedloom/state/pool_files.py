@@ -49,7 +49,7 @@ class PoolFiles:
     def __init__(self, directory: Path | None = None, budget: int | None = None) -> None:
         self.directory, self.budget = directory, budget
         self._mapped: dict[int, _MappedFile] = {}  # by address
-        self._moved: list[Tensor] = []  # to a file for the checkpoint that is being written, which keeps the file until then
+        self._moved: list[Tensor] = []  # to files, for the checkpoint that is being written
         # Which of the files on the disk the checkpoints there name is not known before the first two are adopted or written.
         self._newest = set() if directory is None else {path.name for path in directory.glob("rows-*")}
         self._older = self._newest
