@@ -4,7 +4,7 @@ A line `[[methods: personal]]` in a page is replaced by all methods of that fami
 `[[label_noises]]`, `[[shifts]]`, `[[models]]`, `[[objectives]]`,
 `[[recorders]]` and `[[trackers]]` by all there is of each, `[[methods]]` by a
 table of every method, `[[ledger]]` by what is recorded of the papers' tables and figures, and `[[file: benchmarks/RESULTS.md]]`
-by a file of the repository. So a new method is in the documentation without another edit.
+by a file of the repository, whose links lead to pages. So a new method is in the documentation without another edit.
 """
 
 from __future__ import annotations
@@ -72,9 +72,18 @@ def _filled(what: str, which: str | None) -> str:
         return to_markdown(ledger(ROOT / "benchmarks" / "records" / "papers"))
     if what == "file" and which is not None:
         text = (ROOT / which).read_text(encoding="utf-8")
-        inside = text.partition("\n")[2].strip()  # the page has a title of its own
-        return inside.replace("](../docs/", "](")  # what lies in docs/ is beside the page
+        body = text.partition("\n")[2].strip()  # the page has a title of its own
+        return re.sub(r"\[([^]]*)\]\(([^)#:]+)(#[^)]*)?\)", lambda link: _page_link(link, (ROOT / which).parent), body)
     return "\n\n".join(f"#{described(entry)}" for entry in REGISTRIES[what])  # one level below the page's sections
+
+
+def _page_link(link: re.Match[str], folder: Path) -> str:
+    """Return a link of a file in `folder` as one to a page: the text alone where no page shows the target."""
+    text, target, anchor = link[1], (folder / link[2]).resolve(), link[3] or ""
+    if target.is_relative_to(ROOT / "docs"):
+        return f"[{text}]({target.relative_to(ROOT / 'docs')}{anchor})"
+    page = ROOT / "docs" / f"{target.stem.lower()}.md"
+    return f"[{text}]({page.name}{anchor})" if target.parent == ROOT / "benchmarks" and page.exists() else text
 
 
 def family(name: str) -> list[Entry[type[Algorithm]]]:
