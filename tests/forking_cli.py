@@ -35,7 +35,7 @@ class Command:
         os.kill(self.pid, number)
 
     def running(self) -> bool:
-        """Whether it has not come to its end."""
+        """Return True until the process has ended."""
         with suppress(FileNotFoundError):
             return " Z " not in Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2][:4]
         return False

@@ -118,7 +118,7 @@ class World(SmallWorld):
 
 @dataclass
 class Run:
-    """What fedloom did."""
+    """The record of fedloom's run."""
 
     models: list[State]
     selected: list[list[int]]
@@ -126,7 +126,7 @@ class Run:
     engine: RowsEngine
 
     def memory(self, client: int, name: str) -> Tensor:
-        """What a client remembers as a flat vector."""
+        """Return a client's memory as a flat vector."""
         return self.engine.store.read(client)[name]
 
 

@@ -176,7 +176,7 @@ class World(SmallWorld):
 
 @dataclass
 class Run:
-    """What fedloom did."""
+    """The record of fedloom's run."""
 
     moments: list[Moment]
     selected: list[list[int]]
@@ -317,7 +317,7 @@ def preview(init: Overwrite, client: int, number: int, received: nn.Module) -> n
 
 @dataclass
 class Setting:
-    """What a naive method works with: the world, who took part in each round, and the local initialisation."""
+    """The input of a naive method: the world, the participants of each round, and the local initialisation."""
 
     world: World
     selected: list[list[int]]

@@ -117,7 +117,7 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
 
 
 def build_module(names: tuple[str, ...], dtype: torch.dtype = torch.float64, repeated: bool = False) -> nn.Module:
-    """These parts one after another and a classifier; `repeated`, each is passed twice in a row."""
+    """Chain these parts and a classifier; `repeated`, each is passed twice in a row."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
         parts = [PARTS[name]() for name in names]

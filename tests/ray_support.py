@@ -135,7 +135,7 @@ def stopped(chosen: Callable[[str], bool], apart: set[int]) -> Iterator[Stopped]
 
 
 def gone(processes: Iterable[int], patience: float = 600.0) -> bool:
-    """Whether all of the processes end; so many seconds mean that they never will, however slow the machine is."""
+    """Return True if all processes end; the default patience is long enough for any machine."""
     until = time.monotonic() + patience
     while any((fields := _stat(process)) is not None and fields[0] != "Z" for process in processes):
         if time.monotonic() > until:
@@ -145,7 +145,7 @@ def gone(processes: Iterable[int], patience: float = 600.0) -> bool:
 
 
 def gone_soon(processes: Iterable[int], seconds: float = 5.0) -> bool:
-    """Whether all of the processes end within so many seconds of a processor's time. They are counted on a processor that is kept
+    """Return True if all processes end within so many seconds of a processor's time. They are counted on a processor that is kept
     busy, so that on a machine with much else to do they are as long as the processes' own."""
     watched, began = list(processes), time.process_time()
     while not gone(watched, patience=0):
@@ -155,7 +155,7 @@ def gone_soon(processes: Iterable[int], seconds: float = 5.0) -> bool:
 
 
 def counted(history: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
-    """Of each round: who took part, what was sent, and who failed."""
+    """Return the participants, bytes and faults of each round."""
     names = ("round", "clients", "bytes_down", "bytes_up", "faults")
     return [{name: record[name] for name in names} for record in history]
 

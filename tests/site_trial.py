@@ -26,7 +26,7 @@ PATIENCE = 600
 
 
 def owner_settings(folder: Path, site: int) -> dict[str, str | int]:
-    """What the owner of a site sets: where it keeps its memory, and for exchanges its key and those of the others."""
+    """Return the settings of a site's owner: the folder of its memory, and for exchanges its key and the others' keys."""
     keys = folder / "keys" / f"site-{site}"
     return {
         "memory": str(folder / f"memory-{site}"),
@@ -75,7 +75,7 @@ class Trial:
         self.deployment.wait_until(lambda: self._trainings(site) >= wanted, PATIENCE, f"round {number} at site {site}")
 
     def _trainings(self, site: int) -> int:
-        """How often a site has been asked to train, in this run and before."""
+        """Return how often a site has been asked to train, in this run and before."""
         return (self.deployment.folder / f"site-{site}.log").read_text().count("Receiving: train message")
 
     def wait(self, run: int) -> None:

@@ -142,7 +142,7 @@ class Deployment:
         self._start(f"site-{site}", *patient, *self._node(self.keys.site(site) / "site.key"), "--node-config", told)
 
     def turned_away(self, key: Path) -> str:
-        """What a SuperNode with this private key says as it ends, since the SuperLink does not let it in."""
+        """Return the output of a SuperNode with this private key, which the SuperLink refuses."""
         self._start("stranger", *self._node(key))
         assert self._processes["stranger"].wait(timeout=300) != 0
         self.kill("stranger")  # what it has started may be there still
@@ -168,7 +168,7 @@ class Deployment:
         process.wait(timeout=30)
 
     def flwr(self, *arguments: str) -> dict[str, Any]:
-        """What `flwr ...` answers, in JSON."""
+        """Return the answer of `flwr ...`, read from JSON."""
         code, said = self._flwr(*arguments, "sites", "--format", "json")
         begin = said.find("{")
         answer = json.loads(said[begin : said.rindex("}") + 1]) if begin >= 0 else {}
@@ -193,7 +193,7 @@ class Deployment:
         return self._latest
 
     def status(self, run: int) -> str:
-        """Such as `running`, `finished:completed` or `finished:failed`."""
+        """Return the status, such as `running`, `finished:completed` or `finished:failed`."""
         runs = self.flwr("list", "--run-id", str(run))["runs"]
         return str(runs[0]["status"])
 

@@ -57,7 +57,7 @@ def tree(module: str) -> ast.Module:
 
 @cache
 def imports(module: str) -> tuple[Import, ...]:
-    """What a module imports, wherever in it: at the top, in functions, and for type checkers alone."""
+    """Return a module's imports: at the top, in functions, and for type checkers alone."""
     found = []
     for node in ast.walk(tree(module)):
         if isinstance(node, ast.Import):

@@ -58,7 +58,7 @@ def naive(rounds: int, k: int, asynchronous: bool) -> tuple[Tensor, list[float]]
 
 
 class _ClientTask:
-    """What `RowsEngine.cohort` asks of a task."""
+    """The part of a client task that `RowsEngine.cohort` reads."""
 
     slot = 0
 
@@ -100,7 +100,7 @@ def test_fedmr_recombines_those_that_are_back_and_keeps_every_layer() -> None:
 
 @pytest.mark.parametrize("method", ["fedbuff(fedavg, k=2)", "fedasync(fedavg)", "fedmr_async(k=2)"])
 def test_a_run_that_stopped_goes_on_bit_for_bit(method: str, tmp_path: Path) -> None:
-    """Who trains, since when, until when and with what result is in the checkpoint."""
+    """The checkpoint holds the clients in training, their times and their results."""
     begun = federation(method, directory=tmp_path)
     for _ in range(3):
         begun.step()

@@ -229,7 +229,7 @@ class InterruptedEngine(RowsEngine):
 
 @pytest.mark.parametrize(("budget", "kept"), [(10**9, 3), (0, 2)], ids=["small memories", "memories that spill"])
 def test_ctrl_c_while_clients_train_loses_little_and_changes_nothing(tmp_path: Path, budget: int, kept: int) -> None:
-    """With small memories the round is undone and the last finished one kept; else the checkpoint before goes on."""
+    """Small memories: the round is undone, the last one kept. Large ones: the run resumes from the checkpoint before."""
     whole = tmp_path / "whole"
     whole.mkdir()
     run = federation(whole, True)

@@ -88,7 +88,7 @@ def test_clusters_by_similarity_have_exact_masses(case: tuple[list[int], int], s
 @settings(deadline=None, max_examples=40)
 @given(counts_and_sizes.filter(lambda case: len(case[0]) > 1), st.integers(0, 10**6))
 def test_groups_are_those_of_cutting_the_tree_at_the_merged_weight(case: tuple[list[int], int], seed: int) -> None:
-    """As the reference does it: write the weight of each merge in the place of its height and let scipy cut there."""
+    """Cut the tree as the reference does: write the weight of each merge in the place of its height and let scipy cut there."""
     sizes, count = case
     points = np.random.default_rng(seed).normal(size=(len(sizes), 3))
     distance = np.linalg.norm(points[:, None] - points[None], axis=2)

@@ -91,7 +91,7 @@ EVERY = sorted({*EVERY_METHOD, *NESTINGS})
 
 @pytest.mark.parametrize("expression", EVERY)
 def test_a_round_replaces_tensors_and_edits_none_in_place(expression: str) -> None:
-    """So that a round that fails on the server can be undone at no cost."""
+    """A round that fails on the server can then be undone at no cost."""
     task = World(norm=True, training=Training(learning_rate=0.05, batch_size=4)).task()
     schedule = Schedule(rounds=3, participation=1.0, seed=3)
     run = Federation(build(expression), task, RowsEngine(task), schedule)

@@ -165,7 +165,7 @@ def test_sparse_updates_with_feedback_are_those_of_plain_python() -> None:
 
 @pytest.mark.parametrize(("code", "options"), [(Sparse, {"share": 0.05}), (LowRank, {"rank": 1})])
 def test_what_feedback_has_not_sent_yet_is_remembered(code: type[Compressed], options: dict[str, Any]) -> None:
-    """Of all updates that a client made, nothing is lost: w_0 + mean of all of them = w_3 + mean of what is kept back."""
+    """Nothing of a client's updates is lost: w_0 + mean of all of them = w_3 + mean of what is kept back."""
     found, inner, models = watched(code, **options)
     size = task().layout.trainable
     name = f"{code.__name__.lower()}_error_model_{size}"

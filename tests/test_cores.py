@@ -96,7 +96,7 @@ def test_a_run_notes_the_threads_that_it_trains_on(wanted: int | None, tmp_path:
 
 
 def test_a_comparison_has_the_same_results_with_one_worker_and_with_two(tmp_path: Path) -> None:
-    """With matrices large enough that PyTorch splits their products, where sums differ in the last digits with the threads."""
+    """The matrices are so large that PyTorch splits their products: sums then depend on the threads in the last digits."""
 
     def compared(workers: int) -> Path:
         place = tmp_path / str(workers)

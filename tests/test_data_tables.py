@@ -114,7 +114,7 @@ def test_parquet_lists_and_several_groups(tmp_path: Path) -> None:
 
 
 def saved(folder: Path, table: pa.Table) -> None:
-    """What `save_to_disk` of Hugging Face's `datasets` writes."""
+    """Write what `save_to_disk` of Hugging Face's `datasets` writes."""
     folder.mkdir(parents=True)
     with (
         pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file,
@@ -170,7 +170,7 @@ def test_a_task_of_hugging_faces_dataset() -> None:
 
 
 class Pictures:
-    """As torchvision's data sets: pictures of Pillow, and an item raises where there is none."""
+    """A data set like torchvision's: pictures of Pillow, and an error beyond the last item."""
 
     def __init__(self, count: int = 20) -> None:
         self.count = count

@@ -56,7 +56,7 @@ def federation(method: Algorithm, directory: Path | None = None, rounds: int = 9
 
 
 def assert_state_of_round(run: Federation, number: int, inner: str) -> None:
-    """What the server and the clients hold is what a run of that many rounds holds."""
+    """Assert that server and clients are in the state of a run of that many rounds."""
     reference = federation(Spoilt(build(inner)))
     for _ in range(number):
         reference.step()

@@ -63,7 +63,7 @@ for wrapper in ("{}", "umf({})", "ala({}, max_epochs=3)"):
 
 @pytest.mark.parametrize("page", ["README.md", "docs/own-method.md"])
 def test_the_proximal_term_on_a_page_is_that_of_fedprox_under_wrappers_too(page: str, tmp_path: Path) -> None:
-    """With a full step of the server, the method on the page is FedProx, whose term holds clients to what the server sent."""
+    """A full step of the server makes the page's method FedProx, whose term is centred on the server's model."""
     code = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
     (block,) = (block for block in code if '("half_step")' in block)
     program = tmp_path / "page.py"

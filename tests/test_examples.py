@@ -21,7 +21,7 @@ NUMBER = re.compile(r"\d+\.?\d*")
 
 
 def output(name: str, folder: Path) -> str:
-    """What the script prints, run in a folder of its own, where it may leave nothing."""
+    """Return the script's output, run in an empty folder in which it may leave nothing."""
     command = [sys.executable, "-W", "error", str(EXAMPLES / f"{name}.py")]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -36,7 +36,7 @@ clients = 4
 
 
 def told(app: Path) -> dict[str, Any]:
-    """What the server and the sites are told."""
+    """Return the run configuration of server and sites."""
     return dict(tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
 
 

@@ -274,7 +274,7 @@ def test_other_versions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def asked(kind: str, words: dict[str, Any], tensors: dict[str, torch.Tensor], tmp_path: Path) -> dict[str, Any]:
-    """What site 0 answers."""
+    """Return the answer of site 0."""
     config = run_config("fedavg", tmp_path / "run")
     LocalGrid({}, config)  # for Flower's own identity
     message = Message(pack(words, {name: encoded(tensor) for name, tensor in tensors.items()}), 5, kind, group_id="1")

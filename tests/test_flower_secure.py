@@ -215,7 +215,7 @@ def asked(
     inbox: dict[str, torch.Tensor] | None = None,
     parcel: bytes = b"",
 ) -> Message:
-    """What site 0 answers to a message."""
+    """Return site 0's answer to a message."""
     arrays = {name: encoded(tensor) for name, tensor in (inbox or {}).items()}
     message = Message(pack(words, arrays, parcel=parcel), 1, kind)
     return app(message, Context(RUN, 1, dict(site(grid, 0).config), RecordDict(), dict(grid.run_config)))
@@ -380,7 +380,7 @@ def test_letters_of_another_stage_are_noticed(tmp_path: Path) -> None:
 
 
 def test_a_site_that_fills_its_envelopes_with_garbage_spoils_only_what_it_was_to_upload(tmp_path: Path) -> None:
-    """Whose garbage it is, the exchange hides: each such layer is as the server had sent it, and the round goes on."""
+    """The exchange hides who sent garbage: each such layer keeps the server's values, and the round goes on."""
     federation, _ = started(tmp_path, SHORT)
     federation.step()
     before, spoilt = pool(federation), selected(2)[0]

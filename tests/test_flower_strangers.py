@@ -244,7 +244,7 @@ def own_data(grid: LocalGrid, folder: Path, sizes: list[int]) -> None:
 
 
 def weights_of(folder: Path, prepare: Callable[[LocalGrid], None], **more: Any) -> list[dict[int, float]]:
-    """What each site weighs in each round of a run in which all take part."""
+    """Return each site's weight in each round of a run in which all take part."""
     config = run_config("fedavg", folder / "run", rounds=2, **more)
     config["configuration"] = config["configuration"].replace("participation = 0.5", "participation = 1.0")
     config["configuration"] = config["configuration"].replace("local_test = 0.25", "").replace("personal_every = 5", "")

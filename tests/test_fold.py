@@ -54,7 +54,7 @@ def begun(name: str) -> Algorithm:
 
 
 def given(method: Algorithm, round: Round, slots: Sequence[int]) -> Replies:
-    """What the clients in these slots might have replied."""
+    """Return random replies of the clients in these slots."""
     torch.manual_seed(round.number)
     types = {name: dtype for part in method.nested() for name, dtype in part.reply_dtypes.items()}
     tensors = {}
@@ -161,7 +161,7 @@ def test_bits_depend_neither_on_who_answers_first_nor_on_whether_replies_are_kep
 
 
 class Held:
-    """How many tensors of those seen are still there."""
+    """A count of the tensors that are still alive."""
 
     def __init__(self) -> None:
         self.seen: list[weakref.ref[Tensor]] = []

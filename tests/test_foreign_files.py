@@ -47,7 +47,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tidy(folder: Path) -> str:
-    """What `report` answers of a folder: nothing, or one short line."""
+    """Return the answer of `report` on a folder: nothing, or one short line."""
     try:
         assert rewrite_reports(folder, read_runs(folder))
     except FedloomError as error:

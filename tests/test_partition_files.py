@@ -100,7 +100,7 @@ def test_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
 
 
 class _Ran:
-    """What a hostile file would want to run."""
+    """The code that a hostile file would run."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Path.touch, (Path(tempfile.gettempdir()) / "fedloom-ran-code",))
@@ -184,7 +184,7 @@ def test_a_split_depends_on_the_seed_and_the_clients_own_samples_alone() -> None
 
 
 def test_a_split_takes_every_sample_and_pair_equally_often() -> None:
-    """Of 8 neighbours 2 test: each with chance 1/4, each pair with chance 1/28, over clients as over seeds."""
+    """Two of 8 neighbours are for testing: each with chance 1/4, each pair with chance 1/28, over clients and seeds."""
     clients = 28_000
     test = split_train_test(Partition.from_sizes(np.arange(8 * clients), np.full(clients, 8)), 11)[1]
     pairs = np.sort(test.indices.reshape(clients, 2) % 8, axis=1)

@@ -286,7 +286,7 @@ def test_extreme_sizes_leave_every_client_a_sample() -> None:
 
 
 def test_quantity_shares_follow_the_dirichlet_distribution() -> None:
-    """Of N shares ~ Dir(a): variance (N - 1) / (N^2 (N a + 1)); with a large alpha, equal sizes."""
+    """The N shares ~ Dir(a) have variance (N - 1) / (N^2 (N a + 1)); with a large alpha, equal sizes."""
     shares = (
         np.concatenate([make("quantity", some_labels(50_000, 2), 20, seed, alpha=2.0).sizes for seed in range(60)])
         / 50_000

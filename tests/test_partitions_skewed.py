@@ -159,7 +159,7 @@ def test_turns_go_to_a_random_client_among_those_with_room() -> None:
 
 
 def test_class_prior_has_equal_sizes_and_shares_like_its_prior() -> None:
-    """As long as no class is used up, a client's share of a class has the mean and variance of Dir(0.6), plus sampling."""
+    """A client's share of a class has the mean and variance of Dir(0.6), plus sampling, while no class is used up."""
     clients, classes, alpha = 400, 5, 0.6
     priors = np.random.default_rng(2).dirichlet([alpha] * classes, size=clients)
     turns = np.repeat(np.arange(clients), 200)

@@ -78,7 +78,7 @@ def test_one_model_alone_is_left_as_it_is() -> None:
 
 
 def test_permutations_are_uniform() -> None:
-    """Where model 0's unit comes from, over 3,000 draws: chi-square with 3 degrees of freedom, 0.1 % level."""
+    """The source of model 0's unit is uniform over 3,000 draws: chi-square with 3 degrees of freedom, 0.1 % level."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.arange(4.0)[:, None].expand(4, 2).contiguous()
     counts = [[0] * 4 for _ in range(2)]

@@ -110,7 +110,7 @@ def test_what_clients_move_the_model_by_is_bounded_whatever_they_send(length: fl
 
 
 def noise_of(method: Accounted, inner: Recorded, participation: float = 0.5) -> Tensor:
-    """What is added to the mean, or to a client's upload, where updates are nothing."""
+    """Return the noise on the mean, or on a client's upload, of updates that are zero."""
     inner.length = 0.0
     found = federation(method, participation=participation)
     before = found.algorithm.model().clone()

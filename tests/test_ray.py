@@ -499,7 +499,7 @@ os._exit(1)
 def test_a_node_that_has_died_ends_the_run_with_how_to_go_on(
     engine: RayEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where Ray leaves this process alive, its actors never answer."""
+    """Ray may leave this process alive; its actors then never answer."""
     algorithm = set_up(engine, FedAvg())
     list(engine.train(algorithm, *client_tasks(engine)))
     monkeypatch.setattr(engine.session, "raylet", SimpleNamespace(is_running=lambda: False))

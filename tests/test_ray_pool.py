@@ -22,7 +22,7 @@ pytest.importorskip("ray")
 
 
 def command(process: int) -> str:
-    """What a process runs, as it says itself."""
+    """Return a process's command line."""
     with suppress(OSError):
         return Path(f"/proc/{process}/cmdline").read_text()
     return ""
@@ -64,7 +64,7 @@ def test_runs_in_actors_are_those_made_here_and_fail_alone(tmp_path: Path, ray_a
 
 @pytest.mark.parametrize("noticed", ["silence", "an error"])
 def test_a_node_that_has_died_is_told_with_how_to_go_on(noticed: str, tmp_path: Path) -> None:
-    """Whether its actors are silent, or Ray has already noticed."""
+    """Both if its actors are silent and if Ray has already noticed."""
     ray = MagicMock()
     ray.exceptions.RayError = ConnectionError
     ray.wait.side_effect = lambda calls, timeout: ([], calls) if noticed == "silence" else (calls, [])

@@ -225,7 +225,7 @@ def test_the_run_is_the_same_with_and_without(folder: Path) -> None:
 
 
 def killed_in_round(place: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a kill would leave it: the round's notes and figures are written, the checkpoint is rounds behind."""
+    """Leave a run as a kill would: the round's notes and figures are written, the checkpoint is rounds behind."""
     with monkeypatch.context() as patch:
         patch.setattr(Federation, "save", lambda self: None if self.finished == number else SAVE(self))
         with pytest.raises(Stopped):

@@ -127,7 +127,7 @@ def test_a_cell_of_each_paper_runs_in_little_and_says_so_everywhere(
 
 
 def _is(number: Mapping[str, Any], column: str) -> bool:
-    """Whether a number stands in the column that the test above names."""
+    """Return True if a number stands in the column that the test above names."""
     wanted = {"CNN CIFAR-10 IID": ("cnn", "cifar10", "iid"), "MNIST IID 15% to 95%": ("feddc_fcn", "mnist", "iid")}
     own = wanted.get(column, ("cnn4", "mnist", "pathological:2"))
     share = number["participation"] in (0.1, 0.15, 1.0)

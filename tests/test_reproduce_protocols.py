@@ -29,7 +29,7 @@ NUMBERS = Path(__file__).resolve().parents[2] / "shared" / "spec" / "paper_numbe
 
 
 def numbers_of(name: str) -> Sequence[Mapping[str, Any]]:
-    """What is printed in a table, such as `fedumf.table-a2`."""
+    """Return the printed numbers of a table, such as `fedumf.table-a2`."""
     paper, _, table = name.partition(".table-")
     return printed(paper, table.upper())
 

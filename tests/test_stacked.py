@@ -127,7 +127,7 @@ def test_every_way_to_train_gives_the_numbers_of_rows(changes: dict[str, Any], n
 def test_every_optimiser_gives_the_numbers_of_rows(
     optimizer: str, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether one optimizer moves all rows, until short batches part them, or each has its own from the start."""
+    """One optimizer moves all rows until short batches separate them, or each row has its own from the start."""
     monkeypatch.setattr("fedloom.local.optimizer.TOGETHER", 10**9 if together else 0)
     split: list[int] = []
     of_row = _Optimizer.of_row

@@ -187,7 +187,7 @@ def staged_run(task: Task, directory: Path | None = None) -> Federation:
 
 
 def stages_of(run: Federation) -> list[float]:
-    """Which method is up after each round."""
+    """Return the active stage after each round."""
     return [record["stage"] for record in run.history]
 
 

@@ -246,7 +246,7 @@ def test_mlflow_keeps_parameters_metrics_and_files(tmp_path: Path) -> None:
 
 
 class FakeWandb(types.ModuleType):
-    """As much of wandb as a tracker may touch."""
+    """A substitute for the part of wandb that a tracker uses."""
 
     def __init__(self, step: int = 0) -> None:
         super().__init__("wandb")

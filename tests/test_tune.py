@@ -169,7 +169,7 @@ def places(search: Search, trial: Trial) -> list[Path]:
 
 @pytest.mark.parametrize("own", [None, 0.25])
 def test_the_test_labels_do_not_matter(tmp_path: Path, own: float | None) -> None:
-    """With garbage for test labels, every validation figure and the choice stay what they were."""
+    """Garbage for test labels changes no validation figure and no choice."""
     scores = []
     for name in ("small-digits", "small-digits(garbled=true)"):
         data = {"name": name, "clients": 3, "partition": "iid", "local_test": own}

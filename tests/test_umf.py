@@ -203,7 +203,7 @@ def test_only_clients_selected_next_need_to_train_while_idle(inner: str) -> None
 
 
 def idle_work(method: Algorithm, world: World) -> list[tuple[int, int]]:
-    """How many clients train, and how many of them without uploading, in each round."""
+    """Return how many clients train, and how many of them without uploading, in each round."""
     task = world.task()
     schedule = Schedule(rounds=world.rounds, participation=world.participation, seed=world.seed)
     federation = Federation(method, task, RowsEngine(task), schedule)
@@ -391,7 +391,7 @@ def test_an_expression_describes_what_it_builds() -> None:
 
 
 def test_fusion_speeds_up_learning() -> None:
-    """With few of many alike clients a round, FedUmf needs fewer rounds than FedAvg (its Table 1)."""
+    """FedUmf needs fewer rounds than FedAvg if few of many similar clients take part (its Table 1)."""
     world = World(rounds=12, participation=0.1, sizes=(20,) * 20, training=Training(learning_rate=0.1, batch_size=5))
     task = world.task()
     world.labels = (world.inputs @ torch.randn(5, 4, generator=torch.Generator().manual_seed(1)).double()).argmax(1)

@@ -26,7 +26,7 @@ from chaos.trials import TRIALS, Wrong, held
 
 @dataclass
 class Tally:
-    """What came of the repetitions of one trial."""
+    """The outcomes of one trial's repetitions."""
 
     ends: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)

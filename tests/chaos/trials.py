@@ -245,15 +245,15 @@ class Workers(Runs):
     victims: tuple[str, ...] = ("it", "it", "a worker")
 
     def workers(self, parent: int) -> list[int]:
-        """Those that it has just now."""
+        """Return the worker processes that run now."""
         return descendants(parent)
 
     def processes(self, victim: str, command: Command, workers: list[int]) -> list[int]:
-        """Of which one is killed."""
+        """Return the processes of which one is killed."""
         return [command.pid] if victim == "it" else workers
 
     def told(self, command: Command) -> bool:
-        """Whether it says in one line, and soon, how to go on."""
+        """Return True if it soon says in one line how to resume."""
         end = time.monotonic() + SECONDS
         while not (said := command.output.read_text()).count(GOES_ON) and time.monotonic() < end:
             time.sleep(0.1)
@@ -646,7 +646,7 @@ class Strangers(Trial):
 
 
 def held(process: int) -> dict[str, int]:
-    """What a process holds that must not grow: descriptors, threads and memory in MiB; and the files in shared memory."""
+    """Return the resources that must not grow: descriptors, threads and MiB of a process, and files in shared memory."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
     return {
         "descriptors": len(os.listdir(f"/proc/{process}/fd")),
