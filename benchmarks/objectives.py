@@ -20,8 +20,8 @@ from sklearn.multiclass import OneVsRestClassifier
 from torch import Tensor, nn
 
 import fedloom as fl
-from fedloom.local.cohort import score
 from fedloom.objectives import Objective, objectives
+from fedloom.rounds.scoring import score
 
 ROUNDS, EPOCHS, CLIENTS, TOKENS = 40, 4, 10, 16
 

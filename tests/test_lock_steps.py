@@ -14,7 +14,7 @@ from fedloom.data.dataset import Dataset, Samples
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import InvalidValue
-from fedloom.local.batches import ClientLoader, alone, together
+from fedloom.local.batches import ClientLoader, together
 from fedloom.round import Round
 from fedloom.rounds.engine import ClientTask
 from fedloom.training import Passes, PassOptions, Training
@@ -78,7 +78,8 @@ def test_everybody_takes_the_batches_it_would_take_alone(
 ) -> None:
     found, _ = taken(sizes, batch, epochs, in_step=in_step, pad=pad)
     for loader, own, seen in zip(loaders(sizes), client_tasks(sizes, batch, epochs), found, strict=True):
-        assert seen == [one.labels[0].tolist() for one in alone(loader, own, None)]
+        labels = loader.samples.labels
+        assert seen == [batch.tolist() for order, counts in own for batch in labels[order].split(counts)]
 
 
 def test_short_batches_are_taken_apart_and_the_others_together() -> None:

@@ -28,7 +28,6 @@ from fedloom.experiment.pools import SerialPool
 from fedloom.experiment.run import run_configured
 from fedloom.experiment.tune import Runner, Search, best_of, search_grid
 from fedloom.flat.layout import Layout
-from fedloom.local.cohort import score
 from fedloom.objectives import Objective, objectives, prediction
 from fedloom.objectives.classification import Classification
 from fedloom.objectives.custom import Custom, build_objective, expression_of
@@ -38,7 +37,7 @@ from fedloom.objectives.segmentation import Segmentation
 from fedloom.objectives.sequence import NextToken
 from fedloom.report.sheet import sheet
 from fedloom.report.summary import best, rounds_to
-from fedloom.rounds.scoring import Evaluator, Tally
+from fedloom.rounds.scoring import Evaluator, Tally, score
 from objective_support import KINDS, absolute, draw, make
 
 # --- plain loops, sample by sample and number by number ---

@@ -63,40 +63,21 @@ class ClientLoader:
         self.values = max(1, samples.inputs[:1].numel())
         self._prepared: Tensor | None = None
 
-    def inputs(self, index: Tensor, drawn: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """Return the inputs of some samples, augmented by the draws in `drawn` if any, in `out` if given."""
+    def write(self, index: Tensor, drawn: Tensor | None, inputs: Tensor, labels: Tensor) -> None:
+        """Write n samples, augmented by the draws in `drawn` if any, into `inputs [n, ...]` and `labels [n, ...]`."""
+        torch.index_select(self.samples.labels, 0, index, out=labels)
         if drawn is None and self._prepared is None and len(self.samples) * self.values <= AHEAD:
             self._prepared = self.dataset.prepare(self.samples.inputs)
         if drawn is None and self._prepared is not None:
-            return torch.index_select(self._prepared, 0, index, out=out)
+            torch.index_select(self._prepared, 0, index, out=inputs)
+            return
         raw = in_memory(self.samples.inputs[index])
-        prepared = self.dataset.prepare(raw if drawn is None else apply_flip_crop(raw, drawn))
-        return prepared if out is None else out.copy_(prepared)
+        inputs.copy_(self.dataset.prepare(raw if drawn is None else apply_flip_crop(raw, drawn)))
 
     def empty(self, *size: int) -> Tensor:
         """Return uninitialised memory for inputs `[*size, ...]`."""
         like = self.dataset.prepare(self.samples.inputs[:0])
         return like.new_empty(*size, *like.shape[1:])
-
-
-def alone(loader: ClientLoader, epochs: Epochs, noise: torch.Generator | None) -> Iterator[Batch]:
-    """Yield the batches `[1, b, ...]` of one client; `noise` draws the augmentation of each epoch."""
-    step = 0
-    for order, sizes in epochs:
-        device = loader.samples.labels.device
-        order = moved(order, device)
-        drawn = None if noise is None else moved(draw_flip_crop(len(order), noise), device)
-        at_once = max(1, AHEAD // (loader.values * max(1, sizes[0])))
-        for begin in range(0, len(sizes), at_once):
-            block = sizes[begin : begin + at_once]
-            start = sum(sizes[:begin])
-            span = slice(start, start + sum(block))
-            index = order[span]
-            inputs = loader.inputs(index, None if drawn is None else drawn[span]).unsqueeze(0).split(block, 1)
-            labels = loader.samples.labels[index].unsqueeze(0).split(block, 1)
-            for batch_inputs, batch_labels in zip(inputs, labels, strict=True):
-                yield Batch(batch_inputs, batch_labels, step)
-                step += 1
 
 
 class _ClientPlan:
@@ -147,12 +128,6 @@ class _ClientPlan:
         self.drawn = None if self.drawn is None else moved(self.drawn, device)
         self.share = None if self.share is None else moved(self.share, device)
 
-    def write(self, span: slice, inputs: Tensor, labels: Tensor) -> None:
-        """Write the samples of a span of the order into `inputs [n, ...]` and `labels [n, ...]`."""
-        index = self.index[span]
-        self.loader.inputs(index, None if self.drawn is None else self.drawn[span], inputs)
-        torch.index_select(self.loader.samples.labels, 0, index, out=labels)
-
 
 def together(
     loaders: Sequence[ClientLoader],
@@ -162,11 +137,11 @@ def together(
     in_step: bool = True,
     pad: bool = False,
 ) -> Iterator[LockStep]:
-    """Yield the batches of several clients in lock step. Use up those of one `LockStep` before the next.
+    """Yield the batches of one client or several in lock step. Use up those of one `LockStep` before the next.
 
-    Each client's batches come in their order and hold the samples that `alone` gives it. With `in_step`, clients stay at the same
-    step; otherwise a client with a short batch takes it by itself, and then all continue together. With `pad`, short batches are
-    filled up with samples whose `share` of the mean is 0, unless that more than doubles the work.
+    Each client's batches come in its order. With `in_step`, clients stay at the same step; otherwise a client with a short batch
+    takes it by itself, and then all continue together. With `pad`, short batches are filled up with samples whose `share` of the
+    mean is 0, unless that more than doubles the work.
     """
     plans = [_ClientPlan(*client) for client in zip(loaders, epochs, noises, strict=True)]
     if pad:
@@ -213,15 +188,17 @@ def _batches(
 ) -> Iterator[Batch]:
     """Yield `steps` batches `[g, size, ...]`, numbered from `number`, of g clients, each from an offset in its order."""
     loader = sources[0][0].loader
-    at_once = max(1, AHEAD // (loader.values * size * len(sources)))
+    at_once = max(1, AHEAD // max(1, loader.values * size * len(sources)))
     for done in range(0, steps, at_once):
         count = min(at_once, steps - done) * size
         inputs = loader.empty(len(sources), count)
         labels = loader.samples.labels.new_empty(len(sources), count, *loader.samples.labels.shape[1:])
         shares = [plan.share[start + done * size :][:count] for plan, start in sources if plan.share is not None]
         for row, (plan, start) in enumerate(sources):
-            begin = start + done * size
-            plan.write(slice(begin, begin + count), inputs[row], labels[row])
+            span = slice(start + done * size, start + done * size + count)
+            plan.loader.write(
+                plan.index[span], None if plan.drawn is None else plan.drawn[span], inputs[row], labels[row]
+            )
         by_step = torch.stack(shares).split(size, 1) if shares else repeat(None)
         batches = zip(inputs.split(size, 1), labels.split(size, 1), by_step, strict=False)
         for step, (batch_inputs, batch_labels, share) in enumerate(batches, start=number + done):

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple, Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +17,11 @@ from fedloom.config.rates import CONSTANT
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.module import Batch, FlatModule, LossFn, data_loss, head_loss
-from fedloom.local.batches import ClientLoader, LockStep, alone, together
+from fedloom.local.batches import ClientLoader, LockStep, together
 from fedloom.local.optimizer import Context as Context
 from fedloom.local.optimizer import Correction as Correction
 from fedloom.local.optimizer import GradientFn as GradientFn
 from fedloom.local.optimizer import LocalOptimizer, StepRates
-from fedloom.objectives import prediction
-from fedloom.objectives.metrics import NamedMetric, counted, figures
 from fedloom.round import Round
 from fedloom.state.store import Memory
 from fedloom.training import PassOptions, Training
@@ -32,8 +29,8 @@ from fedloom.training import PassOptions, Training
 Step = Callable[[dict[str, Tensor], Batch], Tensor]
 """(state, batch) -> loss `[k]`; it changes the tensors of the state, `[k, ...]`, in place."""
 
-FEATURES_AT_ONCE = 256
-"""Samples per forward pass that computes features."""
+FEATURES_AT_ONCE, EVALUATED_AT_ONCE = 256, 500
+"""Samples per forward pass that computes features, or losses."""
 
 
 class Trained(NamedTuple):
@@ -179,8 +176,6 @@ class Cohort:
         ]
         augmented = self.training.augmentation == "flip_crop"
         noises = self.stream(f"{purpose}/augmentation") if augmented else [None] * len(orders)
-        if len(orders) == 1:
-            return iter([LockStep(None, alone(self._loaders[0], orders[0], noises[0]), 1)])
         return together(self._loaders, orders, noises, in_step=in_step, pad=pad)
 
     def gradient(
@@ -310,64 +305,19 @@ class Cohort:
         for group in self.lock_steps(purpose=purpose):
             yield from group.batches
 
+    @torch.no_grad()
     def loss(self, rows: Tensor) -> Tensor:
         """Return the mean loss `[k]` of each row of `rows [k, P]` on its client's samples, in evaluation mode."""
-        pairs = zip(rows, self._samples, strict=True)
-        scores = [
-            score(partial(self.flat_module.outputs, row), self._dataset, samples, metrics=()) for row, samples in pairs
-        ]
-        return torch.stack([figures["loss"] for figures in scores]).to(rows)
-
-
-def score(
-    predict: Callable[[Tensor], Any],
-    dataset: Dataset,
-    samples: Samples,
-    batch_size: int = 500,
-    metrics: Sequence[NamedMetric] | None = None,
-) -> dict[str, Tensor]:
-    """Return the objective's figures and the metrics over all samples, a float64 scalar by name; `predict` gives the model's
-    outputs."""
-    statistics = count(predict, dataset, samples, batch_size=batch_size, metrics=metrics)
-    totals = dataset.objective.add_up(statistics, lambda values: values.sum(0, keepdim=True))
-    totals["samples"] = next(iter(totals.values())).new_tensor([len(samples)])
-    return {name: values[0] for name, values in figures(dataset.objective, totals).items()}
-
-
-@torch.no_grad()
-def count(
-    predict: Callable[[Tensor], Any],
-    dataset: Dataset,
-    samples: Samples,
-    index: Tensor | None = None,
-    batch_size: int = 500,
-    owner: Tensor | None = None,
-    metrics: Sequence[NamedMetric] | None = None,
-) -> dict[str, Tensor]:
-    """Return the objective's statistics of each sample (of `index`, or of all), `[n, ...]` float64 by name; `predict` gives
-    outputs. The metrics, by default the data set's, are of the samples of each `owner [n]`, or of all."""
-    metrics = dataset.metrics if metrics is None else metrics
-    blocks, pairs = [], []
-    for start in range(0, len(samples) if index is None else len(index), batch_size):
-        span = slice(start, start + batch_size)
-        batch = samples[span] if index is None else samples[index[span].to(samples.labels.device)]
-        outputs = predict(dataset.prepare(batch.inputs))
-        blocks.append(dataset.objective.statistics(outputs, batch.labels))
-        if metrics:
-            pairs.append((prediction(outputs), batch.labels))
-    statistics = {name: torch.cat([block[name].double() for block in blocks]) for name in blocks[0]} if blocks else {}
-    if pairs:
-        outputs, targets = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
-        statistics |= {n: values.to(targets.device) for n, values in counted(metrics, outputs, targets, owner).items()}
-    return statistics
-
-
-@torch.no_grad()
-def counts(dataset: Dataset, outputs: Tensor, labels: Tensor, owner: Tensor) -> dict[str, Tensor]:
-    """Return the same as `count` of given outputs `[n, ...]`."""
-    statistics = {name: values.double() for name, values in dataset.objective.statistics(outputs, labels).items()}
-    metrics = counted(dataset.metrics, outputs, labels, owner) if dataset.metrics else {}
-    return statistics | {name: values.to(labels.device) for name, values in metrics.items()}
+        objective, losses = self._dataset.objective, []
+        for row, samples in zip(rows, self._samples, strict=True):
+            blocks = (samples[start : start + EVALUATED_AT_ONCE] for start in range(0, len(samples), EVALUATED_AT_ONCE))
+            pairs = ((self.flat_module.outputs(row, self._dataset.prepare(b.inputs)), b.labels) for b in blocks)
+            statistics = [objective.statistics(*pair) for pair in pairs]
+            counts = {name: torch.cat([values[name].double() for values in statistics]) for name in statistics[0]}
+            totals = objective.add_up(counts, lambda values: values.sum(0, keepdim=True))
+            totals["samples"] = next(iter(totals.values())).new_tensor([len(samples)])
+            losses.append(objective.figures(totals)["loss"][0])
+        return torch.stack(losses).to(rows)
 
 
 class _Losses:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,7 +98,7 @@ class LocalOptimizer:
     def step(self, rows: Tensor, batch: Batch, context: Context, update: Update, rate: float | list[float]) -> Tensor:
         """Take one step of clients with models `rows [g, P]` and return their loss before it, `[g]`."""
         loss, gradients = self._gradients(rows, batch, context)
-        update.step(gradients, rate, batch.step == 0)
+        update(gradients, rate, batch.step == 0)
         return loss
 
     def _moved(self, rows: Tensor) -> list[Tensor]:
@@ -128,12 +128,9 @@ def clipped(gradient: Tensor, limit: float) -> Tensor:
     return scaled
 
 
-class Update(Protocol):
-    """Moves the weights of some clients."""
-
-    def step(self, gradients: Sequence[Tensor], rate: float | list[float], starts: bool) -> None:
-        """Apply one gradient for each tensor of weights, at one learning rate or one for each client. `starts` marks the first
-        step."""
+Update = Callable[[Sequence[Tensor], float | list[float], bool], None]
+"""Moves the weights of some clients: (a gradient for each tensor of weights, a learning rate for all or each client, True for the
+first step)."""
 
 
 class SGD:
@@ -147,7 +144,7 @@ class SGD:
         self.dampening = float(settings.optimizer_options.get("dampening", 0.0))
 
     @torch.no_grad()
-    def step(self, gradients: Sequence[Tensor], rate: float | list[float], starts: bool) -> None:
+    def __call__(self, gradients: Sequence[Tensor], rate: float | list[float], starts: bool) -> None:
         step = list(gradients)
         if self.weight_decay:
             step = list(torch._foreach_add(step, self.weights, alpha=self.weight_decay))
@@ -194,13 +191,19 @@ class TorchOptimizers:
         if self._joint is not None:
             if alike and list(members) == list(range(self.clients)):
                 self._joint.attach(tensors)
-                return self._joint
+                return self._joint.step
             self._separate = [self._joint.of_row(k) for k in range(self.clients)]
             self._joint = None
         optimizers = [self._separate[k] for k in members]
         for row, optimizer in enumerate(optimizers):
             optimizer.attach([tensor[row] for tensor in tensors])
-        return _Separate(optimizers)
+
+        def step(gradients: Sequence[Tensor], rate: float | list[float], starts: bool) -> None:
+            for row, optimizer in enumerate(optimizers):
+                client_rate = rate[row] if isinstance(rate, list) else rate
+                optimizer.step([gradient[row] for gradient in gradients], client_rate, starts)
+
+        return step
 
 
 class _Optimizer:
@@ -230,18 +233,6 @@ class _Optimizer:
             state = self.optimizer.state[all_rows]
             optimizer.optimizer.state[row] = {name: _of_row(value, k, all_rows.shape) for name, value in state.items()}
         return optimizer
-
-
-class _Separate:
-    """One optimizer for each client."""
-
-    def __init__(self, optimizers: Sequence[_Optimizer]) -> None:
-        self.optimizers = optimizers
-
-    def step(self, gradients: Sequence[Tensor], rate: float | list[float], starts: bool) -> None:
-        for row, optimizer in enumerate(self.optimizers):
-            client_rate = rate[row] if isinstance(rate, list) else rate
-            optimizer.step([gradient[row] for gradient in gradients], client_rate, starts)
 
 
 def _of_row(value: Any, k: int, shape: torch.Size) -> Any:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +16,8 @@ from torch import Tensor, nn
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
 from fedloom.flat.layout import Layout
-from fedloom.local.cohort import count, counts, score
-from fedloom.objectives import Objective, Totals
-from fedloom.objectives.metrics import figures
+from fedloom.objectives import Objective, Totals, prediction
+from fedloom.objectives.metrics import counted, figures
 
 WORST = 0.1
 """Share of the clients, those that the metric finds worst, whose mean is recorded too."""
@@ -106,8 +106,8 @@ class Evaluator:
         owner = np.repeat(np.arange(len(clients)), sizes)
         predict = self._loaded(row, integers)
         owners = torch.from_numpy(owner)
-        counted = count(predict, self.dataset, samples, torch.from_numpy(index), self.batch_size, owners)
-        return self._tally(clients, sizes, owner, counted)
+        counts = count(predict, self.dataset, samples, torch.from_numpy(index), self.batch_size, owners)
+        return self._tally(clients, sizes, owner, counts)
 
     def tallies(
         self, models: Iterable[tuple[int, Tensor, Tensor | None]], samples: Samples, partition: Partition
@@ -140,8 +140,8 @@ class Evaluator:
         clients, outputs, labels = zip(*waiting, strict=True)
         sizes = np.array([len(values) for values in labels])
         owner = np.repeat(np.arange(len(clients)), sizes)
-        counted = counts(self.dataset, torch.cat(outputs), torch.cat(labels), torch.from_numpy(owner))
-        return self._tally(clients, sizes, owner, counted)
+        counts = _counts(self.dataset, torch.cat(outputs), torch.cat(labels), torch.from_numpy(owner))
+        return self._tally(clients, sizes, owner, counts)
 
     def _tally(
         self, clients: Sequence[int], sizes: npt.NDArray[np.int64], owner: npt.NDArray[np.int64], counts: Totals
@@ -166,3 +166,52 @@ def _by_owner(values: npt.NDArray[np.float64], owner: npt.NDArray[np.int64], cli
     columns = values.reshape(len(values), -1).T
     sums = [np.bincount(owner, weights=column, minlength=clients) for column in columns]
     return torch.from_numpy(np.stack(sums, 1).reshape(clients, *values.shape[1:]))
+
+
+def score(
+    predict: Callable[[Tensor], Any], dataset: Dataset, samples: Samples, batch_size: int = 500
+) -> dict[str, Tensor]:
+    """Return the objective's figures and the metrics over all samples, a float64 scalar by name; `predict` gives the model's
+    outputs."""
+    totals = dataset.objective.add_up(
+        count(predict, dataset, samples, batch_size=batch_size), lambda values: values.sum(0, keepdim=True)
+    )
+    totals["samples"] = next(iter(totals.values())).new_tensor([len(samples)])
+    return {name: values[0] for name, values in figures(dataset.objective, totals).items()}
+
+
+@torch.no_grad()
+def count(
+    predict: Callable[[Tensor], Any],
+    dataset: Dataset,
+    samples: Samples,
+    index: Tensor | None = None,
+    batch_size: int = 500,
+    owner: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Return the objective's statistics of each sample (of `index`, or of all), `[n, ...]` float64 by name; `predict` gives
+    outputs. The data set's metrics are of the samples of each `owner [n]`, or of all."""
+    blocks, pairs = [], []
+    for start in range(0, len(samples) if index is None else len(index), batch_size):
+        span = slice(start, start + batch_size)
+        batch = samples[span] if index is None else samples[index[span].to(samples.labels.device)]
+        outputs = predict(dataset.prepare(batch.inputs))
+        blocks.append(dataset.objective.statistics(outputs, batch.labels))
+        if dataset.metrics:
+            pairs.append((prediction(outputs), batch.labels))
+    statistics = {name: torch.cat([block[name].double() for block in blocks]) for name in blocks[0]} if blocks else {}
+    if pairs:
+        outputs, targets = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
+        statistics |= _metrics(dataset, outputs, targets, owner)
+    return statistics
+
+
+@torch.no_grad()
+def _counts(dataset: Dataset, outputs: Tensor, labels: Tensor, owner: Tensor) -> dict[str, Tensor]:
+    """Return the same as `count` of given outputs `[n, ...]`."""
+    statistics = {name: values.double() for name, values in dataset.objective.statistics(outputs, labels).items()}
+    return statistics | (_metrics(dataset, outputs, labels, owner) if dataset.metrics else {})
+
+
+def _metrics(dataset: Dataset, outputs: Tensor, labels: Tensor, owner: Tensor | None) -> dict[str, Tensor]:
+    return {n: values.to(labels.device) for n, values in counted(dataset.metrics, outputs, labels, owner).items()}
