@@ -221,7 +221,6 @@ def without_waiting() -> Iterator[list[int]]:
         patch.setattr(
             Cohort, "gradient", lambda self, *args, **kwargs: watched(partial(gradient, self, **kwargs))(*args)
         )
-        patch.setattr("fedloom.local.cohort.alone", gathered(batches.alone))
         patch.setattr("fedloom.local.batches._batches", gathered(batches._batches))
         yield steps
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,23 +34,75 @@ class Batch(NamedTuple):
     share: Tensor | None = None  # `[k, b]`, each sample's share of its client's mean: 0 for padding
 
 
-class Net(Protocol):
-    """One client's model as its loss sees it."""
+class Net(ABC):
+    """One client's model as its loss sees it.
 
-    objective: Objective
-    """The task's objective: `objective.loss(outputs, labels)` is the mean loss of a batch."""
+    Attributes:
+        objective: The task's objective: `objective.loss(outputs, labels)` is the mean loss of a batch.
+    """
 
+    def __init__(self, module: nn.Module, layout: Layout, frozen: nn.Module, objective: Objective) -> None:
+        self.module, self.layout, self.frozen, self.objective = module, layout, frozen, objective
+        self.classifier: nn.Module = module.get_submodule(head_name(module))
+
+    @abstractmethod
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return the model's outputs, such as logits `[b, classes]`."""
 
-    def both(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the features that enter the classifier and the model's outputs, from one forward pass."""
-
+    @abstractmethod
     def head(self, features: Tensor) -> Tensor:
         """Return the classifier's outputs for features."""
 
+    def both(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the features that enter the classifier and the model's outputs, from one forward pass."""
+        features: list[Tensor] = []
+        handle = self.classifier.register_forward_pre_hook(lambda _, arguments: features.append(arguments[0]))
+        try:
+            outputs = self(inputs)
+        finally:
+            handle.remove()
+        return features[0], outputs
+
     def at(self, row: Tensor) -> Net:
         """Return the same architecture with the weights of `row [P]`, in evaluation mode and without gradients to its weights."""
+        return CalledNet(self.frozen, self.layout, self.frozen, self.objective, self.layout.tensors(row.detach()))
+
+
+class BoundNet(Net):
+    """`Net` of a module that holds the weights."""
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.module(inputs)
+        return outputs
+
+    def head(self, features: Tensor) -> Tensor:
+        outputs: Tensor = self.classifier(features)
+        return outputs
+
+
+class CalledNet(Net):
+    """`Net` of a module that is called with tensors of a row, on one row or under `vmap`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        frozen: nn.Module,
+        objective: Objective,
+        tensors: Mapping[str, Tensor],
+    ) -> None:
+        super().__init__(module, layout, frozen, objective)
+        self.tensors = tensors
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = functional_call(self.module, dict(self.tensors), (inputs,))
+        return outputs
+
+    def head(self, features: Tensor) -> Tensor:
+        prefix = f"{name}." if (name := head_name(self.module)) else ""
+        weights = {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
+        outputs: Tensor = functional_call(self.classifier, weights, (features,))
+        return outputs
 
 
 FILTERS_PER_ACTIVATION = 8
@@ -71,81 +124,6 @@ def data_loss(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
 def head_loss(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
     """Return the same for a batch of features that enter the classifier (`Cohort.for_classifier`)."""
     return net.objective.loss(net.head(batch.inputs), batch.labels)
-
-
-class BoundNet:
-    """`Net` over a module: its own forward, with the input of the classifier caught on the way."""
-
-    def __init__(self, module: nn.Module, layout: Layout, frozen: nn.Module, objective: Objective) -> None:
-        self.module, self.layout, self.frozen, self.objective = module, layout, frozen, objective
-        self.classifier: nn.Module = module.get_submodule(head_name(module))
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        logits: Tensor = self.module(inputs)
-        return logits
-
-    def both(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        return _features_and_logits(self.classifier, lambda: self.module(inputs))
-
-    def head(self, features: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(features)
-        return logits
-
-    def at(self, row: Tensor) -> Net:
-        return FrozenNet(self.frozen, self.layout, row, self.objective)
-
-
-class CalledNet:
-    """`Net` of a module that is called with tensors of a row, on one row or under `vmap`."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        layout: Layout,
-        tensors: Mapping[str, Tensor],
-        frozen: nn.Module,
-        objective: Objective,
-    ) -> None:
-        self.module, self.layout, self.tensors, self.frozen, self.objective = module, layout, tensors, frozen, objective
-        self.classifier_name = head_name(module)
-        self.classifier = module.get_submodule(self.classifier_name)
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        logits: Tensor = functional_call(self.module, dict(self.tensors), (inputs,))
-        return logits
-
-    def both(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        return _features_and_logits(self.classifier, lambda: self(inputs))
-
-    def head(self, features: Tensor) -> Tensor:
-        prefix = f"{self.classifier_name}." if self.classifier_name else ""
-        weights = {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
-        logits: Tensor = functional_call(self.classifier, weights, (features,))
-        return logits
-
-    def at(self, row: Tensor) -> Net:
-        return FrozenNet(self.frozen, self.layout, row, self.objective)
-
-
-class FrozenNet(CalledNet):
-    """`Net` of a module in evaluation mode with the weights of a row."""
-
-    def __init__(self, module: nn.Module, layout: Layout, row: Tensor, objective: Objective) -> None:
-        super().__init__(module, layout, layout.tensors(row.detach()), module, objective)
-
-
-def _features_and_logits(classifier: nn.Module, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-    caught: list[Tensor] = []
-
-    def catch(_: nn.Module, arguments: tuple[Any, ...]) -> None:
-        caught.append(arguments[0])
-
-    handle = classifier.register_forward_pre_hook(catch)
-    try:
-        logits = forward()
-    finally:
-        handle.remove()
-    return caught[0], logits
 
 
 @dataclass(frozen=True)
@@ -276,7 +254,7 @@ class FlatModule:
         tensors, client_context = self.layout.tensors(rows[0].detach()), {n: value[0] for n, value in context.items()}
 
         def loss_of_one(trained: Mapping[str, Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
-            net = CalledNet(self.module, self.layout, {**tensors, **trained}, self.frozen, self.objective)
+            net = CalledNet(self.module, self.layout, self.frozen, self.objective, {**tensors, **trained})
             return loss_fn(net, Batch(inputs.unsqueeze(0), labels.unsqueeze(0), batch.step), client_context)
 
         trained = {entry.name: tensors[entry.name] for entry in self._moving}
