@@ -67,7 +67,7 @@ def fine_tuned(setting: Setting, *, epochs: int, mu: float = 0.0, scoring_only: 
 
 
 def per_fedavg(setting: Setting, *, alpha: float, hessian: bool = False, passes: int = 1) -> list[Moment]:
-    """Train with MAML: `hessian` takes the exact gradient of the second batch's loss after the step and a third batch's Hessian."""
+    """Train with MAML: `hessian` takes the exact gradient of the second batch after the step and a third batch's Hessian."""
     world = setting.world
     count = 3 if hessian else 2
 
