@@ -15,7 +15,7 @@ from PIL import Image
 
 from fedloom.config.expression import Call
 from fedloom.data.dataset import Dataset, datasets
-from fedloom.data.sets.normalisation import channel_scale
+from fedloom.data.sets.picture_set import channel_scale
 from fedloom.errors import DataError, FedloomError, InvalidValue
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fedloom.data.partition import partitions
-from fedloom.data.partitions.lognormal import apportion
+from fedloom.data.partitions.sizes import apportion
 from fedloom.errors import InvalidValue, UnknownName
 from partition_support import assert_each_sample_once, histogram_by_loops, make, some_labels
 

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fedloom.config.registry import Registry
 from fedloom.errors import InvalidValue
@@ -146,12 +145,6 @@ objectives: Registry[Callable[..., Objective]] = Registry("objective", "fedloom.
 def on_device(values: tuple[float, ...], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Return the values as a cached tensor on a device, since sending them for every batch would make it wait."""
     return torch.tensor(values, dtype=dtype, device=device)
-
-
-def masked_cross_entropy(logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
-    """Return the mean cross entropy of logits `[b, classes, ...]` over targets `[b, ...]` other than `ignored`, 0 without any."""
-    total = F.cross_entropy(logits, targets, ignore_index=ignored, reduction="sum")
-    return total / (targets != ignored).sum().clamp_min(1)
 
 
 def kind_of(tensor: Tensor) -> str:

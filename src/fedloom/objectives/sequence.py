@@ -1,10 +1,11 @@
-"""Sequences: the next token at every position."""
+"""Sequences: the next token at every position. And what they share with segmentation, a class at every position."""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,12 +13,54 @@ from torch.nn import functional as F
 
 from fedloom.config.fields import require_fields
 from fedloom.errors import InvalidValue
-from fedloom.objectives import Metric, Objective, Totals, kind_of, masked_cross_entropy, objectives, prediction
+from fedloom.objectives import Metric, Objective, Totals, kind_of, objectives, prediction
+
+
+class PositionObjective(Objective):
+    """A class at every position of a sample: mean cross entropy over those whose target is not `ignored`."""
+
+    positions: ClassVar[str]
+    """The name of the count of positions that are not ignored."""
+
+    def __post_init__(self) -> None:
+        require_fields(self)
+
+    @property
+    @abstractmethod
+    def ignored(self) -> int:
+        """The target of positions that count nowhere."""
+
+    def logits(self, outputs: Any) -> Tensor:
+        """Return the logits `[b, classes, ...]` of a model's outputs."""
+        return prediction(outputs)
+
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        total = F.cross_entropy(self.logits(outputs), targets, ignore_index=self.ignored, reduction="sum")
+        return total / (targets != self.ignored).sum().clamp_min(1)
+
+    def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
+        logits, counts, rest = self.logits(outputs), targets != self.ignored, tuple(range(1, targets.dim()))
+        loss = F.cross_entropy(logits, targets, ignore_index=self.ignored, reduction="none")
+        return {
+            "loss": loss.double().sum(rest),
+            "correct": ((logits.argmax(1) == targets) & counts).sum(rest),
+            self.positions: counts.sum(rest),
+        }
+
+    def shapes(self, outputs: int) -> dict[str, tuple[int, ...]]:
+        return dict.fromkeys(("loss", "correct", self.positions), ())
+
+    def figures(self, totals: Totals) -> dict[str, Tensor]:
+        positions = totals[self.positions].clamp_min(1)
+        return {"accuracy": totals["correct"] / positions, "loss": totals["loss"] / positions}
+
+    def guess(self, outputs: int) -> float:
+        return math.log(max(2, outputs))
 
 
 @objectives.register("sequence")
 @dataclass(frozen=True)
-class NextToken(Objective):
+class NextToken(PositionObjective):
     """The next token at every position: mean cross entropy, judged by the perplexity.
 
     Over the tokens of a batch, of logits `[b, tokens, vocabulary]` and targets `[b, tokens]` int64. The perplexity is exp(loss);
@@ -29,35 +72,21 @@ class NextToken(Objective):
 
     padding: int = -100
     metric = Metric("perplexity", "Perplexity")
+    positions = "tokens"
 
-    def __post_init__(self) -> None:
-        require_fields(self)
+    @property
+    def ignored(self) -> int:
+        return self.padding
 
-    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        return masked_cross_entropy(prediction(outputs).transpose(1, 2), targets, self.padding)
-
-    def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-        logits, counts = prediction(outputs), targets != self.padding
-        loss = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=self.padding, reduction="none")
-        return {
-            "loss": loss.double().sum(1),
-            "correct": ((logits.argmax(2) == targets) & counts).sum(1),
-            "tokens": counts.sum(1),
-        }
-
-    def shapes(self, outputs: int) -> dict[str, tuple[int, ...]]:
-        return dict.fromkeys(("loss", "correct", "tokens"), ())
+    def logits(self, outputs: Any) -> Tensor:
+        return prediction(outputs).transpose(1, 2)
 
     def figures(self, totals: Totals) -> dict[str, Tensor]:
-        tokens = totals["tokens"].clamp_min(1)
-        loss = totals["loss"] / tokens
-        return {"perplexity": loss.exp(), "accuracy": totals["correct"] / tokens, "loss": loss}
+        figures = super().figures(totals)
+        return {"perplexity": figures["loss"].exp(), **figures}
 
     def outputs(self, targets: Tensor, classes: int, vocabulary: int | None) -> int:
         return vocabulary or classes
-
-    def guess(self, outputs: int) -> float:
-        return math.log(max(2, outputs))
 
     def require_targets(self, targets: Tensor) -> None:
         if targets.dim() != 2 or targets.dtype != torch.int64:

@@ -1,1 +1,1 @@
-"""The partitions: one file each; a file registers what it holds."""
+"""The partitions: a file registers those that it holds."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,136 +14,12 @@ from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.formats.labels import class_labels, same_length
 from fedloom.data.formats.limits import read_bytes
 from fedloom.data.formats.pickles import Bytes, read_pickled_arrays
-from fedloom.data.sets.normalisation import Normalise, Scale, image_dataset
-from fedloom.data.sets.origin import Origin, Split, Tables, files_named, load
+from fedloom.data.sets.origin import Split, files_named
+from fedloom.data.sets.picture_set import Normalise, PictureSet, Scale
 from fedloom.errors import DataError, shortened
 
 _SHAPE = (3, 32, 32)
 _PIXELS = 3 * 32 * 32
-
-
-@dataclass(frozen=True)
-class _Variant:
-    """One of the sets.
-
-    Attributes:
-        batches: Its files, the last of them to test on; binary ones end in `.bin`.
-        label: The name of the label in tables, and with an s in Python batches.
-        label_bytes: The bytes before the pixels of a binary record.
-        label_offset: The one of them that is the label.
-    """
-
-    name: str
-    folders: tuple[str, ...]
-    repository: str
-    batches: tuple[str, ...]
-    classes: int
-    label: str
-    label_bytes: int
-    label_offset: int
-    scale: Scale
-    class_names: tuple[str, ...] | None = None
-
-    def load(self, folder: str | None, hub: bool | None, normalise: Normalise) -> Dataset:
-        tables = Tables(self.name, self.repository, self.label, self.classes, 3)
-        binary = [f"{name}.bin" for name in self.batches]
-        listed = f"{', '.join(self.batches)} or {', '.join(binary)} or train*.parquet, test*.parquet"
-
-        def read(folder: Path) -> Split | None:
-            if (files := files_named(folder, self.batches)) is not None:
-                samples = partial(read_python_batches, label_key=f"{self.label}s", classes=self.classes)
-            elif (files := files_named(folder, binary)) is not None:
-                samples = partial(
-                    read_binary_batches,
-                    label_bytes=self.label_bytes,
-                    label_offset=self.label_offset,
-                    classes=self.classes,
-                )
-            else:
-                return tables.read(folder)
-            return samples(files[:-1]), samples(files[-1:])
-
-        split = load(Origin(self.name, self.folders, listed, read, tables.fetch), folder, hub)
-        return image_dataset(self.name, split, self.classes, normalise, self.scale, self.class_names)
-
-
-_CIFAR10 = _Variant(
-    "cifar10",
-    folders=("cifar-10-batches-py", "cifar-10-batches-bin", "cifar10", "cifar-10", "CIFAR10", "cifar10-jpeg"),
-    repository="uoft-cs/cifar10",
-    batches=("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch"),
-    classes=10,
-    label="label",
-    label_bytes=1,
-    label_offset=0,
-    scale=((0.491, 0.482, 0.447), (0.247, 0.243, 0.262)),
-    class_names=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
-)
-_CIFAR100 = _Variant(
-    "cifar100",
-    folders=("cifar-100-python", "cifar-100-binary", "cifar100", "cifar-100", "CIFAR100"),
-    repository="uoft-cs/cifar100",
-    batches=("train", "test"),
-    classes=100,
-    label="fine_label",
-    label_bytes=2,
-    label_offset=1,
-    scale=((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
-)
-_CIFAR100_COARSE = replace(
-    _CIFAR100,
-    name="cifar100_coarse",
-    classes=20,
-    label="coarse_label",
-    label_offset=0,
-    scale=((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
-)
-
-
-@datasets.register("cifar10")
-def cifar10(*, folder: str | None = None, hub: bool | None = None, normalise: Normalise = "standard") -> Dataset:
-    """CIFAR-10: 50,000 and 10,000 colour images `[3, 32, 32]`, 10 classes.
-
-    Args:
-        folder: The folder with the Python or the binary batches or parquet.
-        hub: Download from the Hugging Face hub.
-        normalise: `standard` is mean (.491, .482, .447), deviation (.247, .243, .262), as in FedDC and FedUmf; FedMR and
-            FedALA use `half`.
-
-    Source: Krizhevsky, 2009.
-    """
-    return _CIFAR10.load(folder, hub, normalise)
-
-
-@datasets.register("cifar100")
-def cifar100(*, folder: str | None = None, hub: bool | None = None, normalise: Normalise = "standard") -> Dataset:
-    """CIFAR-100 with fine labels: 50,000 and 10,000 colour images `[3, 32, 32]`, 100 classes.
-
-    Args:
-        folder: As in `cifar10`.
-        hub: Download from the Hugging Face hub.
-        normalise: `standard` is mean (.5071, .4867, .4408), deviation (.2675, .2565, .2761), as in FedDC and FedUmf; FedALA
-            uses `half`.
-
-    Source: Krizhevsky, 2009.
-    """
-    return _CIFAR100.load(folder, hub, normalise)
-
-
-@datasets.register("cifar100_coarse")
-def cifar100_coarse(
-    *, folder: str | None = None, hub: bool | None = None, normalise: Normalise = "standard"
-) -> Dataset:
-    """CIFAR-100 with coarse labels: the images of `cifar100` in 20 classes, as FedMR's code trains on them.
-
-    Args:
-        folder: As in `cifar10`.
-        hub: Download from the Hugging Face hub.
-        normalise: `standard` is mean (.4914, .4822, .4465), deviation (.2023, .1994, .2010), as in FedMR.
-
-    Source: Krizhevsky, 2009.
-    """
-    return _CIFAR100_COARSE.load(folder, hub, normalise)
 
 
 def read_python_batches(paths: Sequence[Path], label_key: str, classes: int) -> Samples:
@@ -202,3 +77,91 @@ def _images(batches: list[Bytes]) -> Tensor:
         joined[filled : filled + len(batch)] = batch
         filled += len(batch)
     return torch.from_numpy(joined).view(-1, *_SHAPE)
+
+
+def _cifar(
+    name: str,
+    folders: tuple[str, ...],
+    batches: Sequence[str],
+    classes: int,
+    labels: Sequence[str],
+    label: str,
+    scale: Scale,
+) -> PictureSet:
+    """Return the set of `batches`, the last of them to test on; their binary records begin with `labels`, among them `label`."""
+    binary = [f"{batch}.bin" for batch in batches]
+    from_python = partial(read_python_batches, label_key=f"{label}s", classes=classes)
+    from_binary = partial(
+        read_binary_batches, label_bytes=len(labels), label_offset=labels.index(label), classes=classes
+    )
+
+    def read(folder: Path) -> Split | None:
+        for names, samples in ((batches, from_python), (binary, from_binary)):
+            if (files := files_named(folder, names)) is not None:
+                return samples(files[:-1]), samples(files[-1:])
+        return None
+
+    listed = f"{', '.join(batches)} or {', '.join(binary)} or train*.parquet, test*.parquet"
+    repository = f"uoft-cs/{name.removesuffix('_coarse')}"
+    return PictureSet(name, folders, listed, read, classes, scale, repository, label)
+
+
+_CIFAR10 = _cifar(
+    "cifar10",
+    ("cifar-10-batches-py", "cifar-10-batches-bin", "cifar10", "cifar-10", "CIFAR10", "cifar10-jpeg"),
+    ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch"),
+    10, ("label",), "label", ((0.491, 0.482, 0.447), (0.247, 0.243, 0.262)),
+)  # fmt: skip
+_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+_FOLDERS = ("cifar-100-python", "cifar-100-binary", "cifar100", "cifar-100", "CIFAR100")
+_LABELS = ("coarse_label", "fine_label")
+_FINE: Scale = ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761))
+_COARSE: Scale = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
+_CIFAR100 = _cifar("cifar100", _FOLDERS, ("train", "test"), 100, _LABELS, "fine_label", _FINE)
+_CIFAR100_COARSE = _cifar("cifar100_coarse", _FOLDERS, ("train", "test"), 20, _LABELS, "coarse_label", _COARSE)
+
+
+@datasets.register("cifar10")
+def cifar10(*, folder: str | None = None, hub: bool | None = None, normalise: Normalise = "standard") -> Dataset:
+    """CIFAR-10: 50,000 and 10,000 colour images `[3, 32, 32]`, 10 classes.
+
+    Args:
+        folder: The folder with the Python or the binary batches or parquet.
+        hub: Download from the Hugging Face hub.
+        normalise: `standard` is mean (.491, .482, .447), deviation (.247, .243, .262), as in FedDC and FedUmf; FedMR and
+            FedALA use `half`.
+
+    Source: Krizhevsky, 2009.
+    """
+    return _CIFAR10.dataset(folder, hub, normalise, _CLASSES)
+
+
+@datasets.register("cifar100")
+def cifar100(*, folder: str | None = None, hub: bool | None = None, normalise: Normalise = "standard") -> Dataset:
+    """CIFAR-100 with fine labels: 50,000 and 10,000 colour images `[3, 32, 32]`, 100 classes.
+
+    Args:
+        folder: As in `cifar10`.
+        hub: Download from the Hugging Face hub.
+        normalise: `standard` is mean (.5071, .4867, .4408), deviation (.2675, .2565, .2761), as in FedDC and FedUmf; FedALA
+            uses `half`.
+
+    Source: Krizhevsky, 2009.
+    """
+    return _CIFAR100.dataset(folder, hub, normalise)
+
+
+@datasets.register("cifar100_coarse")
+def cifar100_coarse(
+    *, folder: str | None = None, hub: bool | None = None, normalise: Normalise = "standard"
+) -> Dataset:
+    """CIFAR-100 with coarse labels: the images of `cifar100` in 20 classes, as FedMR's code trains on them.
+
+    Args:
+        folder: As in `cifar10`.
+        hub: Download from the Hugging Face hub.
+        normalise: `standard` is mean (.4914, .4822, .4465), deviation (.2023, .1994, .2010), as in FedMR.
+
+    Source: Krizhevsky, 2009.
+    """
+    return _CIFAR100_COARSE.dataset(folder, hub, normalise)

@@ -18,8 +18,8 @@ from fedloom.data.formats.arrow import column, decode_column, hub_table
 from fedloom.data.formats.labels import class_labels, same_length
 from fedloom.data.formats.leaf import json_files, read_leaf
 from fedloom.data.sets.holdout import hold_out
-from fedloom.data.sets.normalisation import Normalise, Scale, image_dataset
 from fedloom.data.sets.origin import Origin, Split, cached_files, cached_split, load
+from fedloom.data.sets.picture_set import Normalise, Scale, image_dataset
 from fedloom.errors import DataError, quoted
 from fedloom.randomness import numpy_stream
 

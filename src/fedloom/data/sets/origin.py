@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
 from fedloom.data.dataset import Samples
-from fedloom.data.formats.arrow import hub_installed, hub_table, image_samples, read_parquet
+from fedloom.data.formats.arrow import hub_installed
 from fedloom.data.formats.cache import cached, file_stamp
 from fedloom.data.formats.limits import reading
 from fedloom.errors import DataError, installing
@@ -38,48 +38,6 @@ class Origin(Generic[T]):
     files: str
     read: Callable[[Path], T | None]
     fetch: Callable[[], T] | None = None
-
-
-@dataclass(frozen=True)
-class Tables:
-    """A set of pictures as a table to train on and one to test on, in parquet files or on the hub.
-
-    Pictures are decoded once, then kept in the cache folder.
-    """
-
-    name: str
-    repository: str
-    label: str
-    classes: int
-    channels: int
-    splits: tuple[str, str] = ("train", "test")
-
-    def read(self, folder: Path) -> Split | None:
-        """Read the parquet files in `folder`; None unless there are some of both splits."""
-        files = parquet_files(folder, *self.splits)
-        if files is None:
-            return None
-
-        def decode() -> Split:
-            return self._decoded((read_parquet(paths), str(paths[0])) for paths in files)
-
-        return cached_files(self.name, self.label, [*files[0], *files[1]], decode)
-
-    def fetch(self) -> Split:
-        """Fetch both tables from the hub."""
-
-        def decode() -> Split:
-            return self._decoded(
-                (hub_table(self.repository, split), f"{self.repository} {split}") for split in self.splits
-            )
-
-        return cached_split(f"hub-{self.name}", self.repository, decode)
-
-    def _decoded(self, tables: Iterable[tuple[Any, str]]) -> Split:
-        train, test = (
-            image_samples(table, self.label, self.classes, self.channels, source) for table, source in tables
-        )
-        return train, test
 
 
 def load(origin: Origin[T], folder: str | None, hub: bool | None) -> T:

@@ -20,8 +20,8 @@ from fedloom.data.formats.limits import reading
 from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.formats.pictures import class_folders, pictures, read_image_folder
 from fedloom.data.sets.holdout import hold_out
-from fedloom.data.sets.normalisation import Normalise, image_dataset
 from fedloom.data.sets.origin import Split, cached_files
+from fedloom.data.sets.picture_set import Normalise, image_dataset
 from fedloom.errors import DataError, InvalidValue, one_line, quoted, shortened, suggestion
 
 _KEYS = ("inputs", "labels", "groups", "test_inputs", "test_labels", "test_groups")

@@ -20,7 +20,7 @@ from fedloom.data.formats.limits import reading, require_room
 from fedloom.data.formats.pictures import open_picture
 from fedloom.data.formats.words import encode, tokens, vocabulary
 from fedloom.data.sets.holdout import hold_out
-from fedloom.data.sets.normalisation import image_dataset
+from fedloom.data.sets.picture_set import image_dataset
 from fedloom.errors import DataError, InvalidValue, quoted, shortened, suggestion
 from fedloom.objectives import Objective
 from fedloom.objectives.classification import CLASSIFICATION

@@ -11,13 +11,11 @@ from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.formats.limits import read_text
 from fedloom.data.formats.pictures import pictures, read_files
 from fedloom.data.sets.holdout import hold_out
-from fedloom.data.sets.normalisation import Normalise, Scale, image_dataset
-from fedloom.data.sets.origin import Origin, Split, Tables, cached_files, load
+from fedloom.data.sets.origin import Split, cached_files
+from fedloom.data.sets.picture_set import Normalise, PictureSet, image_dataset
 from fedloom.errors import DataError, quoted
 
 _CLASSES = 200
-_SCALE: Scale = ((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821))
-_TABLES = Tables("tiny_imagenet", "zh-plus/tiny-imagenet", "label", _CLASSES, 3, ("train", "valid"))
 
 
 @datasets.register("tiny_imagenet")
@@ -41,22 +39,27 @@ def tiny_imagenet(
             class, so that training and test samples are the 100,000 images that FedALA uses.
         test_fraction: The share of each class that `held_out` holds out, in (0, 1).
     """
-    folders = ("tiny-imagenet-200", "tiny-imagenet", "tiny_imagenet", "TinyImageNet", "tiny")
-    files = "wnids.txt, train/<wnid>/images/*.JPEG, val/val_annotations.txt, val/images/*.JPEG"
-    split = load(Origin("tiny_imagenet", folders, files, _read, _TABLES.fetch), folder, hub)
+    split = _SET.load(folder, hub)
     if test == "held_out":
         split = hold_out(split[0], test_fraction, 0, within=split[0].labels)
-    return image_dataset("tiny_imagenet", split, _CLASSES, normalise, _SCALE)
+    return image_dataset("tiny_imagenet", split, _CLASSES, normalise, _SET.scale)
 
 
 def _read(folder: Path) -> Split | None:
     if not (folder / "wnids.txt").is_file():
-        return _TABLES.read(folder)
+        return None
     train, validation = _files(folder)
     if len(_class_ids(folder)) > _CLASSES:
         raise DataError(f"{folder / 'wnids.txt'}: more than {_CLASSES} classes")
     paths = [path for path, _ in (*train, *validation) if path.is_file()]
     return cached_files("tiny_imagenet", "folder", paths, lambda: (_read_pictures(train), _read_pictures(validation)))
+
+
+_SET = PictureSet(
+    "tiny_imagenet", ("tiny-imagenet-200", "tiny-imagenet", "tiny_imagenet", "TinyImageNet", "tiny"),
+    "wnids.txt, train/<wnid>/images/*.JPEG, val/val_annotations.txt, val/images/*.JPEG", _read, _CLASSES,
+    ((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821)), "zh-plus/tiny-imagenet", tables=("train", "valid"),
+)  # fmt: skip
 
 
 def _class_ids(root: Path) -> list[str]:

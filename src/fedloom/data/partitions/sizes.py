@@ -5,14 +5,33 @@ from __future__ import annotations
 from typing import Annotated
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import Field
 
 from fedloom.data.partition import Indices, Partition, partitions
 from fedloom.data.partitions.classes import Concentration, require_clients
-from fedloom.data.partitions.lognormal import apportion
 from fedloom.randomness import numpy_stream
 
-Growth = Annotated[float, Field(ge=0, le=100)]
+Exponent = Annotated[float, Field(ge=0, le=100)]
+
+
+@partitions.register("lognormal")
+def lognormal(labels: Indices, clients: int, seed: int, groups: Indices | None, *, sigma: Exponent = 0.3) -> Partition:
+    """Unbalanced sizes, labels alike: n_i in proportion to LogNormal(ln(n / N), sigma); larger sigma, less balance.
+
+    The draws are scaled to add up to n and rounded; every client has at least one sample.
+
+    Args:
+        sigma: The deviation of the logarithm, in [0, 100].
+
+    Source: FedUmf appendix (unbalanced, 0.3), after FedDC (Gao et al., CVPR 2022), experimental setup.
+    """
+    require_clients(clients, len(labels))
+    rng = numpy_stream(seed, "partition")
+    # exp(ln(n / N) + sigma z) scaled to a given sum: the factor n / N cancels, and so does any other, such as the
+    # largest draw, which keeps the exponential within double precision.
+    exponents = sigma * rng.standard_normal(clients)
+    return _dealt(labels, np.exp(exponents - exponents.max()), rng)
 
 
 @partitions.register("quantity")
@@ -34,7 +53,7 @@ def quantity(
 
 
 @partitions.register("exponential")
-def exponential(labels: Indices, clients: int, seed: int, groups: Indices | None, *, rate: Growth = 0.1) -> Partition:
+def exponential(labels: Indices, clients: int, seed: int, groups: Indices | None, *, rate: Exponent = 0.1) -> Partition:
     """Sizes that grow exponentially, labels alike: n_i in proportion to exp(rate i), i = 1 .. N; `rate` 0 is IID.
 
     Client N holds exp(rate (N - 1)) times as much as client 1; every client has at least one sample.
@@ -50,7 +69,9 @@ def exponential(labels: Indices, clients: int, seed: int, groups: Indices | None
 
 
 @partitions.register("polynomial")
-def polynomial(labels: Indices, clients: int, seed: int, groups: Indices | None, *, degree: Growth = 1.0) -> Partition:
+def polynomial(
+    labels: Indices, clients: int, seed: int, groups: Indices | None, *, degree: Exponent = 1.0
+) -> Partition:
     """Sizes that grow as a power, labels alike: n_i in proportion to i^degree, i = 1 .. N; `degree` 0 is IID.
 
     Every client has at least one sample.
@@ -64,9 +85,28 @@ def polynomial(labels: Indices, clients: int, seed: int, groups: Indices | None,
     return _dealt(labels, (np.arange(1, clients + 1) / clients) ** degree, numpy_stream(seed, "partition"))
 
 
-def _dealt(
-    labels: Indices, weights: np.ndarray[tuple[int], np.dtype[np.float64]], rng: np.random.Generator
-) -> Partition:
+def _dealt(labels: Indices, weights: npt.NDArray[np.float64], rng: np.random.Generator) -> Partition:
     """Deal out all samples at random to clients whose sizes are in proportion to `weights`."""
     # A Dirichlet vector may be all zeros but for one, and that one not finite, where alpha is tiny.
     return Partition.from_sizes(rng.permutation(len(labels)), apportion(np.nan_to_num(weights), len(labels)))
+
+
+def apportion(weights: npt.NDArray[np.float64], total: int) -> Indices:
+    """Divide `total` into whole numbers in proportion to `weights >= 0` (not all 0), each at least 1, `[len(weights)]`.
+
+    Shares below 1 become 1 and the others divide the remainder, until none is below; fractions are then rounded down, and the
+    largest of them up until all add up to `total`.
+    """
+    shares = np.ones(len(weights))
+    free = np.ones(len(weights), dtype=bool)
+    while free.any():
+        shares[free] = weights[free] / weights[free].sum() * (total - (~free).sum())
+        short = free & (shares < 1)
+        if not short.any():
+            break
+        shares[short] = 1
+        free &= ~short
+    sizes = np.floor(shares).astype(np.int64)
+    by_fraction = np.argsort(sizes - shares, kind="stable")
+    sizes[by_fraction[: total - int(sizes.sum())]] += 1
+    return sizes

@@ -1,0 +1,121 @@
+"""Clients with a few classes each, in groups that share them or drawn at random."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from fedloom.config.fields import Count
+from fedloom.data.partition import Indices, Partition, partitions
+from fedloom.data.partitions.classes import class_sizes, cut_classes, equal_sizes, require_clients
+from fedloom.errors import InvalidValue
+from fedloom.randomness import numpy_stream
+
+
+@partitions.register("pathological")
+def pathological(
+    labels: Indices,
+    clients: int,
+    seed: int,
+    groups: Indices | None,
+    *,
+    classes_per_client: Count = 2,
+    balanced: bool = False,
+    least: Count = 40,
+) -> Partition:
+    """A few classes a client: groups of clients share `classes_per_client` classes, with disjoint samples.
+
+    Class after class goes to the first ceil(N k / C) clients that have fewer than k classes (k = `classes_per_client`,
+    C classes). Of the n_c samples each of these m clients but the last gets a random whole number in [a, n_c / m) with
+    a = max(n_c / (10 m), min(least, n / (2 N)) / C), the last one the remainder.
+    If k does not divide C the clients at the end may have fewer than k classes, and classes for which no client remains
+    (always so for N k < C) are held by nobody, as in the authors' protocol.
+
+    Args:
+        classes_per_client: k.
+        balanced: The m clients of a class get equal numbers of its samples.
+        least: A client's least number of samples, as above.
+
+    Raises:
+        InvalidValue: For k > C or a class with fewer samples than clients to share it.
+
+    Source: FedALA (Zhang et al., AAAI 2023) section 5.1, pathological setting, and its authors' partition.
+    """
+    holders = _no_holders(labels, clients, classes_per_client)
+    rng = numpy_stream(seed, "partition")
+    classes = holders.shape[1]
+    group = math.ceil(clients * classes_per_client / classes)
+    for label in range(classes):
+        holders[np.flatnonzero(holders.sum(axis=1) < classes_per_client)[:group], label] = True
+    floor = min(least, len(labels) / (2 * clients)) / classes
+    divide = equal_sizes if balanced else partial(_random_sizes, floor=floor, rng=rng)
+    return _shared(labels, holders, divide, rng)
+
+
+@partitions.register("label_quantity")
+def label_quantity(
+    labels: Indices, clients: int, seed: int, groups: Indices | None, *, classes_per_client: Count = 2
+) -> Partition:
+    """Hold `classes_per_client` random classes a client, each class in equal parts over its holders.
+
+    Client i holds class i modulo the number of classes; its further ones are drawn at random. With fewer clients than
+    classes some may have no holder.
+
+    Args:
+        classes_per_client: Classes that a client holds, at most those that occur.
+
+    Raises:
+        InvalidValue: For more classes a client than occur, or a class with fewer samples than holders.
+
+    Source: Li, Diao, Chen, He, Federated Learning on Non-IID Data Silos, ICDE 2022, section IV (quantity-based label imbalance).
+    """
+    holders = _no_holders(labels, clients, classes_per_client)
+    rng = numpy_stream(seed, "partition")
+    classes = np.arange(holders.shape[1])
+    for client in range(clients):
+        assigned = client % len(classes)
+        drawn = rng.choice(np.delete(classes, assigned), classes_per_client - 1, replace=False)
+        holders[client, [assigned, *drawn]] = True
+    return _shared(labels, holders, equal_sizes, rng)
+
+
+def _no_holders(labels: Indices, clients: int, classes_per_client: int) -> npt.NDArray[np.bool_]:
+    """Return a table of clients by classes that occur, all False, after a check of the numbers."""
+    require_clients(clients, len(labels))
+    classes = len(class_sizes(labels))
+    if classes_per_client > classes:
+        raise InvalidValue(f"classes_per_client must be at most {classes}, the classes, not {classes_per_client}")
+    return np.zeros((clients, classes), dtype=bool)
+
+
+def _shared(
+    labels: Indices,
+    holders: npt.NDArray[np.bool_],
+    divide: Callable[[int, int], Indices],
+    rng: np.random.Generator,
+) -> Partition:
+    """Assign each class to its `holders [clients, classes]`, to each as many samples as `divide(samples, clients)` says."""
+    counts = np.zeros(holders.shape, dtype=np.int64)
+    for label, size in enumerate(class_sizes(labels).tolist()):
+        held_by = np.flatnonzero(holders[:, label])
+        if size < len(held_by):
+            raise InvalidValue(
+                f"{len(held_by)} of {len(holders)} clients must share class number {label}, which has {size} samples: "
+                f"use fewer clients or a smaller classes_per_client"
+            )
+        if len(held_by):
+            counts[held_by, label] = divide(size, len(held_by))
+    return cut_classes(labels, counts, rng)
+
+
+def _random_sizes(size: int, clients: int, floor: float, rng: np.random.Generator) -> Indices:
+    """Divide `size` at random into numbers of at least 1, `[clients]`: in [a, size / clients), the last one the remainder."""
+    fair = size / clients
+    end = max(math.ceil(fair), 2)  # with one sample a client the interval is empty: all are 1
+    begin = min(math.ceil(max(fair / 10, floor)), end - 1)
+    drawn = rng.integers(begin, end, size=clients - 1)
+    return np.append(drawn, size - drawn.sum())

@@ -1,0 +1,108 @@
+"""Sets of pictures: their files or tables, and the normalisation of their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fedloom.data.dataset import Dataset
+from fedloom.data.formats.arrow import hub_table, image_samples, read_parquet
+from fedloom.data.sets.origin import Origin, Split, cached_files, cached_split, load, parquet_files
+
+Scale = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel, pixels in [0, 1]
+Normalise = Literal["standard", "half", "none"]
+_CHUNK = 8192
+
+
+@dataclass(frozen=True)
+class PictureSet:
+    """A standard set of pictures, in files of its own format, or as tables in parquet files or on the hub.
+
+    Pictures in tables are decoded once, then kept in the cache folder.
+
+    `read` reads files of its own format from a folder, or returns None; `files` names them in errors. There are tables of the
+    set where it has a `repository` on the hub. `scale` is by default that of the training images.
+    """
+
+    name: str
+    folders: tuple[str, ...]
+    files: str
+    read: Callable[[Path], Split | None]
+    classes: int
+    scale: Scale | None = None
+    repository: str = ""
+    label: str = "label"
+    channels: int = 3
+    tables: tuple[str, str] = ("train", "test")
+
+    def load(self, folder: str | None, hub: bool | None) -> Split:
+        """Return training and test samples; raises as `origin.load`."""
+        fetch = self._fetch if self.repository else None
+        return load(Origin(self.name, self.folders, self.files, self._read, fetch), folder, hub)
+
+    def dataset(
+        self, folder: str | None, hub: bool | None, normalise: Normalise, class_names: Sequence[str] | None = None
+    ) -> Dataset:
+        """Return the data set; raises as `origin.load`."""
+        return image_dataset(self.name, self.load(folder, hub), self.classes, normalise, self.scale, class_names)
+
+    def _read(self, folder: Path) -> Split | None:
+        split = self.read(folder)
+        paths = parquet_files(folder, *self.tables) if self.repository and split is None else None
+        if paths is None:
+            return split
+        tables = ((read_parquet(files), str(files[0])) for files in paths)
+        return cached_files(self.name, self.label, [*paths[0], *paths[1]], lambda: self._decoded(tables))
+
+    def _fetch(self) -> Split:
+        tables = ((hub_table(self.repository, name), f"{self.repository} {name}") for name in self.tables)
+        return cached_split(f"hub-{self.name}", self.repository, lambda: self._decoded(tables))
+
+    def _decoded(self, tables: Iterable[tuple[Any, str]]) -> Split:
+        train, test = (image_samples(table, self.label, self.classes, self.channels, name) for table, name in tables)
+        return train, test
+
+
+def image_dataset(
+    name: str,
+    split: Split,
+    classes: int,
+    normalise: Normalise,
+    standard: Scale | None = None,
+    class_names: Sequence[str] | None = None,
+) -> Dataset:
+    """Return the data set of training and test samples.
+
+    `normalise="standard"` takes the figures `standard`, by default those of the training images; "half" takes mean and deviation
+    0.5, which maps [0, 1] to [-1, 1]; "none" leaves [0, 1].
+    """
+    train, test = split
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    # `Dataset.prepare` scales bytes alone, so other inputs have nothing to normalise.
+    if train.inputs.dtype == torch.uint8 and normalise != "none":
+        half = ((0.5,) * train.inputs.shape[1],) * 2
+        mean, std = half if normalise == "half" else standard or channel_scale(train.inputs)
+    names = None if class_names is None else tuple(class_names)
+    return Dataset(name, train, test, classes, mean=mean, std=std, class_names=names)
+
+
+def channel_scale(images: Tensor) -> Scale:
+    """Return mean and standard deviation of each channel of uint8 `images [n, C, ...]`, over 255; 1 for a constant channel."""
+    channels = images.shape[1]
+    counts = torch.zeros((channels, 256), dtype=torch.float64)
+    for start in range(0, len(images), _CHUNK):  # in chunks: counting takes eight bytes a pixel
+        chunk = images[start : start + _CHUNK]
+        for channel in range(channels):
+            counts[channel] += torch.bincount(chunk[:, channel].flatten(), minlength=256)
+    values = torch.arange(256, dtype=torch.float64) / 255
+    share = counts / counts.sum(1, keepdim=True).clamp_min(1)
+    mean = share @ values
+    deviation = ((share @ values.square()) - mean.square()).clamp_min(0).sqrt()
+    deviation[deviation < 1e-9] = 1.0
+    return tuple(mean.tolist()), tuple(deviation.tolist())
