@@ -311,9 +311,9 @@ def test_leaf_gives_back_every_byte(tmp_path: Path) -> None:
     (tmp_path / "all_data_0.json").write_text(
         leaf_json({"f1": (every, [0, 61]), "f0": (random_pixels(1, 28, 28), [5])})
     )
-    first, second = read_leaf_images(tmp_path / "all_data_0.json", 62)
-    assert (first.name, second.name) == ("f1", "f0")
-    assert np.array_equal(first.images.numpy()[:, 0], every)
+    (name, first), (second, _) = read_leaf_images(tmp_path / "all_data_0.json", 62)
+    assert (name, second) == ("f1", "f0")
+    assert np.array_equal(first.inputs.numpy()[:, 0], every)
     assert first.labels.tolist() == [0, 61]
 
 

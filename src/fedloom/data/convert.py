@@ -16,10 +16,7 @@ Array = np.ndarray[Any, Any]
 
 
 def as_inputs(values: Any) -> Tensor:
-    """Convert inputs `[n, ...]`: bytes to uint8 (with a channel), other whole numbers to int64, other numbers to float32.
-
-    A tensor of floats keeps its type, which the model may have. Raises `InvalidValue` for anything else, NaN and infinity.
-    """
+    """Convert inputs `[n, ...]` to uint8 (bytes, with a channel), int64 (whole numbers) or float32."""
     if isinstance(values, Tensor) and (values.is_floating_point() or values.dtype in (torch.uint8, torch.int64)):
         return values
     array = _array(values, "inputs")
@@ -45,11 +42,7 @@ def as_inputs(values: Any) -> Tensor:
 
 
 def as_labels(values: Any) -> tuple[Tensor, Names | None]:
-    """Convert targets `[n, ...]`: whole numbers and truth values to int64, other numbers to float32.
-
-    Text `[n]` becomes its rank in alphabetical order, and the texts by rank are returned, too (else None). Raises
-    `InvalidValue` for anything else, NaN and infinity.
-    """
+    """Convert targets `[n, ...]` to int64 or float32; text to its alphabetical rank, and the texts by rank."""
     if isinstance(values, Tensor) and (values.is_floating_point() or values.dtype == torch.int64):
         return values, None
     array = _array(values, "labels")

@@ -148,10 +148,7 @@ def split_train_test(partition: Partition, seed: int, fraction: float = 0.25) ->
 
 
 def draw_from_each(partition: Partition, counts: Indices, seed: int, purpose: str) -> tuple[Partition, Partition]:
-    """Split off `counts[i]` of client i's samples at random; return them and the remaining ones, both in random order.
-
-    The draw depends on the stream (`seed`, `purpose`) and on the client's own samples alone, not on its number or other clients.
-    """
+    """Split off `counts[i]` random samples of client i; the draw depends on its own samples alone."""
     sizes = partition.sizes
     owners = np.repeat(np.arange(len(partition)), sizes)
     shuffled = partition.indices[np.lexsort((sample_keys(partition.indices, seed, purpose), owners))]

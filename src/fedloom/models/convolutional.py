@@ -16,11 +16,7 @@ Variant = Literal["auto", "cifar", "femnist"]
 
 
 class Convolutional(nn.Module):
-    """`[n, channels, height, width] -> [n, classes]`: `conv1`, `conv2`, a ReLU layer for each width in `hidden`, then `head`.
-
-    The ReLU layers are `fc`, or `fc1`, `fc2`, ... if there are several. `name` is the model's, for errors. Raises `InvalidValue`
-    if the data are no images or too small for the pools.
-    """
+    """`conv1`, `conv2`, each with max pooling, a ReLU layer for each width in `hidden`, then `head`."""
 
     def __init__(
         self, name: str, spec: DataSpec, *, filters: tuple[int, int], kernel: int, padding: int, hidden: Sequence[int]

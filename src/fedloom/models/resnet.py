@@ -62,11 +62,7 @@ def initialise(module: nn.Module) -> None:
 
 
 class ResNet(nn.Module):
-    """`[n, channels, height, width] -> [n, classes]`: stages `layer1`, `layer2`, ..., global average pooling, `head`.
-
-    A stage has `depth` blocks, and half the resolution of the one below it. `large` images are reduced to a quarter of their
-    side at the bottom.
-    """
+    """Stages of `depth` basic blocks, each at half the resolution of the one below, pooling, then `head`."""
 
     def __init__(
         self, channels: int, classes: int, widths: Sequence[int], *, depth: int, project: bool, large: bool = False
@@ -94,10 +90,7 @@ class ResNet(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """`x + F(x)` with `F` three convolutions (1x1, 3x3 with the stride, 1x1), each after batch norm and ReLU.
-
-    `out = 4·planes` channels. If the shape changes, a 1x1 convolution of `x` replaces `x`.
-    """
+    """`x + F(x)` with `F` three convolutions (1x1, 3x3 with the stride, 1x1), each after batch norm and ReLU."""
 
     def __init__(self, channels: int, planes: int, stride: int) -> None:
         super().__init__()

@@ -19,11 +19,7 @@ class Window(NamedTuple):
 
 
 def image_shape(model: str, spec: DataSpec, windows: Sequence[Window] = ()) -> tuple[int, int, int]:
-    """Return `(channels, height, width)` after `windows` have passed over the images of `spec`.
-
-    Raises:
-        InvalidValue: If the data are no images, or images too small for a window.
-    """
+    """Return `(channels, height, width)` after `windows` have passed over the images."""
     if spec.vocabulary is not None or len(spec.shape) != 3:
         raise InvalidValue(f"{model} needs images (channels, height, width), not {described(spec)}")
     channels, height, width = spec.shape

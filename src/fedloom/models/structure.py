@@ -18,10 +18,8 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def copied(module: Module, shared: Mapping[int, object] = MappingProxyType({})) -> Module:
-    """Return a deep copy of a module, with the replacements `shared` for some of its tensors, by their ids.
-
-    Parameters are cloned here: PyTorch's own code imports its compiler to copy one, which takes longer than importing PyTorch.
-    """
+    """Return a deep copy of a module, with the replacements `shared` for some of its tensors, by their ids."""
+    # PyTorch's own code imports its compiler to copy a parameter, which takes longer than importing PyTorch.
     memo = dict(shared)
     for parameter in module.parameters():
         if type(parameter) is nn.Parameter and id(parameter) not in memo:
@@ -49,10 +47,7 @@ def layer_finder(module: nn.Module) -> Callable[[str], str]:
 
 
 def head_name(module: nn.Module) -> str:
-    """Return the dotted name of the classifier: the submodule `head` if there is one, else the topmost layer with parameters.
-
-    The name is empty for a model of a single layer. Raises `InvalidValue` for a module without parameters.
-    """
+    """Return the name of the classifier, `head` or the topmost layer; empty for a model of a single layer."""
     head = getattr(module, "head", None)
     if isinstance(head, nn.Module) and next(head.parameters(), None) is not None:
         return "head"
@@ -73,8 +68,9 @@ def blocks(module: nn.Module) -> Blocks:
     Raises:
         InvalidValue: If the attribute has a name that no submodule has, a name twice, or leaves a parameter out.
     """
-    declared = _declared(module)
-    if declared is None:
+    declared = getattr(module, "blocks", None)
+    # lists of submodules may have that name, too
+    if not isinstance(declared, tuple) or not declared or not all(map(_are_names, declared)):
         return tuple((layer,) for layer in dict.fromkeys(map(layer_finder(module), _trainable(module))))
     kind = type(module).__name__
     present = {name for name, _ in module.named_modules()}
@@ -100,14 +96,8 @@ def _trainable(module: nn.Module) -> list[str]:
     return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
 
 
-def _declared(module: nn.Module) -> Blocks | None:
-    """Return the attribute `blocks` if it is a tuple of tuples of names; None otherwise, as for lists of submodules."""
-    grouping = getattr(module, "blocks", None)
-    if not isinstance(grouping, tuple) or not grouping:
-        return None
-    if not all(isinstance(block, tuple) and all(isinstance(name, str) for name in block) for block in grouping):
-        return None
-    return grouping
+def _are_names(block: object) -> bool:
+    return isinstance(block, tuple) and all(isinstance(name, str) for name in block)
 
 
 def _assigned(module: nn.Module, grouping: Blocks) -> dict[str, int]:

@@ -14,10 +14,7 @@ from fedloom.models.shapes import vocabulary
 
 
 class FastText(nn.Module):
-    """Tokens `[n, length]` int64 `-> [n, classes]`: the mean embedding over all positions, `hidden`, `head`, no activation.
-
-    Token 0 is padding: its embedding is zero and receives no gradient.
-    """
+    """Tokens `[n, length]` -> `[n, classes]`: the mean embedding and two linear layers, no activation."""
 
     def __init__(self, tokens: int, width: int, classes: int) -> None:
         super().__init__()
@@ -45,10 +42,7 @@ def fasttext(spec: DataSpec, *, width: Count = 32) -> nn.Module:
 
 
 class Recurrent(nn.Module):
-    """Tokens `[n, length]` int64 `-> [n, length, vocabulary]`: an embedding, recurrent layers and a linear layer.
-
-    No later token reaches a position. Token 0 is padding: its embedding is zero and stays so.
-    """
+    """Tokens `[n, length]` -> `[n, length, vocabulary]`; no later token reaches a position."""
 
     def __init__(self, tokens: int, embedding: int, body: nn.LSTM | nn.GRU) -> None:
         super().__init__()

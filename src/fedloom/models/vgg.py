@@ -27,10 +27,7 @@ def stage(channels: int, out: int, depth: int) -> nn.Sequential:
 
 
 class Vgg16(nn.Module):
-    """`[n, channels, height, width] -> [n, classes]`: 13 convolutions with batch norm, two layers of 4096, then `head`.
-
-    The convolutions are in five stages, each followed by 2x2 max pooling, after which `pixels` remain; the layers have dropout.
-    """
+    """13 convolutions in five stages, 2x2 max pooling after each, two layers with dropout, then `head`."""
 
     blocks: ClassVar[tuple[tuple[str, ...], ...]] = (
         ("stage1",), ("stage2",), ("stage3",), ("stage4",), ("stage5",), ("fc1",), ("fc2",), ("head",)
@@ -59,10 +56,7 @@ class Vgg16(nn.Module):
 
 
 class FemnistVgg(nn.Module):
-    """`[n, channels, height, width] -> [n, classes]`: five convolutions, average pooling to 7x7, a layer of 256, then `head`.
-
-    There is no batch norm, and no activation between `fc` and `head`: FedMR's code has none.
-    """
+    """Five convolutions, average pooling to 7x7, a layer without activation, as FedMR has it, then `head`."""
 
     def __init__(self, channels: int, classes: int) -> None:
         super().__init__()

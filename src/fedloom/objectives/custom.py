@@ -59,10 +59,7 @@ class Custom(Objective):
 
 
 def build_objective(expression: str | Callable[..., Any] | Objective) -> Objective:
-    """Build the objective of an expression such as `regression(kind=huber)`, of `module:function`, or of a function.
-
-    A function maps (outputs, targets) to the loss of each sample, `[b]`. Raises `InvalidValue` or `UnknownName`.
-    """
+    """Build the objective of `regression(kind=huber)`, of `module:function`, or of a function."""
     if isinstance(expression, Objective):
         return expression
     if not isinstance(expression, str):

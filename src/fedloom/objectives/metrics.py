@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -143,7 +142,7 @@ def _named(expression: str, objective: Objective, outputs: int | None) -> NamedM
     if name not in functions:
         raise UnknownName("metric", call.name, {*functions, *(key.removesuffix("_score") for key in functions)})
     options = _options(call, functions[name])
-    metric = NamedMetric(_label(call.name, options), partial(_torchmetric, kind, name, options))
+    metric = NamedMetric(_label(call.name, options), partial(_torchmetric, kind, functions[name], options))
     if outputs is None:
         return metric
     targets = torch.arange(4 * outputs) % outputs
@@ -158,20 +157,16 @@ def _named(expression: str, objective: Objective, outputs: int | None) -> NamedM
 
 def _functions(kind: Kind) -> dict[str, Callable[..., Any]]:
     """Return the functions of `torchmetrics` for a task, by name."""
-    functions: dict[str, Callable[..., Any]]
-    functions = {name: f for name, f in vars(_library(kind)).items() if inspect.isfunction(f) and name[0] != "_"}
-    if kind == "regression":
-        return functions
-    return {name: f for name, f in functions.items() if "task" in inspect.signature(f).parameters}
-
-
-def _library(kind: Kind) -> ModuleType:
+    module = "regression" if kind == "regression" else "classification"
     try:
         with warnings.catch_warnings(action="ignore"):
-            module = "regression" if kind == "regression" else "classification"
-            return importlib.import_module(f"torchmetrics.functional.{module}")
+            library = vars(importlib.import_module(f"torchmetrics.functional.{module}"))
     except ImportError:
         raise MissingExtra("torchmetrics", "metrics", "metrics by name") from None
+    functions = {name: f for name, f in library.items() if inspect.isfunction(f) and name[0] != "_"}
+    return {
+        name: f for name, f in functions.items() if kind == "regression" or "task" in inspect.signature(f).parameters
+    }
 
 
 def _options(call: Call, function: Callable[..., Any]) -> dict[str, Any]:
@@ -193,9 +188,10 @@ def _label(name: str, options: dict[str, Any]) -> str:
     return re.sub(r"\W+", "_", "_".join([name, *words])).strip("_")
 
 
-def _torchmetric(kind: Kind, name: str, options: dict[str, Any], outputs: Tensor, targets: Tensor) -> Any:
+def _torchmetric(
+    kind: Kind, function: Callable[..., Any], options: dict[str, Any], outputs: Tensor, targets: Tensor
+) -> Any:
     """Apply a function of `torchmetrics` to outputs `[n, outputs]` in its form: probabilities, whole numbers, one flat column."""
-    function = getattr(_library(kind), name)
     if kind == "multiclass":
         return function(outputs.softmax(1), targets, task=kind, num_classes=outputs.shape[1], **options)
     if kind == "multilabel":

@@ -97,10 +97,7 @@ def checked(table: Any, source: Path | str) -> Any:
 
 
 def read_any(path: Path) -> tuple[Any, Any]:
-    """Read a CSV file with a header, a parquet file, or a folder that Hugging Face's `save_to_disk` wrote.
-
-    Returns the rows to train on and those to test on (None without) as Arrow tables; raises `DataError`.
-    """
+    """Read rows to train on, and to test on or None, from a CSV or parquet file or a folder of `save_to_disk`."""
     with reading(path, "damaged folder of a DatasetDict"):
         if (path / "dataset_dict.json").is_file():
             splits = json.loads(read_text(path / "dataset_dict.json", "json"))["splits"]

@@ -32,11 +32,7 @@ def file_stamp(paths: Iterable[Path]) -> str:
 
 
 def cached(name: str, key: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the cached result of `make()` for (`name`, `key`), or call it.
-
-    The file is `<cache folder>/<name>-<digest of key>.safetensors`. A damaged file is made anew. If the folder cannot be written,
-    the next load only takes longer.
-    """
+    """Return `make()`, kept in a file of the cache folder for (`name`, `key`). A damaged file is made anew."""
     of = digest(f"{_FORMAT}\0{key}")[:24]
     path = cache_folder() / f"{name}-{of}.safetensors"
     if path.is_file():

@@ -17,15 +17,8 @@ _UNSIGNED_BYTES = 8  # the only element type of these data sets
 
 
 def read_idx(path: Path) -> Tensor:
-    """Read the uint8 tensor of an idx file, plain or packed with gzip.
-
-    Layout: bytes 0, 0, element type, number of dimensions d; d big-endian 32-bit sizes; the elements, last dimension fastest.
-
-    Raises:
-        DataError: For a damaged gzip stream, another magic number or element type, or a wrong length.
-
-    Source: Y. LeCun, C. Cortes, C. Burges, the MNIST database, "file formats".
-    """
+    """Read the uint8 tensor of an idx file, plain or packed with gzip."""
+    # Y. LeCun, C. Cortes, C. Burges, the MNIST database, "file formats"
     with reading(path, "damaged gzip or idx file"), path.open("rb") as file:
         content = gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
         magic = content.read(4)

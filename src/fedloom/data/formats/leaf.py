@@ -25,12 +25,7 @@ def json_files(folder: Path, pattern: str = "*.json") -> list[Path]:
 
 
 def read_leaf(path: Path, convert: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any]:
-    """Read the users of one file in the order of its `users`, each with its `x` and `y`.
-
-    Layout: `users` (names), `num_samples`, `user_data`: name -> `x` and `y`. `convert` is called as each object closes: numbers
-    become arrays before the next user is parsed, so a file of millions of Python floats never stands in memory at once.
-    Raises `DataError` for text that is not json, and for a missing key or user.
-    """
+    """Read each user's `x` and `y`; `convert` is called as each object closes, before the next is parsed."""
     with reading(path, "damaged json"):
         require_room(path.stat().st_size, path)
         content = json.loads(read_text(path, "json"), object_hook=convert)

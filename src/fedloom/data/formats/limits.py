@@ -42,10 +42,7 @@ def require_room(needed: int, source: Path | str, share: float = 1) -> None:
 
 @contextmanager
 def reading(path: Path | str, damage: str) -> Iterator[None]:
-    """Raise `DataError`, in one line, for whatever a library raises over a file.
-
-    A damaged file fails in a hundred ways, all of which mean the same to the user: `damage`, such as "damaged parquet file".
-    """
+    """Raise `DataError`, in one line, for whatever a library raises over a file: all of it means `damage`."""
     try:
         yield
     except FedloomError:

@@ -15,12 +15,7 @@ from fedloom.errors import DataError, quoted
 
 
 def read_arrays(path: Path) -> dict[str, Any]:
-    """Read the arrays of an npz file, or of the npy files in a folder, by name.
-
-    Raises:
-        DataError: For a file that is missing, damaged or of another kind, holds Python objects, or takes more memory than a data
-            set may.
-    """
+    """Read the arrays of an npz file, or of the npy files in a folder, by name, but no Python objects."""
     arrays: dict[str, Any] = {}
     with reading(path, "damaged or not an npz or npy file"):
         if not path.exists():

@@ -19,10 +19,11 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class _Dtype:
-    """Stand-in for `numpy.dtype` while unpickling: records the name of the element type."""
+    """Stand-in for `numpy.dtype` while unpickling: the one for unsigned bytes."""
 
     def __init__(self, name: str | bytes, *_: object) -> None:
-        self.name = name.decode("latin1") if isinstance(name, bytes) else name
+        if name not in ("u1", "|u1", b"u1", b"|u1"):
+            raise pickle.UnpicklingError("an array that is not of unsigned bytes")
 
     def __setstate__(self, state: object) -> None:
         """Ignore byte order and alignment, which single bytes do not have."""
@@ -31,48 +32,36 @@ class _Dtype:
 class _Array:
     """Stand-in for `numpy.ndarray` while unpickling: checks shape, type and bytes."""
 
-    def __init__(self) -> None:
-        self.values: Bytes | None = None
+    values: Bytes
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         _version, shape, dtype, fortran, raw = state
-        self.fill(raw, dtype, shape, "F" if fortran else "C")
-
-    def fill(self, raw: bytes | bytearray, dtype: _Dtype, shape: tuple[int, ...], order: str) -> None:
-        if not isinstance(dtype, _Dtype) or dtype.name.strip("|<>=") != "u1":
-            raise pickle.UnpicklingError("an array that is not of unsigned bytes")
-        flat = np.frombuffer(raw, dtype=np.uint8)
-        self.values = flat.reshape(shape, order="F" if order == "F" else "C")
+        if not isinstance(dtype, _Dtype):
+            raise pickle.UnpicklingError("an array without a type")
+        self.values = np.frombuffer(raw, dtype=np.uint8).reshape(shape, order="F" if fortran else "C")
 
 
-def _reconstruct(kind: type[_Array], *_: object) -> _Array:
-    if kind is not _Array:
-        raise pickle.UnpicklingError("an array of another class")
+def _reconstruct(kind: object, *_: object) -> _Array:
     return _Array()
 
 
 def _from_buffer(raw: bytes, dtype: _Dtype, shape: tuple[int, ...], order: str) -> _Array:
     array = _Array()
-    array.fill(raw, dtype, shape, order)
+    array.__setstate__((1, shape, dtype, order == "F", raw))
     return array
 
 
-def _encode(text: str, encoding: str) -> bytes:
-    # Python 3 writes bytes in the old protocols as latin1 text to encode.
-    if encoding not in ("latin1", b"latin1"):
-        raise pickle.UnpicklingError(f"text in encoding {encoding!r}")
-    return text.encode("latin1")
+def _encode(text: str, encoding: object) -> bytes:
+    return text.encode("latin1")  # Python 3 writes bytes in the old protocols as text to encode so
 
 
 # The names that a file may use, and their harmless stand-ins.
 _ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
     ("numpy", "ndarray"): _Array,
     ("numpy", "dtype"): _Dtype,
-    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
-    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
-    ("numpy.core.numeric", "_frombuffer"): _from_buffer,
-    ("numpy._core.numeric", "_frombuffer"): _from_buffer,
     ("_codecs", "encode"): _encode,
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): _reconstruct for core in ("core", "_core")},
+    **{(f"numpy.{core}.numeric", "_frombuffer"): _from_buffer for core in ("core", "_core")},
 }
 
 
@@ -85,13 +74,7 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 def read_pickled_arrays(path: Path) -> dict[str, Any]:
-    """Read the dictionary pickled in `path`: text keys; values lists, numbers, text, bytes, or uint8 arrays.
-
-    No global that the file names is ever imported: arrays are rebuilt by stand-ins, everything else is refused.
-
-    Raises:
-        DataError: For a file that cannot be read, is damaged, is not such a dictionary, or names anything else.
-    """
+    """Read a pickled dictionary of lists, text and uint8 arrays, without importing anything that it names."""
     with reading(path, "refused or damaged pickle"):
         content = path.read_bytes()
         require_room(len(content), path)
@@ -99,7 +82,10 @@ def read_pickled_arrays(path: Path) -> dict[str, Any]:
         batch = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
         if not isinstance(batch, dict):
             raise DataError(f"{path}: a pickled {type(batch).__name__}, not a dictionary of arrays")
-        return {_text(key): value.values if isinstance(value, _Array) else value for key, value in batch.items()}
+        return {
+            key.decode("latin1") if isinstance(key, bytes) else str(key): getattr(value, "values", value)
+            for key, value in batch.items()
+        }
 
 
 def _require_harmless(content: bytes) -> None:
@@ -119,7 +105,3 @@ def _require_harmless(content: bytes) -> None:
         elif opcode.name == "DUP" or (opcode.name in ("GET", "BINGET", "LONG_BINGET") and int(argument or 0) in tuples):
             raise pickle.UnpicklingError("it uses a tuple twice")
         previous = opcode.name
-
-
-def _text(key: object) -> str:
-    return key.decode("latin1") if isinstance(key, bytes) else str(key)

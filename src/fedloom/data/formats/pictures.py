@@ -36,11 +36,7 @@ def decode_images(
     channels: int,
     size: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Decode pictures, of which `content(i)` gives the bytes, on several threads to uint8 `[count, channels, height, width]`.
-
-    `size` (height, width) resizes them (bilinear); without it all must be of one size. Raises `DataError`, with `name(i)`, for a
-    picture that is unreadable, of another size, or takes more memory than one may.
-    """
+    """Decode pictures on several threads to uint8 `[count, channels, height, width]`, scaled to `size` if given."""
     if not count:
         return torch.empty((0, channels, *(size or (0, 0))), dtype=torch.uint8)
     if size is not None:
@@ -60,12 +56,7 @@ def decode_images(
                 pixels[row] = image
 
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            for task in [pool.submit(decode_chunk, start) for start in range(0, count, _CHUNK)]:
-                try:
-                    task.result()
-                except DataError:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    raise
+            list(pool.map(decode_chunk, range(0, count, _CHUNK)))  # which cancels the others after an error
     return torch.from_numpy(pixels)
 
 
@@ -109,10 +100,7 @@ def pictures(folder: Path) -> list[Path]:
 def read_image_folder(
     root: Path, classes: Sequence[str], channels: int, size: tuple[int, int] | None = None
 ) -> Samples:
-    """Read the samples `root/<class>/<picture>`, labelled by the position of their folder's name in `classes`.
-
-    Raises `DataError` for a folder that is no class, no pictures at all, or as `decode_images`.
-    """
+    """Read the samples `root/<class>/<picture>`, labelled by the position of the class in `classes`."""
     numbers = {name: label for label, name in enumerate(classes)}
     paths: list[Path] = []
     labels: list[int] = []

@@ -33,12 +33,7 @@ def tokens(line: str) -> list[str]:
 
 
 def tokenizer(path: str) -> Callable[[str], Sequence[str]]:
-    """Return the function at `module:function`, from a text to its tokens; `tokens` for an empty path.
-
-    Raises:
-        InvalidValue: For a path that leads nowhere.
-        DataError: By the function, if it fails or gives no list of texts.
-    """
+    """Return the function at `module:function`, from a text to its tokens; `tokens` for an empty path."""
     if not path:
         return tokens
     function = found_at(path, "tokenizer", "'module:function'")

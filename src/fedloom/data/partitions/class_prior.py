@@ -62,10 +62,7 @@ def class_prior(
 
 
 def draw_turns(room: Indices, rng: np.random.Generator) -> Indices:
-    """Draw the client of each step, `[sum(room)]`: a random one among those with fewer than `room[i]` steps so far.
-
-    By rejection, many steps at once: draw random clients, drop the draws of clients that are full by then, and repeat.
-    """
+    """Draw the client of each step among those with fewer than `room[i]` steps so far, by rejection."""
     room = room.copy()
     blocks = []
     while (steps := int(room.sum())) > 0:
@@ -80,11 +77,7 @@ def draw_turns(room: Indices, rng: np.random.Generator) -> Indices:
 def draw_classes(
     priors: npt.NDArray[np.float64], turns: Indices, uniforms: npt.NDArray[np.float64], sizes: Indices
 ) -> Indices:
-    """Draw the class of each step, `[steps]`: step t inverts the distribution of client `turns[t]` at `uniforms[t]`.
-
-    `priors [clients, classes]` hold over the classes of which fewer than `sizes[c]` samples are taken. Many steps are drawn at a
-    time, up to the one that uses up a class: there the distributions change.
-    """
+    """Draw the class of each step from its client's prior over the classes that have samples left."""
     remaining = sizes.copy()
     weights = np.maximum(priors, 1e-200)  # so that the sum to divide by is never 0
     drawn = np.empty(len(turns), dtype=np.int64)

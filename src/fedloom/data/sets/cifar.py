@@ -23,13 +23,7 @@ _PIXELS = 3 * 32 * 32
 
 
 def read_python_batches(paths: Sequence[Path], label_key: str, classes: int) -> Samples:
-    """Read the samples of pickled batches, in the order of `paths`: uint8 images `[n, 3, 32, 32]`; raises `DataError`.
-
-    A batch is a dictionary with `data` (uint8 `[n, 3072]`: red, green, blue planes, each row by row) and the list `label_key`
-    (`labels`, `fine_labels` or `coarse_labels`).
-
-    Source: A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009 ("python version").
-    """
+    """Read pickled batches: `data`, red, green and blue planes `[n, 3072]`, and the list `label_key`."""
     images: list[Bytes] = []
     labels: list[Tensor] = []
     for path in paths:
@@ -48,13 +42,7 @@ def read_python_batches(paths: Sequence[Path], label_key: str, classes: int) -> 
 
 
 def read_binary_batches(paths: Sequence[Path], label_bytes: int, label_offset: int, classes: int) -> Samples:
-    """Read the samples of binary batches, in the order of `paths`: uint8 images `[n, 3, 32, 32]`; raises `DataError`.
-
-    A record is `label_bytes` bytes (1 for CIFAR-10; coarse and fine for CIFAR-100), the label at `label_offset`, then 3,072 bytes
-    of pixels.
-
-    Source: A. Krizhevsky, 2009 ("binary version").
-    """
+    """Read records of `label_bytes` bytes, the label at `label_offset`, and 3,072 bytes of pixels."""
     record = label_bytes + _PIXELS
     images: list[Bytes] = []
     labels: list[Tensor] = []

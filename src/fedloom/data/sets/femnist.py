@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,22 +29,6 @@ _WRITERS_A_FILE = 100
 _REPOSITORY = "flwrlabs/femnist"
 # (0.5 - x) / 0.5 of FedMR's code: ink, which LEAF stores dark, becomes the high value.
 _SCALE: Scale = ((0.5,), (-0.5,))
-
-
-@dataclass(frozen=True)
-class Writer:
-    """One user: uint8 images `[n, 1, 28, 28]` and labels `[n]`."""
-
-    name: str
-    images: Tensor
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def head(self, count: int) -> Writer:
-        """Return the writer with only its first `count` samples, copied, so that the rest of its file can be freed."""
-        return Writer(self.name, self.images[:count].clone(), self.labels[:count].clone())
 
 
 @datasets.register("femnist")
@@ -81,14 +64,6 @@ def femnist(
     Source: Caldas et al., LEAF, 2018.
     """
 
-    def split(writers: Sequence[Writer]) -> Split:
-        samples = _samples([writer for writer in writers if len(writer) >= least])
-        if not len(samples):
-            raise DataError(
-                f"femnist: no writer has {least} samples in a sample of {fraction} of the data; raise fraction"
-            )
-        return hold_out(samples, test_fraction, split_seed, within=samples.groups)
-
     def read(folder: Path) -> Split | None:
         ready = json_files(folder / "train")
         raw = json_files(folder / "all_data") or json_files(folder, "all_data*.json")
@@ -99,16 +74,24 @@ def femnist(
             return cached_files("femnist", "ready", [*ready, *tests], lambda: _read_preprocessed(ready, tests))
         if not raw or preprocessed:
             return None
-        writers = (read_leaf_images(path, _CLASSES) for path in raw)
-        return cached_files("femnist", f"raw {key}", raw, lambda: split(_sample_files(writers, fraction, sample_seed)))
-
-    key = f"{fraction} {least} {test_fraction} {sample_seed} {split_seed}"
+        files = ([writer for _, writer in read_leaf_images(path, _CLASSES)] for path in raw)
+        return cached_files("femnist", f"raw {key}", raw, lambda: split(_sample_files(files, fraction, sample_seed)))
 
     def fetch() -> Split:
         return cached_split(
             "hub-femnist", key, lambda: split(_hub_writers(hub_table(_REPOSITORY, "train"), fraction, sample_seed))
         )
 
+    def split(writers: Sequence[Samples]) -> Split:
+        large = [writer for writer in writers if len(writer) >= least]
+        if not large:
+            raise DataError(
+                f"femnist: no writer has {least} samples in a sample of {fraction} of the data; raise fraction"
+            )
+        samples = _joined(large, range(len(large)))
+        return hold_out(samples, test_fraction, split_seed, within=samples.groups)
+
+    key = f"{fraction} {least} {test_fraction} {sample_seed} {split_seed}"
     files = "LEAF's all_data/*.json (or train/*.json and test/*.json)"
     folders = ("femnist", "FEMNIST", "leaf/data/femnist")
     samples = load(Origin("femnist", folders, files, read, fetch), folder, hub)
@@ -116,10 +99,7 @@ def femnist(
 
 
 def take_writers(sizes: Sequence[int], fraction: float, seed: int, file: int) -> list[tuple[int, int]]:
-    """Draw LEAF's non-iid sample of one file: (position of a writer, number of its samples), in drawing order.
-
-    Whole writers in random order until int(fraction * sum(sizes)) samples are taken; the last is cut to fit.
-    """
+    """Draw (writer, samples) of a file as LEAF does: whole writers at random, the last one cut to fit."""
     missing = int(fraction * sum(sizes))
     taken: list[tuple[int, int]] = []
     for position in numpy_stream(seed, f"femnist file {file}").permutation(len(sizes)).tolist():
@@ -130,90 +110,72 @@ def take_writers(sizes: Sequence[int], fraction: float, seed: int, file: int) ->
     return taken
 
 
-def _sample_files(files: Iterable[Sequence[Writer]], fraction: float, seed: int) -> list[Writer]:
-    """Draw the sample of every file; one file is in memory at a time."""
-    sample: list[Writer] = []
-    for number, writers in enumerate(files):
-        taken = take_writers([len(writer) for writer in writers], fraction, seed, number)
-        sample += [writers[position].head(count) for position, count in taken]
-    return sample
+def _sample_files(files: Iterable[Sequence[Samples]], fraction: float, seed: int) -> list[Samples]:
+    """Draw the sample of every file, copied, so that one file is in memory at a time."""
+    return [
+        writers[position][torch.arange(count)]
+        for number, writers in enumerate(files)
+        for position, count in take_writers([len(writer) for writer in writers], fraction, seed, number)
+    ]
 
 
-def _samples(writers: Sequence[Writer]) -> Samples:
-    """Join the writers' samples, the groups numbered in the order of `writers`."""
-    if not writers:
-        return Samples(torch.empty((0, 1, 28, 28), dtype=torch.uint8), torch.empty(0, dtype=torch.long))
-    groups = torch.repeat_interleave(torch.arange(len(writers)), torch.tensor([len(writer) for writer in writers]))
-    return Samples(
-        torch.cat([writer.images for writer in writers]), torch.cat([writer.labels for writer in writers]), groups
-    )
+def _joined(writers: Sequence[Samples], numbers: Iterable[int]) -> Samples:
+    """Join the samples of writers, whose groups are `numbers`."""
+    sizes = torch.tensor([len(writer) for writer in writers])
+    inputs, labels = (torch.cat([getattr(writer, name) for writer in writers]) for name in ("inputs", "labels"))
+    return Samples(inputs, labels, torch.tensor(list(numbers)).repeat_interleave(sizes))
 
 
 def _read_preprocessed(train: Sequence[Path], test: Sequence[Path]) -> Split:
     """Read training and test samples as LEAF split them; a writer has one number in both."""
     splits = [[writer for path in paths for writer in read_leaf_images(path, _CLASSES)] for paths in (train, test)]
-    names = dict.fromkeys(writer.name for writers in splits for writer in writers)
-    number = {name: position for position, name in enumerate(names)}
-    numbered: list[Samples] = []
-    for writers in splits:
-        samples = _samples(writers)
-        if samples.groups is None or not len(samples):
-            raise DataError(f"{train[0].parent.parent}: a part without samples")
-        numbers = torch.tensor([number[writer.name] for writer in writers])
-        numbered.append(Samples(samples.inputs, samples.labels, numbers[samples.groups]))
-    return numbered[0], numbered[1]
+    number: dict[str, int] = {}
+    for name, _ in (*splits[0], *splits[1]):
+        number.setdefault(name, len(number))
+    if not all(any(len(samples) for _, samples in writers) for writers in splits):
+        raise DataError(f"{train[0].parent.parent}: a part without samples")
+    joined = (_joined([samples for _, samples in split], [number[name] for name, _ in split]) for split in splits)
+    return next(joined), next(joined)
 
 
-def _hub_writers(table: Any, fraction: float, seed: int) -> list[Writer]:
+def _hub_writers(table: Any, fraction: float, seed: int) -> list[Samples]:
     """Draw the sample of the hub's table, its writers in groups of 100 as in LEAF's files; only the sample is decoded."""
-    ids = column(table, ("writer_id",), _REPOSITORY).to_numpy()
     labels = class_labels(column(table, ("character",), _REPOSITORY).to_numpy(), _CLASSES, _REPOSITORY)
     rows: dict[Any, list[int]] = {}
-    for row, writer in enumerate(ids.tolist()):
-        rows.setdefault(writer, []).append(row)
-    names = list(rows)
-    taken: list[tuple[str, list[int]]] = []
-    for file, start in enumerate(range(0, len(names), _WRITERS_A_FILE)):
-        group = names[start : start + _WRITERS_A_FILE]
-        for position, count in take_writers([len(rows[name]) for name in group], fraction, seed, file):
-            taken.append((str(group[position]), rows[group[position]][:count]))
-    chosen = np.array([row for _, drawn in taken for row in drawn], dtype=np.int64)
-    sizes = [len(drawn) for _, drawn in taken]
+    for row, name in enumerate(column(table, ("writer_id",), _REPOSITORY).to_numpy().tolist()):
+        rows.setdefault(name, []).append(row)
+    writers = list(rows.values())
+    taken: list[list[int]] = []
+    for file, start in enumerate(range(0, len(writers), _WRITERS_A_FILE)):
+        group = writers[start : start + _WRITERS_A_FILE]
+        draws = take_writers([len(drawn) for drawn in group], fraction, seed, file)
+        taken += [group[position][:count] for position, count in draws]
+    chosen = np.array([row for drawn in taken for row in drawn], dtype=np.int64)
+    sizes = [len(drawn) for drawn in taken]
     images = decode_column(table.take(chosen), 1, _REPOSITORY).split(sizes)
-    writers = zip(taken, images, labels[torch.from_numpy(chosen)].split(sizes), strict=True)
-    return [Writer(name, pixels, classes) for (name, _), pixels, classes in writers]
+    return list(map(Samples, images, labels[torch.from_numpy(chosen)].split(sizes)))
 
 
-def read_leaf_images(path: Path, classes: int) -> list[Writer]:
-    """Read the writers of one LEAF json file, in the order of its `users`.
-
-    Layout: `users` (names), `num_samples`, `user_data`: name -> `x` (lists of 784 pixels, byte / 255) and `y` (labels).
-    Pixels become the bytes they were, round(255 x).
-
-    Raises `DataError` for text that is not json, a missing key or user, pixels outside [0, 1], another number of pixels, or
-    labels outside 0..classes-1.
-
-    Source: Caldas et al., LEAF, 2018; github.com/TalwalkarLab/leaf.
-    """
+def read_leaf_images(path: Path, classes: int) -> list[tuple[str, Samples]]:
+    """Read each writer's `x` (lists of 784 pixels, byte / 255, which become bytes again) and `y`."""
 
     def convert(user: dict[str, Any]) -> dict[str, Any]:
         if isinstance(user.get("x"), list) and isinstance(user.get("y"), list):
             return {"x": _pixels(user["x"], path), "y": class_labels(user["y"] or np.empty(0, int), classes, path)}
         return user
 
-    return [_writer(name, user, path) for name, user in read_leaf(path, convert).items()]
+    writers: list[tuple[str, Samples]] = []
+    for name, user in read_leaf(path, convert).items():
+        if not isinstance(user["x"], Tensor):
+            raise DataError(f"{path}: user {quoted(name)} has no x and y in user_data")
+        same_length(len(user["x"]), len(user["y"]), f"{path}: user {quoted(name)}")
+        writers.append((name, Samples(user["x"], user["y"])))
+    return writers
 
 
-def _writer(name: str, user: Mapping[str, Any], path: Path) -> Writer:
-    if not isinstance(user["x"], Tensor):
-        raise DataError(f"{path}: user {quoted(name)} has no x and y in user_data")
-    same_length(len(user["x"]), len(user["y"]), f"{path}: user {quoted(name)}")
-    return Writer(name, user["x"], user["y"])
-
-
-def _pixels(rows: object, path: Path) -> Tensor:
+def _pixels(rows: list[Any], path: Path) -> Tensor:
     try:
-        values = np.asarray(rows, dtype=np.float32).reshape(-1, _SIDE * _SIDE) if rows else np.empty((0, _SIDE * _SIDE))
+        values = np.array(rows, dtype=np.float32).reshape(len(rows), _SIDE * _SIDE)
     except (ValueError, TypeError, OverflowError) as error:
         raise DataError(f"{path}: x must be lists of {_SIDE * _SIDE} numbers") from error
     if not np.all((values >= 0) & (values <= 1)):

@@ -63,11 +63,7 @@ def foreign_dataset(data: Any, target: str = "", group: str = "", objective: Obj
 
 
 def materialised(data: Any) -> Samples:
-    """Read all items of a torch data set into memory, an augmentation drawn once; say how much they take before the second.
-
-    Inputs that take more than data may are read where clients train (`LazyInputs`). Pictures of Pillow become uint8
-    `[channels, h, w]`.
-    """
+    """Read all items of a torch data set into memory, after saying how much they take, or else lazily."""
     name = type(data).__name__
     if isinstance(data, np.ndarray | torch.Tensor):
         raise InvalidValue(f"data: inputs and labels that are {name}s go together: give fl.Samples(inputs, labels)")

@@ -186,10 +186,7 @@ def _leaf_texts(paths: Iterable[Path], length: int) -> _Users:
 
 
 def _speeches(paths: Iterable[Path], length: int) -> _Users:
-    """Read each speaker's text in pieces of `length` characters and the one that follows.
-
-    Text under no name is left out if there are names.
-    """
+    """Read each speaker's text in pieces of `length` characters and the one that follows."""
     spoken: dict[str, list[str]] = {}
     for path in paths:
         require_room(path.stat().st_size, path)

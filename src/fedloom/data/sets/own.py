@@ -185,11 +185,7 @@ def call_source(source: str) -> Any:
 
 
 def own_samples(splits: Sequence[Arrays], layout: Layout, source: str) -> list[Samples]:
-    """Check arrays to train on, and perhaps to test on, and convert them to samples; raises `DataError` naming `source`.
-
-    Inputs become uint8 pictures `[n, channels, h, w]`, float32 features or int64 tokens. Client ids become 0, 1, ... in sorted
-    order, the same in every split.
-    """
+    """Check arrays to train on, and perhaps to test on, and number clients alike in every split."""
     checked = [_checked(split, layout, source) for split in splits]
     groups = [samples.groups for samples in checked if samples.groups is not None]
     ids = torch.cat(groups).unique() if groups else torch.empty(0)

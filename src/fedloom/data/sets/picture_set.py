@@ -76,11 +76,7 @@ def image_dataset(
     standard: Scale | None = None,
     class_names: Sequence[str] | None = None,
 ) -> Dataset:
-    """Return the data set of training and test samples.
-
-    `normalise="standard"` takes the figures `standard`, by default those of the training images; "half" takes mean and deviation
-    0.5, which maps [0, 1] to [-1, 1]; "none" leaves [0, 1].
-    """
+    """Return the data set of samples whose bytes are normalised, by default by their own figures."""
     train, test = split
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None

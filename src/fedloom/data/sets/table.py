@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data.convert import Names, as_groups, as_labels
-from fedloom.data.dataset import Dataset, Samples, datasets, same_names
+from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.formats.arrow import checked, decode_column, is_pictures, read_any
 from fedloom.data.formats.limits import reading, require_room
 from fedloom.data.formats.pictures import open_picture
@@ -29,6 +29,7 @@ from fedloom.objectives.regression import Regression
 _TARGETS = ("label", "labels", "target", "class", "y")  # names of a column of labels, if no target is named
 _TEXTS = ("text", "sentence", "content")
 _LENGTH, _VOCABULARY = 200, 30_000
+Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -101,39 +102,37 @@ def table_dataset(
     """Return the data set of Arrow tables; without `test` (None), `test_fraction` of the rows is held out."""
     tables = [checked(table, source) for table in ([train] if test is None else [train, test])]
     columns = _resolved(tables[0], columns, source)
-    names = [columns.target, *columns.groups, *columns.inputs]
-    tables = [_complete(table, names, columns, source) for table in tables]
-    with reading(source, "unreadable table"):
-        rows = [_rows(table, columns, source) for table in tables]
-    if not len(rows[0]):
+    tables = [_complete(table, columns, source) for table in tables]
+    if not len(tables[0]):
         raise DataError(f"{source}: no rows to learn from")
-    rows = list(same_names(*rows))
+    with reading(source, "unreadable table"):
+        table = _joined(tables, columns)
+        rows = _rows(table, columns, source)
     if test is None:
-        labels = rows[0].labels
-        within = labels if labels.dtype == torch.int64 else torch.zeros(len(labels), dtype=torch.int64)
-        rows = list(hold_out(rows[0], test_fraction, seed, within=within))
-        with reading(source, "unreadable table"):
-            tables = [tables[0].take(split.inputs[:, 0].numpy()) for split in rows]
-    objective: Objective = CLASSIFICATION if rows[0].labels.dtype == torch.int64 else Regression()
-    class_names = _class_names(tables[0].schema.metadata, columns.target) if objective.classes else None
+        within = rows.labels if rows.labels.dtype == torch.int64 else torch.zeros(len(rows), dtype=torch.int64)
+        splits = hold_out(rows, test_fraction, seed, within=within)
+    else:
+        splits = rows[: len(tables[0])], rows[len(tables[0]) :]
+    training = splits[0].inputs.numpy()
+    objective: Objective = CLASSIFICATION if rows.labels.dtype == torch.int64 else Regression()
+    class_names = _class_names(table.schema.metadata, columns.target) if objective.classes else None
     classes = len(class_names or ())
-    cells = tables[0].column(columns.inputs[0])
+    cells = table.column(columns.inputs[0])
     if len(columns.inputs) == 1 and is_pictures(cells.type):
-        channels = _channels(cells, source)
-        inputs = [decode_column(table, channels, source, columns.inputs) for table in tables]
-        train, test = (replace(split, inputs=pixels) for split, pixels in zip(rows, inputs, strict=True))
-        return image_dataset(name, (train, test), classes, "standard", None, class_names)
+        pixels = decode_column(table, _channels(cells, source), source, columns.inputs)
+        pictures = [replace(split, inputs=pixels[split.inputs]) for split in splits]
+        return image_dataset(name, (pictures[0], pictures[1]), classes, "standard", None, class_names)
     vocabulary_size: int | None = None
     numeric: tuple[int, ...] = ()
     if len(columns.inputs) == 1 and columns.inputs[0] in _TEXTS and _is_text(cells.type):
-        texts = [[tokens(text or "") for text in table.column(columns.inputs[0]).to_pylist()] for table in tables]
-        numbers = vocabulary(texts[0], _VOCABULARY)
-        inputs = [encode(articles, numbers, _LENGTH) for articles in texts]
+        texts = [tokens(text or "") for text in cells.to_pylist()]
+        numbers = vocabulary((texts[row] for row in training.tolist()), _VOCABULARY)
+        inputs = encode(texts, numbers, _LENGTH)
         vocabulary_size = len(numbers) + 2
     else:
         with reading(source, "unreadable table"):
-            inputs, numeric = _features(tables, columns, source)
-    train, test = (replace(split, inputs=values) for split, values in zip(rows, inputs, strict=True))
+            inputs, numeric = _features(table, columns, training, source)
+    train, test = (replace(split, inputs=inputs[split.inputs]) for split in splits)
     return Dataset(
         name, train, test, classes, vocabulary=vocabulary_size, class_names=class_names, objective=objective,
         standardised=numeric,
@@ -168,14 +167,13 @@ def _resolved(table: Any, columns: Columns, source: str) -> Columns:
     return replace(columns, target=target, inputs=inputs)
 
 
-def _complete(table: Any, names: Sequence[str], columns: Columns, source: str) -> Any:
+def _complete(table: Any, columns: Columns, source: str) -> Any:
     """Select columns, without rows that have an empty cell if these are dropped; raises `DataError` for other empty cells."""
     import pyarrow as pa
 
-    available = set(table.column_names)
-    for name in names:
-        if name not in available:
-            raise DataError(f"{source}: the rows to test on have no column {quoted(name)}")
+    names = [columns.target, *columns.groups, *columns.inputs]
+    if missing := sorted(set(names).difference(table.column_names)):
+        raise DataError(f"{source}: the rows to test on have no column {quoted(missing[0])}")
     table = table.select(names)
     for position, cells in enumerate(table.columns):
         if pa.types.is_string_view(cells.type):  # Polars' text, of which Arrow takes no rows
@@ -191,6 +189,20 @@ def _complete(table: Any, names: Sequence[str], columns: Columns, source: str) -
                 f"{cells.null_count} in all: fill it, or set missing='drop'{fill}"
             )
     return table
+
+
+def _joined(tables: Sequence[Any], columns: Columns) -> Any:
+    """Return the rows of all tables, of the types of those to train on; numbers may be whole in one table alone."""
+    import pyarrow as pa
+
+    train, *tests = tables
+    for position, test in enumerate(tests):
+        kinds = [
+            field if _is_text(field.type) or field.name == columns.target else test.schema.field(field.name)
+            for field in train.schema
+        ]
+        tests[position] = test.cast(pa.schema(kinds))
+    return pa.concat_tables([train, *tests], promote_options="permissive")
 
 
 def _rows(table: Any, columns: Columns, source: str) -> Samples:
@@ -216,7 +228,7 @@ def _rows(table: Any, columns: Columns, source: str) -> Samples:
             raise InvalidValue(f"{target} is text: no regression") from None
     labels, names = as_labels(values)
     groups, group_names = _groups([table.column(name) for name in columns.groups])
-    return Samples(torch.arange(len(labels)).unsqueeze(1), labels, groups, names, group_names)
+    return Samples(torch.arange(len(labels)), labels, groups, names, group_names)
 
 
 def _groups(columns: Sequence[Any]) -> tuple[Tensor | None, Names | None]:
@@ -244,73 +256,58 @@ def _categories(cells: Any) -> tuple[list[str], npt.NDArray[np.int64]]:
     return list(map(str, encoded.dictionary.to_pylist())), encoded.indices.to_numpy().astype(np.int64)
 
 
-def _features(tables: Sequence[Any], columns: Columns, source: str) -> tuple[list[Tensor], tuple[int, ...]]:
-    """Return the inputs of each table as float64 `[n, features]`, and the positions of those that are numbers."""
-    rows = sum(map(len, tables))
-    categorical = set(columns.categorical)
-    blocks: list[list[npt.NDArray[np.float64]]] = []
+def _features(table: Any, columns: Columns, training: Rows, source: str) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the inputs of all rows as float64 `[n, features]`, and the positions of those that are numbers."""
+    blocks: list[npt.NDArray[np.float64]] = []
     numeric: list[int] = []
     width = 0
     for name in columns.inputs:
-        cells = [table.column(name) for table in tables]
-        if name in categorical or _is_text(cells[0].type):
-            block = _one_hot(cells, f"{source}: {{}} categories of {quoted(name)}")
+        cells = table.column(name)
+        if name in columns.categorical or _is_text(cells.type):
+            blocks.append(_one_hot(cells, training, f"{source}: {{}} categories of {quoted(name)}"))
         else:
-            block = _numbers(cells, f"{source}: column {quoted(name)}")
-            numeric += range(width, width + block[0].shape[1])
-        width += block[0].shape[1]
-        require_room(8 * width * rows, source)
-        blocks.append(block)
-    return [torch.from_numpy(np.concatenate(part, axis=1)) for part in zip(*blocks, strict=True)], tuple(numeric)
+            blocks.append(_numbers(cells, training, f"{source}: column {quoted(name)}"))
+            numeric += range(width, width + blocks[-1].shape[1])
+        width += blocks[-1].shape[1]
+        require_room(8 * width * len(table), source)
+    return torch.from_numpy(np.concatenate(blocks, axis=1)), tuple(numeric)
 
 
-def _one_hot(columns: Sequence[Any], source: str) -> list[npt.NDArray[np.float64]]:
-    """Return 1 in the column of each cell's category; all 0 for one that the training rows, the first column, do not have."""
-    encoded = [_categories(cells) for cells in columns]
-    names = {name: position for position, name in enumerate(sorted(set(encoded[0][0])))}
-    require_room(8 * len(names) * sum(map(len, columns)), source.format(len(names)))
-    blocks = []
-    for texts, index in encoded:
-        position = np.array([names.get(text, -1) for text in texts], np.int64)[index]
-        block = np.zeros((len(index), len(names)))
-        block[np.flatnonzero(position >= 0), position[position >= 0]] = 1
-        blocks.append(block)
-    return blocks
+def _one_hot(cells: Any, training: Rows, source: str) -> npt.NDArray[np.float64]:
+    """Return 1 in the column of each cell's category; all 0 for one that the training rows do not have."""
+    texts, index = _categories(cells)
+    names = sorted(texts[k] for k in np.unique(index[training]).tolist())
+    require_room(8 * len(names) * len(index), source.format(len(names)))
+    column = {name: position for position, name in enumerate(names)}
+    position = np.array([column.get(text, -1) for text in texts], np.int64)[index]
+    block = np.zeros((len(index), len(names)))
+    block[np.flatnonzero(position >= 0), position[position >= 0]] = 1
+    return block
 
 
-def _numbers(columns: Sequence[Any], source: str) -> list[npt.NDArray[np.float64]]:
-    """Return a column of numbers for each table, or several for lists; empty cells get the mean of the training rows."""
+def _numbers(cells: Any, training: Rows, source: str) -> npt.NDArray[np.float64]:
+    """Return the numbers of a column, `[n, 1]`, or of lists `[n, length]`; empty cells get the mean of the training rows."""
     import pyarrow as pa
 
-    blocks: list[npt.NDArray[np.float64]] = []
-    for cells in columns:
-        kind = cells.type
-        if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind) or pa.types.is_large_list(kind):
-            try:
-                values = np.array(cells.to_pylist(), dtype=np.float64)
-            except (ValueError, TypeError):
-                raise DataError(f"{source}: lists of different lengths, or not of numbers") from None
-            blocks.append(values.reshape(len(cells), -1) if len(cells) else np.empty((0, blocks[0].shape[1])))
-            continue
-        if not (
-            pa.types.is_integer(kind)
-            or pa.types.is_floating(kind)
-            or pa.types.is_boolean(kind)
-            or pa.types.is_decimal(kind)
-        ):
-            raise DataError(f"{source}: {kind} is neither a number nor text: leave it out with inputs=[...]")
-        numbers = cells.cast(pa.uint8() if pa.types.is_boolean(kind) else pa.float64(), safe=False)
-        blocks.append(numbers.to_numpy().astype(float)[:, None])
-    empty = [np.asarray(cells.is_null())[:, None] if cells.null_count else False for cells in columns]
-    if not all(
-        np.isfinite(values[~(np.isnan(values) & mask)]).all() for values, mask in zip(blocks, empty, strict=True)
-    ):
+    kind, is_type = cells.type, pa.types
+    values: npt.NDArray[np.float64]
+    if is_type.is_list(kind) or is_type.is_fixed_size_list(kind) or is_type.is_large_list(kind):
+        try:
+            values = np.array(cells.to_pylist(), dtype=np.float64).reshape(len(cells), -1)
+        except (ValueError, TypeError):
+            raise DataError(f"{source}: lists of different lengths, or not of numbers") from None
+    elif any(test(kind) for test in (is_type.is_integer, is_type.is_floating, is_type.is_boolean, is_type.is_decimal)):
+        numbers = cells.cast(pa.uint8() if is_type.is_boolean(kind) else pa.float64(), safe=False)
+        values = numbers.to_numpy().astype(float)[:, None]
+    else:
+        raise DataError(f"{source}: {kind} is neither a number nor text: leave it out with inputs=[...]")
+    empty = np.asarray(cells.is_null())[:, None]
+    if not np.isfinite(values[~(np.isnan(values) & empty)]).all():
         raise DataError(f"{source}: a NaN or infinity among the numbers")
-    if not any(cells.null_count for cells in columns):
-        return blocks
-    complete = blocks[0][np.isfinite(blocks[0]).all(1)]
-    mean = complete.mean(0) if len(complete) else 0.0
-    return [np.where(np.isnan(values), mean, values) for values in blocks]
+    if not cells.null_count:
+        return values
+    complete = values[training][np.isfinite(values[training]).all(1)]
+    return np.where(np.isnan(values), complete.mean(0) if len(complete) else 0.0, values)
 
 
 def _channels(pictures: Any, source: str) -> int:

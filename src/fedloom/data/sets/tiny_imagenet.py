@@ -74,11 +74,7 @@ def _class_ids(root: Path) -> list[str]:
 
 
 def _files(root: Path) -> tuple[list[tuple[Path, int]], list[tuple[Path, int]]]:
-    """Return (path, label) of every training and every validation picture; raises `DataError` for what is missing or wrong.
-
-    Layout: `train/<wnid>/images/*.JPEG`; `val/images/*.JPEG` with `val/val_annotations.txt`, whose lines are tab-separated: file
-    name, wnid, box.
-    """
+    """Return (path, label) of every picture to train and to test; raises `DataError` for what is wrong."""
     label = {wnid: number for number, wnid in enumerate(_class_ids(root))}
     train: list[tuple[Path, int]] = []
     for wnid, number in label.items():
