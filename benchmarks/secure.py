@@ -41,7 +41,7 @@ from fedloom.secure import (
     run_exchange,
     to_layers,
 )
-from fedloom.secure.draws import Draw, stream_draw
+from fedloom.secure.exchange import Draw, stream_draw
 from fedloom.task import Task, make_task
 from limit import cnn, mlp
 from outcome import tell

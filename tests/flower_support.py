@@ -30,8 +30,7 @@ from fedloom.sites.agreement import Deployment, deployment, description, layout_
 from fedloom.sites.client_app import app
 from fedloom.sites.flower_engine import FlowerEngine
 from fedloom.sites.known_sites import KnownSites
-from fedloom.sites.mailbox import Mailbox
-from fedloom.sites.messages import ARRAYS, FIGURES, PARCEL, PROTOCOL, RECORD, Words
+from fedloom.sites.messages import ARRAYS, FIGURES, PARCEL, PROTOCOL, RECORD, Mailbox, Words
 from fedloom.sites.site_messenger import SiteMessenger
 
 

@@ -22,8 +22,8 @@ from fedloom.secure import (
     run_exchange,
     stream_choices,
 )
-from fedloom.secure.draws import Choices
 from fedloom.secure.envelopes import PrivateIdentity
+from fedloom.secure.exchange import Choices
 from fedloom.secure.wire import RETURNED, SENT, Answer, Letter, Request, read_note
 
 SIZES = (40, 24, 96)

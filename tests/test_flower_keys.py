@@ -116,7 +116,7 @@ def test_nothing_private_lies_where_it_does_not_belong(tmp_path: Path) -> None:
 def test_a_second_call_adds_what_is_missing_and_changes_nothing(tmp_path: Path) -> None:
     make_keys(tmp_path, 2, ["fl.example.org"])
     before = contents(tmp_path)
-    assert make_keys(tmp_path, 2).written == ()
+    assert make_keys(tmp_path, 2).written == []
     more = make_keys(tmp_path, 3)
     assert {path.name for path in more.written} == {"site.key", "ca.crt", "site-2.pub", "peers.pub"}
     after = contents(tmp_path)
@@ -128,7 +128,7 @@ def test_a_site_that_has_taken_its_folder_away_keeps_its_key(tmp_path: Path) -> 
     for path in keys.site(0).iterdir():
         path.unlink()
     public = keys.public(0).read_bytes()
-    assert make_keys(tmp_path, 2).written == ()
+    assert make_keys(tmp_path, 2).written == []
     assert keys.public(0).read_bytes() == public
 
 
@@ -138,7 +138,7 @@ def test_a_certificate_is_renewed_for_more_hosts_with_the_same_key_and_authority
         make_keys(tmp_path, 1, ["fl.example.org"])
     before = contents(tmp_path)
     (keys.server / "server.crt").unlink()
-    assert make_keys(tmp_path, 1, ["fl.example.org"]).written == (keys.server / "server.crt",)
+    assert make_keys(tmp_path, 1, ["fl.example.org"]).written == [keys.server / "server.crt"]
     shake_hands(tmp_path, "fl.example.org")
     after = contents(tmp_path)
     assert {name for name in before if before[name] != after[name]} == {"server/server.crt"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedloom.errors import InvalidValue
+from fedloom.errors import DataError, InvalidValue
 from fedloom.sites.keys import make_keys
 from fedloom.sites.node_config import FEWEST_PEERS, NodeConfig, read_peers
 
@@ -48,8 +48,8 @@ WRONG: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
     "not a line": (edited("peers.pub", lambda text: b"hello\n" + text), {}, "line 1 is not a public key followed by"),
     "empty": (edited("peers.pub", lambda _: b"\n"), {}, "lists no public key"),
     "a number": (lambda _: None, {"identity": 3}, "identity must be text, not 3"),
-    "too little company": (lambda _: None, {"fewest-peers": 1}, "fewest-peers must be a whole number from 2 on, not 1"),
-    "no number": (lambda _: None, {"partition-id": True}, "partition-id must be a whole number, not True"),
+    "too little company": (lambda _: None, {"fewest-peers": 1}, "fewest-peers must be at least 2, not 1"),
+    "no number": (lambda _: None, {"partition-id": True}, "partition-id must be a whole number, not true"),
     "no such choices": (lambda _: None, {"choices": "open"}, "choices must be 'secret' or 'rehearsed', not 'open'"),
 }
 
@@ -61,7 +61,7 @@ def test_an_identity_that_does_not_fit_gets_one_line(kind: str, tmp_path: Path) 
     spoil(tmp_path)
     place = tmp_path / "site-0"
     config = {"identity": str(place / "site.key"), "peers": str(place / "peers.pub"), **changes}
-    with pytest.raises(InvalidValue, match=message) as caught:
+    with pytest.raises((InvalidValue, DataError), match=message) as caught:
         NodeConfig.read({"partition-id": 0} | config)
     assert "\n" not in str(caught.value)
 

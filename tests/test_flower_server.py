@@ -31,7 +31,7 @@ from fedloom.experiment.run import run_configured
 from fedloom.rounds.federation import Federation
 from fedloom.sites import server_app
 from fedloom.sites.agreement import deployment, description
-from fedloom.sites.mailbox import Mailbox
+from fedloom.sites.messages import Mailbox
 from fedloom.sites.node_config import default_folder
 from fedloom.sites.site import Site
 from fedloom.sites.site_data import own_data

@@ -26,7 +26,7 @@ from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.sites import server_app
 from fedloom.sites.agreement import deployment
-from fedloom.sites.mailbox import Mailbox
+from fedloom.sites.messages import Mailbox
 from flower_support import (
     CLIENTS,
     LocalGrid,

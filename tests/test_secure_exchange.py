@@ -26,8 +26,7 @@ from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.secure import Rehearsal, Rules, rehearse, stream_choices
-from fedloom.secure.draws import Choices, sample, stream_draw
-from fedloom.secure.exchange import LayerBuffers, Sent
+from fedloom.secure.exchange import Choices, LayerBuffers, Sent, sample, stream_draw
 from naive import World
 
 

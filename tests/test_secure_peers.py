@@ -18,8 +18,6 @@ from fedloom.secure import (
     Rules,
     from_layers,
     rehearse,
-    restore,
-    snapshot,
     to_layers,
 )
 from fedloom.secure.envelopes import OVERHEAD, PrivateIdentity, padded_size, unseal
@@ -121,7 +119,7 @@ def test_before_upload_peers_never_hold_another_s_plain_layer() -> None:
     class Watching(InMemoryTransport):
         def carry(self, requests: Mapping[int, bytes]) -> Mapping[int, bytes]:
             answers = super().carry(requests)
-            seen.extend((k, snapshot(self.peers[k])) for k in requests)
+            seen.extend((k, self.peers[k].snapshot()) for k in requests)
             return answers
 
     seen: list[tuple[int, bytes]] = []
@@ -183,7 +181,7 @@ def test_peers_may_be_restarted_before_every_request(when: str) -> None:
                 old = self.peers[number]
                 new = Peer(number, old.identity, old.identities, old.rules, fewest=1, choices=old.choices)
                 new.offer(old.offered)
-                restore(new, snapshot(old))
+                new.restore(old.snapshot())
                 self.peers[number] = new
             return super().carry(requests)
 
@@ -194,7 +192,7 @@ def test_peers_may_be_restarted_before_every_request(when: str) -> None:
         world.peers = dict(transport.peers)
         assert faults == []
         restored = Peer(10, world.identities[10], world.peers[10].identities, world.rules)
-        restore(restored, snapshot(world.peers[10]))
+        restored.restore(world.peers[10].snapshot())
         assert restored.layers == world.peers[10].layers
         assert world.outcome(terms) == world.expected(terms)
 

@@ -14,8 +14,7 @@ from fedloom.algorithms.fedmr import FedMR, Indep
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Unit
 from fedloom.round import Round
-from fedloom.secure.draws import stream_choices
-from fedloom.secure.exchange import LayerExchange, Rehearsal, Rules, rehearse
+from fedloom.secure.exchange import LayerExchange, Rehearsal, Rules, rehearse, stream_choices
 from fedloom.secure.layers import layer_sizes
 
 

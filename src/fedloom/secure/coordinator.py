@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -16,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from fedloom.config.fields import require_at_least
 from fedloom.secure.envelopes import unseal
 from fedloom.secure.faults import SERVER, ExchangeAborted, ProtocolViolation
-from fedloom.secure.transport import Transport
+from fedloom.secure.peer import Peer
 from fedloom.secure.wire import (
     ANNOUNCEMENT,
     CONFIRMATION,
@@ -34,6 +35,24 @@ from fedloom.secure.wire import (
 )
 
 
+class Transport(Protocol):
+    """Carries one request to each of some peers and their answers back, in bytes: one round of messages over Flower."""
+
+    def carry(self, requests: Mapping[int, bytes]) -> Mapping[int, bytes]:
+        """Return the answer of every peer that gave one in time. Peers work at the same time; the call ends when all have
+        answered or the transport has waited long enough."""
+
+
+class InMemoryTransport:
+    """Peers in this process, for tests and measurements."""
+
+    def __init__(self, peers: Mapping[int, Peer]) -> None:
+        self.peers = dict(peers)
+
+    def carry(self, requests: Mapping[int, bytes]) -> Mapping[int, bytes]:
+        return {peer: self.peers[peer].handle(request) for peer, request in requests.items()}
+
+
 class ServerKey:
     """The server's key pair of one run."""
 
@@ -44,16 +63,10 @@ class ServerKey:
     def open_models(
         self, uploads: Mapping[int, Sequence[bytes]], terms: Terms
     ) -> tuple[dict[int, list[bytes | None]], list[ProtocolViolation]]:
-        """Open the layers of every uploaded model.
+        """Open the sealed layers of every uploaded model, after the exchange of these terms. Return them by peer, and violations.
 
-        Args:
-            uploads: Sealed layers by peer.
-            terms: Terms of the exchange before the upload.
-
-        Returns:
-            The layers by peer, and the violations. None stands for a layer that was not sealed under these terms for its
-            index, or that an earlier upload held too; its uploader may have received it so. An upload with more or fewer
-            layers, or of other sizes, is left out.
+        None stands for a layer that was not sealed under these terms for its index, or that an earlier upload held too; its
+        uploader may have received it so. An upload with more or fewer layers, or of other sizes, is left out.
         """
         models: dict[int, list[bytes | None]] = {}
         faults: list[ProtocolViolation] = []

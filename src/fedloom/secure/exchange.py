@@ -4,24 +4,34 @@ Peers hold one model of U layers each. In one repeat every peer sends n layers, 
 random (stage 1), puts what it receives into the buffer of the layer's index (stage 2), returns for each received layer a
 random one of that buffer (stage 3) and takes what is returned to it (stage 4). Source: Hu et al., arXiv 2208.07677,
 appendix B, algorithm 2; its line 9 must empty the buffer of the layer's index, not of the loop counter.
+
+Random choices come from the operating system, or from a run's named streams.
 """
 
 from __future__ import annotations
 
 import math
+import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from fedloom.config.fields import require_at_least
 from fedloom.errors import InvalidValue, quoted
-from fedloom.secure.draws import Choices, Draw, sample
 
 if TYPE_CHECKING:
+    import torch
+
     from fedloom.flat.layout import Unit
 
 T = TypeVar("T")
+
+Draw = Callable[[int], int]
+"""A source of uniform whole numbers: `draw(bound)` is one of 0 .. bound - 1."""
+
+Choices = Callable[[int, str], Draw]
+"""(peer, purpose) -> the source from which that peer draws for this purpose; the same purpose repeats the same numbers."""
 
 MOST_REPEATS = 1000
 """After a few dozen repeats any layer may be with any peer alike; each costs about a model's traffic a peer, and two messages."""
@@ -65,6 +75,33 @@ class Rules:
         """Return the expected traffic of an exchange per peer, in sizes of one model: the sum of (n_l + n_u) / U over the repeats
         (equation 27, which is for one)."""
         return sum(low + high for low, high in self.bounds(units)) / units
+
+
+def secret_choices(peer: int, purpose: str) -> Draw:
+    """Draw from the operating system, for real sites: nobody can repeat it and no seed gives it away."""
+    return secrets.randbelow
+
+
+def stream_choices(stream: Callable[[str, int], torch.Generator]) -> Choices:
+    """Return choices from the streams (purpose, client) of a round, such as `Round.stream`, for simulations and rehearsals. A
+    server that knows the run's seed can repeat them and undo the exchange."""
+    return lambda peer, purpose: stream_draw(stream(purpose, peer))
+
+
+def stream_draw(generator: torch.Generator) -> Draw:
+    """Return a source that draws from a torch generator."""
+    import torch  # secret choices do without
+
+    return lambda bound: int(torch.randint(bound, (), generator=generator))
+
+
+def sample(items: Sequence[T], count: int, draw: Draw) -> list[T]:
+    """Draw `count` distinct items, uniformly, in random order (Fisher and Yates)."""
+    shuffled = list(items)
+    for index in range(count):
+        partner = index + draw(len(shuffled) - index)
+        shuffled[index], shuffled[partner] = shuffled[partner], shuffled[index]
+    return shuffled[:count]
 
 
 class LayerExchange(ABC):
@@ -147,12 +184,7 @@ class LayerBuffers(Generic[T]):
 
 
 class Rehearsal(NamedTuple):
-    """Outcome of an exchange, without the layers.
-
-    Attributes:
-        sources: `sources[u][k]` is the row whose layer u ends in row k.
-        sent: `sent[r][u]` is the number of peers that sent layer u in repeat r.
-    """
+    """Outcome of an exchange: `sources[u][k]` is the row whose layer u ends in row k, `sent[r][u]` how many sent u in repeat r."""
 
     sources: list[list[int]]
     sent: list[list[int]]
@@ -164,18 +196,8 @@ class Rehearsal(NamedTuple):
 
 
 def rehearse(peers: Sequence[int], units: int, rules: Rules, choices: Choices, when: str) -> Rehearsal:
-    """Compute what an exchange of these peers does.
-
-    Args:
-        peers: Numbers of the peers, in the order of their models' rows.
-        units: Number of layers of a model.
-        rules: Rules of the exchange.
-        choices: Random choices of the peers.
-        when: `before_train` or `before_upload`.
-
-    Raises:
-        InvalidValue: A peer is named twice.
-    """
+    """Compute the outcome of an exchange of models with so many units, whose rows belong to these peers in this order. `when` is
+    `before_train` or `before_upload`. Raises `InvalidValue` for a peer that is named twice."""
     if len(set(peers)) != len(peers):
         raise InvalidValue(f"every peer takes part once, not {list(peers)}")
     holders = {peer: LayerBuffers(peer, peers, [row] * units) for row, peer in enumerate(peers)}

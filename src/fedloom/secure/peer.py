@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -10,7 +11,6 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fedloom.config.fields import require_at_least
 from fedloom.errors import InvalidValue
-from fedloom.secure.draws import Choices, Draw, secret_choices
 from fedloom.secure.envelopes import (
     PrivateIdentity,
     PublicIdentity,
@@ -22,7 +22,7 @@ from fedloom.secure.envelopes import (
     unpad,
     unseal,
 )
-from fedloom.secure.exchange import LayerBuffers, Rules, Sent, purpose
+from fedloom.secure.exchange import Choices, Draw, LayerBuffers, Rules, Sent, purpose, secret_choices
 from fedloom.secure.faults import SERVER, ProtocolViolation
 from fedloom.secure.wire import (
     ANNOUNCEMENT,
@@ -42,8 +42,11 @@ from fedloom.secure.wire import (
     pack_numbers,
     read_notes,
     require_parcels,
+    unpack,
 )
 from fedloom.state.digest import Digest
+
+_SAVED = ("run", "step", "repeat", "committed")
 
 
 class Peer:
@@ -248,6 +251,55 @@ class Peer:
 
     def _model_digest(self) -> bytes:
         return Digest(pack(*self.offered)).digest()
+
+    # --- between two requests ---
+
+    def snapshot(self) -> bytes:
+        """Return all that the peer must remember to go on, empty before its first exchange. It holds keys and a model."""
+        if self.run is None:
+            return b""
+        met = sorted(self.verifying) if self.step not in (None, "introductions") else []
+        head = {
+            **{name: getattr(self, name) for name in _SAVED},
+            "met": met,
+            "buffers": [len(buffer) for buffer in self.holding.buffers],
+            "sent": self.holding.sent,
+        }
+        secret = self.signing.private_bytes_raw(), self.opening.private_bytes_raw(), self.introduction, self.server_key
+        return pack(
+            json.dumps(head).encode(),
+            pack(*secret),
+            pack(*sorted(self.past)),
+            pack(*sorted(self.uploaded)),
+            pack(self.terms.encode(), self.session if met else b""),
+            pack(*(key for peer in met for key in (self.verifying[peer].public_bytes_raw(), self.sealing[peer]))),
+            pack(*self.offered),
+            pack(*(item for buffer in self.holding.buffers for item in buffer)),
+        )
+
+    def restore(self, data: bytes) -> None:
+        """Let a new peer of the same number and identities go on where `snapshot` was taken, by the rules that it had then."""
+        if not data:
+            return
+        text, *blobs = unpack(data, self.number)
+        head = json.loads(text)
+        secret, past, uploaded, agreed, keys, offered, items = (unpack(blob, self.number) for blob in blobs)
+        for name in _SAVED:
+            setattr(self, name, head[name])
+        self.signing = Ed25519PrivateKey.from_private_bytes(secret[0])
+        self.opening = X25519PrivateKey.from_private_bytes(secret[1])
+        self.introduction, self.server_key, self.past, self.offered = secret[2], secret[3], set(past), offered
+        self.uploaded |= set(uploaded)
+        self.terms, self.session = Terms.decode(agreed[0]), agreed[1]
+        self.rules = self.terms.rules
+        self.others = [peer for peer in self.terms.peers if peer != self.number]
+        verifying = map(Ed25519PublicKey.from_public_bytes, keys[::2])
+        self.verifying = dict(zip(head["met"], verifying, strict=True))
+        self.sealing = dict(zip(head["met"], keys[1::2], strict=True))
+        remaining = iter(items)
+        self.holding = LayerBuffers(self.number, self.terms.peers, [])
+        self.holding.buffers = [[next(remaining) for _ in range(length)] for length in head["buffers"]]
+        self.holding.sent = [(recipient, index) for recipient, index in head["sent"]]
 
     # --- letters ---
 

@@ -10,11 +10,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from fedloom.errors import one_line
-from fedloom.secure.envelopes import OVERHEAD, SIGNATURE, can_seal, padded_size
+from fedloom.secure.envelopes import OVERHEAD, SIGNATURE, can_seal, is_signed, padded_size
 from fedloom.secure.exchange import Rules
 from fedloom.secure.faults import SERVER, ProtocolViolation
 from fedloom.state.digest import Digest
@@ -62,25 +61,13 @@ def pack_numbers(numbers: Iterable[int]) -> bytes:
     return b"".join(number.to_bytes(8) for number in numbers)
 
 
-def _numbers(data: bytes) -> tuple[int, ...]:
-    if len(data) % 8:
-        raise ValueError(len(data))
-    return tuple(int.from_bytes(data[offset : offset + 8]) for offset in range(0, len(data), 8))
-
-
 @dataclass(frozen=True)
 class Terms:
-    """Terms of one attempt at one exchange, as the server calls for it.
+    """Terms of one attempt (numbered from 0) at the exchange of a round, before training or upload (`when`), as the server calls
+    for it.
 
-    Attributes:
-        run: Name of the run, in which keys stay the same.
-        round: Number of the round.
-        when: One of `OCCASIONS`.
-        attempt: Number of the attempt, from 0.
-        peers: Numbers of the peers that take part.
-        server_key: X25519 key for which layers are sealed before an upload.
-        rules: Rules, which every peer must have too.
-        sizes: Bytes of each layer, which every peer must have too.
+    Keys stay the same in a `run`. `server_key` is the X25519 key for which layers are sealed before an upload. Every peer must
+    have the same rules, and layers of the same `sizes` in bytes.
     """
 
     run: str
@@ -94,17 +81,18 @@ class Terms:
 
     def encode(self) -> bytes:
         counts = (self.round, self.attempt, self.rules.repeats, self.rules.low, self.rules.high or 0)
-        lists = (pack_numbers(numbers) for numbers in (counts, self.peers, self.sizes))
+        lists = map(pack_numbers, (counts, self.peers, self.sizes))
         return pack(b"fedloom terms", self.run.encode(), self.when.encode(), self.server_key, *lists)
 
     @classmethod
     def decode(cls, data: bytes) -> Terms:
         _, run, when, key, *lists = unpack(data, SERVER, 7)
         try:
-            (round, attempt, repeats, low, high), peers, sizes = map(_numbers, lists)
+            numbers = [struct.unpack(f">{len(packed) // 8}Q", packed) for packed in lists]
+            (round, attempt, repeats, low, high), peers, sizes = numbers
             rules = Rules(repeats, low, high or None)
             terms = cls(run.decode(), round, when.decode(), attempt, peers, key, rules, sizes)
-        except ValueError:
+        except (ValueError, struct.error):
             raise ProtocolViolation("damaged", SERVER, "the terms") from None
         if terms.encode() != data:
             raise ProtocolViolation("damaged", SERVER, "the terms")
@@ -214,7 +202,7 @@ def read_notes(
     notes = []
     for letter in letters:
         sender, note = letter.sender, read_note(letter.body, letter.sender)
-        if not _is_from(letter.body, keys[sender]):
+        if not is_signed(letter.body[:-SIGNATURE], letter.body[-SIGNATURE:], keys[sender]):
             raise ProtocolViolation("altered", sender)
         if note.ends != (sender, letter.recipient):
             raise ProtocolViolation("misdirected", sender)
@@ -256,14 +244,6 @@ def require_parcels(notes: Iterable[Note], due: Mapping[tuple[int, int], int]) -
             raise ProtocolViolation("missing", ends[0], f"{len(numbers)} of {count} layers came")
         if len(numbers) > count:
             raise ProtocolViolation("unannounced", ends[0])
-
-
-def _is_from(body: bytes, key: Ed25519PublicKey) -> bool:
-    try:
-        key.verify(body[-SIGNATURE:], body[:-SIGNATURE])
-    except InvalidSignature:
-        return False
-    return True
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
-from fedloom.config.fields import NonNegative, NonNegativeInt, Share, checked
+from fedloom.config.fields import NonNegative, NonNegativeInt, Share, checked, require_one_of
 from fedloom.data.dataset import Dataset, Samples
-from fedloom.errors import LONGEST_QUOTED, InvalidValue, RefusedReply, one_line, suggestion
+from fedloom.errors import LONGEST_QUOTED, InvalidValue, RefusedReply, one_line
 from fedloom.experiment.configuration import Configuration, configuration, load
 from fedloom.objectives import Objective, objectives
 from fedloom.objectives.custom import expression_of
@@ -22,38 +22,40 @@ from fedloom.state.digest import digest
 from fedloom.task import Task
 
 
-@dataclass(frozen=True)
-class RunConfig:
-    """Run configuration of a Flower app, `[tool.flwr.app.config]`, which goes to the server and to every site.
-
-    `configuration` is the text of a TOML file as `fedloom run` takes it, or the path of one that exists on the server and at
-    every site; it must name an `algorithm`, and `data.clients` is the number of sites, numbered from 0. `output` is the folder
-    on the server that becomes the run directory; starting a run again with the same folder goes on where that run was stopped.
-
-    Sites have `deadline` seconds for one round, or as long as they need where that is 0. `sites` must be there before round 1,
-    where 0 means all of them, and are waited for `wait` seconds. Where sites have data of their own, none of them counts for more
-    than `largest_share` of a mean.
-    """
+class RunConfig(TypedDict, total=False):
+    """Run configuration of a Flower app, `[tool.flwr.app.config]`, which goes to the server and to every site."""
 
     configuration: str
     output: str
-    deadline: NonNegative = 0
-    sites: NonNegativeInt = 0
-    wait: NonNegative = 600
-    largest_share: Share = 0.5
+    deadline: NonNegative
+    sites: NonNegativeInt
+    wait: NonNegative
+    largest_share: Share
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """A federation over real sites, by the run configuration of its app; `text` is its configuration as it is written."""
+    """A federation over real sites, by the run configuration of its app.
+
+    Attributes:
+        text: `configuration`: a TOML file as `fedloom run` takes it, or the path of one that exists on the server and at every
+            site. It must name an `algorithm`, and `data.clients` is the number of sites, numbered from 0.
+        configuration: What is in it.
+        output: Folder on the server that becomes the run directory; starting a run again with the same folder goes on where that
+            run was stopped.
+        sites: Number of sites that must be there before round 1; where the run configuration says 0, all of them.
+        deadline: Seconds that sites have for one round; 0 for as long as they need.
+        wait: Seconds for which sites are waited for.
+        largest_share: Where sites have data of their own, none of them counts for more than this share of a mean.
+    """
 
     text: str
     configuration: Configuration
     output: Path
-    deadline: float
     sites: int
-    wait: float
-    largest_share: float
+    deadline: float = 0
+    wait: float = 600
+    largest_share: float = 0.5
 
     @property
     def algorithm(self) -> str:
@@ -68,31 +70,20 @@ class Deployment:
 
 def deployment(run_config: Mapping[str, Any]) -> Deployment:
     """Read and check the run configuration of a Flower app. Raises `InvalidValue` in one line for whatever does not fit."""
-    keys = [field.name for field in fields(RunConfig)]
+    keys = tuple(RunConfig.__annotations__)
     for key in run_config:
-        if key not in keys:
-            raise InvalidValue(
-                f"run configuration: unknown key {key!r:.60}{suggestion(key, keys)} (there are: {', '.join(keys)})"
-            )
+        require_one_of("run configuration: key", key, keys)
     for key in ("configuration", "output"):
         if not run_config.get(key):
             raise InvalidValue(f"run configuration: {key} is missing")
-    settings = RunConfig(**checked(RunConfig, run_config, "run configuration: "))
-    federation = read_configuration(settings.configuration)
+    values = checked(RunConfig, run_config, "run configuration: ")
+    text, output = values.pop("configuration"), Path(values.pop("output")).expanduser()
+    federation = read_configuration(text)
     clients = federation.data.clients
-    if settings.sites > clients:
-        raise InvalidValue(
-            f"run configuration: sites must be between 0 and {clients} (data.clients), not {settings.sites}"
-        )
-    return Deployment(
-        settings.configuration,
-        federation,
-        Path(settings.output).expanduser(),
-        settings.deadline,
-        settings.sites or clients,
-        settings.wait,
-        settings.largest_share,
-    )
+    sites = values.pop("sites", 0) or clients
+    if sites > clients:
+        raise InvalidValue(f"run configuration: sites must be between 0 and {clients} (data.clients), not {sites}")
+    return Deployment(text, federation, output, sites, **values)
 
 
 def read_configuration(text: str) -> Configuration:

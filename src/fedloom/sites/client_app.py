@@ -8,10 +8,8 @@ from __future__ import annotations
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from fedloom.sites.mailbox import Kind
-from fedloom.sites.messages import pack
-from fedloom.sites.site_answers import answer
-from fedloom.sites.site_worker import end_worker, handed_over
+from fedloom.sites.messages import Kind, pack
+from fedloom.sites.site_worker import answer, end_worker, handed_over
 
 app = ClientApp()
 

@@ -30,17 +30,7 @@ from fedloom.rounds.engine import ClientTask, Fault, RemoteClients, Reply, Tenso
 from fedloom.rounds.scoring import Tally
 from fedloom.secure import LayerExchange
 from fedloom.sites.known_sites import MOST_SAMPLES
-from fedloom.sites.messages import (
-    ARRAYS,
-    FIGURES,
-    Expected,
-    Refusal,
-    Words,
-    expected_tensors,
-    figures_of,
-    whole_number,
-    words_of,
-)
+from fedloom.sites.messages import ARRAYS, FIGURES, Refusal, Words, figures_of, tensors_of, whole_number, words_of
 from fedloom.sites.secure_round import SecureRound, layer_exchange
 from fedloom.sites.site_messenger import NoAnswer, SiteMessenger
 from fedloom.task import Task
@@ -91,17 +81,10 @@ class FlowerEngine(RemoteClients):
         exchanged: bool = False,
         withheld: bool = False,
     ) -> Iterator[Reply | Fault]:
-        """Let sites train and yield what they reply.
+        """Let sites train and yield what they reply. Raises `FedloomError` when every site has failed since a reply was taken.
 
-        Args:
-            algorithm: The method.
-            round: The round.
-            client_tasks: Clients that train, and what they are sent.
-            exchanged: Sites begin from the models that they exchanged before.
-            withheld: Models are no part of the replies: sites exchange them afterwards.
-
-        Raises:
-            FedloomError: Every site has failed since the last reply that was taken.
+        Where models are `exchanged`, sites begin from those that they exchanged before. Models that are `withheld` are no part of
+        the replies: sites exchange them afterwards.
         """
         specs = expectations(algorithm, round, self.task.layout)
         shapes = {name: list(spec.shape) for name, spec in specs.items()}
@@ -109,10 +92,12 @@ class FlowerEngine(RemoteClients):
         figures = {name for method in algorithm.nested() for name in method.client_figures}
 
         def words(client_task: ClientTask) -> Words:
-            needed = sorted({int(saved[client_task.client]) for saved in self._saved} - {0})
-            memory, uploads = self._version(client_task.client), client_task.slot is not None
+            needed, uploads = (
+                {int(saved[client_task.client]) for saved in self._saved} - {0},
+                client_task.slot is not None,
+            )
             expects = {"expected": shapes if uploads else None, "exchanged": exchanged and uploads}
-            return {"memory": memory, "keep": needed, **expects}
+            return {"memory": self._version(client_task.client), "keep": sorted(needed), **expects}
 
         for client_task, answer in self.messenger.answers("train", round, client_tasks, words):
             if isinstance(answer, NoAnswer):
@@ -149,35 +134,30 @@ class FlowerEngine(RemoteClients):
         figures: set[str],
     ) -> Reply:
         """Return one site's reply. Raises `FedloomError` when it says why it did not train, or when it is refused."""
-        number = self.numbers[client_task.client]
-        begun_from = self._version(client_task.client)
+        client, number = client_task.client, self.numbers[client_task.client]
         try:
             words = words_of(message, ARRAYS, FIGURES)
         except Refusal as refusal:
             if refusal.words.get("lost"):
-                self._written[client_task.client] = 0  # from the next time on it is a client that remembers nothing
+                self._written[client] = 0  # from the next time on it is a client that remembers nothing
             if refusal.words.get("stranger"):
                 self.sites.forget(number)
             raise
-        if (whole_number(words, "round", 0, round.number), whole_number(words, "site", 0, MOST_SAMPLES)) != (
-            round.number,
-            number,
-        ):
+        order = whole_number(words, "round", 0, round.number), whole_number(words, "site", 0, MOST_SAMPLES)
+        if order != (round.number, number):
             raise RefusedReply("the reply is to another order")
         version = whole_number(words, "memory", 0, round.number)
-        if version not in (begun_from, round.number):
+        if version not in (self._version(client), round.number):
             raise RefusedReply(f"memory {version} was neither sent nor written in this round")
         # Names, shapes and types are as the method has them, whatever any site sends.
-        types = {name: str(spec.dtype).removeprefix("torch.") for name, spec in expected.items()}
-        tensors = expected_tensors(
-            message, {name: Expected(spec.shape, types[name]) for name, spec in expected.items()}
-        )
+        tensors = tensors_of(message, expected)
         if expected:
             inspect_reply(algorithm, round, tensors, expected)
         measured = figures_of(message, figures)
-        self._written[client_task.client] = version
-        samples = self.sites.samples(number) if self.task.elsewhere else None
-        return Reply(client_task, tensors, measured, samples=samples)
+        self._written[client] = version
+        return Reply(
+            client_task, tensors, measured, samples=self.sites.samples(number) if self.task.elsewhere else None
+        )
 
     def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
         as_sent = type(algorithm) is Algorithm  # every client judges what it is sent
@@ -208,11 +188,8 @@ class FlowerEngine(RemoteClients):
         except (KeyError, TypeError, ValueError, InvalidValue) as error:
             raise RefusedReply(f"the reply does not say what was counted: {error}") from None
         share = min(1.0, registered / samples)
-        return Tally(
-            torch.tensor([client]),
-            torch.tensor([min(samples, registered)]),
-            {name: total if share == 1 else total * share for name, total in totals.items()},
-        )
+        totals = {name: total if share == 1 else total * share for name, total in totals.items()}
+        return Tally(torch.tensor([client]), torch.tensor([min(samples, registered)]), totals)
 
     # --- clients' memory ---
 
@@ -221,10 +198,10 @@ class FlowerEngine(RemoteClients):
         return self._written.get(client, int(self._versions[client]))
 
     def commit(self) -> None:
-        versions = self._versions.clone()
+        self._versions = self._versions.clone()
         for client, version in self._written.items():
-            versions[client] = version
-        self._versions, self._written = versions, {}
+            self._versions[client] = version
+        self._written = {}
 
     def forget(self, client: int) -> None:
         """Let a client whose work of this round is not taken go on from the memory that it had."""

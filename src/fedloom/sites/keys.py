@@ -15,7 +15,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedloom.config.fields import require_at_least, require_between
 from fedloom.errors import DataError, InvalidValue
-from fedloom.sites.node_config import read_private
+from fedloom.sites.node_config import private_key, read_content, read_private
 from fedloom.state.files import make_folder, remove, remove_unfinished, write_bytes
 
 AUTHORITY_DAYS = 3650
@@ -61,7 +61,7 @@ class Keys:
 
     folder: Path
     sites: int
-    written: tuple[Path, ...]
+    written: list[Path] = field(default_factory=list)
 
     @property
     def authority_key(self) -> Path:
@@ -79,6 +79,13 @@ class Keys:
     def site(self, site: int) -> Path:
         """Return the folder for a site: `ca.crt`, `site.key` and `peers.pub`."""
         return self.folder / f"site-{site}"
+
+    def write(self, path: Path, content: bytes) -> None:
+        """Write a file, complete or not at all; a private key is for its owner's eyes alone."""
+        make_folder(path.parent, mode=0o700)
+        remove_unfinished(path.parent)
+        write_bytes(path, content, mode=0o600 if path.suffix == ".key" else 0o644)
+        self.written.append(path)
 
 
 def make_keys(
@@ -105,43 +112,29 @@ def make_keys(
     names = [_general_name(host) for host in dict.fromkeys((*HOME, *hosts))]
     if fresh:
         _remove(folder)
-    keys = Keys(folder, sites, ())
-    written: list[Path] = []
-    certificate = _authority(keys, written)
-    _server(keys, certificate, names, days, written)
-    pem = certificate.public_bytes(Encoding.PEM)
+    keys = Keys(folder, sites)
+    certificate = _authority(keys)
+    _server(keys, certificate, names, days)
     for site in range(sites):
-        _site(keys, site, pem, written)
-    _peers(keys, written)
-    return Keys(folder, sites, tuple(written))
+        _site(keys, site, certificate.public_bytes(Encoding.PEM))
+    _peers(keys)
+    return keys
 
 
-def _authority(keys: Keys, written: list[Path]) -> x509.Certificate:
+def _authority(keys: Keys) -> x509.Certificate:
     path = keys.server / "ca.crt"
     if path.exists():
         return _read_certificate(path)
     if keys.authority_key.exists():
         raise DataError(f"{keys.authority_key} is there but {path} is not: put it back, or make all anew (--fresh)")
     key = ec.generate_private_key(ec.SECP384R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedloom federation authority")])
-    usage = _usage("key_cert_sign", "crl_sign")
-    identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-    certificate = (
-        _builder(name, name, key.public_key(), AUTHORITY_DAYS)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(usage, critical=True)
-        .add_extension(identifier, critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False)
-        .sign(key, hashes.SHA384())
-    )
-    _write(keys.authority_key, _pem(key), written, private=True)
-    _write(path, certificate.public_bytes(Encoding.PEM), written)
+    certificate = _certificate("authority", key, AUTHORITY_DAYS, key, None, ("key_cert_sign", "crl_sign"), [])
+    keys.write(keys.authority_key, _pem(key))
+    keys.write(path, certificate.public_bytes(Encoding.PEM))
     return certificate
 
 
-def _server(
-    keys: Keys, authority: x509.Certificate, names: list[x509.GeneralName], days: int, written: list[Path]
-) -> None:
+def _server(keys: Keys, authority: x509.Certificate, names: list[x509.GeneralName], days: int) -> None:
     """Make the server's certificate; its private key stays where it is when only the certificate is renewed."""
     path, key_path = keys.server / "server.crt", keys.server / "server.key"
     if path.exists():
@@ -153,26 +146,14 @@ def _server(
         raise DataError(f"{path} cannot be signed: {keys.authority_key} is not there; put it back, or use --fresh")
     signer = _read_pem_key(keys.authority_key)
     key = _read_pem_key(key_path) if key_path.exists() else ec.generate_private_key(ec.SECP384R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedloom federation server")])
-    authority_identifier = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
-    certificate = (
-        _builder(name, authority.subject, key.public_key(), days)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage("digital_signature"), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(authority_identifier), critical=False
-        )
-        .sign(signer, hashes.SHA384())
-    )
+    purposes = [x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), x509.SubjectAlternativeName(names)]
+    certificate = _certificate("server", key, days, signer, authority, ("digital_signature",), purposes)
     if not key_path.exists():
-        _write(key_path, _pem(key), written, private=True)
-    _write(path, certificate.public_bytes(Encoding.PEM), written)
+        keys.write(key_path, _pem(key))
+    keys.write(path, certificate.public_bytes(Encoding.PEM))
 
 
-def _site(keys: Keys, site: int, authority: bytes, written: list[Path]) -> None:
+def _site(keys: Keys, site: int, authority: bytes) -> None:
     """Make a site's key pair; a public key without its private one is a site whose folder has been handed over."""
     path, public_path = keys.site(site) / "site.key", keys.public(site)
     if not path.exists() and public_path.exists():
@@ -181,41 +162,50 @@ def _site(keys: Keys, site: int, authority: bytes, written: list[Path]) -> None:
         key = read_private(path)
     else:
         key = ec.generate_private_key(ec.SECP384R1())
-        _write(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()), written, private=True)
+        keys.write(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
     if not public_path.exists():
         public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
-        _write(public_path, public + f" site-{site}\n".encode(), written)
+        keys.write(public_path, public + f" site-{site}\n".encode())
     if not (keys.site(site) / "ca.crt").exists():
-        _write(keys.site(site) / "ca.crt", authority, written)
+        keys.write(keys.site(site) / "ca.crt", authority)
 
 
-def _peers(keys: Keys, written: list[Path]) -> None:
+def _peers(keys: Keys) -> None:
     """Write the list of all public keys to the folder of each site that is still here."""
     numbers = sorted(int(path.stem.removeprefix("site-")) for path in keys.server.glob("site-*.pub"))
-    listed = b"".join(_read(keys.public(number)) for number in numbers)
+    listed = b"".join(read_content(keys.public(number)) for number in numbers)
     for number in numbers:
         path = keys.site(number) / "peers.pub"
-        if (keys.site(number) / "site.key").exists() and not (path.exists() and _read(path) == listed):
-            _write(path, listed, written)
+        if (keys.site(number) / "site.key").exists() and not (path.exists() and read_content(path) == listed):
+            keys.write(path, listed)
 
 
-def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
-) -> x509.CertificateBuilder:
-    issued = datetime.now(UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key)
-        .serial_number(x509.random_serial_number())
+def _certificate(
+    holder: str,
+    key: ec.EllipticCurvePrivateKey,
+    days: int,
+    signer: ec.EllipticCurvePrivateKey,
+    authority: x509.Certificate | None,
+    usages: Sequence[str],
+    extensions: Sequence[x509.ExtensionType],
+) -> x509.Certificate:
+    """Return a certificate by `authority`, whose key is `signer`; without one, that of an authority itself."""
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"fedloom federation {holder}")])
+    identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    issuer, by = name, identifier
+    if authority is not None:
+        issuer, by = authority.subject, authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    issued, is_authority = datetime.now(UTC), authority is None
+    builder = (
+        x509.CertificateBuilder(issuer, name, key.public_key(), x509.random_serial_number())
         .not_valid_before(issued - _SKEW)
         .not_valid_after(issued + timedelta(days=days))
+        .add_extension(x509.BasicConstraints(is_authority, path_length=0 if is_authority else None), critical=True)
+        .add_extension(x509.KeyUsage(**{usage: usage in usages for usage in _USAGES}), critical=True)
     )
-
-
-def _usage(*granted: str) -> x509.KeyUsage:
-    return x509.KeyUsage(**{name: name in granted for name in _USAGES})
+    for extension in (*extensions, identifier, x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(by)):
+        builder = builder.add_extension(extension, critical=False)
+    return builder.sign(signer, hashes.SHA384())
 
 
 def _general_name(host: str) -> x509.GeneralName:
@@ -241,25 +231,15 @@ def _require_names(path: Path, names: list[x509.GeneralName]) -> None:
             raise InvalidValue(f"{path} does not hold {str(name.value)!r}: remove it to have a new one for all hosts")
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror or error})") from None
-
-
 def _read_certificate(path: Path) -> x509.Certificate:
     try:
-        return x509.load_pem_x509_certificate(_read(path))
+        return x509.load_pem_x509_certificate(read_content(path))
     except ValueError:
         raise DataError(f"{path} is not a certificate in PEM") from None
 
 
 def _read_pem_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    try:
-        key = load_pem_private_key(_read(path), password=None)
-    except (ValueError, TypeError):  # the second: it has a password
-        key = None
+    key = private_key(load_pem_private_key, path)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise DataError(f"{path} is not a private key on an elliptic curve, in PEM and without a password")
     return key
@@ -267,14 +247,6 @@ def _read_pem_key(path: Path) -> ec.EllipticCurvePrivateKey:
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-
-
-def _write(path: Path, content: bytes, written: list[Path], private: bool = False) -> None:
-    """Write a file, complete or not at all; a private one is for its owner's eyes alone."""
-    make_folder(path.parent, mode=0o700)
-    remove_unfinished(path.parent)
-    write_bytes(path, content, mode=0o600 if private else 0o644)
-    written.append(path)
 
 
 def _remove(folder: Path) -> None:

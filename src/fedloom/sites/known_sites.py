@@ -14,8 +14,7 @@ from typing import Any
 from flwr.app import Message
 
 from fedloom.errors import FedloomError, InvalidValue, RefusedReply
-from fedloom.sites.mailbox import Mailbox
-from fedloom.sites.messages import Words, pack, whole_number, words_of
+from fedloom.sites.messages import Mailbox, Words, pack, whole_number, words_of
 
 MOST_SAMPLES = 1 << 48
 
@@ -24,15 +23,8 @@ _logger = logging.getLogger("flwr.fedloom")  # Flower shows and keeps what goes 
 
 @dataclass(frozen=True)
 class KnownSite:
-    """A site as it introduced itself.
-
-    Attributes:
-        number: Its partition id.
-        node: Flower's number of its node.
-        samples: Training samples that it claims.
-        tests: Test samples that it claims.
-        has_own_data: True if these samples are its own, not its share of the configuration's data.
-    """
+    """Site as it introduced itself: its partition id, Flower's number of its node, the training and test samples that it claims,
+    and whether these are its own, not its share of the configuration's data."""
 
     number: int
     node: int
@@ -47,14 +39,8 @@ class KnownSites:
     A site that cannot take part is named in the log and left alone; before the first round (`wait`) it ends the run. A node that
     claims the number of a connected site waits until that site is gone, so nobody can replace a busy site.
 
-    Args:
-        mailbox: Carries the messages.
-        count: Number of sites.
-        greeting: Words that every node is asked with.
-        agreed: Words that a site must answer alike, such as the version.
-
-    Attributes:
-        registered: Samples that each site had at its first introduction. It never counts with more.
+    Every node is asked with the words `greeting`; a site must answer with the words `agreed`, such as the version. `registered`
+    are the samples that each site had at its first introduction: it never counts with more.
     """
 
     def __init__(self, mailbox: Mailbox, count: int, greeting: Words, agreed: dict[str, Any]) -> None:
@@ -71,9 +57,8 @@ class KnownSites:
     def wait(self, count: int, seconds: float, strict: bool = True) -> None:
         """Wait until so many sites are there.
 
-        Raises:
-            InvalidValue: They are not there after `seconds`; or, where `strict`, a node says something that cannot be: a
-                number that is taken or does not exist, another version of fedloom, another model.
+        Raises `InvalidValue` when they are not there after `seconds`; or, where `strict`, a node says something that cannot be: a
+        number that is taken or does not exist, another version of fedloom, another model.
         """
         self._strict = strict
         try:
@@ -89,11 +74,8 @@ class KnownSites:
             )
 
     def find(self, numbers: Collection[int], seconds: float) -> dict[int, int]:
-        """Return the nodes of those of these sites that are there, by number.
-
-        Unknown nodes are asked who they are. Only while one of these sites is missing is their answer waited for, at most
-        `seconds`.
-        """
+        """Return the nodes of those of these sites that are there, by number. Only while one is missing are unknown nodes waited
+        for, at most `seconds`, to say who they are."""
         self._until(lambda: set(numbers) <= self.present() or not self._greeted, seconds)
         present = self.present()
         return {number: self.known[number].node for number in numbers if number in present}

@@ -1,4 +1,4 @@
-"""Messages between the server and the sites: words as JSON, tensors as plain arrays, figures.
+"""Messages between the server and the sites, and how they travel: words as JSON, tensors as plain arrays, figures.
 
 Both sides check what they get before they decode it: which records there are, the size, type and shape that an array says it
 has, then its bytes, which are read as numbers and never as objects.
@@ -9,16 +9,20 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+import time
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.serverapp import Grid
 
 from fedloom.errors import FedloomError, RefusedReply, one_line
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from fedloom.rounds.engine import TensorSpec
 
 PROTOCOL = 1
 """Number of the agreement between server and site; both must have the same."""
@@ -28,19 +32,24 @@ ARRAYS = "arrays"
 FIGURES = "figures"
 PARCEL = "parcel"
 
+FOREVER = float("inf")
+
+Kind = Literal["hello", "exchange", "train", "evaluate", "end"]
+
+_KINDS = {
+    "hello": MessageType.QUERY,
+    "exchange": f"{MessageType.QUERY}.exchange",
+    "train": MessageType.TRAIN,
+    "evaluate": MessageType.EVALUATE,
+    "end": f"{MessageType.QUERY}.end",
+}
+
 Words = dict[str, Any]
 """Plain values."""
 
 _LONGEST_WORDS = 1 << 22
-_LONGEST_HEADER = 4096  # of an array in NumPy's format; the headers of plain arrays take 128 bytes
+_MOST_AXES = 32
 _TYPES = {"float32", "float64", "int64", "int32", "uint8", "bool"}
-
-
-class Expected(NamedTuple):
-    """Shape of a tensor and the name of its type as NumPy and PyTorch have it, such as `float32`."""
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 class Refusal(FedloomError):
@@ -69,16 +78,10 @@ def pack(
 
 
 def words_of(message: Message, *records: str) -> Words:
-    """Return the words of a message.
+    """Return the words of a message, which may have these `records` beside them, such as `ARRAYS`.
 
-    Args:
-        message: A message or a reply.
-        *records: Records that it may have beside its words, such as `ARRAYS`.
-
-    Raises:
-        Refusal: The words say why there is nothing else.
-        RefusedReply: It is no message of this kind, or holds something that nobody asked for.
-        FedloomError: It is Flower's own report of a failure.
+    Raises `Refusal` where the words say why there is nothing else, `RefusedReply` for a message of another kind, or with a record
+    that nobody asked for, and `FedloomError` for Flower's own report of a failure.
     """
     if message.has_error():
         raise FedloomError(one_line(f"the app failed: {message.error.reason or f'error {message.error.code}'}"))
@@ -118,73 +121,46 @@ def encoded(tensor: Tensor) -> Array:
     return Array.from_numpy_ndarray(tensor.detach().cpu().contiguous().numpy())
 
 
-def expected_tensors(message: Message, expected: Mapping[str, Expected]) -> dict[str, Tensor]:
-    """Return the tensors of a message. Raises `RefusedReply` unless they have exactly these names, shapes and types."""
-    arrays = _arrays(message)
-    if arrays.keys() != expected.keys():
+def tensors_of(message: Message, expected: Mapping[str, TensorSpec] | None = None) -> dict[str, Tensor]:
+    """Return the tensors of a message. Raises `RefusedReply` for broken ones, or other names, shapes and types than expected."""
+    arrays = message.content.get(ARRAYS, ArrayRecord())
+    if not isinstance(arrays, ArrayRecord):
+        raise RefusedReply("the message's arrays are not arrays")
+    if expected is not None and arrays.keys() != expected.keys():
         names = one_line(str(sorted(arrays)[:8]), 200)
         raise RefusedReply(f"tensors {names} where {sorted(expected)} are expected")
-    return {name: decoded(name, array, expected[name]) for name, array in arrays.items()}
+    return {name: decoded(name, array, expected and expected[name]) for name, array in arrays.items()}
 
 
-def any_tensors(message: Message) -> dict[str, Tensor]:
-    """Return the tensors of a message, whatever their names, shapes and types. Raises `RefusedReply` for broken ones."""
-    return {name: decoded(name, array) for name, array in _arrays(message).items()}
+def decoded(name: str, array: Array, expected: TensorSpec | None = None) -> Tensor:
+    """Return the tensor of one array, whose name is for errors. Nothing is allocated for one that is refused.
 
-
-def _arrays(message: Message) -> ArrayRecord:
-    record = message.content.get(ARRAYS, ArrayRecord())
-    if not isinstance(record, ArrayRecord):
-        raise RefusedReply("the message's arrays are not arrays")
-    return record
-
-
-def decoded(name: str, array: Array, expected: Expected | None = None) -> Tensor:
-    """Return the tensor of one array. Nothing is allocated for one that is refused.
-
-    Args:
-        name: Name of the tensor, for errors.
-        array: The array as it came.
-        expected: Shape and type that it must have, None for any.
-
-    Raises:
-        RefusedReply: Its type is none that tensors travel in, type or shape are not as expected, or its bytes are not what
-            type and shape say.
+    Raises `RefusedReply` for a type in which no tensor travels, a type or shape that is not `expected` (None for any), and bytes
+    that are not what type and shape say.
     """
     if array.stype != "numpy.ndarray" or array.dtype not in _TYPES:
         raise RefusedReply(f"{name!r:.80} is of type {array.dtype!r:.40}, not one of {', '.join(sorted(_TYPES))}")
     declared = tuple(array.shape)
-    if expected is not None and array.dtype != expected.dtype:
-        raise RefusedReply(f"{name!r:.80} is {array.dtype}, not {expected.dtype}")
+    if expected is not None and f"torch.{array.dtype}" != str(expected.dtype):
+        raise RefusedReply(f"{name!r:.80} is {array.dtype}, not {str(expected.dtype).removeprefix('torch.')}")
     if expected is not None and declared != expected.shape:
         raise RefusedReply(f"{name!r:.80} has shape {list(declared)!s:.80}, not {list(expected.shape)}")
-    if any(type(size) is not int or size < 0 for size in declared):
+    if len(declared) > _MOST_AXES or any(type(size) is not int or size < 0 for size in declared):
         raise RefusedReply(f"{name!r:.80} has an impossible shape")
-    dtype = np.dtype(array.dtype)
-    size = math.prod(declared) * dtype.itemsize
-    if not size < len(array.data) <= size + _LONGEST_HEADER:
-        raise RefusedReply(f"{name!r:.80} holds {len(array.data)} bytes where its shape needs {size}")
-    stream = io.BytesIO(array.data[:_LONGEST_HEADER])
-    try:
-        header = _read_header(stream)
-    except Exception:  # whatever foreign bytes do to the reader of headers
-        raise RefusedReply(f"{name!r:.80} is not an array in NumPy's format") from None
-    if header != (declared, False, dtype) or len(array.data) - stream.tell() != size:
-        raise RefusedReply(f"{name!r:.80} holds other numbers than its type and shape say")
+    dtype, stream = np.dtype(array.dtype), io.BytesIO()
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": declared}
+    np.lib.format.write_array_header_1_0(stream, header)
+    start, size = stream.tell(), math.prod(declared) * dtype.itemsize
+    if len(array.data) != start + size:
+        raise RefusedReply(f"{name!r:.80} holds {len(array.data)} bytes where its shape needs {start + size}")
+    if not array.data.startswith(stream.getvalue()):
+        raise RefusedReply(f"{name!r:.80} is not an array of its type and shape in NumPy's format")
     import torch
 
     # Into memory of torch's own: sums may round differently where memory begins off the boundaries that it keeps.
     tensor = torch.empty(declared, dtype=getattr(torch, array.dtype))
-    tensor.numpy()[...] = np.frombuffer(array.data, dtype, math.prod(declared), stream.tell()).reshape(declared)
+    tensor.numpy()[...] = np.frombuffer(array.data, dtype, offset=start).reshape(declared)
     return tensor
-
-
-def _read_header(stream: io.BytesIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    version = np.lib.format.read_magic(stream)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, fortran, dtype = read(stream)
-    # A single axis, or one with a single entry, has no order of axes; `numpy.save` may then say either.
-    return tuple(shape), bool(fortran) and sum(size > 1 for size in shape) > 1, dtype
 
 
 def figures_of(message: Message, declared: Collection[str]) -> dict[str, float]:
@@ -219,3 +195,40 @@ def whole_number(words: Mapping[str, Any], name: str, low: int, high: int) -> in
     if type(value) is not int or not low <= value <= high:
         raise RefusedReply(f"{name} must be a whole number between {low} and {high}, not {value!r:.60}")
     return value
+
+
+class Mailbox:
+    """Sends single messages and looks for their replies every `pause` seconds."""
+
+    def __init__(self, grid: Grid, pause: float) -> None:
+        self.grid, self.pause = grid, pause
+
+    def nodes(self) -> set[int]:
+        """Return the nodes that are connected, as far as Flower knows."""
+        return set(self.grid.get_node_ids())
+
+    def send(self, node: int, kind: Kind, content: RecordDict, group: str = "", seconds: float = FOREVER) -> str | None:
+        """Send a message that is void after `seconds`. Returns its id, None where Flower could not take it."""
+        ttl = None if seconds == FOREVER else seconds
+        message = Message(content, node, _KINDS[kind], group_id=group, ttl=ttl)
+        # One at a time: the contents of many messages are not in memory at once, and each id is that of its own message.
+        ids = list(self.grid.push_messages([message]))
+        return ids[0] if ids else None
+
+    def pull(self, ids: Collection[str]) -> list[Message]:
+        """Return the replies to these messages that have come since the last look."""
+        return list(self.grid.pull_messages(list(ids))) if ids else []
+
+    def collect(self, ids: Collection[str], seconds: float = FOREVER) -> Iterator[Message]:
+        """Yield one reply to each of these messages as they come, until all are there or `seconds` have passed."""
+        waiting, end = set(ids), time.monotonic() + seconds
+        while waiting:
+            for reply in self.pull(waiting):
+                if reply.metadata.reply_to_message_id in waiting:  # else it came twice, or was asked by nobody
+                    waiting.discard(reply.metadata.reply_to_message_id)
+                    yield reply
+            remaining = end - time.monotonic()
+            if waiting and remaining <= 0:
+                return
+            if waiting:
+                time.sleep(min(self.pause, remaining))

@@ -10,13 +10,12 @@ Nothing here loads PyTorch: a step of an exchange does without.
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -27,14 +26,19 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_private_key,
     load_ssh_public_key,
 )
+from pydantic import Field
 
-from fedloom.errors import InvalidValue, RefusedReply
+from fedloom.config.fields import NonNegative, NonNegativeInt, checked
+from fedloom.errors import DataError, InvalidValue, RefusedReply
 from fedloom.secure.envelopes import PrivateIdentity, PublicIdentity
 
 FEWEST_PEERS = 3
 """Sites that an exchange must have by default: with one other, a peer that tells the server what it saw leaves no secret."""
 
-_TEXTS = ("data", "memory", "identity", "peers", "choices")
+_Table = TypedDict("_Table", {
+    "partition-id": NonNegativeInt, "num-partitions": int, "data": str, "memory": str, "worker-minutes": NonNegative,
+    "identity": str, "peers": str, "fewest-peers": Annotated[int, Field(ge=2)], "choices": Literal["secret", "rehearsed"],
+})  # fmt: skip
 
 _LINE = re.compile(rb"(\S+ \S+) site-(\d{1,9})")
 
@@ -73,27 +77,17 @@ class NodeConfig:
 
     @classmethod
     def read(cls, table: Mapping[str, Any]) -> NodeConfig:
-        """Check a node configuration. Raises `InvalidValue` in one line for what does not fit, unreadable files included."""
-        number, sites, fewest = (table.get(key) for key in ("partition-id", "num-partitions", "fewest-peers"))
-        if type(number) is not int or number < 0:
-            raise InvalidValue(f"node configuration: partition-id must be a whole number, not {number!r:.60}")
-        if sites is not None and type(sites) is not int:
-            raise InvalidValue(f"node configuration: num-partitions must be a whole number, not {sites!r:.60}")
-        if fewest is not None and (type(fewest) is not int or fewest < 2):
-            raise InvalidValue(f"node configuration: fewest-peers must be a whole number from 2 on, not {fewest!r:.60}")
-        minutes = table.get("worker-minutes", 0)
-        if type(minutes) not in (int, float) or not 0 <= minutes < math.inf:
-            raise InvalidValue(f"node configuration: worker-minutes must be a number from 0 on, not {minutes!r:.60}")
-        for key in _TEXTS:
-            if not isinstance(table.get(key, ""), str):
-                raise InvalidValue(f"node configuration: {key} must be text, not {table[key]!r:.60}")
-        choices = table.get("choices", "secret")
-        if choices not in ("secret", "rehearsed"):
-            raise InvalidValue(f"node configuration: choices must be 'secret' or 'rehearsed', not {choices!r:.40}")
-        memory = Path(table["memory"]).expanduser() if table.get("memory") else default_folder()
-        identity = _identity(table.get("identity"), table.get("peers"), number)
-        least = FEWEST_PEERS if fewest is None else fewest
-        return cls(number, sites, table.get("data") or None, memory, identity, choices == "rehearsed", least)
+        """Check a node configuration. Raises `InvalidValue`, or `DataError` for unreadable files, in one line."""
+        values = checked(_Table, {k: table[k] for k in _Table.__annotations__ if k in table}, "node configuration: ")
+        number = values.get("partition-id")
+        if number is None:
+            raise InvalidValue("node configuration: partition-id is missing, the site's number")
+        memory = Path(values["memory"]).expanduser() if values.get("memory") else default_folder()
+        identity = _identity(values.get("identity"), values.get("peers"), number)
+        rehearsed, fewest = values.get("choices") == "rehearsed", values.get("fewest-peers", FEWEST_PEERS)
+        return cls(
+            number, values.get("num-partitions"), values.get("data") or None, memory, identity, rehearsed, fewest
+        )
 
     def folder(self, federation: object) -> Path:
         """Return the site's folder for one federation. Raises `RefusedReply` for a name that could lead elsewhere."""
@@ -124,11 +118,7 @@ def _identity(private: str | None, peers: str | None, number: int) -> Identity |
 
 def read_private(path: Path) -> PrivateIdentity:
     """Read a private key in OpenSSH's format, without a password. Raises `InvalidValue` for anything else."""
-    content = _content(path)
-    try:
-        key = load_ssh_private_key(content, password=None)
-    except (ValueError, TypeError, UnsupportedAlgorithm):
-        key = None
+    key = private_key(load_ssh_private_key, path)
     if not isinstance(key, (ec.EllipticCurvePrivateKey, Ed25519PrivateKey)):
         raise InvalidValue(
             f"{path} is not a private key, elliptic curve or Ed25519, in OpenSSH's format and without a password"
@@ -140,7 +130,7 @@ def read_peers(path: Path) -> dict[int, PublicIdentity]:
     """Read a list of public keys, by the number of the site. Raises `InvalidValue` naming the line that is no key, or the site
     that is listed twice or has another's key."""
     public_keys: dict[int, PublicIdentity] = {}
-    for number, line in enumerate(_content(path).splitlines(), start=1):
+    for number, line in enumerate(read_content(path).splitlines(), start=1):
         if not line.strip() or line.startswith(b"#"):
             continue
         match = _LINE.fullmatch(line.strip())
@@ -161,11 +151,21 @@ def read_peers(path: Path) -> dict[int, PublicIdentity]:
     return public_keys
 
 
-def _content(path: Path) -> bytes:
+def private_key(load: Callable[[bytes, None], object], path: Path) -> object:
+    """Return the private key in a file; None where `load` finds none, or one with a password."""
+    content = read_content(path)
+    try:
+        return load(content, None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        return None
+
+
+def read_content(path: Path) -> bytes:
+    """Return the bytes of a file. Raises `DataError` where it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
-        raise InvalidValue(f"{path} cannot be read ({error.strerror or error})") from None
+        raise DataError(f"{path} cannot be read ({error.strerror or error})") from None
 
 
 def _bytes(key: PublicIdentity) -> bytes:

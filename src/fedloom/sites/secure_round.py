@@ -10,26 +10,16 @@ import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message
+from fedloom.algorithm import Algorithm
 from fedloom.errors import FedloomError
 from fedloom.round import Round
 from fedloom.rounds.engine import ClientTask, Fault, Reply
-from fedloom.secure import (
-    ExchangeAborted,
-    LayerExchange,
-    ProtocolViolation,
-    ServerKey,
-    Terms,
-    from_layers,
-    layer_sizes,
-    run_exchange,
-    to_layers,
-)
+from fedloom.secure import ExchangeAborted, LayerExchange, ProtocolViolation, ServerKey, Terms, run_exchange
+from fedloom.secure.layers import from_layers, layer_sizes, to_layers
 from fedloom.secure.wire import Request, unpack
 from fedloom.sites.messages import PARCEL, Words, parcel_of, words_of
 from fedloom.sites.site_messenger import NoAnswer, SiteMessenger
@@ -50,12 +40,8 @@ def layer_exchange(algorithm: Algorithm, number: int) -> LayerExchange | None:
 class Courier:
     """Carries the letters of one exchange as messages between the server and the sites (a `Transport`).
 
-    Peers have their sites' numbers. A site that does not answer once, or not as agreed, is asked no more in this exchange.
-
-    Attributes:
-        lost: Reasons by site that is asked no more.
-        reached: Sites to which a message went out.
-        carried: Bytes that sites have handed in.
+    Peers have their sites' numbers. A site that does not answer once, or not as agreed, is `lost`, for a reason: it is asked no
+    more in this exchange. `reached` are the sites to which a message went out, `carried` the bytes that sites have handed in.
     """
 
     def __init__(
@@ -83,16 +69,17 @@ class Courier:
         return layers
 
     def _ask(self, parcels: Mapping[int, bytes], words: Words) -> dict[int, bytes]:
-        parcels = {peer: parcel for peer, parcel in parcels.items() if peer not in self.lost}
-        client_tasks = [
-            replace(self.client_tasks[peer], inbox=self._inbox(peer, parcel)) for peer, parcel in parcels.items()
-        ]
+        client_tasks, by_client = [], {}
+        for peer, parcel in parcels.items():
+            if peer not in self.lost:
+                task = self.client_tasks[peer]
+                inbox = {"model": task.inbox["model"]} if _brings_model(parcel) else {}
+                client_tasks.append(replace(task, inbox=inbox))
+                by_client[task.client] = parcel
         words = {"run": self.terms.run, "when": self.terms.when, **words}
-        by_client = {self.client_tasks[peer].client: parcel for peer, parcel in parcels.items()}
-        replies = self.messenger.answers("exchange", self.round, client_tasks, lambda _: words, by_client)
         answers = {}
-        for client_task, answer in replies:
-            peer = self.messenger.numbers[client_task.client]
+        for task, answer in self.messenger.answers("exchange", self.round, client_tasks, lambda _: words, by_client):
+            peer = self.messenger.numbers[task.client]
             try:
                 if not isinstance(answer, NoAnswer) or answer.sent:
                     self.reached.add(peer)
@@ -104,26 +91,16 @@ class Courier:
                 self.lost[peer] = str(error)
         return answers
 
-    def _inbox(self, peer: int, parcel: bytes) -> Message:
-        """Return the model with the request that begins an exchange before training, nothing with others."""
-        terms = Request.decode(parcel).terms if parcel else None
-        begins = terms is not None and (terms.when, terms.attempt) == ("before_train", 0)
-        return {"model": self.client_tasks[peer].inbox["model"]} if begins else {}
 
-
-class Train(Protocol):
-    """Lets sites train: `FlowerEngine.train_at_sites` of this round."""
-
-    def __call__(
-        self, client_tasks: Sequence[ClientTask], exchanged: bool = False, withheld: bool = False
-    ) -> Iterator[Reply | Fault]: ...
+def _brings_model(parcel: bytes) -> bool:
+    """Return True for the request that begins an exchange before training."""
+    terms = Request.decode(parcel).terms if parcel else None
+    return terms is not None and (terms.when, terms.attempt) == ("before_train", 0)
 
 
 class SecureRound:
-    """One round in which sites exchange layers, as `method` has them do.
-
-    `train_at_sites` lets them train, and `forget` is told of clients whose work of this round is not taken.
-    """
+    """One round in which sites exchange layers, as `method` has them do. `train_at_sites` lets them train, where the models are
+    exchanged before or withheld; `forget` is told of clients whose work of this round is not taken."""
 
     def __init__(
         self,
@@ -131,7 +108,7 @@ class SecureRound:
         task: Task,
         method: LayerExchange,
         round: Round,
-        train_at_sites: Train,
+        train_at_sites: Callable[[Sequence[ClientTask], bool, bool], Iterator[Reply | Fault]],
         forget: Callable[[int], None],
     ) -> None:
         self.messenger, self.task, self.method, self.round = messenger, task, method, round
@@ -142,7 +119,7 @@ class SecureRound:
         round."""
         uploading = [client_task for client_task in client_tasks if client_task.slot is not None]
         idle = [client_task for client_task in client_tasks if client_task.slot is None]
-        sent = {client_task.client: client_task.inbox["model"][0] for client_task in uploading}
+        sent = {task.client: task.inbox["model"][0] for task in uploading}
         exchanged = self.method.exchanges("before_train") and _several_models(uploading)
         if exchanged:
             _, _, terms, faults = self._exchange("before_train", uploading)
@@ -198,12 +175,8 @@ class SecureRound:
     def _exchange(
         self, when: str, client_tasks: Sequence[ClientTask]
     ) -> tuple[Courier, ServerKey, Terms | None, list[Fault]]:
-        """Run one exchange, with a new name and a new key of the server, so that the peers' keys are new.
-
-        Returns:
-            The courier, the server's key, the terms of the attempt that came to its end (None where none did), and a fault
-            for each site that took no part to the end.
-        """
+        """Run one exchange, with a new name and a new key of the server, so that the peers' keys are new. Return the courier, the
+        key, the terms of the attempt that came to its end, if any, and a fault for each site that took no part to the end."""
         key, rules = ServerKey(), self.method.rules()
         name = f"{self.messenger.federation}/{self.round.number}/{when}/{secrets.token_hex(8)}"
         sizes = tuple(layer_sizes(self.method.units(), self.task.initial))

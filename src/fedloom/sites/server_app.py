@@ -30,8 +30,7 @@ from fedloom.rounds.evaluation import newcomers_last
 from fedloom.sites.agreement import Deployment, deployment, description, layout_digest
 from fedloom.sites.flower_engine import FlowerEngine, require_supported
 from fedloom.sites.known_sites import KnownSite, KnownSites
-from fedloom.sites.mailbox import Mailbox
-from fedloom.sites.messages import Words
+from fedloom.sites.messages import Mailbox, Words
 from fedloom.sites.site_messenger import SiteMessenger
 from fedloom.state.files import write_text
 from fedloom.task import Task, make_dataset, make_task
@@ -78,14 +77,8 @@ def serve(grid: Grid, run_config: Mapping[str, Any], pause: float = PAUSE) -> Ru
 
 @dataclass(frozen=True)
 class Opening:
-    """Facts of a federation's beginning, which hold for all of its rounds.
-
-    Attributes:
-        federation: Its name at the sites.
-        own: True if sites have data of their own.
-        samples: Training samples of each site, None for one that was not there.
-        tests: Test samples of each site, likewise.
-    """
+    """Facts of a federation's beginning, which hold for all of its rounds: its name at the sites, whether they have data of their
+    own, and the training and test samples of each site, None for one that was not there."""
 
     federation: str
     own: bool
@@ -97,12 +90,9 @@ class Opening:
         """Open a new federation of `count` sites, of which these are there. Nobody but the sites can count samples of their own,
         so that their claims are bounded."""
         have_data = any(site.has_own_data for site in sites.values())
-        share = largest_share if have_data else 1.0
-        samples = _credited({number: site.samples for number, site in sites.items()}, share)
-        tests = _credited({number: site.tests for number, site in sites.items()}, share)
-        return cls(
-            secrets.token_hex(8), have_data, *([sizes.get(n) for n in range(count)] for sizes in (samples, tests))
-        )
+        claims = [{number: getattr(site, kind) for number, site in sites.items()} for kind in ("samples", "tests")]
+        credited = (_credited(numbers, largest_share if have_data else 1.0) for numbers in claims)
+        return cls(secrets.token_hex(8), have_data, *([sizes.get(n) for n in range(count)] for sizes in credited))
 
     @classmethod
     def read(cls, path: Path, count: int) -> Opening | None:
@@ -124,10 +114,8 @@ def _credited(claims: Mapping[int, int], share: float) -> dict[int, int]:
     credited: dict[int, int] = dict(zip(claims, taken.double().round().long().tolist(), strict=True))
     for number, claim in claims.items():
         if credited[number] < claim:
-            _logger.warning(
-                "site %d says it has %d samples: it counts with %d (largest_share = %g)",
-                number, claim, credited[number], share,
-            )  # fmt: skip
+            text = f"site {number} says it has {claim} samples: it counts with {credited[number]}"
+            _logger.warning("%s (largest_share = %g)", text, share)
     return credited
 
 
@@ -169,28 +157,23 @@ class Gathering:
         newcomers = self.settings.configuration.schedule.newcomers(task.clients)
         _, numbers = newcomers_last(task, newcomers, self.settings.configuration.seed)
         messenger = SiteMessenger(
-            self.sites,
-            self.opening.federation,
-            self.briefing,
-            deadline=self.settings.deadline,
-            patience=self.settings.wait,
-            numbers=numbers,
+            self.sites, self.opening.federation, self.briefing, self.settings.deadline, self.settings.wait, numbers
         )
         return FlowerEngine(messenger, self.settings.largest_share if self.opening.own else 1.0)
 
     def _task_of(self, dataset: Dataset, samples: Sequence[int], tests: Sequence[int] | None, seed: int) -> Task:
         """Return the task of sites with so many samples of their own; the global test set is the server's."""
-        data = self.settings.configuration.data
+        configuration, data = self.settings.configuration, self.settings.configuration.data
         if tests is not None and (data.merge or data.validation is not None):
             key = "data.merge" if data.merge else "data.validation"
             raise InvalidValue(f"{key} needs all data in one place: leave it out where sites have data of their own")
         task = make_task(
             replace(dataset, train=dataset.train[:0]),
             partition=Partition.counted(samples),
-            model=self.settings.configuration.model,
-            training=self.settings.configuration.training,
-            objective=self.settings.configuration.objective,
-            metrics=self.settings.configuration.metrics,
+            model=configuration.model,
+            training=configuration.training,
+            objective=configuration.objective,
+            metrics=configuration.metrics,
             seed=seed,
         )
         return task if tests is None or not any(tests) else replace(task, local_test=Partition.counted(tests))

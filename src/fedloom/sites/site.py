@@ -85,15 +85,8 @@ class Site:
             self._require_identity()
         task, index = self._whole_task(words)
         tests = 0 if task.local_test is None else len(task.local_test[index])
-        introduction = {
-            "site": self.number,
-            "samples": len(task.partition[index]),
-            "tests": tests,
-            "own": self.config.data is not None,
-            "fedloom": fedloom.__version__,
-            "layout": layout_digest(task),
-        }
-        return pack(introduction)
+        sizes = {"samples": len(task.partition[index]), "tests": tests, "own": self.config.data is not None}
+        return pack({"site": self.number, **sizes, "fedloom": fedloom.__version__, "layout": layout_digest(task)})
 
     def train(self, words: Words, inbox: Mapping[str, Tensor]) -> RecordDict:
         """Train as the client that the words say, from the memory that they say.
@@ -108,10 +101,9 @@ class Site:
         # By the site's own configuration: the server cannot ask for a model that others should have a part in.
         exchange = None if expected is None else layer_exchange(method, round.number)
         peer = None if exchange is None else self._peer(words)
-        if peer is not None and exchange is not None and words.get("exchanged") is True:
-            exchanged, as_sent = (
-                from_layers(layers, exchange.units(), engine.task.initial) for layers in peer.exchanged(round.number)
-            )
+        if exchange and peer and words.get("exchanged") is True:
+            both = peer.exchanged(round.number)
+            exchanged, as_sent = (from_layers(layers, exchange.units(), engine.task.initial) for layers in both)
             # Another site may have spoilt a layer: what is not finite is as the server sent it.
             inbox = {**inbox, "model": torch.where(exchanged.isfinite(), exchanged, as_sent).unsqueeze(0)}
             _require_sound(engine.task, inbox)
@@ -122,18 +114,18 @@ class Site:
             _logger.error("site %d: round %d: %s", self.number, round.number, result.reason, exc_info=result.error)
             raise Refusal({"refused": result.reason})
         memory_after = engine.store.read(client)
-        written = version
-        if any(tensor is not memory_before.get(name) for name, tensor in memory_after.items()):
+        written = any(tensor is not memory_before.get(name) for name, tensor in memory_after.items())
+        if written:
             memory.write(self.number, round.number, memory_after)
-            written = round.number
         needed = {version, *(older for older in words.get("keep", []) if type(older) is int)}
         memory.remove_before(self.number, round.number, needed)
         tensors = {} if expected is None else dict(result.tensors)
-        if peer is not None and exchange is not None:
+        if exchange and peer:
             peer.leave()
             if exchange.exchanges("before_upload"):
                 peer.keep(to_layers(tensors.pop("model"), exchange.units()), round.number)
-        return pack({"site": self.number, "round": round.number, "memory": written}, tensors, result.metrics)
+        words = {"site": self.number, "round": round.number, "memory": round.number if written else version}
+        return pack(words, tensors, result.metrics)
 
     def exchange(self, words: Words, inbox: Mapping[str, Tensor], parcel: bytes) -> RecordDict:
         """Enter an exchange of layers with other sites; `site_peer.go_on` takes the steps that follow.
@@ -154,8 +146,7 @@ class Site:
         """Return the layers of the model that the server sent to this site, for an exchange before training."""
         task, _ = self._whole_task(words)
         _require_sound(task, inbox)
-        method = layer_exchange(self._method(task, round), round.number)
-        model = inbox.get("model")
+        method, model = layer_exchange(self._method(task, round), round.number), inbox.get("model")
         if method is None or model is None or model.shape != (1, task.layout.size):
             raise RefusedReply("the server sent no whole model to exchange")
         return to_layers(model[0], method.units())

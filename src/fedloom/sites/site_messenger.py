@@ -7,14 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from flwr.app import Array, Message
-from torch import Tensor
+from flwr.app import Message
 
 from fedloom.round import SIMULATED, Round
 from fedloom.rounds.engine import ClientTask
 from fedloom.sites.known_sites import KnownSites
-from fedloom.sites.mailbox import FOREVER, Kind
-from fedloom.sites.messages import Words, encoded, pack
+from fedloom.sites.messages import FOREVER, Kind, Words, encoded, pack
 
 GREETING = 60.0
 """Seconds that new nodes have to say who they are, while a client that is to train is missing."""
@@ -34,15 +32,10 @@ class NoAnswer(NamedTuple):
 
 
 class SiteMessenger:
-    """Sends messages to the sites of one federation.
+    """Sends messages, each with the words of `briefing`, to the sites of one federation, by its name at the sites.
 
-    Args:
-        sites: The sites that are known.
-        federation: Name of the federation at the sites.
-        briefing: Words that go with every message.
-        deadline: Seconds that sites have for one round, 0 for as long as they need.
-        patience: Seconds to wait for a site when not one is connected.
-        numbers: Partition ids of the task's clients, where those differ from the clients' numbers.
+    Sites have `deadline` seconds for one round, 0 for as long as they need; when not one is connected, one is waited for with
+    `patience`, in seconds. `numbers` are the partition ids of the task's clients, where those differ from the clients' numbers.
     """
 
     def __init__(
@@ -50,7 +43,6 @@ class SiteMessenger:
         sites: KnownSites,
         federation: str,
         briefing: Words,
-        *,
         deadline: float = 0.0,
         patience: float = 600.0,
         numbers: Sequence[int] | None = None,
@@ -72,7 +64,10 @@ class SiteMessenger:
             return
         end = time.monotonic() + self.deadline
         nodes = self._nodes(client_tasks)
-        arrays: dict[int, Array] = {}  # what several sites are sent is encoded once
+        tensors = {id(tensor): tensor for client_task in client_tasks for tensor in client_task.inbox.values()}
+        arrays = {
+            key: encoded(tensor) for key, tensor in tensors.items()
+        }  # what several sites are sent is encoded once
         waiting: dict[str, ClientTask] = {}
         order = {name: value for name, value in dataclasses.asdict(round).items() if name not in SIMULATED}
         common = {"federation": self.federation, "round": order, **self.briefing}
@@ -83,7 +78,7 @@ class SiteMessenger:
                 continue
             content = pack(
                 common | {"site": number, "client": client_task.client} | words(client_task),
-                _encoded_once(client_task.inbox, arrays),
+                {name: arrays[id(tensor)] for name, tensor in client_task.inbox.items()},
                 parcel=b"" if parcels is None else parcels[client_task.client],
             )
             message_id = self.sites.mailbox.send(nodes[number], kind, content, f"{round.number}", self.deadline)
@@ -114,11 +109,3 @@ class SiteMessenger:
             self.sites.wait(1, self.patience, strict=False)
             nodes = self.sites.find(numbers, 0.0)
         return nodes
-
-
-def _encoded_once(inbox: Mapping[str, Tensor], arrays: dict[int, Array]) -> dict[str, Array]:
-    """Return the inbox as it travels; `arrays` caches encoded tensors by their identity."""
-    for tensor in inbox.values():
-        if id(tensor) not in arrays:
-            arrays[id(tensor)] = encoded(tensor)
-    return {name: arrays[id(tensor)] for name, tensor in inbox.items()}

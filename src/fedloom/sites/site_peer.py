@@ -14,12 +14,11 @@ from typing import Any
 
 from flwr.app import RecordDict
 
-from fedloom.errors import CheckpointError, RefusedReply
-from fedloom.secure import Peer, ProtocolViolation, Rules, Terms, restore, secret_choices, snapshot, stream_choices
-from fedloom.secure.draws import Choices
+from fedloom.errors import RefusedReply
+from fedloom.secure import Choices, Peer, ProtocolViolation, Rules, Terms, secret_choices, stream_choices
 from fedloom.secure.wire import Request, pack, pack_numbers, unpack
 from fedloom.sites.messages import pack as pack_message
-from fedloom.sites.node_config import Identity, NodeConfig
+from fedloom.sites.node_config import Identity, NodeConfig, read_content
 from fedloom.state.files import make_folder, remove, remove_unfinished, write_bytes
 
 _DIGEST = 32
@@ -84,7 +83,7 @@ class SitePeer:
 
     def _handled(self, peer: Peer, seed: int, request: bytes) -> bytes:
         answer = peer.handle(request)
-        self._write("peer", pack(pack_numbers([seed]), snapshot(peer)))
+        self._write("peer", pack(pack_numbers([seed]), peer.snapshot()))
         return answer
 
     def _kept(self, run: str | None = None) -> tuple[Peer, int]:
@@ -95,7 +94,7 @@ class SitePeer:
         seed = int.from_bytes(fields[0])
         peer = self._peer(seed, Rules())
         try:
-            restore(peer, fields[1])
+            peer.restore(fields[1])
         except (ValueError, LookupError, TypeError, ProtocolViolation):
             raise RefusedReply("this site's file of the exchange is damaged") from None
         if run not in (None, peer.terms.run):
@@ -113,10 +112,7 @@ class SitePeer:
         identity, fewest = self.identity, self.config.fewest_peers
         peer = Peer(self.number, identity.private, identity.public_keys, rules, fewest=fewest, choices=choices)
         path = self._path("uploaded")
-        try:
-            digests = path.read_bytes() if path.exists() else b""
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read ({error.strerror or error})") from None
+        digests = read_content(path) if path.exists() else b""
         peer.uploaded = {digests[start : start + _DIGEST] for start in range(0, len(digests), _DIGEST)}
         return peer
 
@@ -139,21 +135,18 @@ class SitePeer:
 def go_on(node_config: Mapping[str, Any], words: Mapping[str, Any], parcel: bytes) -> RecordDict | None:
     """Answer the next step of the exchange that this site is in, or hand over its upload; None where it is to enter one.
 
-    No model, method or data are needed here, and so none are loaded: there are 2 r + 2 such messages in an
-    exchange, and each is a new process. Raises `RefusedReply` when the site is in no such exchange.
+    No model, method or data are needed here, and so none are loaded: there are 2 r + 2 such messages in an exchange, and each is
+    a new process. Raises `RefusedReply` when the site is in no such exchange.
     """
     config, uploads = NodeConfig.read(node_config), words.get("upload") is True
-    if config.identity is None or words.get("site") != config.number or (not uploads and _begins(parcel)):
+    if config.identity is None or words.get("site") != config.number:
+        return None
+    terms = None if uploads else _terms(parcel)
+    if terms is not None and terms.attempt == 0:  # it begins an exchange, and is not another attempt at one
         return None
     peer, run = SitePeer(config.folder(words.get("federation")), config, config.identity), str(words.get("run"))
     answer = pack(*peer.upload(run)) if uploads else peer.go_on(parcel, run)
     return pack_message({"site": config.number}, parcel=answer)
-
-
-def _begins(request: bytes) -> bool:
-    """Return True if a request begins an exchange, and not another attempt at one."""
-    terms = _terms(request)
-    return terms is not None and terms.attempt == 0
 
 
 def _terms(request: bytes) -> Terms | None:

@@ -1,4 +1,4 @@
-"""Worker of a site: one process per SuperNode and run that keeps PyTorch and the task loaded from one message to the next.
+"""A site's answers to messages, and its worker: one process per SuperNode and run that keeps PyTorch and the task loaded.
 
 Flower starts a process for each message. That process loads neither, starts the worker if there is none, and hands the message
 over through a Unix socket in a folder that only the site's user can open. Both sides prove that they know a secret in that folder
@@ -15,11 +15,10 @@ import os
 import secrets
 import shutil
 import stat
-import subprocess
 import sys
 import tempfile
-import threading
 import time
+from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -37,8 +36,9 @@ from flwr.proto.message_pb2 import Context as ContextBytes
 from flwr.proto.message_pb2 import Message as MessageBytes
 from flwr.proto.recorddict_pb2 import RecordDict as RecordDictBytes
 
-from fedloom.sites.mailbox import Kind
-from fedloom.sites.site_answers import answer
+from fedloom.engines.worker_life import exit_unless, start_python
+from fedloom.errors import FedloomError, one_line
+from fedloom.sites.messages import ARRAYS, PARCEL, Kind, Refusal, pack, parcel_of, tensors_of, words_of
 from fedloom.state.digest import digest
 from fedloom.state.files import write_bytes
 
@@ -46,9 +46,45 @@ IDLE_MINUTES = 5
 """Minutes that a worker waits for another message, unless the site's `worker-minutes` say otherwise."""
 
 _STARTING = 60.0  # seconds that a worker may take to listen
-_WATCHING = 0.5  # seconds between two looks at what a worker must not outlive
 
 _logger = logging.getLogger("flwr.fedloom")
+
+
+def answer(kind: str, message: Message, context: Context) -> RecordDict:
+    """Return the site's answer, or its reason for giving none: one line, of which the site's own log tells more."""
+    try:
+        return _answer(kind, message, context)
+    except Refusal as refusal:
+        words = {**refusal.words, "refused": str(refusal)}
+    except FedloomError as error:
+        words = {"refused": one_line(str(error))}
+    except Exception as error:
+        _logger.exception("this site could not answer")
+        words = {"refused": one_line(f"{type(error).__name__}: {error}")}
+    _logger.error("%s", words["refused"])
+    return pack(words)
+
+
+def _answer(kind: str, message: Message, context: Context) -> RecordDict:
+    words = words_of(message, ARRAYS, PARCEL)
+    if kind == "exchange":
+        from fedloom.sites.site_peer import go_on
+
+        answered = go_on(context.node_config, words, parcel_of(message))
+        if answered is not None:
+            return answered
+    from fedloom.sites.site import Site
+
+    site, tensors = Site.of(context.run_config, context.node_config), tensors_of(message)
+    match kind:
+        case "hello":
+            return site.hello(words)
+        case "exchange":
+            return site.exchange(words, tensors, parcel_of(message))
+        case "train":
+            return site.train(words, tensors)
+        case _:
+            return site.evaluate(words, tensors)
 
 
 # --- in the process that Flower starts for a message ---
@@ -117,12 +153,7 @@ def _connected(folder: Path) -> Connection | None:
 def _started(folder: Path, superexec: int, seconds: float) -> Connection:
     """Start a worker and connect to it. Raises `OSError` when it does not come up."""
     shutil.rmtree(folder, ignore_errors=True)  # of a worker that was killed
-    worker = subprocess.Popen(
-        [sys.executable, "-u", "-P", "-m", __spec__.name, str(folder), str(superexec), str(seconds)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # the run's app among them
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    worker = start_python(["-u", "-m", __spec__.name, str(folder), str(superexec), str(seconds)], {})
     end = time.monotonic() + _STARTING
     while worker.poll() is None and time.monotonic() < end:
         connection = _connected(folder)
@@ -135,49 +166,35 @@ def _started(folder: Path, superexec: int, seconds: float) -> Connection:
 # --- in the worker ---
 
 
-class _Watch(threading.Thread):
-    """Ends the worker when its SuperExec has ended, and, unless it is at work, when its run is over (its folder is gone) or no
-    message has come for too long. A message that comes at that very moment is answered by the process that brought it."""
-
-    def __init__(self, folder: Path, superexec: int, seconds: float) -> None:
-        super().__init__(daemon=True)
-        self.folder, self.superexec, self.seconds = folder, superexec, seconds
-        self.secret = secrets.token_bytes(32)
-        self.working, self.since = False, time.monotonic()
-
-    def run(self) -> None:
-        while self._alive() and (self.working or (self._mine() and time.monotonic() < self.since + self.seconds)):
-            time.sleep(_WATCHING)
-        if self._mine():
-            shutil.rmtree(self.folder, ignore_errors=True)
-        os._exit(0)  # also from the middle of a message: files are written whole or not at all
-
-    def _alive(self) -> bool:
-        try:
-            os.kill(self.superexec, 0)
-        except OSError:
-            return False
-        return True
-
-    def _mine(self) -> bool:
-        try:
-            return (self.folder / "secret").read_bytes() == self.secret
-        except OSError:
-            return False
-
-
 def work(folder: Path, superexec: int, seconds: float) -> None:
-    """Answer the messages that come to the socket in `folder`, which is made here, until `_Watch` ends the process."""
-    watch = _Watch(folder, superexec, seconds)
+    """Answer the messages that come to the socket in `folder`, which is made here.
+
+    The worker ends with its SuperExec, and, unless it is at work, when its run is over (its folder is gone) or no message comes
+    for too long. A message that comes at that very moment is answered by the process that brought it.
+    """
+    secret, working, since = secrets.token_bytes(32), False, time.monotonic()
+
+    def owns_folder() -> bool:
+        with suppress(OSError):
+            return (folder / "secret").read_bytes() == secret
+        return False
+
+    def needed() -> bool:
+        if _runs(superexec) and (working or (owns_folder() and time.monotonic() < since + seconds)):
+            return True
+        if owns_folder():
+            shutil.rmtree(folder, ignore_errors=True)
+        return False
+
     folder.mkdir(mode=0o700)
-    with Listener(str(folder / "socket"), "AF_UNIX", backlog=8, authkey=watch.secret) as listener:
+    with Listener(str(folder / "socket"), "AF_UNIX", backlog=8, authkey=secret) as listener:
         (folder / "socket").chmod(0o600)
-        write_bytes(folder / "secret", watch.secret, mode=0o600)  # whoever sees it can connect
-        watch.start()
+        write_bytes(folder / "secret", secret, mode=0o600)  # whoever sees it can connect
+        exit_unless(needed)  # also from the middle of a message: files are written whole or not at all
         while True:
             try:
                 with listener.accept() as connection:
-                    watch.working = True
+                    working = True
                     kind, context, message = (connection.recv_bytes() for _ in range(3))
                     answered = answer(
                         kind.decode(),
@@ -187,7 +204,15 @@ def work(folder: Path, superexec: int, seconds: float) -> None:
                     connection.send_bytes(recorddict_to_proto(answered).SerializeToString())
             except Exception as error:
                 _logger.warning("the site's worker: %s", error or type(error).__name__)
-            watch.working, watch.since = False, time.monotonic()
+            working, since = False, time.monotonic()
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except OSError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import Any
 
 import tomli_w
 
@@ -19,34 +18,16 @@ from fedloom.errors import InvalidValue
 from fedloom.experiment.configuration import Configuration, configuration, put, read_table
 from fedloom.secure import LayerExchange
 
-EXAMPLE = """\
-algorithm = "fedmr"
-rounds = 20
-participation = 1.0
-checkpoint_every = 1
-model = "mlp(hidden=[64])"
-
-[data]
-name = "digits"
-clients = 3
-partition = "dirichlet(0.5)"
-
-[training]
-learning_rate = 0.1
-momentum = 0.5
-"""
-"""The configuration of an app that is made without one: three sites share scikit-learn's handwritten digits."""
-
 _LONGEST = 32  # of an app's name, to Flower
 
-# Where each file of the template goes; in the first two, blanks such as `$name` are filled in.
-_FILLED = {"project.toml": "pyproject.toml", "readme.md": "README.md"}
-_PLAIN = {
-    "gitignore": ".gitignore",
-    "data.py": "federation/data.py",
-}
+_TEMPLATE = files("fedloom.sites") / "app"
 
-_LISTED = 5  # more sites than these are registered in a loop
+EXAMPLE = (_TEMPLATE / "example.toml").read_text(encoding="utf-8")
+"""The configuration of an app that is made without one: three sites share scikit-learn's handwritten digits."""
+
+_PATHS = {  # where each file of the template goes
+    "project.toml": "pyproject.toml", "readme.md": "README.md", "gitignore": ".gitignore", "data.py": "federation/data.py",
+}  # fmt: skip
 
 _PEERS = """
 `identity` and `peers` say who the site is and who the others are, with whom it exchanges layers; the list must not come to it
@@ -97,19 +78,15 @@ def write_app(folder: Path, file: Path | None = None, overrides: Sequence[str] =
 
 def _configuration_text(file: Path | None, overrides: Sequence[str]) -> str:
     """Return a TOML text that names one method: the file's own where that is enough."""
-    table = read_table(file, overrides) if file is not None else _changed(tomllib.loads(EXAMPLE), overrides)
+    table = tomllib.loads(EXAMPLE) if file is None else read_table(file)
+    for override in overrides:
+        put(table, override)
     checked = configuration(table)
     if checked.algorithm is None:
         table["algorithm"] = checked.only_method("train")
     elif not overrides:
         return EXAMPLE if file is None else file.read_text(encoding="utf-8")
     return tomli_w.dumps({key: value for key, value in table.items() if key not in _ELSEWHERE})
-
-
-def _changed(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    for override in overrides:
-        put(table, override)
-    return table
 
 
 def _contents(app: App, configuration_text: str) -> dict[str, str]:
@@ -124,22 +101,13 @@ def _contents(app: App, configuration_text: str) -> dict[str, str]:
         "summary": f"`{app.configuration.model}` by `{method}`",
         "description": f"{summary} over {sites} sites".replace("\\", "\\\\").replace('"', '\\"'),
         "sites": str(sites),
-        "register": _registering(sites),
+        "last": str(sites - 1),
         "identity": " identity='keys/site-0/site.key' peers='keys/site-0/peers.pub'" if secure else "",
         "peers": _PEERS if secure else "",
         "configuration": f"configuration = {_literal(configuration_text.strip())}",
     }
-    template = files("fedloom.sites") / "app"
-    texts = {name: (template / name).read_text(encoding="utf-8") for name in (*_FILLED, *_PLAIN)}
-    filled = {path: Template(texts[name]).substitute(blanks) for name, path in _FILLED.items()}
-    return {**filled, **{path: texts[name] for name, path in _PLAIN.items()}, "federation/__init__.py": ""}
-
-
-def _registering(sites: int) -> str:
-    """Return the commands that let all sites in, as a block of Markdown."""
-    if sites > _LISTED:
-        return f"    for i in $(seq 0 {sites - 1}); do flwr supernode register keys/server/site-$i.pub sites; done"
-    return "\n".join(f"    flwr supernode register keys/server/site-{site}.pub sites" for site in range(sites))
+    texts = {path: (_TEMPLATE / name).read_text(encoding="utf-8") for name, path in _PATHS.items()}
+    return {"federation/__init__.py": "", **{path: Template(text).substitute(blanks) for path, text in texts.items()}}
 
 
 def _literal(text: str) -> str:
