@@ -190,7 +190,7 @@ def test_sites_that_do_not_come_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"deadlin": 3}, "unknown key 'deadlin': did you mean 'deadline'?"),
+        ({"deadlin": 3}, "key 'deadlin' is not allowed: did you mean 'deadline'?"),
         ({"deadline": "soon"}, "deadline must be a number, not 'soon'"),
         ({"deadline": -1.0}, "deadline must be at least 0 and at most .*, not -1.0"),
         ({"largest_share": 0.0}, "largest_share must be in .0, 1., not 0.0"),

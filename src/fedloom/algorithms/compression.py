@@ -24,13 +24,13 @@ from fedloom.algorithm import (
     name_of,
     require_one_model,
 )
+from fedloom.algorithms.secure_recombination import Secure
 from fedloom.algorithms.sharing import length
 from fedloom.algorithms.stages import Stages
 from fedloom.config.fields import Count, Share
 from fedloom.errors import InvalidValue
 from fedloom.local.cohort import Cohort
 from fedloom.round import Round
-from fedloom.secure.exchange import LayerExchange
 
 Bits = Literal[1, 2, 4, 8]
 
@@ -71,7 +71,7 @@ class Compressed(Wrapper):
     def __post_init__(self) -> None:
         super().__post_init__()
         for inner in self.method.nested():
-            if isinstance(inner, LayerExchange):
+            if isinstance(inner, Secure):
                 raise InvalidValue(
                     f"{name_of(self)}: clients of {inner} upload layers of each other, "
                     "which are no update of the model that they were sent"
@@ -82,7 +82,7 @@ class Compressed(Wrapper):
     def require_inside(self, outer: Algorithm) -> None:
         if not isinstance(outer, Compressed | Stages):
             name = name_of(outer)
-            hint = "" if isinstance(outer, LayerExchange) else f": put {name_of(self)} around {name}"
+            hint = "" if isinstance(outer, Secure) else f": put {name_of(self)} around {name}"
             raise InvalidValue(f"{name} needs the models themselves, which {self} sends in code{hint}")
 
     def setup(self, plan: Plan) -> None:

@@ -30,11 +30,11 @@ from fedloom.algorithm import (
 )
 from fedloom.algorithms.accounting import epsilon, noise_for
 from fedloom.algorithms.compression import Compressed
+from fedloom.algorithms.secure_recombination import Secure
 from fedloom.config.fields import NonNegative, Positive
 from fedloom.errors import InvalidValue
 from fedloom.local.cohort import Cohort
 from fedloom.round import Round
-from fedloom.secure.exchange import LayerExchange
 
 OpenShare = Annotated[float, Field(gt=0, lt=1)]
 
@@ -177,7 +177,7 @@ class Private(Accounted):
     def __post_init__(self) -> None:
         super().__post_init__()
         for inner in self.method.nested():
-            if isinstance(inner, LayerExchange) and self.protects:
+            if isinstance(inner, Secure) and self.protects:
                 raise InvalidValue(f"private: in {inner} an upload holds layers of several clients, unclipped")
             if not inner.averages and self.protects:
                 raise InvalidValue(

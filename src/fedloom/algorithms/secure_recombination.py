@@ -14,13 +14,13 @@ from fedloom.algorithms.fedmr import FedMR, Indep
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Unit
 from fedloom.round import Round
-from fedloom.secure.exchange import LayerExchange, Rehearsal, Rules, rehearse, stream_choices
+from fedloom.secure.exchange import Rehearsal, Rules, rehearse, stream_choices
 from fedloom.secure.layers import layer_sizes
 
 
 @algorithms.register("secure")
 @dataclass
-class Secure(Wrapper, LayerExchange):
+class Secure(Wrapper):
     """Secure recombination over FedMR: clients exchange layers before training and before upload, unseen by the server.
 
     In each of `repeats` a client sends n layers, n uniform in [`low`, `high`], to other clients of the round at random, and for
@@ -56,9 +56,11 @@ class Secure(Wrapper, LayerExchange):
         _exchanged_unit(self.method)
 
     def rules(self) -> Rules:
+        """Return the rules of the exchange."""
         return Rules(self.repeats, self.low, self.high)
 
     def units(self) -> list[Unit]:
+        """Return the slices of a row that move together."""
         return self.layout.units(*_exchanged_unit(self.method))
 
     # --- the server half ---
@@ -114,9 +116,11 @@ class Secure(Wrapper, LayerExchange):
         return rehearse(clients, len(self.units()), self.rules(), stream_choices(round.stream), when)
 
     def exchanges(self, when: str) -> bool:
+        """Return True if clients exchange at this point: `before_train` or `before_upload`."""
         return self.when in ("both", when)
 
     def carried(self, when: str, count: int) -> None:
+        """Take note that clients of real sites exchanged layers in this round, and `count` bytes were carried between them."""
         name = "train_bytes" if when == "before_train" else "upload_bytes"
         self.state = {**self.state, name: self.state[name] + count}
 

@@ -7,14 +7,14 @@ exchange with given choices does to rows in a simulation. What is protected, and
 from __future__ import annotations
 
 from fedloom.secure.coordinator import Exchanged, InMemoryTransport, ServerKey, Transport, run_exchange
-from fedloom.secure.exchange import Choices, LayerExchange, Rehearsal, Rules, rehearse, secret_choices, stream_choices
+from fedloom.secure.exchange import Choices, Rehearsal, Rules, rehearse, secret_choices, stream_choices
 from fedloom.secure.faults import SERVER, ExchangeAborted, ProtocolViolation
 from fedloom.secure.layers import from_layers, layer_sizes, to_layers
 from fedloom.secure.peer import Peer
 from fedloom.secure.wire import Terms
 
 __all__ = [
-    "SERVER", "Choices", "ExchangeAborted", "Exchanged", "InMemoryTransport", "LayerExchange", "Peer", "ProtocolViolation",
+    "SERVER", "Choices", "ExchangeAborted", "Exchanged", "InMemoryTransport", "Peer", "ProtocolViolation",
     "Rehearsal", "Rules", "ServerKey", "Terms", "Transport", "from_layers", "layer_sizes", "rehearse", "run_exchange",
     "secret_choices", "stream_choices", "to_layers",
 ]  # fmt: skip

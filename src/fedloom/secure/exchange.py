@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import secrets
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
@@ -22,8 +21,6 @@ from fedloom.errors import InvalidValue, quoted
 
 if TYPE_CHECKING:
     import torch
-
-    from fedloom.flat.layout import Unit
 
 T = TypeVar("T")
 
@@ -104,26 +101,6 @@ def sample(items: Sequence[T], count: int, draw: Draw) -> list[T]:
     return shuffled[:count]
 
 
-class LayerExchange(ABC):
-    """Interface of methods whose clients exchange layers, for the engine that carries the exchange out."""
-
-    @abstractmethod
-    def rules(self) -> Rules:
-        """Return the rules of the exchange."""
-
-    @abstractmethod
-    def units(self) -> list[Unit]:
-        """Return the slices of a row that move together."""
-
-    @abstractmethod
-    def exchanges(self, when: str) -> bool:
-        """Return True if clients exchange at this point: `before_train` or `before_upload`."""
-
-    @abstractmethod
-    def carried(self, when: str, count: int) -> None:
-        """Take note that clients have exchanged layers in this round, and that `count` bytes were carried between them."""
-
-
 class Sent(NamedTuple, Generic[T]):
     """One layer on its way: the peer at the other end, the layer's index, and what stands for it."""
 
@@ -184,7 +161,7 @@ class LayerBuffers(Generic[T]):
 
 
 class Rehearsal(NamedTuple):
-    """Outcome of an exchange: `sources[u][k]` is the row whose layer u ends in row k, `sent[r][u]` how many sent u in repeat r."""
+    """Outcome of an exchange: `sources[u][k]` is the row whose layer u row k has, `sent[r][u]` how many sent it in repeat r."""
 
     sources: list[list[int]]
     sent: list[list[int]]

@@ -35,18 +35,15 @@ class RunConfig(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Deployment:
-    """A federation over real sites, by the run configuration of its app.
+    """A federation over real sites, by the run configuration of its app, with `configuration` as it was written in `text`.
 
-    Attributes:
-        text: `configuration`: a TOML file as `fedloom run` takes it, or the path of one that exists on the server and at every
-            site. It must name an `algorithm`, and `data.clients` is the number of sites, numbered from 0.
-        configuration: What is in it.
-        output: Folder on the server that becomes the run directory; starting a run again with the same folder goes on where that
-            run was stopped.
-        sites: Number of sites that must be there before round 1; where the run configuration says 0, all of them.
-        deadline: Seconds that sites have for one round; 0 for as long as they need.
-        wait: Seconds for which sites are waited for.
-        largest_share: Where sites have data of their own, none of them counts for more than this share of a mean.
+    That is a TOML file as `fedloom run` takes it, or the path of one that exists on the server and at every site; it must name an
+    `algorithm`, and `data.clients` is the number of sites, numbered from 0. `output` is the folder on the server that becomes the
+    run directory; starting a run again with the same folder goes on where that run was stopped.
+
+    Sites have `deadline` seconds for one round, or as long as they need where that is 0. `sites` of them must be there before
+    round 1 (all, where the run configuration says 0), and are waited for `wait` seconds. Where sites have data of their own, none
+    counts for more than `largest_share` of a mean.
     """
 
     text: str
@@ -70,9 +67,8 @@ class Deployment:
 
 def deployment(run_config: Mapping[str, Any]) -> Deployment:
     """Read and check the run configuration of a Flower app. Raises `InvalidValue` in one line for whatever does not fit."""
-    keys = tuple(RunConfig.__annotations__)
     for key in run_config:
-        require_one_of("run configuration: key", key, keys)
+        require_one_of("run configuration: key", key, tuple(RunConfig.__annotations__))
     for key in ("configuration", "output"):
         if not run_config.get(key):
             raise InvalidValue(f"run configuration: {key} is missing")

@@ -22,13 +22,13 @@ from flwr.app import Message
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
+from fedloom.algorithms.secure_recombination import Secure
 from fedloom.engines.base import inspect_reply
 from fedloom.errors import DamagedCheckpoint, FedloomError, InvalidValue, RefusedReply
 from fedloom.objectives.metrics import counted_shapes
 from fedloom.round import Round
 from fedloom.rounds.engine import ClientTask, Fault, RemoteClients, Reply, TensorSpec, expectations
 from fedloom.rounds.scoring import Tally
-from fedloom.secure import LayerExchange
 from fedloom.sites.known_sites import MOST_SAMPLES
 from fedloom.sites.messages import ARRAYS, FIGURES, Refusal, Words, figures_of, tensors_of, whole_number, words_of
 from fedloom.sites.secure_round import SecureRound, layer_exchange
@@ -40,7 +40,7 @@ _logger = logging.getLogger("flwr.fedloom")
 
 def require_supported(algorithm: Algorithm) -> None:
     """Raise `InvalidValue` for a method whose sites cannot know by themselves in which rounds to exchange their uploads."""
-    if not algorithm.scheduled and any(isinstance(method, LayerExchange) for method in algorithm.nested()):
+    if not algorithm.scheduled and any(isinstance(method, Secure) for method in algorithm.nested()):
         raise InvalidValue(f"{algorithm}: sites must know when secure(...) leads: give a last round in place of auto")
 
 

@@ -91,21 +91,12 @@ class Keys:
 def make_keys(
     folder: Path, sites: int, hosts: Sequence[str] = (), days: int = SERVER_DAYS, fresh: bool = False
 ) -> Keys:
-    """Make the keys that are missing in a folder.
+    """Make the keys of so many sites that are missing in a folder, or, if `fresh`, all anew.
 
+    The server is called `localhost`, `127.0.0.1` and all of `hosts`, names or addresses; a new certificate is good for `days`.
     A federation grows by asking for more sites: lists of public keys grow with them. A certificate is renewed by removing
-    `server/server.crt` first.
-
-    Args:
-        folder: Folder of all keys.
-        sites: Number of sites.
-        hosts: Names or addresses of the server, beside `localhost` and `127.0.0.1`.
-        days: Days that a new server's certificate is good for.
-        fresh: Make all keys anew.
-
-    Raises:
-        InvalidValue: A host is none, there are too few sites or days, or an existing certificate lacks a host.
-        DataError: A file cannot be read or written, or its other half is missing.
+    `server/server.crt` first. Raises `InvalidValue` for a host that is none, too few sites or days, and an existing certificate
+    that lacks a host; `DataError` for a file that cannot be read or written, or whose other half is missing.
     """
     require_at_least("sites", sites, 1)
     require_between("days", days, 1, AUTHORITY_DAYS)
@@ -252,9 +243,11 @@ def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 def _remove(folder: Path) -> None:
     """Remove what `make_keys` makes, and nothing else."""
     shared = ("authority/ca.key", "server/ca.crt", "server/server.crt", "server/server.key", "server/site-*.pub")
-    for pattern in (*shared, "site-*/site.key", "site-*/ca.crt", "site-*/peers.pub"):
-        for path in folder.glob(pattern):
-            remove(path)
-    for emptied in [folder / "authority", folder / "server", *folder.glob("site-*")]:
-        if emptied.is_dir() and not any(emptied.iterdir()):
+    made = [
+        path for kind in (*shared, "site-*/site.key", "site-*/ca.crt", "site-*/peers.pub") for path in folder.glob(kind)
+    ]
+    for path in made:
+        remove(path)
+    for emptied in {path.parent for path in made}:
+        if not any(emptied.iterdir()):
             emptied.rmdir()

@@ -52,7 +52,6 @@ class KnownSites:
         self._ignored: set[int] = set()
         self._claimants: dict[int, int] = {}  # numbers that nodes claim although another node has them
         self._online: set[int] = set()
-        self._strict = False
 
     def wait(self, count: int, seconds: float, strict: bool = True) -> None:
         """Wait until so many sites are there.
@@ -60,11 +59,7 @@ class KnownSites:
         Raises `InvalidValue` when they are not there after `seconds`; or, where `strict`, a node says something that cannot be: a
         number that is taken or does not exist, another version of fedloom, another model.
         """
-        self._strict = strict
-        try:
-            self._until(lambda: len(self.present()) >= count, seconds)
-        finally:
-            self._strict = False
+        self._until(lambda: len(self.present()) >= count, seconds, strict)
         present = self.present()
         if len(present) < count:
             missing = [number for number in range(self.count) if number not in present]
@@ -92,16 +87,16 @@ class KnownSites:
         """Ask this site's node anew, which turned out to be another one's."""
         self.known.pop(number, None)
 
-    def _until(self, settled: Callable[[], bool], seconds: float) -> None:
+    def _until(self, settled: Callable[[], bool], seconds: float, strict: bool = False) -> None:
         end = time.monotonic() + seconds
         while True:
-            self._look()
+            self._look(strict)
             remaining = end - time.monotonic()
             if settled() or remaining <= 0:
                 return
             time.sleep(min(self.mailbox.pause, remaining))
 
-    def _look(self) -> None:
+    def _look(self, strict: bool) -> None:
         """Greet new nodes, and take the answers that are there."""
         self._online = self.mailbox.nodes()
         self._greeted = {message_id: node for message_id, node in self._greeted.items() if node in self._online}
@@ -116,15 +111,15 @@ class KnownSites:
         for reply in self.mailbox.pull(self._greeted):
             message_id = reply.metadata.reply_to_message_id
             if message_id in self._greeted:
-                self._take(self._greeted.pop(message_id), reply)
+                self._take(self._greeted.pop(message_id), reply, strict)
 
-    def _take(self, node: int, reply: Message) -> None:
+    def _take(self, node: int, reply: Message, strict: bool) -> None:
         try:
             self._introduce(self._site(node, words_of(reply)))
         except FedloomError as error:
             if node not in self._claimants:
                 self._ignored.add(node)
-            if self._strict:
+            if strict:
                 raise InvalidValue(str(error)) from None
             _logger.warning("node %d takes no part: %s", node, error)
 
@@ -141,8 +136,8 @@ class KnownSites:
 
     def _introduce(self, site: KnownSite) -> None:
         """Add a site. Raises `RefusedReply` when another node has its number."""
-        for number in [n for n, entry in self.known.items() if entry.node == site.node and n != site.number]:
-            del self.known[number]  # the node was set up anew, with another number
+        # A node that was set up anew may have another number.
+        self.known = {n: entry for n, entry in self.known.items() if entry.node != site.node or n == site.number}
         holder = self.known.get(site.number)
         if holder is not None and holder.node != site.node:
             if holder.node in self._online:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
+from fedloom.algorithms.secure_recombination import Secure
 from fedloom.errors import FedloomError
 from fedloom.round import Round
 from fedloom.rounds.engine import ClientTask, Fault, Reply
-from fedloom.secure import ExchangeAborted, LayerExchange, ProtocolViolation, ServerKey, Terms, run_exchange
+from fedloom.secure import ExchangeAborted, ProtocolViolation, ServerKey, Terms, run_exchange
 from fedloom.secure.layers import from_layers, layer_sizes, to_layers
 from fedloom.secure.wire import Request, unpack
 from fedloom.sites.messages import PARCEL, Words, parcel_of, words_of
@@ -32,9 +33,9 @@ more (`fewest-peers`)."""
 _logger = logging.getLogger("flwr.fedloom")
 
 
-def layer_exchange(algorithm: Algorithm, number: int) -> LayerExchange | None:
+def layer_exchange(algorithm: Algorithm, number: int) -> Secure | None:
     """Return the exchange of layers that clients of `algorithm` make in round `number`, if any."""
-    return next((method for method in algorithm.active(number) if isinstance(method, LayerExchange)), None)
+    return next((method for method in algorithm.active(number) if isinstance(method, Secure)), None)
 
 
 class Courier:
@@ -106,7 +107,7 @@ class SecureRound:
         self,
         messenger: SiteMessenger,
         task: Task,
-        method: LayerExchange,
+        method: Secure,
         round: Round,
         train_at_sites: Callable[[Sequence[ClientTask], bool, bool], Iterator[Reply | Fault]],
         forget: Callable[[int], None],

@@ -20,6 +20,7 @@ from torch import Tensor
 import fedloom
 from fedloom.algorithm import Algorithm, Plan
 from fedloom.algorithms.building import build
+from fedloom.algorithms.secure_recombination import Secure
 from fedloom.data.noise import label_noises
 from fedloom.data.partition import Partition
 from fedloom.engines.rows import RowsEngine
@@ -29,7 +30,7 @@ from fedloom.objectives.custom import build_objective
 from fedloom.randomness import stream_seed
 from fedloom.round import SIMULATED, Round
 from fedloom.rounds.engine import INTEGERS, ClientTask, Fault, TensorSpec
-from fedloom.secure import LayerExchange, from_layers, to_layers
+from fedloom.secure import from_layers, to_layers
 from fedloom.secure.wire import OCCASIONS
 from fedloom.sites.agreement import Deployment, deployment, described, layout_digest, read_configuration
 from fedloom.sites.messages import Refusal, Words, pack, whole_number
@@ -81,7 +82,7 @@ class Site:
 
     def hello(self, words: Words) -> RecordDict:
         """Introduce this site and say how many samples it has."""
-        if any(isinstance(method, LayerExchange) for method in build(self.settings.algorithm).nested()):
+        if any(isinstance(method, Secure) for method in build(self.settings.algorithm).nested()):
             self._require_identity()
         task, index = self._whole_task(words)
         tests = 0 if task.local_test is None else len(task.local_test[index])

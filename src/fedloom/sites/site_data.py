@@ -12,19 +12,11 @@ from fedloom.errors import DataError
 
 
 def own_data(source: str) -> tuple[Samples, Samples | None]:
-    """Read a site's samples.
+    """Return a site's samples for training, and those for testing, None where it sets none aside.
 
-    Args:
-        source: `module:function`, called without arguments, or the path of a folder of npy files or of an npz file with the
-            arrays inputs and labels, and perhaps test_inputs and test_labels. A function returns (inputs, labels), NumPy or
-            torch, or two such pairs, or `Samples`, two of them, or a `Dataset`.
-
-    Returns:
-        The samples for training, and those for testing, None where the site sets none aside.
-
-    Raises:
-        DataError: The source holds no samples, or such as do not fit together.
-        InvalidValue: There is no such function.
+    The source is `module:function`, called without arguments, or the path of a folder of npy files or of an npz file with the
+    arrays inputs and labels, and perhaps test_inputs and test_labels. A function returns (inputs, labels), NumPy or torch, or two
+    such pairs, or `Samples`, two of them, or a `Dataset`. Raises `DataError` for samples that are missing or do not fit together.
     """
     if ":" in source and not Path(source).exists():
         train, *held_out = _called(source)

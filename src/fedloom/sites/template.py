@@ -14,9 +14,9 @@ import tomli_w
 
 from fedloom import __version__
 from fedloom.algorithms.building import build
+from fedloom.algorithms.secure_recombination import Secure
 from fedloom.errors import InvalidValue
 from fedloom.experiment.configuration import Configuration, configuration, put, read_table
-from fedloom.secure import LayerExchange
 
 _LONGEST = 32  # of an app's name, to Flower
 
@@ -93,7 +93,7 @@ def _contents(app: App, configuration_text: str) -> dict[str, str]:
     """Return the text of every file of the app, by its path there."""
     sites, method = app.sites, app.configuration.algorithm
     summary = f"{app.configuration.model} with {method} for {app.configuration.schedule.rounds} rounds"
-    secure = any(isinstance(nested, LayerExchange) for nested in build(str(method)).nested())
+    secure = any(isinstance(nested, Secure) for nested in build(str(method)).nested())
     blanks = {
         "name": app.name,
         "folder": app.folder.name or app.name,
