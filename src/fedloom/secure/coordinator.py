@@ -26,7 +26,6 @@ from fedloom.secure.wire import (
     Answer,
     Introduction,
     Letter,
-    Note,
     Request,
     Terms,
     announced,
@@ -191,19 +190,16 @@ class _Attempt:
         repeat = min((step + 1) // 2, repeats)
         notes = read_notes(letters, self._keys, self.terms, self._session, repeat, kinds)
         if SENT in kinds:
-            self._check_sent(peer, recipients, notes, repeat)
+            counts = announced(notes, [(peer, recipient) for recipient in recipients], self.terms)
+            require_parcels([note for note in notes if note.kind == SENT], counts)
+            total, (low, high) = sum(counts.values()), self.terms.rules.bounds(len(self.terms.sizes))[repeat - 1]
+            if recipients and not low <= total <= high:
+                raise ProtocolViolation("disagrees", peer, f"{total} layers sent, not {low} to {high}")
+            self._counts |= counts
         elif RETURNED in kinds:
             require_parcels(notes, {(peer, sender): self._counts[sender, peer] for sender in recipients})
         elif len(notes) != len(kinds) * len(recipients):
             raise ProtocolViolation("missing", peer, "its confirmation")
-
-    def _check_sent(self, peer: int, recipients: Sequence[int], notes: Sequence[Note], repeat: int) -> None:
-        counts = announced(notes, [(peer, recipient) for recipient in recipients], self.terms)
-        require_parcels([note for note in notes if note.kind == SENT], counts)
-        low, high = self.terms.rules.bounds(len(self.terms.sizes))[repeat - 1]
-        if recipients and not low <= sum(counts.values()) <= high:
-            raise ProtocolViolation("disagrees", peer, f"{sum(counts.values())} layers sent, not {low} to {high}")
-        self._counts |= counts
 
     def _judged(
         self, accusations: Sequence[ProtocolViolation], requests: Mapping[int, Request]

@@ -30,20 +30,18 @@ SIGNATURE = 64
 
 _LENGTH = struct.Struct(">Q")
 
-
-def _suite() -> Suite:
-    return Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305)
+_SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305)
 
 
 def seal(content: bytes, key: bytes, context: bytes) -> bytes:
     """Seal for the owner of the X25519 public key; only the same `context` opens it."""
-    return _suite().encrypt(content, X25519PublicKey.from_public_bytes(key), context)
+    return _SUITE.encrypt(content, X25519PublicKey.from_public_bytes(key), context)
 
 
 def unseal(envelope: bytes, key: X25519PrivateKey, context: bytes) -> bytes | None:
     """Return the content, or None when key, context or envelope are not those of the sealing."""
     try:
-        return _suite().decrypt(envelope, key, context)
+        return _SUITE.decrypt(envelope, key, context)
     except (InvalidTag, ValueError):
         return None
 

@@ -35,10 +35,7 @@ def from_layers(layers: Sequence[bytes], units: Sequence[Unit], like: Tensor) ->
     for number, (layer, unit, size) in enumerate(zip(layers, units, layer_sizes(units, like), strict=True)):
         if len(layer) != size:
             raise InvalidValue(f"layer {number} has {len(layer)} bytes, not {size}")
-        numbers = torch.frombuffer(bytearray(layer), dtype=row.dtype)
-        start = 0
-        for span in unit:
-            length = span.stop - span.start
-            row[span] = numbers[start : start + length]
-            start += length
+        numbers = torch.frombuffer(bytearray(layer), dtype=row.dtype).split([span.stop - span.start for span in unit])
+        for span, values in zip(unit, numbers, strict=True):
+            row[span] = values
     return row.to(like.device)

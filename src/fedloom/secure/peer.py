@@ -332,19 +332,16 @@ class Peer:
         """Return the layers in these parcels, which must be as many from each peer as are due, and no index twice from one."""
         require_parcels(notes, due)
         came: dict[tuple[int, int], bytes] = {}
+        sizes = self.terms.held_sizes()
         for note in notes:
-            index, item = self._layer(note)
+            padded = unseal(note.payload, self.opening, note.header())
+            content = None if padded is None else unpad(padded)
+            if content is None:
+                raise ProtocolViolation("spoilt", note.sender, "a parcel that cannot be opened")
+            index, item = int.from_bytes(content[:INDEX]), content[INDEX:]
+            if index >= len(sizes) or len(item) != sizes[index]:
+                raise ProtocolViolation("spoilt", note.sender, "a layer of another size")
             if (note.sender, index) in came:
                 raise ProtocolViolation("spoilt", note.sender, "a layer came twice")
             came[note.sender, index] = item
         return [Sent(peer, index, item) for (peer, index), item in came.items()]
-
-    def _layer(self, note: Note) -> tuple[int, bytes]:
-        padded = unseal(note.payload, self.opening, note.header())
-        content = None if padded is None else unpad(padded)
-        if content is None:
-            raise ProtocolViolation("spoilt", note.sender, "a parcel that cannot be opened")
-        index, item, sizes = int.from_bytes(content[:INDEX]), content[INDEX:], self.terms.held_sizes()
-        if index >= len(sizes) or len(item) != sizes[index]:
-            raise ProtocolViolation("spoilt", note.sender, "a layer of another size")
-        return index, item

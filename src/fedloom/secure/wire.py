@@ -307,8 +307,4 @@ def _encoded(letters: Iterable[Letter]) -> list[bytes]:
 def _letters(fields: Sequence[bytes], culprit: int) -> tuple[Letter, ...]:
     if any(len(field) < _ENDS.size for field in fields):
         raise ProtocolViolation("damaged", culprit, "a list of letters")
-    letters = []
-    for field in fields:
-        sender, recipient = _ENDS.unpack_from(field)
-        letters.append(Letter(sender, recipient, field[_ENDS.size :]))
-    return tuple(letters)
+    return tuple(Letter(*_ENDS.unpack_from(field), field[_ENDS.size :]) for field in fields)

@@ -92,12 +92,12 @@ class FlowerEngine(RemoteClients):
         figures = {name for method in algorithm.nested() for name in method.client_figures}
 
         def words(client_task: ClientTask) -> Words:
-            needed, uploads = (
-                {int(saved[client_task.client]) for saved in self._saved} - {0},
-                client_task.slot is not None,
-            )
-            expects = {"expected": shapes if uploads else None, "exchanged": exchanged and uploads}
-            return {"memory": self._version(client_task.client), "keep": sorted(needed), **expects}
+            client, uploads = client_task.client, client_task.slot is not None
+            memory = {
+                "memory": self._version(client),
+                "keep": sorted({int(saved[client]) for saved in self._saved} - {0}),
+            }
+            return memory | {"expected": shapes if uploads else None, "exchanged": exchanged and uploads}
 
         for client_task, answer in self.messenger.answers("train", round, client_tasks, words):
             if isinstance(answer, NoAnswer):

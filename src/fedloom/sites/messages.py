@@ -36,13 +36,7 @@ FOREVER = float("inf")
 
 Kind = Literal["hello", "exchange", "train", "evaluate", "end"]
 
-_KINDS = {
-    "hello": MessageType.QUERY,
-    "exchange": f"{MessageType.QUERY}.exchange",
-    "train": MessageType.TRAIN,
-    "evaluate": MessageType.EVALUATE,
-    "end": f"{MessageType.QUERY}.end",
-}
+_KINDS = {"train": MessageType.TRAIN, "evaluate": MessageType.EVALUATE, "hello": MessageType.QUERY}
 
 Words = dict[str, Any]
 """Plain values."""
@@ -95,7 +89,9 @@ def words_of(message: Message, *records: str) -> Words:
         raise RefusedReply(
             f"the message follows protocol {record.get('protocol')!r:.40}, not {PROTOCOL}: versions differ"
         )
-    _require_entries(RECORD, record, ("protocol", "words"))
+    foreign = sorted(set(record) - {"protocol", "words"})
+    if foreign:
+        raise RefusedReply(f"the message's record {RECORD!r} holds {foreign[0]!r:.80}, which nobody asked for")
     text = record.get("words")
     if not isinstance(text, str) or len(text) > _LONGEST_WORDS:
         raise RefusedReply("the message has no words, or far too many")
@@ -108,12 +104,6 @@ def words_of(message: Message, *records: str) -> Words:
     if "refused" in words:
         raise Refusal(words)
     return words
-
-
-def _require_entries(name: str, record: ConfigRecord, entries: Collection[str]) -> None:
-    for entry in record:
-        if entry not in entries:
-            raise RefusedReply(f"the message's record {name!r} holds {entry!r:.80}, which nobody asked for")
 
 
 def encoded(tensor: Tensor) -> Array:
@@ -129,7 +119,7 @@ def tensors_of(message: Message, expected: Mapping[str, TensorSpec] | None = Non
     if expected is not None and arrays.keys() != expected.keys():
         names = one_line(str(sorted(arrays)[:8]), 200)
         raise RefusedReply(f"tensors {names} where {sorted(expected)} are expected")
-    return {name: decoded(name, array, expected and expected[name]) for name, array in arrays.items()}
+    return {name: decoded(name, array, (expected or {}).get(name)) for name, array in arrays.items()}
 
 
 def decoded(name: str, array: Array, expected: TensorSpec | None = None) -> Tensor:
@@ -177,15 +167,11 @@ def figures_of(message: Message, declared: Collection[str]) -> dict[str, float]:
 
 
 def parcel_of(message: Message) -> bytes:
-    """Return the parcel that a message carries for somebody else, empty where it has none. Raises `RefusedReply` for a broken
-    one."""
-    record = message.content.get(PARCEL)
-    if record is None:
-        return b""
-    content = record.get("bytes") if isinstance(record, ConfigRecord) else None
-    if not isinstance(content, bytes) or not isinstance(record, ConfigRecord):
+    """Return the parcel that a message carries for somebody else, perhaps empty. Raises `RefusedReply` for a broken one."""
+    record = message.content.get(PARCEL, ConfigRecord({"bytes": b""}))
+    content = record.get("bytes") if isinstance(record, ConfigRecord) and set(record) == {"bytes"} else None
+    if not isinstance(content, bytes):
         raise RefusedReply("the message's parcel is none")
-    _require_entries(PARCEL, record, ("bytes",))
     return content
 
 
@@ -210,7 +196,7 @@ class Mailbox:
     def send(self, node: int, kind: Kind, content: RecordDict, group: str = "", seconds: float = FOREVER) -> str | None:
         """Send a message that is void after `seconds`. Returns its id, None where Flower could not take it."""
         ttl = None if seconds == FOREVER else seconds
-        message = Message(content, node, _KINDS[kind], group_id=group, ttl=ttl)
+        message = Message(content, node, _KINDS.get(kind, f"{MessageType.QUERY}.{kind}"), group_id=group, ttl=ttl)
         # One at a time: the contents of many messages are not in memory at once, and each id is that of its own message.
         ids = list(self.grid.push_messages([message]))
         return ids[0] if ids else None

@@ -121,7 +121,8 @@ class SecureRound:
         uploading = [client_task for client_task in client_tasks if client_task.slot is not None]
         idle = [client_task for client_task in client_tasks if client_task.slot is None]
         sent = {task.client: task.inbox["model"][0] for task in uploading}
-        exchanged = self.method.exchanges("before_train") and _several_models(uploading)
+        several = len({task.inbox["model"].data_ptr() for task in uploading}) > 1  # else there is nothing to exchange
+        exchanged = several and self.method.exchanges("before_train")
         if exchanged:
             _, _, terms, faults = self._exchange("before_train", uploading)
             yield from faults
@@ -210,8 +211,3 @@ class SecureRound:
 
     def _number(self, client_task: ClientTask) -> int:
         return self.messenger.numbers[client_task.client]
-
-
-def _several_models(client_tasks: Sequence[ClientTask]) -> bool:
-    """Return True if clients are sent different models."""
-    return len({client_task.inbox["model"].data_ptr() for client_task in client_tasks}) > 1
