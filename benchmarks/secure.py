@@ -117,7 +117,7 @@ def mixing(peers: int, units: int, rules: Rules, exchanges: int = 300) -> dict[s
     high = "default" if rules.high is None else str(rules.high)
     return {
         "repeats": rules.repeats, "low": rules.low, "high": high, "stayed": statistics.fmean(stayed),
-        "chance": 1 / peers, "models_sent_per_peer": rules.expected_share(units),
+        "chance": 1 / peers, "models_sent_per_peer": sum(map(sum, rules.bounds(units))) / units,
     }  # fmt: skip
 
 

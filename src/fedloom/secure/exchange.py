@@ -68,11 +68,6 @@ class Rules:
             return [(self.low, self.high)] * self.repeats
         return [(self.low, max(self.low, math.ceil(units / 4)))] + [(self.low, units)] * (self.repeats - 1)
 
-    def expected_share(self, units: int) -> float:
-        """Return the expected traffic of an exchange per peer, in sizes of one model: the sum of (n_l + n_u) / U over the repeats
-        (equation 27, which is for one)."""
-        return sum(low + high for low, high in self.bounds(units)) / units
-
 
 def secret_choices(peer: int, purpose: str) -> Draw:
     """Draw from the operating system, for real sites: nobody can repeat it and no seed gives it away."""

@@ -49,8 +49,7 @@ class KnownSites:
         self.registered: dict[int, int] = {}
         self._greeting, self._agreed = greeting, agreed
         self._greeted: dict[str, int] = {}  # nodes that have not answered yet, by the message's id
-        self._ignored: set[int] = set()
-        self._claimants: dict[int, int] = {}  # numbers that nodes claim although another node has them
+        self._ignored: dict[int, int | None] = {}  # nodes, with the number that they claim if another node has it
         self._online: set[int] = set()
 
     def wait(self, count: int, seconds: float, strict: bool = True) -> None:
@@ -100,10 +99,9 @@ class KnownSites:
         """Greet new nodes, and take the answers that are there."""
         self._online = self.mailbox.nodes()
         self._greeted = {message_id: node for message_id, node in self._greeted.items() if node in self._online}
-        self._ignored &= self._online
-        present = self.present()
-        self._claimants = {node: number for node, number in self._claimants.items() if number in present}
-        settled = {site.node for site in self.known.values()} | self._ignored | self._claimants.keys()
+        waiting = self.present() | {None}
+        self._ignored = {n: number for n, number in self._ignored.items() if n in self._online and number in waiting}
+        settled = {site.node for site in self.known.values()} | self._ignored.keys()
         for node in sorted(self._online - settled - set(self._greeted.values())):
             message_id = self.mailbox.send(node, "hello", pack(self._greeting))
             if message_id is not None:
@@ -117,8 +115,7 @@ class KnownSites:
         try:
             self._introduce(self._site(node, words_of(reply)))
         except FedloomError as error:
-            if node not in self._claimants:
-                self._ignored.add(node)
+            self._ignored.setdefault(node, None)
             if strict:
                 raise InvalidValue(str(error)) from None
             _logger.warning("node %d takes no part: %s", node, error)
@@ -141,7 +138,7 @@ class KnownSites:
         holder = self.known.get(site.number)
         if holder is not None and holder.node != site.node:
             if holder.node in self._online:
-                self._claimants[site.node] = site.number
+                self._ignored[site.node] = site.number
                 raise RefusedReply(
                     f"two sites have partition-id {site.number} (nodes {holder.node} and {site.node}): give each its own"
                 )

@@ -20,12 +20,7 @@ from typing import Annotated, Any, Literal, TypedDict
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    PublicFormat,
-    load_ssh_private_key,
-    load_ssh_public_key,
-)
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 from pydantic import Field
 
 from fedloom.config.fields import NonNegative, NonNegativeInt, checked
@@ -79,15 +74,13 @@ class NodeConfig:
     def read(cls, table: Mapping[str, Any]) -> NodeConfig:
         """Check a node configuration. Raises `InvalidValue`, or `DataError` for unreadable files, in one line."""
         values = checked(_Table, {k: table[k] for k in _Table.__annotations__ if k in table}, "node configuration: ")
-        number = values.get("partition-id")
-        if number is None:
+        if (number := values.get("partition-id")) is None:
             raise InvalidValue("node configuration: partition-id is missing, the site's number")
         memory = Path(values["memory"]).expanduser() if values.get("memory") else default_folder()
         identity = _identity(values.get("identity"), values.get("peers"), number)
         rehearsed, fewest = values.get("choices") == "rehearsed", values.get("fewest-peers", FEWEST_PEERS)
-        return cls(
-            number, values.get("num-partitions"), values.get("data") or None, memory, identity, rehearsed, fewest
-        )
+        data, sites = values.get("data") or None, values.get("num-partitions")
+        return cls(number, sites, data, memory, identity, rehearsed, fewest)
 
     def folder(self, federation: object) -> Path:
         """Return the site's folder for one federation. Raises `RefusedReply` for a name that could lead elsewhere."""
@@ -98,8 +91,7 @@ class NodeConfig:
 
 def default_folder() -> Path:
     """Return `fedloom` under FLWR_HOME, or under ~/.flwr where that is not set."""
-    home = os.environ.get("FLWR_HOME")
-    return (Path(home) if home else Path.home() / ".flwr") / "fedloom"
+    return Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "fedloom"
 
 
 def _identity(private: str | None, peers: str | None, number: int) -> Identity | None:
@@ -111,7 +103,7 @@ def _identity(private: str | None, peers: str | None, number: int) -> Identity |
     key, public_keys = read_private(Path(private).expanduser()), read_peers(Path(peers).expanduser())
     if number not in public_keys:
         raise InvalidValue(f"{peers} lists no site-{number}, which is this site (partition-id)")
-    if _bytes(public_keys[number]) != _bytes(key.public_key()):
+    if public_keys[number] != key.public_key():
         raise InvalidValue(f"{private} is not the key that {peers} lists for site-{number}, this site")
     return Identity(key, public_keys)
 
@@ -143,7 +135,7 @@ def read_peers(path: Path) -> dict[int, PublicIdentity]:
         site = int(match[2])
         if site in public_keys:
             raise InvalidValue(f"{path}: line {number} lists site-{site} again")
-        if _bytes(key) in map(_bytes, public_keys.values()):
+        if key in public_keys.values():
             raise InvalidValue(f"{path}: line {number} gives site-{site} the key of another site")
         public_keys[site] = key
     if not public_keys:
@@ -166,7 +158,3 @@ def read_content(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or error})") from None
-
-
-def _bytes(key: PublicIdentity) -> bytes:
-    return key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
