@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Mapping
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -121,6 +122,17 @@ def mixing(peers: int, units: int, rules: Rules, exchanges: int = 300) -> dict[s
     }  # fmt: skip
 
 
+class CountingTransport(InMemoryTransport):
+    """Counts the bytes that peers hand in."""
+
+    carried = 0
+
+    def carry(self, requests: Mapping[int, bytes]) -> Mapping[int, bytes]:
+        answers = super().carry(requests)
+        self.carried += sum(map(len, answers.values()))
+        return answers
+
+
 def exchange_seconds(name: str, layout: Layout, row: Tensor, when: str, count: int) -> dict[str, object]:
     """The whole exchange of the library, all peers' work one after another in this process."""
     units = layout.units("layer")
@@ -135,14 +147,15 @@ def exchange_seconds(name: str, layout: Layout, row: Tensor, when: str, count: i
         sizes = tuple(layer_sizes(units, row))
         terms = Terms("benchmark", number, when, 0, tuple(peers), key.public, rules, sizes)
         began = time.perf_counter()
-        outcome = run_exchange(InMemoryTransport(peers), terms)
+        transport = CountingTransport(peers)
+        outcome = run_exchange(transport, terms)
         if when == "before_upload":
             key.open_models({k: peer.upload() for k, peer in peers.items()}, outcome.terms)
         seconds.append(time.perf_counter() - began)
     megabytes = sum(layer_sizes(units, row)) / 1e6
     taken = statistics.median(seconds)
     return {
-        "model": name, "when": when, "peers": count, "model_MB": megabytes, "carried_MB": outcome.letter_bytes / 1e6,
+        "model": name, "when": when, "peers": count, "model_MB": megabytes, "carried_MB": transport.carried / 1e6,
         "seconds": taken, "seconds_per_peer": taken / count,
     }  # fmt: skip
 

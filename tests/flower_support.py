@@ -29,9 +29,8 @@ from fedloom.sites import messages
 from fedloom.sites.agreement import Deployment, deployment, description, layout_digest
 from fedloom.sites.client_app import app
 from fedloom.sites.flower_engine import FlowerEngine
-from fedloom.sites.known_sites import KnownSites
+from fedloom.sites.known_sites import KnownSites, SiteMessenger
 from fedloom.sites.messages import ARRAYS, FIGURES, PARCEL, PROTOCOL, RECORD, Mailbox, Words
-from fedloom.sites.site_messenger import SiteMessenger
 
 
 class NormNet(nn.Module):

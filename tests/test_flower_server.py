@@ -33,8 +33,7 @@ from fedloom.sites import server_app
 from fedloom.sites.agreement import deployment, description
 from fedloom.sites.messages import Mailbox
 from fedloom.sites.node_config import default_folder
-from fedloom.sites.site import Site
-from fedloom.sites.site_data import own_data
+from fedloom.sites.site import Site, own_data
 from fedloom.state.tensors import read_tensors
 from fedloom.task import Task, make_dataset, make_task
 from flower_support import CLIENTS, RUN, LocalGrid, NormNet, nodes, run_config, schedule, site

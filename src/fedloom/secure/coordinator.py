@@ -87,12 +87,10 @@ class ServerKey:
 
 @dataclass
 class Exchanged:
-    """An exchange that happened: its last terms (whose peers have committed), the faults that earlier attempts met, and the
-    bytes of all letters carried."""
+    """An exchange that happened: its last terms, whose peers have committed, and the faults that earlier attempts met."""
 
     terms: Terms
     faults: list[ProtocolViolation] = field(default_factory=list)
-    letter_bytes: int = 0
 
 
 def run_exchange(transport: Transport, terms: Terms, *, fewest: int = 2) -> Exchanged:
@@ -106,9 +104,7 @@ def run_exchange(transport: Transport, terms: Terms, *, fewest: int = 2) -> Exch
     believed: set[int] = set()
     while len(outcome.terms.peers) >= fewest:  # every attempt but the last loses a peer
         peers = outcome.terms.peers
-        attempt = _Attempt(outcome.terms, believed)
-        faults = attempt.run(transport)
-        outcome.letter_bytes += attempt.letter_bytes
+        faults = _Attempt(outcome.terms, believed).run(transport)
         if not faults:
             return outcome
         gone = {fault.peer for fault in faults}
@@ -125,7 +121,6 @@ class _Attempt:
 
     def __init__(self, terms: Terms, believed: set[int]) -> None:
         self.terms, self.believed = terms, believed
-        self.letter_bytes = 0
         self._introductions: dict[int, bytes] = {}
         self._keys: dict[int, Ed25519PublicKey] = {}
         self._session = b""
@@ -144,7 +139,6 @@ class _Attempt:
                 try:
                     for letter in self._letters(step, peer, answers.get(peer)):
                         inboxes[letter.recipient].append(letter)
-                        self.letter_bytes += len(letter.body)
                 except ProtocolViolation as fault:
                     (faults if fault.witness is None else accusations).append(fault)
             faults += self._judged(accusations, requests)

@@ -307,4 +307,4 @@ def _encoded(letters: Iterable[Letter]) -> list[bytes]:
 def _letters(fields: Sequence[bytes], culprit: int) -> tuple[Letter, ...]:
     if any(len(field) < _ENDS.size for field in fields):
         raise ProtocolViolation("damaged", culprit, "a list of letters")
-    return tuple(Letter(*_ENDS.unpack_from(field), field[_ENDS.size :]) for field in fields)
+    return tuple(Letter._make((*_ENDS.unpack_from(field), field[_ENDS.size :])) for field in fields)

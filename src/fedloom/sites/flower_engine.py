@@ -29,10 +29,9 @@ from fedloom.objectives.metrics import counted_shapes
 from fedloom.round import Round
 from fedloom.rounds.engine import ClientTask, Fault, RemoteClients, Reply, TensorSpec, expectations
 from fedloom.rounds.scoring import Tally
-from fedloom.sites.known_sites import MOST_SAMPLES
+from fedloom.sites.known_sites import MOST_SAMPLES, NoAnswer, SiteMessenger
 from fedloom.sites.messages import ARRAYS, FIGURES, Refusal, Words, figures_of, tensors_of, whole_number, words_of
 from fedloom.sites.secure_round import SecureRound, layer_exchange
-from fedloom.sites.site_messenger import NoAnswer, SiteMessenger
 from fedloom.task import Task
 
 _logger = logging.getLogger("flwr.fedloom")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ from fedloom.rounds.engine import ClientTask, Fault, Reply
 from fedloom.secure import ExchangeAborted, ProtocolViolation, ServerKey, Terms, run_exchange
 from fedloom.secure.layers import from_layers, layer_sizes, to_layers
 from fedloom.secure.wire import Request, unpack
+from fedloom.sites.known_sites import NoAnswer, SiteMessenger
 from fedloom.sites.messages import PARCEL, Words, parcel_of, words_of
-from fedloom.sites.site_messenger import NoAnswer, SiteMessenger
 from fedloom.task import Task
 
 FEWEST = 2
@@ -99,21 +99,17 @@ def _brings_model(parcel: bytes) -> bool:
     return terms is not None and (terms.when, terms.attempt) == ("before_train", 0)
 
 
+@dataclass(frozen=True)
 class SecureRound:
     """One round in which sites exchange layers, as `method` has them do. `train_at_sites` lets them train, where the models are
     exchanged before or withheld; `forget` is told of clients whose work of this round is not taken."""
 
-    def __init__(
-        self,
-        messenger: SiteMessenger,
-        task: Task,
-        method: Secure,
-        round: Round,
-        train_at_sites: Callable[[Sequence[ClientTask], bool, bool], Iterator[Reply | Fault]],
-        forget: Callable[[int], None],
-    ) -> None:
-        self.messenger, self.task, self.method, self.round = messenger, task, method, round
-        self.train_at_sites, self.forget = train_at_sites, forget
+    messenger: SiteMessenger
+    task: Task
+    method: Secure
+    round: Round
+    train_at_sites: Callable[[Sequence[ClientTask], bool, bool], Iterator[Reply | Fault]]
+    forget: Callable[[int], None]
 
     def train(self, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
         """Exchange, train, exchange again; yield what the sites then upload. A site that is lost in an exchange sits out the

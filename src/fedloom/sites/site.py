@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,14 @@ import fedloom
 from fedloom.algorithm import Algorithm, Plan
 from fedloom.algorithms.building import build
 from fedloom.algorithms.secure_recombination import Secure
+from fedloom.data.dataset import Dataset, Samples
+from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.noise import label_noises
 from fedloom.data.partition import Partition
+from fedloom.data.sets.own import call_source, own_samples, split_arrays, triple
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.work import step_threads, using_threads
-from fedloom.errors import DamagedCheckpoint, InvalidValue, RefusedReply
+from fedloom.errors import DamagedCheckpoint, DataError, InvalidValue, RefusedReply
 from fedloom.objectives.custom import build_objective
 from fedloom.randomness import stream_seed
 from fedloom.round import SIMULATED, Round
@@ -36,7 +40,6 @@ from fedloom.sites.agreement import Deployment, deployment, described, layout_di
 from fedloom.sites.messages import Refusal, Words, pack, whole_number
 from fedloom.sites.node_config import Identity, NodeConfig
 from fedloom.sites.secure_round import layer_exchange
-from fedloom.sites.site_data import own_data
 from fedloom.sites.site_peer import SitePeer
 from fedloom.state.client_files import ClientFiles
 from fedloom.task import Task, make_task, mislabelled
@@ -244,6 +247,37 @@ class Site:
         if noise is not None:
             task = mislabelled(task, noise, stream_seed(settings.seed, "label noise", client=self.number))
         return task, 0
+
+
+def own_data(source: str) -> tuple[Samples, Samples | None]:
+    """Return a site's samples for training, and those for testing, None where it sets none aside.
+
+    The source is `module:function`, called without arguments, or the path of a folder of npy files or of an npz file with the
+    arrays inputs and labels, and perhaps test_inputs and test_labels. A function returns (inputs, labels), NumPy or torch, or two
+    such pairs, or `Samples`, two of them, or a `Dataset`. Raises `DataError` for samples that are missing or do not fit together.
+    """
+    if ":" in source and not Path(source).exists():
+        train, *held_out = _called(source)
+    else:
+        arrays = [(inputs, labels, None) for inputs, labels, _ in split_arrays(read_arrays(Path(source)), source)]
+        train, *held_out = own_samples(arrays, "channels_first", source)
+    if not len(train):
+        raise DataError(f"{source}: no samples to train on")
+    test = held_out[0] if held_out and len(held_out[0]) else None
+    if test is not None and (test.inputs.shape[1:], test.inputs.dtype) != (train.inputs.shape[1:], train.inputs.dtype):
+        raise DataError(f"{source}: samples for testing look different from those for training")
+    return train, test
+
+
+def _called(source: str) -> list[Samples]:
+    data = call_source(source)
+    if isinstance(data, Dataset):
+        return [data.train, data.test]
+    is_pair = isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], (tuple, Samples))
+    splits = list(data) if is_pair else [data]
+    if all(isinstance(samples, Samples) for samples in splits):
+        return [replace(samples, groups=None) for samples in splits]
+    return own_samples([triple(samples, source) for samples in splits], "channels_first", source)
 
 
 def one_client_task(task: Task, index: int, client: int, clients: int) -> SiteTask:
