@@ -150,8 +150,7 @@ class _Attempt:
         return []
 
     def _letters(self, step: int, peer: int, answer: bytes | None) -> tuple[Letter, ...]:
-        """Return the letters with which a peer answers a step. Raises `ProtocolViolation` when they are wrong, or accuse another
-        peer."""
+        """Return a peer's letters in answer to a step. Raises `ProtocolViolation` when they are wrong, or accuse a peer."""
         if answer is None:
             raise ProtocolViolation("left", peer)
         read = Answer.decode(answer, peer)
@@ -209,10 +208,11 @@ class _Attempt:
         for fault in accusations:
             witness = fault.witness
             assert witness is not None  # the reader of its answer has named it
-            parcels = [e for e in requests[witness].letters if len(e.body) == self.terms.parcel_size()]
+            received, size = requests[witness].letters, self.terms.parcel_size()
+            senders = {letter.sender for letter in received if len(letter.body) == size}
             if fault.kind == "impostor" and 2 * votes[fault.peer] > len(self.terms.peers) - 1:
                 violations.append(fault)
-            elif fault.kind == "spoilt" and fault.peer in {parcel.sender for parcel in parcels}:
+            elif fault.kind == "spoilt" and fault.peer in senders:
                 violations.append(fault)
                 if witness in self.believed:
                     violations.append(ProtocolViolation("unproved", witness, "for the second time"))

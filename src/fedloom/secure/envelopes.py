@@ -47,8 +47,7 @@ def unseal(envelope: bytes, key: X25519PrivateKey, context: bytes) -> bytes | No
 
 
 def can_seal(key: bytes) -> bool:
-    """Return True for an X25519 public key for which something can be sealed: not one of the few points of low order, with which
-    every shared secret is zero."""
+    """Return True unless this X25519 public key is a point of low order, with which every shared secret is zero."""
     try:
         X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(key))
     except ValueError:

@@ -27,8 +27,7 @@ def to_layers(row: Tensor, units: Sequence[Unit]) -> list[bytes]:
 
 
 def from_layers(layers: Sequence[bytes], units: Sequence[Unit], like: Tensor) -> Tensor:
-    """Return the row of these layers, of the type, device and length of `like [P]`, whose numbers stay outside all units. Raises
-    `InvalidValue` for a layer of another size."""
+    """Return `like [P]` with these layers in its units. Raises `InvalidValue` for a layer of another size."""
     import torch
 
     row = like.detach().cpu().clone()

@@ -91,8 +91,7 @@ class Peer:
         return self.holding.items if self.committed else self.offered
 
     def offer(self, layers: Sequence[bytes]) -> None:
-        """Hand over the model with which to enter the next exchange, and forget the previous one. Raises `InvalidValue` when the
-        rules ask for more layers than it has."""
+        """Hand over a model for the next exchange. Raises `InvalidValue` when the rules ask for more layers than it has."""
         if not layers or not all(layers):
             raise InvalidValue("a model needs at least one layer, and a layer at least one byte")
         self.rules.bounds(len(layers))

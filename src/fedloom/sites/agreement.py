@@ -127,18 +127,15 @@ def described(words: Any, train: Samples, source: str, objective: Objective | No
     """
     try:
         shape, classes = tuple(int(size) for size in words["shape"]), int(words["classes"])
-        scale = [None if words[key] is None else tuple(map(float, words[key])) for key in ("mean", "std")]
+        mean, std = (None if words[key] is None else tuple(map(float, words[key])) for key in ("mean", "std"))
         vocabulary = None if words["vocabulary"] is None else int(words["vocabulary"])
         names = None if words["class_names"] is None else tuple(map(str, words["class_names"]))
-        kind, named = str(words["type"]), words["objective"]
+        name, kind, objective_name = str(words["name"]), str(words["type"]), str(words["objective"])
     except (KeyError, TypeError, ValueError):
         raise RefusedReply("the server does not say what the data look like") from None
-    try:
-        if objective is None:  # by its name alone: a server may not have sites import modules
-            objective = objectives.build(str(named))
-        dataset = Dataset(
-            str(words["name"]), train, train[:0], classes, scale[0], scale[1], vocabulary, names, objective
-        )
+    try:  # the objective by its name alone: a server may not have sites import modules
+        objective = objectives.build(objective_name) if objective is None else objective
+        dataset = Dataset(name, train, train[:0], classes, mean, std, vocabulary, names, objective)
     except InvalidValue as error:
         raise InvalidValue(f"{source}: {error}") from None
     if tuple(train.inputs.shape[1:]) != shape or _type(train.inputs) != kind:

@@ -44,8 +44,7 @@ def require_supported(algorithm: Algorithm) -> None:
 
 
 class FlowerEngine(RemoteClients):
-    """Lets the sites behind `messenger` train. `largest_share` bounds a site's part in a round's mean, where sites say themselves
-    how many samples they have."""
+    """Lets the sites behind `messenger` train. None counts for more than `largest_share` of a round's mean."""
 
     in_process: bool | None = None
 

@@ -119,8 +119,7 @@ def read_private(path: Path) -> PrivateIdentity:
 
 
 def read_peers(path: Path) -> dict[int, PublicIdentity]:
-    """Read a list of public keys, by the number of the site. Raises `InvalidValue` naming the line that is no key, or the site
-    that is listed twice or has another's key."""
+    """Read a list of public keys, by the number of the site. Raises `InvalidValue` naming the line that does not fit."""
     public_keys: dict[int, PublicIdentity] = {}
     for number, line in enumerate(read_content(path).splitlines(), start=1):
         if not line.strip() or line.startswith(b"#"):

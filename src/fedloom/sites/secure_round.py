@@ -112,8 +112,7 @@ class SecureRound:
     forget: Callable[[int], None]
 
     def train(self, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
-        """Exchange, train, exchange again; yield what the sites then upload. A site that is lost in an exchange sits out the
-        round."""
+        """Exchange, train, exchange again; yield what sites then upload. One that an exchange loses sits out the round."""
         uploading = [client_task for client_task in client_tasks if client_task.slot is not None]
         idle = [client_task for client_task in client_tasks if client_task.slot is None]
         sent = {task.client: task.inbox["model"][0] for task in uploading}

@@ -86,8 +86,7 @@ class Opening:
 
     @classmethod
     def of(cls, sites: Mapping[int, KnownSite], count: int, largest_share: float) -> Opening:
-        """Open a new federation of `count` sites, of which these are there. Nobody but the sites can count samples of their own,
-        so that their claims are bounded."""
+        """Open a new federation of `count` sites, of which these are there; claims that nobody can check are bounded."""
         have_data = any(site.has_own_data for site in sites.values())
         claims = [{number: getattr(site, kind) for number, site in sites.items()} for kind in ("samples", "tests")]
         credited = (_credited(numbers, largest_share if have_data else 1.0) for numbers in claims)

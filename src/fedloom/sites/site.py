@@ -63,8 +63,7 @@ class SiteTask(Task):
 
 
 class Site:
-    """The site that `config` describes, in a federation with these `settings`. It has data of its own, or else takes its share of
-    the configuration's."""
+    """The site that `config` describes, in a federation with these `settings`."""
 
     def __init__(self, settings: Deployment, config: NodeConfig) -> None:
         self.settings, self.config, self.number = settings, config, config.number
@@ -88,8 +87,8 @@ class Site:
         if any(isinstance(method, Secure) for method in build(self.settings.algorithm).nested()):
             self._require_identity()
         task, index = self._whole_task(words)
-        tests = 0 if task.local_test is None else len(task.local_test[index])
-        sizes = {"samples": len(task.partition[index]), "tests": tests, "own": self.config.data is not None}
+        tests = [] if task.local_test is None else task.local_test[index]
+        sizes = {"samples": len(task.partition[index]), "tests": len(tests), "own": self.config.data is not None}
         return pack({"site": self.number, **sizes, "fedloom": fedloom.__version__, "layout": layout_digest(task)})
 
     def train(self, words: Words, inbox: Mapping[str, Tensor]) -> RecordDict:
@@ -210,9 +209,9 @@ class Site:
     def _method(self, task: Task, round: Round) -> Algorithm:
         """Return the client half of the method. Its server half's state is not needed here and given up."""
         method = build(self.settings.algorithm)
-        plan = Plan(
+        plan = Plan(  # a site does not know the others' sizes, for which only the server half asks
             task.layout, task.initial, round.clients, round.participants, round.rounds, round.seed,
-            task.dataset.classes, _one_each, task.model, remote=True, poisson=round.poisson, training=task.training,
+            task.dataset.classes, torch.ones_like, task.model, remote=True, poisson=round.poisson, training=task.training,
         )  # fmt: skip
         method.setup(plan)
         for nested in method.nested():
@@ -297,11 +296,6 @@ def _simulated(text: str) -> Task:
     """Return the task of a configuration; cached for sites that share a process, as in tests."""
     settings = read_configuration(text)
     return settings.task(settings.seed)
-
-
-def _one_each(clients: Tensor) -> Tensor:
-    """Stand for the sizes of clients: a site does not know those of the others, and only the server half of a method asks."""
-    return torch.ones_like(clients)
 
 
 def _shapes(value: Any) -> dict[str, TensorSpec] | None:

@@ -33,8 +33,7 @@ class SitePeer:
     def begin(
         self, request: bytes, run: str, when: str, round: int, seed: int, rules: Rules, layers: Sequence[bytes]
     ) -> bytes:
-        """Enter the exchange `run` with these layers, and answer its first request. Raises `RefusedReply` when that is of
-        another."""
+        """Enter the exchange `run` with these layers. Raises `RefusedReply` unless the request is its first."""
         terms = _terms(request)
         if terms is None or (terms.run, terms.when, terms.round) != (run, when, round):
             raise RefusedReply("the terms are not those of this exchange")
@@ -51,8 +50,7 @@ class SitePeer:
         return self._handled(peer, seed, request)
 
     def exchanged(self, round: int) -> tuple[list[bytes], list[bytes]]:
-        """Return the layers that the site holds after the exchange before training, and those that it had been sent. Raises
-        `RefusedReply` unless that exchange came to its end."""
+        """Return the layers after the exchange before training, and those sent. Raises `RefusedReply` unless it has ended."""
         peer, _ = self._kept()
         if not peer.committed or (peer.terms.when, peer.terms.round) != ("before_train", round):
             raise RefusedReply("the exchange before_train did not come to its end here")

@@ -128,12 +128,9 @@ def _superexec() -> int | None:
 
 
 def _folder(context: Context, superexec: int) -> Path:
-    """Return the worker's folder: one for each run at a SuperNode, and another after the SuperNode was started again.
-
-    Its name is short, since a socket's path may take about 100 characters.
-    """
+    """Return the worker's folder: one for each run at a SuperNode, and another after the SuperNode was started again."""
     name = digest(f"{context.run_id} {context.node_id} {superexec}")
-    return Path(tempfile.gettempdir()) / f"fedloom-{name[:16]}"
+    return Path(tempfile.gettempdir()) / f"fedloom-{name[:16]}"  # a socket's path may take about 100 characters
 
 
 def _connected(folder: Path) -> Connection | None:

@@ -99,7 +99,7 @@ def _contents(app: App, configuration_text: str) -> dict[str, str]:
         "folder": app.folder.name or app.name,
         "version": __version__,
         "summary": f"`{app.configuration.model}` by `{method}`",
-        "description": f"{summary} over {sites} sites".replace("\\", "\\\\").replace('"', '\\"'),
+        "description": tomli_w.dumps({"description": f"{summary} over {sites} sites"}).strip(),
         "sites": str(sites),
         "last": str(sites - 1),
         "identity": " identity='keys/site-0/site.key' peers='keys/site-0/peers.pub'" if secure else "",
