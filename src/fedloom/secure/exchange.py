@@ -75,8 +75,7 @@ def secret_choices(peer: int, purpose: str) -> Draw:
 
 
 def stream_choices(stream: Callable[[str, int], torch.Generator]) -> Choices:
-    """Return choices from the streams (purpose, client) of a round, such as `Round.stream`, for simulations and rehearsals. A
-    server that knows the run's seed can repeat them and undo the exchange."""
+    """Return choices from the streams of a round, as `Round.stream`: a server that knows the seed can undo the exchange."""
     return lambda peer, purpose: stream_draw(stream(purpose, peer))
 
 

@@ -248,8 +248,7 @@ def require_parcels(notes: Iterable[Note], due: Mapping[tuple[int, int], int]) -
 
 @dataclass(frozen=True)
 class Request:
-    """Request of the server to one peer: terms to begin with (`begin`), letters to go on with (`letters`), or the end of the
-    exchange (`abort`: take back the model that was offered)."""
+    """Request to a peer: `begin` on these terms, go on with these `letters`, or `abort` and take back the offered model."""
 
     kind: str
     terms: Terms | None = None

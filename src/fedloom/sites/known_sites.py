@@ -6,6 +6,7 @@ Flower numbers nodes at random, and anew when one registers again; so unknown no
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ from flwr.app import Message
 from fedloom.errors import FedloomError, InvalidValue, RefusedReply
 from fedloom.round import SIMULATED, Round
 from fedloom.rounds.engine import ClientTask
-from fedloom.sites.messages import FOREVER, Kind, Mailbox, Words, encoded, pack, whole_number, words_of
+from fedloom.sites.messages import Kind, Mailbox, Words, encoded, pack, whole_number, words_of
 
 MOST_SAMPLES = 1 << 48
 
@@ -182,7 +183,7 @@ class SiteMessenger:
         numbers: Sequence[int] | None = None,
     ) -> None:
         self.sites, self.federation, self.briefing = sites, federation, briefing
-        self.deadline, self.patience = deadline or FOREVER, patience
+        self.deadline, self.patience = deadline or math.inf, patience
         self.numbers = range(sites.count) if numbers is None else numbers
 
     def answers(

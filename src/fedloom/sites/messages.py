@@ -32,8 +32,6 @@ ARRAYS = "arrays"
 FIGURES = "figures"
 PARCEL = "parcel"
 
-FOREVER = float("inf")
-
 Kind = Literal["hello", "exchange", "train", "evaluate", "end"]
 
 _KINDS = {"train": MessageType.TRAIN, "evaluate": MessageType.EVALUATE, "hello": MessageType.QUERY}
@@ -193,9 +191,11 @@ class Mailbox:
         """Return the nodes that are connected, as far as Flower knows."""
         return set(self.grid.get_node_ids())
 
-    def send(self, node: int, kind: Kind, content: RecordDict, group: str = "", seconds: float = FOREVER) -> str | None:
+    def send(
+        self, node: int, kind: Kind, content: RecordDict, group: str = "", seconds: float = math.inf
+    ) -> str | None:
         """Send a message that is void after `seconds`. Returns its id, None where Flower could not take it."""
-        ttl = None if seconds == FOREVER else seconds
+        ttl = None if seconds == math.inf else seconds
         message = Message(content, node, _KINDS.get(kind, f"{MessageType.QUERY}.{kind}"), group_id=group, ttl=ttl)
         # One at a time: the contents of many messages are not in memory at once, and each id is that of its own message.
         ids = list(self.grid.push_messages([message]))
@@ -205,7 +205,7 @@ class Mailbox:
         """Return the replies to these messages that have come since the last look."""
         return list(self.grid.pull_messages(list(ids))) if ids else []
 
-    def collect(self, ids: Collection[str], seconds: float = FOREVER) -> Iterator[Message]:
+    def collect(self, ids: Collection[str], seconds: float = math.inf) -> Iterator[Message]:
         """Yield one reply to each of these messages as they come, until all are there or `seconds` have passed."""
         waiting, end = set(ids), time.monotonic() + seconds
         while waiting:

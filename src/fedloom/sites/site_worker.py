@@ -205,11 +205,10 @@ def work(folder: Path, superexec: int, seconds: float) -> None:
 
 
 def _runs(process: int) -> bool:
-    try:
+    with suppress(OSError):
         os.kill(process, 0)
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 if __name__ == "__main__":
