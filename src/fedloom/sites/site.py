@@ -87,8 +87,8 @@ class Site:
         if any(isinstance(method, Secure) for method in build(self.settings.algorithm).nested()):
             self._require_identity()
         task, index = self._whole_task(words)
-        tests = [] if task.local_test is None else task.local_test[index]
-        sizes = {"samples": len(task.partition[index]), "tests": len(tests), "own": self.config.data is not None}
+        tests = 0 if task.local_test is None else len(task.local_test[index])
+        sizes = {"samples": len(task.partition[index]), "tests": tests, "own": self.config.data is not None}
         return pack({"site": self.number, **sizes, "fedloom": fedloom.__version__, "layout": layout_digest(task)})
 
     def train(self, words: Words, inbox: Mapping[str, Tensor]) -> RecordDict:
