@@ -26,9 +26,9 @@ from fedloom.secure.wire import Answer, Letter, Request, Terms, unpack
 from fedloom.secure.wire import pack as pack_parts
 from fedloom.sites.agreement import deployment
 from fedloom.sites.client_app import app
-from fedloom.sites.flower_engine import require_supported
 from fedloom.sites.keys import make_keys
 from fedloom.sites.messages import ARRAYS, Refusal, encoded, pack, parcel_of
+from fedloom.sites.secure_round import require_supported
 from flower_support import RUN, NormNet, assert_close, flower, nodes, run_config, schedule, selected, site, words_of
 from secure_sites import Change, ExchangeGrid, PeerNode, on_the_wire, peers
 

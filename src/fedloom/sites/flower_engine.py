@@ -22,7 +22,6 @@ from flwr.app import Message
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
-from fedloom.algorithms.secure_recombination import Secure
 from fedloom.engines.base import inspect_reply
 from fedloom.errors import DamagedCheckpoint, FedloomError, InvalidValue, RefusedReply
 from fedloom.objectives.metrics import counted_shapes
@@ -35,12 +34,6 @@ from fedloom.sites.secure_round import SecureRound, layer_exchange
 from fedloom.task import Task
 
 _logger = logging.getLogger("flwr.fedloom")
-
-
-def require_supported(algorithm: Algorithm) -> None:
-    """Raise `InvalidValue` for a method whose sites cannot know by themselves in which rounds to exchange their uploads."""
-    if not algorithm.scheduled and any(isinstance(method, Secure) for method in algorithm.nested()):
-        raise InvalidValue(f"{algorithm}: sites must know when secure(...) leads: give a last round in place of auto")
 
 
 class FlowerEngine(RemoteClients):

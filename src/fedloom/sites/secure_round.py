@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm
+from fedloom.algorithm import Algorithm, describe
 from fedloom.algorithms.secure_recombination import Secure
-from fedloom.errors import FedloomError
+from fedloom.errors import FedloomError, InvalidValue
 from fedloom.round import Round
 from fedloom.rounds.engine import ClientTask, Fault, Reply
 from fedloom.secure import ExchangeAborted, ProtocolViolation, ServerKey, Terms, run_exchange
@@ -36,6 +36,19 @@ _logger = logging.getLogger("flwr.fedloom")
 def layer_exchange(algorithm: Algorithm, number: int) -> Secure | None:
     """Return the exchange of layers that clients of `algorithm` make in round `number`, if any."""
     return next((method for method in algorithm.active(number) if isinstance(method, Secure)), None)
+
+
+def exchanges_layers(algorithm: Algorithm) -> bool:
+    """Return True if clients of `algorithm` exchange layers in any round."""
+    return any(isinstance(method, Secure) for method in algorithm.nested())
+
+
+def require_supported(algorithm: Algorithm) -> None:
+    """Raise `InvalidValue` for a method whose sites cannot know by themselves in which rounds to exchange their uploads."""
+    if not algorithm.scheduled and exchanges_layers(algorithm):
+        raise InvalidValue(
+            f"{describe(algorithm)}: sites must know when secure(...) leads: give a last round in place of auto"
+        )
 
 
 class Courier:

@@ -28,9 +28,10 @@ from fedloom.report.page import write_report
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.evaluation import newcomers_last
 from fedloom.sites.agreement import Deployment, deployment, description, layout_digest
-from fedloom.sites.flower_engine import FlowerEngine, require_supported
+from fedloom.sites.flower_engine import FlowerEngine
 from fedloom.sites.known_sites import KnownSite, KnownSites, SiteMessenger
 from fedloom.sites.messages import Mailbox, Words
+from fedloom.sites.secure_round import require_supported
 from fedloom.state.files import write_text
 from fedloom.task import Task, make_dataset, make_task
 

@@ -21,7 +21,6 @@ from torch import Tensor
 import fedloom
 from fedloom.algorithm import Algorithm, Plan
 from fedloom.algorithms.building import build
-from fedloom.algorithms.secure_recombination import Secure
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.noise import label_noises
@@ -39,7 +38,7 @@ from fedloom.secure.wire import OCCASIONS
 from fedloom.sites.agreement import Deployment, deployment, described, layout_digest, read_configuration
 from fedloom.sites.messages import Refusal, Words, pack, whole_number
 from fedloom.sites.node_config import Identity, NodeConfig
-from fedloom.sites.secure_round import layer_exchange
+from fedloom.sites.secure_round import exchanges_layers, layer_exchange
 from fedloom.sites.site_peer import SitePeer
 from fedloom.state.client_files import ClientFiles
 from fedloom.task import Task, make_task, mislabelled
@@ -84,7 +83,7 @@ class Site:
 
     def hello(self, words: Words) -> RecordDict:
         """Introduce this site and say how many samples it has."""
-        if any(isinstance(method, Secure) for method in build(self.settings.algorithm).nested()):
+        if exchanges_layers(build(self.settings.algorithm)):
             self._require_identity()
         task, index = self._whole_task(words)
         tests = 0 if task.local_test is None else len(task.local_test[index])
