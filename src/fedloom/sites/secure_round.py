@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, describe
+from fedloom.algorithm import Algorithm
 from fedloom.algorithms.secure_recombination import Secure
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.round import Round
@@ -46,9 +46,7 @@ def exchanges_layers(algorithm: Algorithm) -> bool:
 def require_supported(algorithm: Algorithm) -> None:
     """Raise `InvalidValue` for a method whose sites cannot know by themselves in which rounds to exchange their uploads."""
     if not algorithm.scheduled and exchanges_layers(algorithm):
-        raise InvalidValue(
-            f"{describe(algorithm)}: sites must know when secure(...) leads: give a last round in place of auto"
-        )
+        raise InvalidValue(f"{algorithm}: sites must know when secure(...) leads: give a last round in place of auto")
 
 
 class Courier:
