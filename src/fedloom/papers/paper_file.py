@@ -5,23 +5,21 @@ A value of a table or figure is described by words, such as `dataset = "mnist"`,
 experiment, its method and its measure. The parts of a file:
 
 `[papers]`      the versions of the paper: the prefix of their tables' and figures' names, and their titles.
-`[words]`       default words.
-`[setting]`     the experiment (fields of `Setting`). Words stand in braces: `"{lr}"` is the word itself, `"dirichlet({of})"` text
-                with it; `{of}` is the text after the colon in `heterogeneity`, `{alone}` the method up to a plus sign. In
-                `name`, words are shown by their `[labels]`, chosen by pattern; absent words are left out.
-`where`         rules, in `[setting]` for all and in a table or figure for its own: where all words match their patterns, `set`
-                changes the setting, `words` adds words, `algorithm` replaces the expression of the method, `measure` the measure.
-`[methods]`     the expression of each method, by name or pattern; `{inner}` is that of the method before a plus sign.
-                `[methods_of]` says which of them a version of the paper has, if not all.
+`[defaults]`    default words.
+`[setting]`     the experiment (fields of `Setting`) before any words; `as_printed` lists fields that are words themselves.
+`[methods]`     the expression of each method; `[methods_of]` says which of them a version of the paper has, if not all.
+`[words.WORD]`  for each value of a word: the `label` in the setting's name, and changes. `set` changes the setting, `methods`
+                expressions, `words` adds words, `measure` replaces the measure.
+`[[where]]`     changes by several words at once: `when` all of them have these values.
 `[hour]`        a check of an hour on two cores: the `exhibit`, the command's options, what it `can` show and what it `cannot`.
 `[not_run]`     tables and figures with nothing to run, and why.
 `[[exhibits]]`  tables and figures: `id` (several where versions share it), what it `shows`, and its words: those of the printed
                 `numbers`, or the combinations of words in `over`, methods innermost, with `words` that all have. It may have
                 its own `set`, `where`, `methods` and `measure`; `like` takes absent keys from an earlier one.
-                `cells` are the values of each combination, by default one: `row`, `column` (`{setting}` is the setting's name),
+                `cells` are the values of each combination, by default one: `row`, `column` and `baseline`, the method that it is
+                compared with, name words in braces (`{setting}`: the setting's name, `{alone}`: the method up to a plus sign);
                 `measure`, `target`; the word that is the `printed` value (by default `mean`, with `std`), and `times` which
-                factor; the `baseline`, the method that it is compared with (`relative`: in parts of its number); and `when`,
-                the words that must match.
+                factor; `relative`: in parts of the baseline's number; and `needs`, a word without which there is no cell.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib.resources import files
 from itertools import product
@@ -44,6 +42,21 @@ Toml = Mapping[str, Any]
 """A table of a TOML file."""
 
 Words = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Description:
+    """What words say of a value: all words, the fields of its `Setting`, the expression of its method and its measure."""
+
+    words: Words
+    fields: dict[str, Any]
+    algorithm: str
+    measure: str
+
+    @property
+    def setting(self) -> Setting:
+        """The experiment."""
+        return Setting(**self.fields)
 
 
 class Paper:
@@ -70,16 +83,16 @@ class Paper:
 
     def setting(self, **words: Any) -> Setting:
         """Return the experiment that words describe, such as `dataset="cifar100", heterogeneity="dir:0.1", clients=50`."""
-        return _Described(self, words).setting
+        return self._describe(words).setting
 
     def algorithm(self, method: str, **words: Any) -> str:
         """Return the expression of a method in the experiment that words describe."""
-        return _Described(self, {**words, "method": method}).algorithm
+        return self._describe({**words, "method": method}).algorithm
 
     def _combinations(self, version: str, exhibit: Toml) -> Iterator[Words]:
         """Yield the words of each printed number, or of each combination in a figure, the methods innermost."""
         if "numbers" in exhibit:
-            yield from printed(*exhibit["numbers"].format(paper=version).split("/"))
+            yield from printed(*f"{version}/{exhibit['numbers']}".split("/")[-2:])
             return
         methods = exhibit.get("methods") or self.contents.get("methods_of", {}).get(version) or self.methods
         for block in _listed(exhibit["over"]):
@@ -97,16 +110,45 @@ class Paper:
                     cells.setdefault((cell.row, cell.column), cell)
         return list(cells.values())
 
+    def _describe(self, words: Words, exhibit: Toml | None = None) -> _Description:
+        """Return what words say of a value in a table or figure, or in the whole paper."""
+        paper, exhibit = self.contents, exhibit or {}
+        words = {"method": "", **paper.get("defaults", {}), **exhibit.get("words", {}), **words}
+        method = str(words["method"])
+        values = [table[str(words[word])] for word, table in paper["words"].items() if words.get(word) is not None]
+        rules = [rule for rule in (*paper.get("where", ()), *exhibit.get("where", ())) if _match(rule["when"], words)]
+        setting, methods = paper["setting"], {**self.methods}
+        setting = {
+            **setting,
+            **{name: words[name] for name in paper.get("as_printed", ()) if words.get(name) is not None},
+        }
+        measure, added = exhibit.get("measure", paper["measure"]), {"alone": method.partition("+")[0]}
+        for change in (*values, *rules):
+            setting = _merged(setting, change.get("set", {}))
+            methods |= change.get("methods", {})
+            added |= change.get("words", {})
+            measure = change.get("measure", measure)
+        methods |= exhibit.get("methods", {})
+        only = method if any("set" in rule and "method" in rule["when"] for rule in rules) else ""
+        name = " ".join(value["label"] for value in values if "label" in value)
+        setting = {
+            "paper": next(iter(self.titles)),
+            "name": name,
+            **_merged(setting, exhibit.get("set", {})),
+            "only": only,
+        }
+        return _Description({**words, **added}, setting, methods.get(method, ""), measure)
+
     def _cell(self, template: Toml, words: Words, exhibit: Toml, combinations: Sequence[Words]) -> PaperCell | None:
         """Return the cell of a template for the words of one of the combinations; None where there is none, as for a method and
         itself."""
-        described = _Described(self, words, exhibit)
+        described = self._describe(words, exhibit)
         filled = {**described.words, "setting": described.setting.name}
         baseline = template.get("baseline", "").format(**filled)
-        if not _match(template.get("when", {}), filled) or baseline == filled["method"]:
+        if filled.get(template.get("needs", "method")) is None or baseline == filled["method"]:
             return None
         target = template.get("target")
-        compared = _Described(self, {**words, "method": baseline}, exhibit)
+        compared = self._describe({**words, "method": baseline}, exhibit)
         divisor = (
             next(line for line in combinations if line["method"] == baseline) if template.get("relative") else None
         )
@@ -124,59 +166,6 @@ class Paper:
             printed=_printed(template, filled, divisor),
             baseline=Baseline(baseline, compared.setting, compared.algorithm) if baseline else None,
         )
-
-
-class _Described:
-    """An experiment, described by words in a table or figure, or in the whole paper."""
-
-    def __init__(self, paper: Paper, described_by: Words, exhibit: Toml | None = None) -> None:
-        contents, exhibit = paper.contents, exhibit or {}
-        words = {"method": "", **contents.get("words", {}), **exhibit.get("words", {}), **described_by}
-        self._method = str(words["method"])
-        words |= {"of": str(words.get("heterogeneity")).partition(":")[2], "alone": self._method.partition("+")[0]}
-        setting = {key: value for key, value in contents["setting"].items() if key != "where"}
-        expression = _by_pattern(paper.methods, self._method, "")
-        self.measure: str = exhibit.get("measure", contents["measure"])
-        for rule in (*contents["setting"]["where"], *exhibit.get("where", ())):
-            conditions = {
-                key: value for key, value in rule.items() if key not in ("set", "words", "algorithm", "measure")
-            }
-            if _match(conditions, words):
-                setting = _merged(setting, rule.get("set", {}))
-                words |= rule.get("words", {})
-                expression, self.measure = rule.get("algorithm", expression), rule.get("measure", self.measure)
-                if "set" in rule and "method" in rule:
-                    setting["only"] = self._method
-        self.words: Words = words
-        self._setting = _merged(setting, exhibit.get("set", {}))
-        self._expression: str = exhibit.get("methods", {}).get(self._method, expression)
-        self._paper, self._described_by, self._exhibit = paper, described_by, exhibit
-
-    @property
-    def setting(self) -> Setting:
-        """The experiment."""
-        table = self._setting
-        filled = {
-            key: value if key in ("name", "record") else _filled(value, self.words) for key, value in table.items()
-        }
-        filled["name"] = " ".join(table["name"].format(**self._shown()).split())
-        return Setting(paper=next(iter(self._paper.titles)), **filled)
-
-    @property
-    def algorithm(self) -> str:
-        """The expression of the method."""
-        plain = {**self._described_by, "method": self.words["alone"]}
-        inner = _Described(self._paper, plain, self._exhibit).algorithm if "{inner}" in self._expression else ""
-        return self._expression.format(**self.words, inner=inner)
-
-    def _shown(self) -> Words:
-        """Return the labels of the words; empty for absent words."""
-        return {
-            word: _by_pattern(labels, self.words[word], f"{{{word}}}").format(**self.words)
-            if word in self.words
-            else ""
-            for word, labels in self._paper.contents["labels"].items()
-        }
 
 
 @cache
@@ -250,30 +239,11 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _match(conditions: Toml, words: Words) -> bool:
-    """Return True if each of these words is there and matches its pattern, or one of its patterns."""
-    return all(
-        words.get(word) is not None and any(fnmatchcase(str(words[word]), pattern) for pattern in _listed(patterns))
-        for word, patterns in conditions.items()
-    )
-
-
-def _by_pattern(texts: Mapping[str, str], value: Any, otherwise: str) -> str:
-    """Return the text of the value itself, or else of the pattern that it matches, the earliest of several."""
-    name = str(value)
-    return texts.get(name, next((text for pattern, text in texts.items() if fnmatchcase(name, pattern)), otherwise))
+    """Return True if each of these words has its value, or one of its values."""
+    return all(words.get(word) in _listed(values) for word, values in conditions.items())
 
 
 def _merged(table: Toml, changes: Toml) -> dict[str, Any]:
     """Return the table with changes, tables inside it merged."""
     inside = {key: _merged(table[key], value) for key, value in changes.items() if isinstance(table.get(key), dict)}
     return {**table, **changes, **inside}
-
-
-def _filled(value: Any, words: Words) -> Any:
-    """Return the value with words for their names in braces."""
-    if isinstance(value, dict):
-        return {key: _filled(inner, words) for key, inner in value.items()}
-    if not isinstance(value, str):
-        return value
-    word = value.removeprefix("{").removesuffix("}")
-    return words[word] if value == f"{{{word}}}" else value.format(**words)
