@@ -104,7 +104,7 @@ def _run(plan: ReproducePlan, configuration: Configuration, fresh: bool, quiet: 
     rounds = {job.name: job.configuration.rounds for job in execute.waiting(plan, fresh)}
     with shown(len(rounds), rounds, quiet) as watch, patient(watch) as stopped:
         failed = execute.execute(plan, configuration, watch, tasks, fresh=fresh, stopped=stopped)
-    summaries = execute.summaries_of(plan)
+    summaries = {job.name: job.summary() for job in plan.jobs if job.finished}
     table = execute.lines(plan, summaries, failed)
     Console().print(to_table(execute.title(plan), table, execute.notes(plan)))
     for path in execute.write(plan, table, summaries, command):

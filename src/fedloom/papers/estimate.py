@@ -71,7 +71,9 @@ def estimate(plan: ReproducePlan, threads: int) -> list[Estimate]:
         costs = []
         if waiting:
             data = _facts(configuration)
-            step = seconds_a_step(configuration, data.spec, threads)
+            training = configuration.training
+            kind = (training.batch_size or 50, training.augmentation, training.optimizer)
+            step = _timed(configuration.model, data.spec, *kind, threads)
             costs = [cost(configuration, job.name.algorithm, data, step) for job in waiting]
         if jobs:
             steps, seconds = sum(cost.steps for cost in costs), sum(cost.seconds for cost in costs)
@@ -106,13 +108,8 @@ def cost(configuration: Configuration, algorithm: str, data: DataFacts, step: fl
     if schedule.personal_every and local_test is not None:
         scored = math.ceil(schedule.rounds / schedule.personal_every)
         seconds += scored * (total * local_test * forward + scoring(call) * clients * local * step)
-    return Cost(steps, seconds + forward * sum(map(surface_passes, configuration.record)))
-
-
-def surface_passes(recorder: str) -> int:
-    """Return samples that pass forward, once, for a surface of the loss over a plane; any different recorder costs little."""
-    [built] = build_recorders([recorder])
-    return built.grid**2 * built.samples if isinstance(built, Landscape) else 0
+    surfaces = [recorder for recorder in build_recorders(configuration.record) if isinstance(recorder, Landscape)]
+    return Cost(steps, seconds + forward * sum(surface.grid**2 * surface.samples for surface in surfaces))
 
 
 def work(call: Call, participation: float) -> float:
@@ -136,15 +133,9 @@ def scoring(call: Call) -> float:
     return float(call.named.get("finetune_epochs", SCORING.get(call.name, 0.0))) + sum(map(scoring, inner))
 
 
-def seconds_a_step(configuration: Configuration, spec: DataSpec, threads: int) -> float:
-    """Return seconds of one local step of plain SGD on samples of that shape, in the engine that runs use."""
-    training = configuration.training
-    batch = training.batch_size or 50
-    return _timed(configuration.model, spec, batch, training.augmentation, training.optimizer, threads)
-
-
 @cache
 def _timed(model: str, spec: DataSpec, batch: int, augmentation: str, optimizer: str, threads: int) -> float:
+    """Return seconds of one local step of plain SGD on samples of that shape, in the engine that runs use."""
     with using_threads(threads):
         samples = _noise(spec, batch)
         data = Dataset("noise", samples, samples[:1], spec.outputs, vocabulary=spec.vocabulary)

@@ -90,16 +90,9 @@ def execute(
         return pool.run(jobs, watch, fresh, stopped)
 
 
-Summaries = Mapping[RunName, RunSummary]
-"""The figures of finished runs."""
-
-
-def summaries_of(plan: ReproducePlan) -> Summaries:
-    """Read the figures of the finished runs."""
-    return {job.name: job.summary() for job in plan.jobs if job.finished}
-
-
-def lines(plan: ReproducePlan, summaries: Summaries, failed: Mapping[RunName, str]) -> list[CellResult]:
+def lines(
+    plan: ReproducePlan, summaries: Mapping[RunName, RunSummary], failed: Mapping[RunName, str]
+) -> list[CellResult]:
     """Return every chosen cell with the figures of its runs, as far as they are finished."""
     results = []
     for cell in plan.cells:
@@ -132,7 +125,9 @@ def notes(plan: ReproducePlan) -> list[str]:
     return texts
 
 
-def write(plan: ReproducePlan, table: list[CellResult], summaries: Summaries, command: str) -> list[Path]:
+def write(
+    plan: ReproducePlan, table: list[CellResult], summaries: Mapping[RunName, RunSummary], command: str
+) -> list[Path]:
     """Write `cells.csv`, `.md` and `.tex`, the record `cells.json` and, where there are runs, `report.html`; return the paths."""
     plan.folder.mkdir(parents=True, exist_ok=True)
     runs = _labelled(plan, summaries)
@@ -163,7 +158,7 @@ def _opening(plan: ReproducePlan) -> str:
     return "recorded" if any(cell.setting.record for cell in plan.cells) else ""
 
 
-def _labelled(plan: ReproducePlan, summaries: Summaries) -> list[RunSummary]:
+def _labelled(plan: ReproducePlan, summaries: Mapping[RunName, RunSummary]) -> list[RunSummary]:
     """Return the finished runs under the paper's names, with their setting where there are several."""
     cells: dict[tuple[str, str], PaperCell | Baseline] = {}
     baselines = [cell.baseline for cell in plan.cells if cell.baseline]

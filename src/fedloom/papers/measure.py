@@ -127,10 +127,7 @@ def crossing(run: RunSummary, target: float) -> float | None:
     """Return the round at which the best accuracy so far, drawn with straight lines between evaluations, crosses `target`; None
     if it never does. The line to the first evaluation begins at round 0 and accuracy 0."""
     highest, last_round = 0.0, 0
-    for record in run.records:
-        if run.metric.name not in record:
-            continue
-        number, accuracy = int(record["round"]), float(record[run.metric.name])
+    for number, accuracy in figures.by_round(run, run.metric.name).items():
         if accuracy >= target:
             return last_round + (number - last_round) * (target - highest) / (accuracy - highest)
         highest, last_round = max(highest, accuracy), number
@@ -145,7 +142,7 @@ def _speedup(runs: Runs, base: Runs, target: float) -> Measured | None:
 
 
 def _best_personal(run: RunSummary) -> float | None:
-    return max(_personal(run).values(), default=None)
+    return max(figures.by_round(run, "personal_accuracy").values(), default=None)
 
 
 def _improvement(run: RunSummary, base: Runs) -> float | None:
@@ -153,11 +150,6 @@ def _improvement(run: RunSummary, base: Runs) -> float | None:
     best = _best_personal(run)
     baseline = next((_best_personal(match) for match in base if match.seed == run.seed), None)
     return None if best is None or baseline is None else 100 * best - 100 * baseline
-
-
-def _personal(run: RunSummary) -> dict[int, float]:
-    """Return the accuracy of the clients' own models by round."""
-    return {int(r["round"]): float(r["personal_accuracy"]) for r in run.records if "personal_accuracy" in r}
 
 
 def _best_joining(run: RunSummary) -> float | None:
@@ -184,7 +176,7 @@ def _minutes(run: RunSummary) -> float | None:
 
 def _total(run: RunSummary) -> float | None:
     """Return the minutes until the round with the best personal accuracy is over."""
-    scores = _personal(run)
+    scores = figures.by_round(run, "personal_accuracy")
     if not scores or not run.timings:
         return None
     best = max(scores, key=lambda number: scores[number])

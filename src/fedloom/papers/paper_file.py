@@ -46,7 +46,7 @@ Words = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class _Description:
-    """What words say of a value: all words, the fields of its `Setting`, the expression of its method and its measure."""
+    """A value's words, the fields of its `Setting`, the expression of its method and its measure."""
 
     words: Words
     fields: dict[str, Any]
@@ -111,32 +111,24 @@ class Paper:
         return list(cells.values())
 
     def _describe(self, words: Words, exhibit: Toml | None = None) -> _Description:
-        """Return what words say of a value in a table or figure, or in the whole paper."""
+        """Return the description of a value in a table or figure, or in the whole paper, that follows from its words."""
         paper, exhibit = self.contents, exhibit or {}
         words = {"method": "", **paper.get("defaults", {}), **exhibit.get("words", {}), **words}
         method = str(words["method"])
         values = [table[str(words[word])] for word, table in paper["words"].items() if words.get(word) is not None]
         rules = [rule for rule in (*paper.get("where", ()), *exhibit.get("where", ())) if _match(rule["when"], words)]
-        setting, methods = paper["setting"], {**self.methods}
-        setting = {
-            **setting,
-            **{name: words[name] for name in paper.get("as_printed", ()) if words.get(name) is not None},
-        }
+        as_printed = {name: words[name] for name in paper.get("as_printed", ()) if words.get(name) is not None}
+        setting, methods = {**paper["setting"], **as_printed}, {**self.methods}
         measure, added = exhibit.get("measure", paper["measure"]), {"alone": method.partition("+")[0]}
-        for change in (*values, *rules):
+        changes = {key: exhibit[key] for key in ("set", "methods") if key in exhibit}
+        for change in (*values, *rules, changes):
             setting = _merged(setting, change.get("set", {}))
             methods |= change.get("methods", {})
             added |= change.get("words", {})
             measure = change.get("measure", measure)
-        methods |= exhibit.get("methods", {})
         only = method if any("set" in rule and "method" in rule["when"] for rule in rules) else ""
         name = " ".join(value["label"] for value in values if "label" in value)
-        setting = {
-            "paper": next(iter(self.titles)),
-            "name": name,
-            **_merged(setting, exhibit.get("set", {})),
-            "only": only,
-        }
+        setting |= {"paper": next(iter(self.titles)), "name": name, "only": only}
         return _Description({**words, **added}, setting, methods.get(method, ""), measure)
 
     def _cell(self, template: Toml, words: Words, exhibit: Toml, combinations: Sequence[Words]) -> PaperCell | None:

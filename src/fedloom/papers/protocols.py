@@ -109,19 +109,10 @@ class Measure:
 
 
 _UNITS = {
-    "best": "%",
-    "end": "%",
-    "personal": "%",
-    "joining": "%",
-    "improvement": "points",
-    "rounds": "rounds",
-    "speedup": "x FedAvg",
-    "minutes": "min a round",
-    "total": "min",
-    "slower": "x FedAvg",
-    "models": "models",
-    "weights": "weights",
-    "classes": "classes",
+    **{kind: kind for kind in ("rounds", "models", "weights", "classes")},
+    **dict.fromkeys(("best", "end", "personal", "joining"), "%"),
+    **dict.fromkeys(("speedup", "slower"), "x FedAvg"),
+    **{"improvement": "points", "minutes": "min a round", "total": "min"},
 }
 
 

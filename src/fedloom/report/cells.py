@@ -128,13 +128,15 @@ def comparison(
     if any(row.timed for row in rows):
         filled += to_targets("Seconds", "s ", _seconds_to)
     if any(row.epsilon is not None for row in rows):
-        filled.append((Column("Epsilon", order="ascending"), [_epsilon(row.epsilon) for row in rows]))
+        filled.append((Column("Epsilon", order="ascending"), [_mean(row.epsilon, "{:.3g}".format) for row in rows]))
     if any(row.simulated is not None for row in rows):
-        filled.append((Column("Simulated time", brief="Sim. time"), [_time(row.simulated) for row in rows]))
+        filled.append(
+            (Column("Simulated time", brief="Sim. time"), [_mean(row.simulated, time_text, _clock) for row in rows])
+        )
     filled += [
-        (Column("Bytes down", brief="Down"), [_bytes(row.bytes_down) for row in rows]),
-        (Column("Bytes up", brief="Up"), [_bytes(row.bytes_up) for row in rows]),
-        (Column("Time"), [_time(row.seconds) for row in rows]),
+        (Column("Bytes down", brief="Down"), [_mean(row.bytes_down, byte_text) for row in rows]),
+        (Column("Bytes up", brief="Up"), [_mean(row.bytes_up, byte_text) for row in rows]),
+        (Column("Time"), [_mean(row.seconds, time_text, _clock) for row in rows]),
         (Column("Faults"), [Cell(str(row.faults), row.faults) for row in rows]),
     ]
     return Table.of(filled)
@@ -192,7 +194,7 @@ def _rounds_to(reach: Reach, baseline: Reach) -> Cell:
 def _bytes_to(reach: Reach, baseline: Reach) -> Cell:
     if reach.bytes is None:
         return _unreached(reach)
-    cell, partial = _bytes(reach.bytes), reach.reached < reach.seeds
+    cell, partial = _mean(reach.bytes, byte_text), reach.reached < reach.seeds
     return replace(cell, partial=partial, brief=cell.text + SOME if partial else "")
 
 
@@ -209,16 +211,10 @@ def _unreached(reach: Reach) -> Cell:
     return Cell(NEVER if reach.measured else "–", None)
 
 
-def _bytes(spread: Spread | None) -> Cell:
-    return Cell("–", None) if spread is None else Cell(byte_text(spread.mean), spread.mean)
+def _mean(spread: Spread | None, text: Callable[[float], str], brief: Callable[[float], str] = lambda mean: "") -> Cell:
+    return Cell("–", None) if spread is None else Cell(text(spread.mean), spread.mean, brief=brief(spread.mean))
 
 
-def _epsilon(spread: Spread | None) -> Cell:
-    return Cell("–", None) if spread is None else Cell(f"{spread.mean:.3g}", spread.mean)
-
-
-def _time(seconds: Spread | None) -> Cell:
-    if seconds is None:
-        return Cell("–", None)
-    minutes, remainder = divmod(round(seconds.mean), 60)
-    return Cell(time_text(seconds.mean), seconds.mean, brief=f"{minutes}:{remainder:02d}")
+def _clock(seconds: float) -> str:
+    minutes, remainder = divmod(round(seconds), 60)
+    return f"{minutes}:{remainder:02d}"

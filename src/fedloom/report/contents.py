@@ -131,7 +131,7 @@ def _labels(runs: Sequence[RunSummary]) -> list[ReportFigure]:
     totals = [sum(map(sum, run.label_counts)) for run in different]
     total = f"; {totals[0]:,} in all" if len(set(totals)) == 1 else ""
     clients = len(different[0].label_counts)
-    shown = len(figures.shown_clients(clients))
+    shown = len(figures.evenly_spaced(clients))
     some = f" {shown} of the {clients:,} clients, evenly spaced." if shown < clients else ""
     wrong = sorted({run.wrong_labels for run in different})
     span = f"{wrong[0]:,}" if len(wrong) == 1 else f"{wrong[0]:,} to {wrong[-1]:,}"

@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 from fedloom.config.fields import require_one_of
 from fedloom.objectives import ACCURACY, Metric
 from fedloom.report.figures import SHARES, Style, framed, pale, styles
-from fedloom.report.summary import RunSummary, by_algorithm, simulated_seconds
+from fedloom.report.summary import RunSummary, by_algorithm, by_round, simulated_seconds
 from fedloom.report.units import byte_unit
 
 Floats = npt.NDArray[np.float64]
@@ -74,7 +74,7 @@ def curve(runs: Sequence[RunSummary], measure: str = "accuracy", x: str = "round
     times. Raises `InvalidValue` for an unknown `x`.
     """
     require_one_of("x", x, tuple(AXES))
-    recorded = {k: series for k, run in enumerate(runs) if (series := _series(run, measure))}
+    recorded = {k: series for k, run in enumerate(runs) if (series := by_round(run, measure))}
     if not recorded:
         return None
     rounds = sorted(set.intersection(*(set(series) for series in recorded.values())))
@@ -147,11 +147,6 @@ def learning_curves(runs: Sequence[RunSummary], measure: str = "", x: str = "rou
         yaxis={"title": html.escape(title_of(measure, metric)), "hoverformat": form, **(SHARES if share else {})},
         hovermode="x unified" if len(looks) <= FEW and x == "round" else "closest",
     )
-
-
-def _series(run: RunSummary, measure: str) -> dict[int, float]:
-    """Return the measure by round, where it was recorded."""
-    return {int(r["round"]): float(r[measure]) for r in run.records if r.get(measure) is not None}
 
 
 def _positions(run: RunSummary, x: str) -> dict[int, float]:

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from fedloom.config.fields import require_one_of
 from fedloom.errors import InvalidValue
 from fedloom.objectives import ACCURACY
-from fedloom.report.summary import RunSummary, Spread, best, by_algorithm, bytes_down, bytes_up, final, seconds
+from fedloom.report.summary import RunSummary, Spread, by_algorithm, bytes_down, bytes_up, final, seconds
 from fedloom.report.units import byte_text, byte_unit, time_text
 
 # After Okabe and Ito (2008): distinguishable with any common colour blindness, on white and on near black alike.
@@ -68,15 +67,13 @@ def styles(runs: Sequence[RunSummary]) -> dict[str, Style]:
     }
 
 
-def accuracy_by_seed(runs: Sequence[RunSummary], measure: str = "final") -> go.Figure:
-    """Draw each seed's `final` or `best` test accuracy as a dot, the mean over seeds as a bar across; one line a method."""
-    require_one_of("measure", measure, ("final", "best"))
-    score = final if measure == "final" else best
+def accuracy_by_seed(runs: Sequence[RunSummary]) -> go.Figure:
+    """Draw each seed's final test accuracy as a dot, the mean over seeds as a bar across; one line a method."""
     metric = runs[0].metric if runs else ACCURACY
     form = ".2%" if metric.share else ".4~g"
     traces: list[go.Scatter] = []
     for name, group in by_algorithm(runs).items():
-        scores = {run.seed: value for run in group if (value := score(run)) is not None}
+        scores = {run.seed: value for run in group if (value := final(run)) is not None}
         if not scores:
             continue
         colour = styles(runs)[name].colour
@@ -103,7 +100,7 @@ def accuracy_by_seed(runs: Sequence[RunSummary], measure: str = "final") -> go.F
         )
         traces += [mean, dots]
     ticks = {"tickformat": ".2~%"} if metric.share else {}
-    return _by_method(traces, runs, {"title": f"{measure.capitalize()} test {metric.noun}", **ticks})
+    return _by_method(traces, runs, {"title": f"Final test {metric.noun}", **ticks})
 
 
 def label_distribution(
@@ -126,7 +123,7 @@ def label_distribution(
         raise InvalidValue(f"there are {classes} classes, but {len(class_names)} class names")
     names = [html.escape(name) for name in class_names or map(str, range(classes))]
     counts = np.array(label_counts, dtype=np.int64).reshape(len(label_counts), classes)
-    shown = shown_clients(len(counts), limit)
+    shown = evenly_spaced(len(counts), limit)
     client, label = counts[shown].nonzero()
     samples = counts[shown][client, label]
     largest = 26 if len(shown) <= 30 else 18
@@ -157,9 +154,9 @@ def label_distribution(
     )
 
 
-def shown_clients(clients: int, limit: int = 60) -> list[int]:
-    """Return up to `limit` of the client numbers, evenly spaced, the first and the last among them."""
-    return sorted({int(k) for k in np.linspace(0, clients - 1, min(clients, limit)).round()}) if clients else []
+def evenly_spaced(count: int, limit: int = 60) -> list[int]:
+    """Return up to `limit` of the numbers below `count`, evenly spaced, the first and the last among them."""
+    return sorted({int(k) for k in np.linspace(0, count - 1, min(count, limit)).round()}) if count else []
 
 
 def byte_bars(runs: Sequence[RunSummary]) -> go.Figure:

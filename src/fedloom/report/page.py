@@ -77,11 +77,6 @@ class ReportOptions:
         targets = tuple(reach.target for reach in sheet.rows[0].reaches)
         return cls(title, targets, command, sheet.last, sheet.against, sheet.measure)
 
-    @property
-    def plain(self) -> dict[str, Any]:
-        """Values for JSON."""
-        return dataclasses.asdict(self)
-
 
 def options_of(path: Path) -> ReportOptions | None:
     """Return the options of the report at `path`; None where there is none."""
@@ -226,7 +221,7 @@ def _page(
     template: str, options: ReportOptions, runs: Sequence[RunSummary], drawn: Sequence[ReportFigure], **contents: Any
 ) -> str:
     return templates().get_template(template).render(
-        options=options,
+        options=dataclasses.asdict(options),
         lead=_lead(_common([run.configuration for run in runs])),
         unfinished=_unfinished(runs),
         notices=_notices(runs),

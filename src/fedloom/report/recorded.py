@@ -13,7 +13,7 @@ from plotly.colors import sample_colorscale
 
 from fedloom.objectives import ACCURACY, Metric
 from fedloom.report.curves import is_share, learning_curves, title_of
-from fedloom.report.figures import SEQUENCE, SHARES, ReportFigure, Style, framed, pale, styles
+from fedloom.report.figures import SEQUENCE, SHARES, ReportFigure, Style, evenly_spaced, framed, pale, styles
 from fedloom.report.landscapes import Entry, cross_sections, landscapes, trajectories, trajectory
 from fedloom.report.summary import RunSummary, by_algorithm
 
@@ -75,37 +75,12 @@ def joint_landscapes(runs: Sequence[RunSummary]) -> list[ReportFigure]:
     return [ReportFigure("landscapes", "Loss landscapes", caption, {"": figure})]
 
 
-def similarity_curves(runs: Sequence[RunSummary]) -> go.Figure:
-    """Draw mean cosine similarity over the rounds, with a band of ± one standard deviation over seeds: solid lines for the models
-    that the clients uploaded, dotted ones for the pool of methods that keep one (recorder `similarity`)."""
-    lines = {"uploaded": ("", "solid"), "pool": (", pool", "dot")}
-    yaxis = {"title": "Mean cosine similarity", "hoverformat": ".5~g"}
-    return _curves(runs, "similarity", lines, "pool_cosine", yaxis)
-
-
-def memorisation_curves(runs: Sequence[RunSummary]) -> go.Figure:
-    """Draw accuracy of the global model over the rounds, with a band of ± one standard deviation over seeds (recorder
-    `memorisation`): on training samples with right labels (solid), on those with wrong labels by their true label (dashed) and
-    by their wrong one (dotted)."""
-    lines = {
-        "right": (", right", "solid"),
-        "corrected": (", wrong, true label", "dash"),
-        "memorised": (", wrong, as given", "dot"),
-    }
-    return _curves(runs, "memorisation", lines, "accuracy", {"title": "Share of training samples", **SHARES})
-
-
-def local_models(
-    method: str,
-    recorded: Entry,
-    style: Style,
-    measure: str = "accuracy",
-    limits: Sequence[float] | None = None,
-    metric: Metric = ACCURACY,
+def _draw_local_models(
+    method: str, recorded: Entry, style: Style, measure: str, limits: Sequence[float], metric: Metric
 ) -> go.Figure:
     """Draw each uploaded model (thin) and the global model aggregated from them (thick), on the test set, over the rounds.
 
-    `recorded` is of the recorder `aggregate`, `measure` its `accuracy` or `loss`, `limits` those of the vertical axis.
+    `recorded` is of the recorder `aggregate`, `measure` the metric or the loss, `limits` those of the vertical axis.
     """
     share = is_share(measure, metric)
     form = ".1%" if share else ".4~g"
@@ -132,16 +107,12 @@ def local_models(
         hovertemplate=f"global model, round %{{x}}: %{{y:{form}}}<extra></extra>",
         **common,
     )
-    yaxis = {
-        "title": title_of(measure, metric),
-        **(SHARES if share else {}),
-        **({"range": list(limits)} if limits else {}),
-    }
+    yaxis = {"title": title_of(measure, metric), **(SHARES if share else {}), "range": list(limits)}
     xaxis = {"title": "Round", "rangemode": "tozero"}
     return framed([*thin, thick], 340, xaxis=xaxis, yaxis=yaxis, hovermode="closest")
 
 
-def objective_steps(method: str, recorded: Entry, style: Style) -> list[go.Scatter]:
+def _objective_steps(method: str, recorded: Entry, style: Style) -> list[go.Scatter]:
     """Return traces of the objective before (circles) and after (dots) local training, and the steps between, round by round."""
     rounds, received, uploaded = recorded["rounds"], recorded["before"], recorded["after"]
     common: dict[str, Any] = {"legendgroup": method, "name": html.escape(method), "showlegend": False}
@@ -171,10 +142,10 @@ def objective_steps(method: str, recorded: Entry, style: Style) -> list[go.Scatt
     return [steps, *ends]
 
 
-def ala_losses(method: str, recorded: Entry) -> go.Figure:
+def _ala_losses(method: str, recorded: Entry, source: str) -> ReportFigure:
     """Draw the loss of each epoch of ALA's learning, a line a round from early to late; up to `ROUNDS` rounds."""
     rounds, losses = recorded["rounds"], recorded["losses"]
-    shown = sorted({int(k) for k in np.linspace(0, len(rounds) - 1, min(len(rounds), ROUNDS)).round()})
+    shown = evenly_spaced(len(rounds), ROUNDS)
     low, high = rounds[shown[0]], rounds[shown[-1]]
     shares = [_EARLY + (_LATE - _EARLY) * (rounds[k] - low) / max(1, high - low) for k in shown]
     lines = [
@@ -192,7 +163,10 @@ def ala_losses(method: str, recorded: Entry) -> go.Figure:
     ]
     xaxis = {"title": "Epoch of learning the weights", "dtick": 1 if max(map(len, losses)) <= 12 else None}
     traces = [*lines, *([] if low == high else [_round_colour_bar(low, high, method)])]
-    return framed(traces, 380, xaxis=xaxis, yaxis={"title": "Training loss"}, hovermode="closest")
+    figure = framed(traces, 380, xaxis=xaxis, yaxis={"title": "Training loss"}, hovermode="closest")
+    title = "Loss while learning ALA's weights"
+    caption = f"of client {recorded['client']} over the epochs, a line a round.{source}"
+    return ReportFigure(f"ala-{recorded['client']}-{method}", title, caption, {"": figure})
 
 
 def _round_colour_bar(low: int, high: int, method: str) -> go.Scatter:
@@ -233,7 +207,7 @@ def _objectives(chosen: Sequence[RunSummary], looks: Mapping[str, Style]) -> Ite
     traces = [
         trace
         for run, entry in of_kind(chosen, "objective")
-        for trace in objective_steps(run.algorithm, entry, looks[run.algorithm])
+        for trace in _objective_steps(run.algorithm, entry, looks[run.algorithm])
     ]
     if traces:
         caption = (
@@ -249,19 +223,30 @@ def _similarity(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
     if recorded := of_kind(runs, "similarity"):
         dotted = "; dotted, of the pool that the server keeps" if any("pool" in entry for _, entry in recorded) else ""
         caption = f"over all pairs of models that the clients uploaded in a round{dotted}.{_band(runs)}"
-        yield ReportFigure("similarity", "Mean cosine similarity", caption, {"": similarity_curves(runs)})
+        lines = {"uploaded": ("", "solid"), "pool": (", pool", "dot")}
+        yaxis = {"title": "Mean cosine similarity", "hoverformat": ".5~g"}
+        figure = _curves(runs, "similarity", lines, "pool_cosine", yaxis)
+        yield ReportFigure("similarity", "Mean cosine similarity", caption, {"": figure})
 
 
 def memorisation_figures(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
     """Yield the figure of the right and the wrong labels that runs learned, where that was recorded."""
     if recorded := of_kind(runs, "memorisation"):
         wrong = max(entry["samples"][1] for _, entry in recorded)
-        lines = (
+        explained = (
             f"; solid, those with right labels; of the up to {wrong:,} with wrong ones, the share that is classified by the "
             "true label (dashed) and as given, that is, memorised (dotted)."
         )
-        caption = f"of the global model on training samples{lines if wrong else ', all of which have right labels.'}"
-        figure = memorisation_curves(runs)
+        caption = (
+            f"of the global model on training samples{explained if wrong else ', all of which have right labels.'}"
+        )
+        lines = {
+            "right": (", right", "solid"),
+            "corrected": (", wrong, true label", "dash"),
+            "memorised": (", wrong, as given", "dot"),
+        }
+        yaxis = {"title": "Share of training samples", **SHARES}
+        figure = _curves(runs, "memorisation", lines, "accuracy", yaxis)
         yield ReportFigure("memorisation", "Right and wrong labels", f"{caption}{_band(runs)}", {"": figure})
 
 
@@ -281,7 +266,7 @@ def _local_models(chosen: Sequence[RunSummary], looks: Mapping[str, Style]) -> I
                 f"of the {models} that the clients of {name} upload (thin) and of the global model aggregated from them (thick). "
                 f"Seed {run.seed}."
             )
-            figure = local_models(name, entry, looks[name], measure, (low - margin, high + margin), metric)
+            figure = _draw_local_models(name, entry, looks[name], measure, (low - margin, high + margin), metric)
             yield ReportFigure(f"local-{measure}-{name}", f"Local models: test {measure}", caption, {"": figure})
 
 
@@ -314,12 +299,6 @@ def _landscape_caption(comparable: Sequence[Recorded]) -> str:
     alike = "" if len(comparable) < 2 else " Directions, axes and contour lines are the same for all methods."
     seeds = _seeds([run for run, _ in comparable])
     return f"on {samples}, in two random filter-normalised directions.{alike} {seeds}"
-
-
-def _ala_losses(method: str, entry: Entry, source: str) -> ReportFigure:
-    caption = f"of client {entry['client']} over the epochs, a line a round.{source}"
-    title = "Loss while learning ALA's weights"
-    return ReportFigure(f"ala-{entry['client']}-{method}", title, caption, {"": ala_losses(method, entry)})
 
 
 def _trajectory(method: str, entry: Entry, source: str) -> ReportFigure:

@@ -7,9 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from fedloom.objectives import ACCURACY, Metric
 from fedloom.report.cells import Cell, Column, Filled, Table, comparison, score_cell, target_text
 from fedloom.report.significance import Difference, comparisons, differences, seeds_needed, smallest_exact
@@ -184,6 +181,8 @@ def overall(sheets: Sequence[Sheet]) -> Table:
     of their ranks. Settings in which some method has no value are left out of the ranks; a method that did not reach the target
     with every seed comes last.
     """
+    from scipy.stats import rankdata
+
     methods = list(dict.fromkeys(row.algorithm for sheet in sheets for row in sheet.rows))
     columns: list[Filled] = [(Column("Method", order="ascending"), [Cell(method, method) for method in methods])]
     ranks = []
@@ -195,7 +194,7 @@ def overall(sheets: Sequence[Sheet]) -> Table:
         columns.append((Column(_heading(sheet.changes), "largest" if metric.higher_is_better else "smallest"), cells))
         sign, to_target = -1 if metric.higher_is_better else 1, sheet.measure in TO_TARGET
         if to_target or all(spreads):
-            ranks.append(_ranks([sign * spread.mean if spread else math.inf for spread in spreads]))
+            ranks.append(rankdata([sign * spread.mean if spread else math.inf for spread in spreads]))
     if _ranked(sheets):
         means = [sum(float(rank[k]) for rank in ranks) / len(ranks) if ranks else None for k in range(len(methods))]
         cells = [Cell("–" if mean is None else f"{mean:.1f}", mean) for mean in means]
@@ -206,13 +205,6 @@ def overall(sheets: Sequence[Sheet]) -> Table:
 def _ranked(sheets: Sequence[Sheet]) -> bool:
     """Return True if there are enough settings for a mean of a method's ranks."""
     return len(sheets) > 2
-
-
-def _ranks(values: Sequence[float]) -> npt.NDArray[np.float64]:
-    """Return the rank of each value, from 1 on; equal values share the mean of their ranks."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks: npt.NDArray[np.float64] = np.cumsum(counts) - (counts - 1) / 2
-    return ranks[inverse]
 
 
 def caption(sheets: Sequence[Sheet]) -> str:

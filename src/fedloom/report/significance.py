@@ -78,7 +78,7 @@ def differences(values: Values, against: str, higher_is_better: bool = True) -> 
     methods = [method for method in means if method != reference]
     shown = [(method, reference) for method in methods]
     pairs = shown if against == "first" else [*shown, *itertools.combinations(methods, 2)]
-    tested = {pair: paired for pair in pairs if (paired := paired_differences(values, *pair))}
+    tested = {pair: paired for pair in pairs if (paired := _paired(values, *pair))}
     t_tests, exacts = [t_test(paired)[0] for paired in tested.values()], list(map(sign_flip_test, tested.values()))
     p_values = zip(t_tests, exacts, holm(t_tests), holm(exacts), strict=True)
     return [
@@ -90,7 +90,7 @@ def differences(values: Values, against: str, higher_is_better: bool = True) -> 
     ]
 
 
-def paired_differences(values: Values, method: str, reference: str) -> list[float]:
+def _paired(values: Values, method: str, reference: str) -> list[float]:
     """Return the differences over the seeds that both methods have, in the order of the seeds."""
     seeds = sorted(values[method].keys() & values[reference].keys())
     return [values[method][seed] - values[reference][seed] for seed in seeds]

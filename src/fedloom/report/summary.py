@@ -195,6 +195,11 @@ def values(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     return [float(record[name]) for record in records if record.get(name) is not None]
 
 
+def by_round(run: RunSummary, figure: str) -> dict[int, float]:
+    """Return a figure of the records by round, where it was recorded."""
+    return {int(r["round"]): float(r[figure]) for r in run.records if r.get(figure) is not None}
+
+
 def accuracies(run: RunSummary) -> list[float]:
     """Return the test accuracy (or whatever the metric is) of every round that was evaluated, in order."""
     return values(run.records, run.metric.name)
