@@ -269,11 +269,11 @@ NESTED = [
 
 @pytest.mark.parametrize("method", sorted({*EVERY_METHOD, *NESTED, *GLOBAL}))
 def test_clients_are_scored_one_by_one_only_where_they_use_models_of_their_own(method: str) -> None:
-    asked: list[str] = []
+    asked: list[ClientTask] = []
 
     class Asked(RowsEngine):
         def evaluate(self, *arguments: Any) -> Iterator[Tally]:
-            asked.append(method)
+            asked.extend(arguments[2])
             return super().evaluate(*arguments)
 
     task = replace(small_task(), training=Training(learning_rate=0.05, batch_size=4))
@@ -283,10 +283,10 @@ def test_clients_are_scored_one_by_one_only_where_they_use_models_of_their_own(m
     assert not any(record["faults"] for record in run.history)
     assert bool(asked) == algorithm.personal == (method not in GLOBAL)
     following = run._first.at(3)
-    tasks = [
-        task for block in run.evaluation._client_tasks(algorithm, following, range(6), run.integers) for task in block
-    ]
-    models = [engine.personalise(algorithm, following, client_task)[0] for client_task in tasks]
+    asked.clear()
+    run.evaluation._personal(algorithm, following, range(6), run.integers)
+    models = [engine.personalise(algorithm, following, client_task)[0] for client_task in asked]
+    assert len(models) == 6
     own = any(not torch.equal(model, algorithm.model()) for model in models)
     assert own == algorithm.personal
 

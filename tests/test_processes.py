@@ -197,7 +197,7 @@ def test_a_client_that_keeps_killing_its_worker_fails_and_the_others_do_not(
     assert found.history[0]["faults"] == [
         {"client": 2, "reason": "its worker process died 3 times (killed by SIGKILL)"}
     ]
-    assert [client for client in range(CLIENTS) if engine.store.names(client)] == [0, 1, 3, 4, 5]
+    assert [client for client in range(CLIENTS) if engine.store.read(client)] == [0, 1, 3, 4, 5]
 
 
 def test_workers_killed_between_two_rounds_are_replaced(engine: ProcessesEngine) -> None:

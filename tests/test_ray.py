@@ -304,7 +304,7 @@ def test_a_client_that_keeps_killing_its_actor_fails_and_the_others_do_not(engin
     assert fault["client"] == 2
     assert fault["reason"].startswith("its Ray actor died 3 times (")
     assert "\n" not in fault["reason"]
-    assert [client for client in range(CLIENTS) if engine.store.names(client)] == [0, 1, 3, 4, 5]
+    assert [client for client in range(CLIENTS) if engine.store.read(client)] == [0, 1, 3, 4, 5]
 
 
 def test_clients_that_fail_are_named_with_the_reasons_of_the_rows_engine(engine: RayEngine) -> None:

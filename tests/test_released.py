@@ -13,11 +13,11 @@ from damage import damages
 from fedloom.algorithms.accounting import epsilon
 from fedloom.algorithms.building import build
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import CheckpointError, DiskFull
+from fedloom.errors import CheckpointError
 from fedloom.rounds.engine import RemoteClients
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.state import released
+from fedloom.state import files
 from fedloom.state.released import CUT_SHORT, Release, ReleaseLedger
 from test_checkpoint import Killed
 from test_private import task
@@ -95,16 +95,20 @@ def test_a_run_whose_ledger_does_not_reach_its_rounds_is_refused(damage: str, tm
         ledger(tmp_path, evidence=2, identity=identity)
 
 
-def test_a_full_disk_leaves_the_ledger_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("target", "name", "code"), [(files, "flush", 28), (Path, "open", 24)])
+def test_an_error_of_the_system_leaves_the_ledger_as_it_was(
+    target: Any, name: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a full disk nor a file that cannot be opened (too many are) costs a line that was there."""
     path = filled(tmp_path)
     content, opened = path.read_bytes(), ledger(tmp_path, evidence=2)
 
-    def full(_: Path) -> None:
+    def fail(*_: Any) -> None:
         monkeypatch.undo()
-        raise OSError(28, os.strerror(28))
+        raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(released, "flush", full)
-    with pytest.raises(DiskFull, match=r"released\.jsonl cannot be written"):
+    monkeypatch.setattr(target, name, fail)
+    with pytest.raises(CheckpointError, match=r"released\.jsonl cannot be written"):
         opened.append(RELEASES[0])
     assert (path.read_bytes(), opened.releases) == (content, RELEASES)
     opened.append(RELEASES[0])

@@ -86,12 +86,12 @@ def test_a_store_is_a_dictionary_whatever_its_budget(
             assert list(store) == sorted(now)
             for client in range(CLIENTS):
                 assert same(store.read(client), now.get(client, {}))
-                assert store.names(client) == set(now.get(client, {}))
+                assert store.read(client).keys() == set(now.get(client, {}))
                 for name in NAMES:
                     found, wanted = store.get(client, name), now.get(client, {}).get(name)
                     assert (found is None) == (wanted is None)
                     assert found is None or torch.equal(found, wanted)
-            assert store.held_bytes <= budget
+            assert store._pending_bytes + store._memory_bytes <= budget
 
 
 def test_the_least_recently_used_clients_spill() -> None:

@@ -1,17 +1,4 @@
-"""Every error that fedloom raises on purpose.
-
-FedloomError                the user can act on it; the command line prints it as one line
-├── InvalidValue            a value that is not allowed (also a ValueError)
-├── UnknownName             a name that nothing is registered under (also a KeyError)
-├── DataError               a file of data that is missing, damaged or in another format
-├── CheckpointError         a run directory or checkpoint that cannot be continued
-│   ├── DamagedCheckpoint   a file of a run that is missing, or not as it was written
-│   └── DiskFull            a file for which the disk has no room, or that is larger than the system allows
-├── MissingExtra            an optional dependency that is not installed
-├── RefusedReply            a client's reply that has a wrong name, shape, type or a value that is not finite
-│   └── NotFinite           a reply with a value that is not finite: the client's training diverged
-└── Diverged                every client's reply was refused as not finite: the run cannot go on
-"""
+"""Every error that fedloom raises on purpose."""
 
 from __future__ import annotations
 

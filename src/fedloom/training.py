@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,10 @@ Optimizer = Literal[
 ]  # fmt: skip
 """Optimizers that treat every number alike, so that one flat tensor gives what separate tensors would."""
 
+_BY_NAME = {name.lower(): getattr(torch.optim, name) for name in torch.optim.__all__}
 _TORCH_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    name.lower(): getattr(torch.optim, name)
-    for name in (
-        "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD",
-    )
-}  # fmt: skip
+    name: _BY_NAME[name] for name in get_args(Optimizer)
+}
 
 _NOT_OPTIONS = (
     "params", "lr", "momentum", "weight_decay", "maximize", "foreach", "fused", "capturable", "differentiable",
@@ -159,19 +157,16 @@ class Training:
                     kind for kind, make in _TORCH_OPTIMIZERS.items() if name in inspect.signature(make).parameters
                 ]
                 raise InvalidValue(f"{name} is not for {self.optimizer} but for {', '.join(takers)}")
-        allowed = [
-            name for name in parameters if name not in (("params", "lr") if self.own_optimizer else _NOT_OPTIONS)
-        ]
+        reserved = ("params", "lr") if self.own_optimizer else _NOT_OPTIONS
+        allowed = [name for name in parameters if name not in reserved]
         anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
         for name, value in self.optimizer_options.items():
-            if name not in allowed and anything:
-                continue
-            if name not in allowed:
+            if name not in allowed and not anything:
                 raise InvalidValue(
                     f"optimizer_options: {self.optimizer} has no option {quoted(name)}{suggestion(name, allowed)} "
                     f"(it has: {', '.join(allowed)})"
                 )
-            default = parameters[name].default
+            default = parameters[name].default if name in allowed else None
             if default is inspect.Parameter.empty or default is None:
                 continue
             items = value if isinstance(value, (list, tuple)) else [value]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fedloom.algorithm import Algorithm
 from fedloom.algorithms.building import build
 from fedloom.checker.findings import Finding, kinds, source_location
-from fedloom.checker.listening import Listener, ListeningCohort, ListeningMemory, draws
+from fedloom.checker.listening import GuardedState, Listener, ListeningCohort, ListeningMemory
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
 from fedloom.engines.pickling import dump, load
@@ -100,9 +100,7 @@ def examine(algorithm: Algorithm | str, task: Task | None = None, *, compare: bo
     findings += reference.findings
     if compare and not reference.stopped:
         findings += _in_lock_step(trial, reference.federation, bool(findings))
-        findings += _as_processes(trial, reference.federation, bool(findings))
-        findings += _resumed(trial, reference.federation, bool(findings))
-        findings += _lengthened(trial, reference.federation, bool(findings))
+        findings += [] if findings else _in_other_ways(trial, reference.federation)
     return CheckResult(str(method), list(dict.fromkeys(findings)), reference.sizes)
 
 
@@ -174,26 +172,21 @@ class _Trial:
         """The share of a few clients, or 1 where the method's setup refuses that."""
         share = min(1.0, CLIENTS / self.task.clients)
         try:
-            self._federation(RowsEngine(self.task, self.proof), share)
+            self.federation(RowsEngine(self.task, self.proof), participation=share)
         except InvalidValue:
             return 1.0
         return share
 
-    def federation(self, engine: RowsEngine, directory: Path | None = None, rounds: int = ROUNDS) -> Federation:
-        return self._federation(engine, self.participation, directory, rounds)
-
-    def _federation(
-        self, engine: RowsEngine, participation: float, directory: Path | None = None, rounds: int = ROUNDS
+    def federation(
+        self,
+        engine: RowsEngine,
+        directory: Path | None = None,
+        rounds: int = ROUNDS,
+        participation: float | None = None,
     ) -> Federation:
         personal = 1 if self.task.local_test is not None else None
-        schedule = Schedule(
-            rounds,
-            participation,
-            evaluate_every=1,
-            checkpoint_every=1,
-            personal_every=personal,
-            personal_clients=CLIENTS,
-        )
+        options = {"evaluate_every": 1, "checkpoint_every": 1, "personal_every": personal, "personal_clients": CLIENTS}
+        schedule = Schedule(rounds, participation or self.participation, **options)  # type: ignore[arg-type]
         return Federation(copy.deepcopy(self.method), self.task, engine, schedule, directory)
 
     def outcome(self, engine: RowsEngine, rounds: int = ROUNDS) -> Federation:
@@ -202,6 +195,17 @@ class _Trial:
             federation = self.federation(engine, rounds=rounds)
             for _ in range(ROUNDS):
                 federation.step()
+        return federation
+
+    def resumed(self) -> Federation:
+        """Return a federation that was killed after its first round and has gone on to its last."""
+        engines = [RowsEngine(self.task, self.proof) for _ in range(2)]
+        with tempfile.TemporaryDirectory() as folder, closing(engines[0]), closing(engines[1]):
+            killed = self.federation(engines[0], Path(folder))
+            killed.step()
+            killed.save()
+            federation = self.federation(engines[1], Path(folder))
+            federation.run()
         return federation
 
     @property
@@ -264,13 +268,15 @@ class _Reference:
         except Exception as error:
             self.stopped = True
             finding = _failure(error, trial.location)
-            changed = next(iter(self.listener.changed.values()), "")
+            changed = next(iter(self.listener.notes["changed"].values()), "")
             self.findings.append(replace(finding, location=changed or finding.location))
-            self.listener.changed.clear()
+            self.listener.notes["changed"].clear()
             self.listener.faults.clear()  # the first of which is why no round came about
+        else:
+            self._note_draws(generators)
         self.findings += self.listener.findings()
-        if not self.stopped:
-            self._after(generators)
+        if not self.stopped and not self.findings:
+            self._require_movement()
 
     def _rounds(self, engine: _ListeningEngine) -> None:
         method = self.federation.algorithm
@@ -283,9 +289,17 @@ class _Reference:
             self.listener.unwatch(list(state))
             for name, tensor in state.items():
                 if not torch.equal(tensor.nan_to_num(), copies[name].nan_to_num()):
-                    self.listener.changed.setdefault(name, self.trial.location)
+                    self.listener.note("changed", name, self.trial.location)
         self.findings += _missing_in_setup(method, initial)
-        self.findings += _not_checkpointed(method, attributes, set(self.listener.written))
+        self.findings += [
+            Finding(
+                f"self.{name} changes from round to round, and no checkpoint holds it",
+                location,
+                f"keep it as a tensor in self.state[{name!r}]",
+            )
+            for name, location in _written(method, attributes)
+            if name not in self.listener.notes["written"]
+        ]
         participants = len(self.federation.history[0]["clients"])
         memories = [_bytes(engine.store.read(client)) for client in engine.store]
         self.sizes = {
@@ -295,9 +309,20 @@ class _Reference:
             "remembered by a client": sum(memories) / max(1, len(memories)),
         }
 
-    def _after(self, generators: Sequence[object]) -> None:
-        method, initial = self.federation.algorithm, self.trial.task.initial
-        if torch.equal(method.model(), initial) and not method.personal and not self.findings:
+    def _note_draws(self, generators: Sequence[object]) -> None:
+        """Note the global generators that are not as before, where no draw was heard."""
+        names = ("torch", "numpy.random", "random")
+        patterns = (r"torch\.manual_seed", r"\b(np|numpy)\.random\.", r"(?<![.\w])random\.")
+        if self.listener.notes["drawn"]:
+            return
+        for name, pattern, state, present in zip(names, patterns, generators, _generators(), strict=True):
+            if state != present:
+                location = source_location(self.federation.algorithm, pattern) or self.trial.location
+                self.listener.note("drawn", f"the global generator of {name}", location)
+
+    def _require_movement(self) -> None:
+        method = self.federation.algorithm
+        if torch.equal(method.model(), self.trial.task.initial) and not method.personal:
             self.findings.append(
                 Finding(
                     f"the global model has not moved in {ROUNDS} rounds",
@@ -305,13 +330,6 @@ class _Reference:
                     "update (or receive) must put a new model into self.state['model'], and train reply with trained weights",
                 )
             )
-        names = ("torch", "numpy.random", "random")
-        patterns = (r"torch\.manual_seed", r"\b(np|numpy)\.random\.", r"(?<![.\w])random\.")
-        for name, pattern, state, present in zip(names, patterns, generators, _generators(), strict=True):
-            if state != present and not self.listener.drawn:
-                self.findings.append(
-                    draws(f"the global generator of {name}", source_location(method, pattern) or self.trial.location)
-                )
 
 
 class _ListeningEngine(RowsEngine):
@@ -331,7 +349,7 @@ class _ListeningEngine(RowsEngine):
             result = super().train_one(algorithm, round, client_task, expected)
         self.listener.unwatch(list(inbox))
         for name, location in self.memories[-1].lost().items():
-            self.listener.lost.setdefault(name, location)
+            self.listener.note("lost", name, location)
         if isinstance(result, Fault) and not result.diverged:
             error = result.error
             location = (error_location(error) if error else "") or code_location(type(algorithm).train)
@@ -353,14 +371,14 @@ class _ListeningEngine(RowsEngine):
         """Note, while the method is at a client, its reads of the server's state and its writes to itself."""
         attributes, states = _attributes(algorithm), [method.state for method in algorithm.nested()]
         for method, state in zip(algorithm.nested(), states, strict=True):
-            method.state = self.listener.guarded(state)
+            method.state = GuardedState(state, self.listener)
         try:
             yield
         finally:
             for method, state in zip(algorithm.nested(), states, strict=True):
                 method.state = state
         for name, location in _written(algorithm, attributes):
-            self.listener.written.setdefault(name, location)
+            self.listener.note("written", name, location)
 
 
 def _attributes(method: Algorithm) -> dict[tuple[int, str], object]:
@@ -376,13 +394,10 @@ def _attributes(method: Algorithm) -> dict[tuple[int, str], object]:
 def _trace(value: object) -> object:
     if isinstance(value, Tensor):
         return id(value), value._version
-    return (
-        (id(value), repr(value)) if isinstance(value, list | dict | set) else value if _is_plain(value) else id(value)
-    )
-
-
-def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, bool | int | float | str | tuple)
+    if isinstance(value, list | dict | set):
+        return id(value), repr(value)
+    plain = value is None or isinstance(value, bool | int | float | str | tuple)
+    return value if plain else id(value)
 
 
 def _written(method: Algorithm, attributes: Mapping[tuple[int, str], object]) -> Iterator[tuple[str, str]]:
@@ -390,19 +405,6 @@ def _written(method: Algorithm, attributes: Mapping[tuple[int, str], object]) ->
     for (k, name), value in _attributes(method).items():
         if (k, name) not in attributes or attributes[k, name] != value:
             yield name, source_location(method, rf"self\.{name}\b(?!\()")
-
-
-def _not_checkpointed(
-    method: Algorithm, attributes: Mapping[tuple[int, str], object], by_clients: set[str]
-) -> Iterator[Finding]:
-    """Find the attributes that the server half writes to the method itself."""
-    for name, location in _written(method, attributes):
-        if name not in by_clients:
-            yield Finding(
-                f"self.{name} changes from round to round, and no checkpoint holds it",
-                location,
-                f"keep it as a tensor in self.state[{name!r}]",
-            )
 
 
 def _missing_in_setup(method: Algorithm, initial: set[str]) -> Iterator[Finding]:
@@ -488,53 +490,39 @@ def _in_lock_step(trial: _Trial, expected: Federation, explained: bool) -> Itera
         )
 
 
-def _as_processes(trial: _Trial, expected: Federation, explained: bool) -> Iterator[Finding]:
-    try:
-        outcome = trial.outcome(_ElsewhereEngine(trial.task, trial.proof))
-    except Exception as error:
-        if not explained:
-            yield _failure(error, trial.location, "in worker processes: ")
-        return
-    if not explained and (off := _off(outcome, expected, trial.task.initial)):
-        yield Finding(
-            f"clients in worker processes come to other models than here ({off})",
+def _in_other_ways(trial: _Trial, expected: Federation) -> list[Finding]:
+    """Find the first way of running the rounds that fails, or comes to another state than the reference."""
+    ways: list[tuple[Callable[[], Federation], str, str, str, str]] = [
+        (
+            lambda: trial.outcome(_ElsewhereEngine(trial.task, trial.proof)),
+            "in worker processes: ",
+            "clients in worker processes come to other models than here",
             trial.location,
             "train may depend on its inbox, its samples, its memory and the method's fields alone",
-        )
-
-
-def _resumed(trial: _Trial, expected: Federation, explained: bool) -> Iterator[Finding]:
-    with tempfile.TemporaryDirectory(prefix="fedloom-check-") as folder:
-        try:
-            with closing(RowsEngine(trial.task, trial.proof)) as engine:
-                killed = trial.federation(engine, Path(folder))
-                killed.step()
-                killed.save()
-            with closing(RowsEngine(trial.task, trial.proof)) as engine:
-                outcome = trial.federation(engine, Path(folder))
-                outcome.run()
-        except Exception as error:
-            if not explained:
-                yield _failure(error, trial.location, "killed after a round and resumed: ")
-            return
-    if not explained and (off := _off(outcome, expected, trial.task.initial)):
-        yield Finding(
-            f"a run that is killed and resumed comes to another model ({off})",
+        ),
+        (
+            trial.resumed,
+            "killed after a round and resumed: ",
+            "a run that is killed and resumed comes to another model",
             trial.server_location,
             "what the server must remember goes into self.state, and every draw comes from round.stream",
-        )
-
-
-def _lengthened(trial: _Trial, expected: Federation, explained: bool) -> Iterator[Finding]:
-    if explained or trial.method.needs_total_rounds:
-        return
-    outcome = trial.outcome(RowsEngine(trial.task, trial.proof), rounds=2 * ROUNDS)
-    if off := _off(outcome, expected, trial.task.initial):
-        yield Finding(
-            f"the first rounds depend on how many there will be ({off})",
+        ),
+        (
+            lambda: trial.outcome(RowsEngine(trial.task, trial.proof), rounds=2 * ROUNDS),
+            "as the beginning of a longer run: ",
+            "the first rounds depend on how many there will be",
             source_location(trial.method, r"\.rounds\b") or trial.location,
             "a property needs_total_rounds that returns True says so",
-        )
+        ),
+    ]
+    for outcome, way, problem, location, remedy in ways[: 2 if trial.method.needs_total_rounds else 3]:
+        try:
+            off = _off(outcome(), expected, trial.task.initial)
+        except Exception as error:
+            return [_failure(error, trial.location, way)]
+        if off:
+            return [Finding(f"{problem} ({off})", location, remedy)]
+    return []
 
 
 def _off(outcome: Federation, expected: Federation, initial: Tensor, tolerance: float = 0.0) -> str:

@@ -25,29 +25,47 @@ DRAWS = frozenset(
 """Functions of PyTorch that draw from its global generator unless they are given another."""
 
 
-class Listener(TorchFunctionMode):
-    """Notes, while it is on, changes of the tensors that it watches, and draws; and whatever is added to its attributes.
+MISTAKES = {
+    "changed": ("changes {0} in place", "put a new tensor in its place, such as {0} + update"),
+    "drawn": ("draws from {0}", "draw from round.stream('...') on the server, cohort.stream('...') on clients"),
+    "read": (
+        "the client half reads self.state[{0!r}], which is not there on worker processes and sites",
+        "send it: another tensor in the message of send",
+    ),
+    "written": (
+        "the client half writes self.{0}, which worker processes and sites forget",
+        "a client remembers in cohort.memory[{0!r}]",
+    ),
+    "lost": (
+        "changes what cohort.memory.get({0!r}) gave in place, and never stores it",
+        "store it: cohort.memory[{0!r}] = rows",
+    ),
+    "enclosed": (
+        "reads {0} of all clients from around it, though a step may be one of some clients alone",
+        "pass it as context={{...}} to cohort.fit and read it there, or in each_batch's state ({0})",
+    ),
+}
+"""Problems that a listener notes, and their remedies, with the name of what is concerned."""
 
-    Each is noted by name, with the line that did it first.
-    """
+
+class Listener(TorchFunctionMode):
+    """Notes, while it is on, changes of the tensors that it watches, and draws; and what else it is told, of `MISTAKES`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.changed: dict[str, str] = {}  # in place
-        self.drawn: dict[str, str] = {}
-        self.read: dict[str, str] = {}  # of the server's state, by a client
-        self.written: dict[str, str] = {}  # to the method, by a client
-        self.lost: dict[str, str] = {}  # of what a client remembers: changed in place and not stored
-        self.enclosed: dict[str, str] = {}  # tensors of clients that a function reads from around it
+        self.notes: dict[str, dict[str, str]] = {kind: {} for kind in MISTAKES}  # by name, the line that did it first
         self.faults: list[Finding] = []
         self._watched: dict[str, tuple[Tensor, int]] = {}
+
+    def note(self, kind: str, name: str, location: str) -> None:
+        self.notes[kind].setdefault(name, location)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         result = func(*args, **options)
         name = getattr(func, "__name__", "")
         if name in DRAWS and options.get("generator") is None and (location := drawing_location()):
-            self.drawn.setdefault(f"torch's global generator ({name})", location)
+            self.note("drawn", f"torch's global generator ({name})", location)
         self._look()
         return result
 
@@ -63,61 +81,30 @@ class Listener(TorchFunctionMode):
     def _look(self) -> None:
         changed = [name for name, (tensor, version) in self._watched.items() if tensor._version != version]
         if changed:
-            self.changed.setdefault(changed[0], calling_location())
+            self.note("changed", changed[0], calling_location())
             self._watched.update({name: (self._watched[name][0], self._watched[name][0]._version) for name in changed})
-
-    def guarded(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the state as a dictionary that notes who reads it: a client half must not."""
-        return _GuardedState(state, self.read)
 
     def findings(self) -> Iterator[Finding]:
         """Yield a finding for each note."""
-        for name, location in self.changed.items():
-            yield Finding(
-                f"changes {name} in place", location, f"put a new tensor in its place, such as {name} + update"
-            )
-        for generator, location in self.drawn.items():
-            yield draws(generator, location)
-        for name, location in self.read.items():
-            yield Finding(
-                f"the client half reads self.state[{name!r}], which is not there on worker processes and sites",
-                location,
-                "send it: another tensor in the message of send",
-            )
-        for name, location in self.written.items():
-            yield Finding(
-                f"the client half writes self.{name}, which worker processes and sites forget",
-                location,
-                f"a client remembers in cohort.memory[{name!r}]",
-            )
-        for name, location in self.lost.items():
-            yield Finding(
-                f"changes what cohort.memory.get({name!r}) gave in place, and never stores it",
-                location,
-                f"store it: cohort.memory[{name!r}] = rows",
-            )
-        for name, location in self.enclosed.items():
-            yield Finding(
-                f"reads {name} of all clients from around it, though a step may be one of some clients alone",
-                location,
-                f"pass it as context={{...}} to cohort.fit and read it there, or in each_batch's state ({name})",
-            )
+        for kind, (problem, remedy) in MISTAKES.items():
+            for name, location in self.notes[kind].items():
+                yield Finding(problem.format(name), location, remedy.format(name))
         yield from self.faults
 
 
-class _GuardedState(dict[str, Tensor]):
-    """A state that notes which of its tensors are read, and where."""
+class GuardedState(dict[str, Tensor]):
+    """A state that notes which of its tensors are read, and where: a client half must not."""
 
-    def __init__(self, state: Mapping[str, Tensor], read: dict[str, str]) -> None:
+    def __init__(self, state: Mapping[str, Tensor], listener: Listener) -> None:
         super().__init__(state)
-        self._read = read
+        self._listener = listener
 
     def __getitem__(self, name: str) -> Tensor:
-        self._read.setdefault(name, calling_location())
+        self._listener.note("read", name, calling_location())
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        self._read.setdefault(name, calling_location())
+        self._listener.note("read", name, calling_location())
         return super().get(name, default)
 
 
@@ -137,7 +124,7 @@ class ListeningCohort(Cohort):
     def _note(self, functions: Any) -> None:
         for function in functions:
             for name in enclosed(function, len(self.clients)) if callable(function) else ():
-                self.listener.enclosed.setdefault(name, code_location(_unwrapped(function)) or calling_location())
+                self.listener.note("enclosed", name, code_location(_unwrapped(function)) or calling_location())
 
     @classmethod
     def of(cls, cohort: Cohort, listener: Listener) -> ListeningCohort:
@@ -204,12 +191,3 @@ class ListeningMemory(Memory):
             for name, (rows, version, location) in self._read.items()
             if name not in self._stored and rows._version != version
         }
-
-
-def draws(generator: str, location: str) -> Finding:
-    """Return the finding that a method draws from a global generator."""
-    return Finding(
-        f"draws from {generator}",
-        location,
-        "draw from round.stream('...') on the server, cohort.stream('...') on clients",
-    )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedloom.errors import CheckpointError, DamagedCheckpoint
 from fedloom.state.digest import Checksum
-from fedloom.state.files import flush, not_written, write_text
+from fedloom.state.files import append_line, flush, write_text
 from fedloom.state.tensors import read_tensors, write_tensors
 
 FORMAT = "3"
@@ -27,8 +27,8 @@ KEPT = 2  # the newest, and the one before in case the newest turns out to be da
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state after `round`: the method's tensors, the clients' memory, digests of the logs up to there, by file name, and what
-    says where those tensors lie that have files of their own (`PoolFiles`), by name."""
+    """The state after `round`: the method's tensors, the clients' memory, digests of the logs by file name, and the entries of
+    tensors in files of their own (`PoolFiles`)."""
 
     round: int
     server: dict[str, Tensor]
@@ -51,16 +51,13 @@ class Checkpoints:
 
     def rounds(self) -> list[int]:
         """Return the rounds of the checkpoint files, whether or not they can be read."""
-        numbers = (path.stem.removeprefix("checkpoint-") for path in self.paths())
-        return [int(number) for number in numbers if number.isdecimal()]
+        return [int(number) for path in self.paths() if (number := path.stem.removeprefix("checkpoint-")).isdecimal()]
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint, then remove all but this one and the one before it."""
-        tensors = {f"server/{name}": t for name, t in checkpoint.server.items()}
-        tensors |= {f"clients/{name}": t for name, t in checkpoint.clients.items()}
-        logs = {f"log {name}": digest for name, digest in checkpoint.logs.items()}
-        pools = {f"pool {name}": written for name, written in checkpoint.pools.items()}
-        metadata = {"format": FORMAT, "round": str(checkpoint.round), "run": self.run, **logs, **pools}
+        tensors = _under("server/", checkpoint.server) | _under("clients/", checkpoint.clients)
+        entries = _under("log ", checkpoint.logs) | _under("pool ", checkpoint.pools)
+        metadata = {"format": FORMAT, "round": str(checkpoint.round), "run": self.run, **entries}
         path = self.directory / _file_name(checkpoint.round)
         write_tensors(path, tensors, metadata)
         paths = self.paths()
@@ -87,9 +84,9 @@ class Checkpoints:
                 adopt(candidate)
             except DamagedCheckpoint as error:
                 passed.append(str(error))
-                continue
-            newest = candidate
-            break
+            else:
+                newest = candidate
+                break
         instead = "starting again from round 1" if newest is None else f"going on after round {newest.round}"
         self.notices += [f"{reason}: {instead}" for reason in passed]
         return newest
@@ -110,6 +107,10 @@ class Checkpoints:
 
 def _file_name(round: int) -> str:
     return f"checkpoint-{round:07d}.safetensors"
+
+
+def _under(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
+    return {f"{prefix}{name}": value for name, value in named.items()}
 
 
 def _below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
@@ -159,11 +160,7 @@ class RoundLog:
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one line and hand it to the system at once. Raises `CheckpointError` when it cannot be written."""
         line = f"{json.dumps(record)}\n".encode()
-        try:
-            with self.path.open("ab") as file:
-                file.write(line)
-        except OSError as error:
-            raise not_written(self.path, error, len(line)) from None
+        append_line(self.path, line, durable=False)
         self._digest.update(line)
 
     def sync(self) -> None:
@@ -172,17 +169,11 @@ class RoundLog:
             flush(self.path)
 
 
-class RecordsInMemory:
+class RecordsInMemory(list[dict[str, Any]]):
     """Records of a run without a directory, in place of a `RoundLog`."""
 
-    def __init__(self) -> None:
-        self._records: list[dict[str, Any]] = []
-
     def read(self) -> list[dict[str, Any]]:
-        return self._records
-
-    def append(self, record: dict[str, Any]) -> None:
-        self._records.append(record)
+        return self
 
 
 def _digest(records: Iterable[Mapping[str, Any]]) -> Checksum:

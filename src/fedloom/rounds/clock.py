@@ -123,7 +123,7 @@ class Clock:
 
     @property
     def lines(self) -> tuple[dict[str, float], ...]:
-        """Return the entries of the trace, one for each client. Raises `InvalidValue` where it cannot be read."""
+        """The entries of the trace, one for each client. Raises `InvalidValue` where it cannot be read."""
         return () if self.trace is None else _lines(self.trace)
 
     @property

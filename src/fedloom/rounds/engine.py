@@ -26,8 +26,7 @@ INTEGERS = "@integers"
 
 
 class TensorSpec(NamedTuple):
-    """Shape and type of one tensor in a client's reply, without a client axis. At a site the type is None: there the server
-    checks types, and what coded replies stand for."""
+    """Shape and type of one tensor in a client's reply, without a client axis. At a site the server checks types: None."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
@@ -159,8 +158,7 @@ def slots_together(algorithm: Algorithm, layout: Layout) -> int:
 
 
 def slot_blocks(client_tasks: Sequence[ClientTask], round: Round, slots: int) -> dict[int, list[ClientTask]]:
-    """The tasks of each block of so many slots, by its number. Clients that train without uploading come last, as if they had the
-    next slots. Where engines go from block to block, few replies are there before their turn."""
+    """Return the tasks of each block of so many slots. Clients that train without uploading come last, in the next slots."""
     blocks: defaultdict[int, list[ClientTask]] = defaultdict(list)
     beyond = count(len(round.selected))
     for client_task in client_tasks:
@@ -168,9 +166,9 @@ def slot_blocks(client_tasks: Sequence[ClientTask], round: Round, slots: int) ->
     return dict(sorted(blocks.items()))
 
 
-def row_for(rows: Tensor, index: int) -> Tensor:
-    """Return the row `[1, ...]` of `rows [k, ...]` that receiver `index` is sent; a single row is for all."""
-    return rows[index : index + 1] if len(rows) > 1 else rows
+def inbox_of(message: Message, index: int) -> Message:
+    """Return the rows `[1, ...]` of a message that receiver `index` is sent; a single row is for all."""
+    return {name: rows[index : index + 1] if len(rows) > 1 else rows for name, rows in message.items()}
 
 
 def expectations(algorithm: Algorithm, round: Round, layout: Layout) -> dict[str, TensorSpec]:

@@ -15,7 +15,7 @@ and the local initialisation, before local training (as FedALA does).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from fedloom.algorithm import Algorithm, Message
 from fedloom.errors import InvalidValue
 from fedloom.randomness import stream
 from fedloom.round import Round
-from fedloom.rounds.engine import INTEGERS, ClientTask, Engine, expectations, row_for
+from fedloom.rounds.engine import INTEGERS, ClientTask, Engine, expectations, inbox_of
 from fedloom.rounds.schedule import Schedule
 from fedloom.rounds.scoring import Evaluator, Tally
 from fedloom.task import Task
@@ -79,8 +79,7 @@ class Evaluation:
         figures: Record = {}
         ends = algorithm.spent
         if ends or self._due(round, self.every):
-            if len(self.task.test):
-                figures |= self.evaluator.score(model, self.task.test, integers)
+            figures |= self.evaluator.score(model, self.task.test, integers) if len(self.task.test) else {}
             figures |= algorithm.diagnose()
         tallies: dict[str, Tally] = {}
         personal = self.personal_every > 0 and (ends or self._due(round, self.personal_every))
@@ -118,23 +117,15 @@ class Evaluation:
         return self.evaluator.tally(model, self.task.train, local_test, clients, integers)
 
     def _personal(self, algorithm: Algorithm, upcoming: Round, clients: Sequence[int], integers: Tensor) -> Tally:
-        client_tasks = self._client_tasks(algorithm, upcoming, clients, integers)
-        return Tally.joined(
-            [tally for block in client_tasks for tally in self.engine.evaluate(algorithm, upcoming, block)]
-        )
-
-    def _client_tasks(
-        self, algorithm: Algorithm, upcoming: Round, clients: Sequence[int], integers: Tensor
-    ) -> Iterator[list[ClientTask]]:
+        tallies: list[Tally] = []
         for start in range(0, len(clients), BLOCK):
             block = tuple(clients[start : start + BLOCK])
             message: Message = dict(algorithm.deploy(upcoming, block))
             if INTEGERS in expectations(algorithm, upcoming, self.task.layout):
                 message[INTEGERS] = integers.unsqueeze(0)
-            yield [
-                ClientTask(client, None, {name: row_for(rows, index) for name, rows in message.items()})
-                for index, client in enumerate(block)
-            ]
+            client_tasks = [ClientTask(client, None, inbox_of(message, k)) for k, client in enumerate(block)]
+            tallies += self.engine.evaluate(algorithm, upcoming, client_tasks)
+        return Tally.joined(tallies)
 
     def _table(self, tally: Tally) -> Record:
         """Each client's accuracy, or whatever the metric is, and number of test samples."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ from fedloom.rounds.engine import (
     RemoteClients,
     Reply,
     expectations,
-    row_for,
+    inbox_of,
 )
 from fedloom.rounds.evaluation import Evaluation, Record, newcomers_last
 from fedloom.rounds.pool_watch import PoolWatch
@@ -114,7 +114,7 @@ class Federation:
         trainers = task.clients - newcomers
         self.evaluation = Evaluation(self.task, engine, schedule, trainers, self.numbers)
         self.integers = task.initial_integers.clone()
-        self.finished = 0  # rounds so far
+        self.finished = self._saved = 0  # rounds so far, and at the last checkpoint
         self._pool_watch = PoolWatch(task.test.labels)
         self._noted: set[str] = set()  # the notices that are in `timings` by now
         self._spent = 0  # the round after which no other may be run
@@ -127,11 +127,7 @@ class Federation:
         task.training.same_rates(schedule.rounds, schedule.rounds)  # raises where there is none
         rate = task.training.rate(1, schedule.rounds)
         poisson = schedule.participation_mode == "poisson"
-        if poisson:
-            _require_varying(algorithm, "participation_mode = poisson draws another number of clients in each round")
-        if participants > self._awaited:
-            _require_varying(algorithm, "clock.over_selection drops the last replies of every round")
-            _require_displaceable(algorithm)
+        _require_fit(algorithm, poisson, participants > self._awaited)
         self._first = Round(1, schedule.rounds, schedule.seed, trainers, participants, rate, rate, poisson=poisson)
         self._pools = PoolFiles(None if directory is None else directory / "pool", schedule.pool_budget)
         algorithm.setup(
@@ -194,12 +190,11 @@ class Federation:
             self._run(on_round)
 
     def _run(self, on_round: Callable[[Record, Record], None] | None) -> None:
-        saved = self.finished
-        if self.finished == 0 and self._ledger is not None and self._ledger.releases and self.algorithm.spent:
-            raise CheckpointError(
-                f"{self._ledger.path}: rounds whose checkpoints are lost have spent the privacy budget: use another folder"
-            )
         if self.finished == 0 and self.algorithm.spent:
+            if self._ledger is not None and self._ledger.releases:
+                raise CheckpointError(
+                    f"{self._ledger.path}: rounds whose checkpoints are lost have spent the privacy budget: use another folder"
+                )
             raise InvalidValue(
                 f"{self.algorithm}: one round costs more epsilon than target_epsilon allows: give more noise"
             )
@@ -208,14 +203,12 @@ class Federation:
                 record, timing = self.step()
                 if self.algorithm.releases_once or self._pools.holds(self.algorithm.full_state().values()):
                     self.save()
-                    saved = self.finished
                 if on_round is not None:
                     on_round(record, timing)
                 if self.finished % self.schedule.checkpoint_every == 0 or self.finished == self.schedule.rounds:
                     self.save()
-                    saved = self.finished
         finally:
-            if saved < self.finished and not self._midway:
+            if self._saved < self.finished and not self._midway:
                 self.save()
 
     def step(self) -> tuple[Record, Record]:
@@ -246,6 +239,7 @@ class Federation:
         """The figures of a new round, its times, and the figures client by client if they were taken."""
         began = time.perf_counter()
         clock = self.schedule.clock
+        simulated = clock.runs
         round = replace(round, closes=math.inf if clock.deadline is None else self._now + clock.deadline)
         selection = self.algorithm.select(round)
         round = replace(round, selected=selection.clients)
@@ -257,62 +251,63 @@ class Federation:
             message[INTEGERS] = self.integers.unsqueeze(0)
         client_tasks, absent = self._client_tasks(round, selection, message)
         upload = sum(tensor.bytes for tensor in expected.values())
-        finish = self._finish_times(client_tasks, upload) if clock.runs else {}
+        finish = self._finish_times(client_tasks, upload) if simulated else {}
         seconds = self._now
-        if clock.runs and not self.algorithm.asynchronous:
+        if simulated and not self.algorithm.asynchronous:
             numbers = [self.numbers[selection.clients[slot]] for slot in finish]
             taken, seconds = round.on_time([*finish.values()], numbers, self._awaited, self._now)
-            for slot, arrival in [entry for index, entry in enumerate(finish.items()) if index not in taken]:
-                late = next(task for task in client_tasks if task.slot == slot)
-                absent.append(Fault(late, f"late: after {arrival - self._now:.6g} s"))
-                client_tasks.remove(late)
+            late = {slot: time - self._now for k, (slot, time) in enumerate(finish.items()) if k not in taken}
+            absent += [
+                Fault(task, f"late: after {late[task.slot]:.6g} s") for task in client_tasks if task.slot in late
+            ]
+            client_tasks = [task for task in client_tasks if task.slot not in late]
         awaited = torch.zeros(len(selection.clients), dtype=torch.bool)
         awaited[[task.slot for task in client_tasks if task.slot is not None]] = True
         exchange = exchange.awaiting(awaited)
         self._note_releases(round, selection)
         answers = self._answers(exchange, client_tasks)
         trained = observed = time.perf_counter()
-        if answers.fold is None:
-            replies = answers.together()
+        replies = None if answers.fold else answers.together()
+        if replies is not None:
             for observer in self.observers:
                 observer.observe(round, client_tasks, replies)
             observed = time.perf_counter()
-            if INTEGERS in replies.matrices:
-                if len(replies):
-                    self.integers = self.algorithm.merge_integers(replies[INTEGERS], self.integers)
-                del replies.matrices[INTEGERS]
-            if clock.runs:
-                replies.finish = torch.tensor([finish[slot] for slot in replies.slots.tolist()], dtype=torch.float64)
-            if len(replies) or self.algorithm.updates_without_replies:
+            replies.matrices.pop(INTEGERS, None)
+        if answers.integers is not None and len(answers.integers):
+            self.integers = self.algorithm.merge_integers(answers.integers, self.integers)
+        if answers.arrived or self.algorithm.updates_without_replies:
+            if replies is None:
+                self.algorithm.update(round, replace(answers.aggregate or NOTHING, exchange=exchange))
+            else:
+                if simulated:
+                    replies.finish = torch.tensor(
+                        [finish[slot] for slot in replies.slots.tolist()], dtype=torch.float64
+                    )
                 self.algorithm.receive(round, replies)
-            del replies
-        elif answers.aggregate is not None or self.algorithm.updates_without_replies:
-            if answers.integers is not None and len(answers.integers):
-                self.integers = self.algorithm.merge_integers(answers.integers, self.integers)
-            self.algorithm.update(round, replace(answers.aggregate or NOTHING, exchange=exchange))
+        del replies
         self.algorithm.finish(round, exchange)
         self._count_releases()
         model = _checked_model(self.algorithm, "update" if self.algorithm.folds else "receive", self.task.initial)
         received = time.perf_counter()
+        faults = [*absent, *answers.faults]
         receivers = selection.receivers or len(selection.clients) + len(selection.idle)
-        receivers -= sum(not fault.sent for fault in [*absent, *answers.faults])
+        receivers -= sum(not fault.sent for fault in faults)
+        measured = {name: float(values.mean()) for name, values in answers.metrics.items()}
         record: Record = {
             "round": round.number,
             "clients": [self.numbers[client] for client in selection.clients],
             "bytes_down": sum(_row_bytes(rows) for rows in message.values()) * receivers,
             "bytes_up": answers.bytes,
-            "faults": [
-                {"client": self.numbers[f.client_task.client], "reason": f.reason} for f in [*absent, *answers.faults]
-            ],
+            "faults": [{"client": self.numbers[f.client_task.client], "reason": f.reason} for f in faults],
+            **({"simulated_seconds": seconds} | self.algorithm.account()),
         }
-        measured = {name: float(values.mean()) for name, values in answers.metrics.items()}
-        record |= {"simulated_seconds": seconds} | self.algorithm.account()
-        if not clock.runs:
+        if not simulated:
             del record["simulated_seconds"]
-        record = {**record, **{name: value for name, value in measured.items() if name not in record}}
+        record |= {name: value for name, value in measured.items() if name not in record}
         figures, clients = self.evaluation.measure(self.algorithm, round, model, self.integers)
         self._require_converging(round, model, figures.get("loss"))
-        record = {name: _finite(value) for name, value in (record | figures).items()}
+        for name, value in (record | figures).items():  # JSON cannot express an infinite or undefined figure
+            record[name] = None if isinstance(value, float) and not math.isfinite(value) else value
         self._pool_watch.see(record)
         self._spent = round.number if self.algorithm.spent else 0
         ended = time.perf_counter()
@@ -332,9 +327,11 @@ class Federation:
 
     def _accounted(self) -> dict[str, Accounted]:
         """Return the methods whose rounds cost privacy, by their names in the ledger. They are active in every round."""
-        methods = enumerate(self.algorithm.nested())
-        accounted = [(k, method) for k, method in methods if isinstance(method, Accounted) and method.protects]
-        return {f"{k}.{name_of(method)}": method for k, method in accounted}
+        return {
+            f"{k}.{name_of(method)}": method
+            for k, method in enumerate(self.algorithm.nested())
+            if isinstance(method, Accounted) and method.protects
+        }
 
     def _note_releases(self, round: Round, selection: Selection) -> None:
         """Write in the ledger what the round is about to release, before anything is sent."""
@@ -364,19 +361,15 @@ class Federation:
         """The tasks of all clients that take part, and those of the selected ones that drop out."""
         client_tasks, absent = [], []
         for slot, client in enumerate(selection.clients):
-            inbox = {name: row_for(rows, slot) for name, rows in message.items()}
             weight = None if selection.weights is None else selection.weights[slot]
-            client_task = ClientTask(client, slot, inbox, weight)
+            client_task = ClientTask(client, slot, inbox_of(message, slot), weight)
             chance = self.schedule.dropout and float(torch.rand((), generator=round.stream("dropout", client)))
             if chance < self.schedule.dropout:
                 absent.append(Fault(client_task, "dropped out", sent=False))
             else:
                 client_tasks.append(client_task)
-        if selection.idle:
-            beyond = len(selection.clients)
-            shared = {name: row_for(rows, beyond) for name, rows in message.items()}
-            client_tasks += [ClientTask(client, None, shared) for client in selection.idle]
-        return client_tasks, absent
+        shared = inbox_of(message, len(selection.clients))
+        return [*client_tasks, *(ClientTask(client, None, shared) for client in selection.idle)], absent
 
     def _finish_times(self, client_tasks: Sequence[ClientTask], upload: int) -> dict[int, float]:
         """Return by slot when the simulated clock has each reply, of `upload` bytes."""
@@ -390,8 +383,7 @@ class Federation:
         return arrivals
 
     def _answers(self, exchange: Exchange, client_tasks: Sequence[ClientTask]) -> RoundReplies:
-        """The answers of all clients. They are folded as they come, unless the method, an observer or the limits on what remote
-        clients say of themselves need all of them together."""
+        """Return the answers, folded as they come unless the method, an observer or limits on remote clients need all."""
         round, remote = exchange.round, isinstance(self.engine, RemoteClients)
         fold = self.algorithm.folds and not self.observers and not remote
         answers = RoundReplies(
@@ -444,6 +436,7 @@ class Federation:
             self.checkpoints.save(Checkpoint(self.finished, server, self.engine.memory(), digests, pools))
             self._pools.keep(pools.values())
             self.engine.release_memory()
+        self._saved = self.finished
 
     def _checked_logs(self) -> list[RoundLog]:
         """Return the logs of figures, which must be as a checkpoint knows them; times need not."""
@@ -468,7 +461,8 @@ class Federation:
         checkpoint = self.checkpoints.latest(recorded, self._adopt)
         finished = 0 if checkpoint is None else checkpoint.round
         history, timings, _ = (log.resume(finished) for log in self._logs)
-        self.finished, self._now = finished, history[-1].get("simulated_seconds", 0.0) if history else 0.0
+        self.finished = self._saved = finished
+        self._now = history[-1].get("simulated_seconds", 0.0) if history else 0.0
         self._noted.update(text for timing in timings for text in timing.get("notices", ()))
         for record in history:
             self._pool_watch.see(record)
@@ -483,11 +477,6 @@ class Federation:
         self._count_releases()
 
 
-def _finite(value: Any) -> Any:
-    """None for an infinite or undefined figure, which JSON cannot express."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _row_bytes(rows: Tensor) -> int:
     """The size of one row of `[k, ...]`."""
     return math.prod(rows.shape[1:]) * rows.element_size()
@@ -500,20 +489,15 @@ def _diverged(round: Round, reason: str) -> Diverged:
     )
 
 
-def _require_varying(algorithm: Algorithm, reason: str) -> None:
-    """Raise `InvalidValue` unless the number of clients in a round may vary."""
-    if (method := source_of(algorithm, "fixed_participants")) is not None:
-        needs = (
-            "says itself whose replies it takes"
-            if method.asynchronous
-            else "needs as many clients each time, and the replies of all"
-        )
-        raise InvalidValue(f"{reason}, but {method} {needs}")
-
-
-def _require_displaceable(algorithm: Algorithm) -> None:
-    """Raise `InvalidValue` where the last replies of a round may not be left out for others."""
-    if algorithm.needs_every_reply:
+def _require_fit(algorithm: Algorithm, poisson: bool, over_selected: bool) -> None:
+    """Raise `InvalidValue` unless the method's rounds may have other clients each time, where the schedule's have."""
+    if (poisson or over_selected) and (method := source_of(algorithm, "fixed_participants")) is not None:
+        draws = "participation_mode = poisson draws another number of clients in each round"
+        drops = "clock.over_selection drops the last replies of every round"
+        needs = "needs as many clients each time, and the replies of all"
+        needs = "says itself whose replies it takes" if method.asynchronous else needs
+        raise InvalidValue(f"{draws if poisson else drops}, but {method} {needs}")
+    if over_selected and algorithm.needs_every_reply:
         raise InvalidValue(
             f"clock.over_selection takes the first replies of a round, so that one client less lets another in, which the "
             f"epsilon of {algorithm} does not count: leave it out"
@@ -549,12 +533,18 @@ def _require_rows(algorithm: Algorithm, message: Message, selection: Selection) 
 
 
 def _checked_model(algorithm: Algorithm, hook: Literal["setup", "receive", "update"], initial: Tensor) -> Tensor:
-    """The global model. Raises `InvalidValue` unless `hook` left one like the `initial` one, and a state that a checkpoint can
-    hold."""
-    wrong = _wrong_state(algorithm)
+    """Return the global model. Raise `InvalidValue` unless `hook` left one like `initial`, and a state for checkpoints."""
+    model, wrong = initial, _wrong_state(algorithm)
     if not wrong:
         model = algorithm.model()
-        wrong = _wrong_model(model, initial)
+        if model.shape != initial.shape:
+            wrong = (
+                f"left a global model of shape {list(model.shape)}, not {list(initial.shape)}: of one row for each client "
+                "take one, such as weighted_mean(replies['model'], replies.weights)"
+            )
+        elif model.dtype != initial.dtype:
+            convert = "convert it, such as model.to(self.state['model'])"
+            wrong = f"left a global model of {model.dtype}, not {initial.dtype}: {convert}"
     if wrong:
         location = in_brackets(code_location(getattr(type(algorithm), hook)))
         raise InvalidValue(f"{type(algorithm).__name__}.{hook} {wrong}{location}")
@@ -570,15 +560,4 @@ def _wrong_state(algorithm: Algorithm) -> str:
                 return f"left {type(value).__name__} in self.state[{name!r}], where a checkpoint holds tensors: make it one"
             if "." in name or "@" in name:
                 return f"left self.state[{name!r}]: a name there has no dot or @, which stand for what fedloom adds"
-    return ""
-
-
-def _wrong_model(model: Tensor, initial: Tensor) -> str:
-    if model.shape != initial.shape:
-        return (
-            f"left a global model of shape {list(model.shape)}, not {list(initial.shape)}: of one row for each client take one, "
-            "such as weighted_mean(replies['model'], replies.weights)"
-        )
-    if model.dtype != initial.dtype:
-        return f"left a global model of {model.dtype}, not {initial.dtype}: convert it, such as model.to(self.state['model'])"
     return ""

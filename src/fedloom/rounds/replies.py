@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -93,13 +94,12 @@ class RoundReplies:
         """Fold a block, and join what it is the turn of."""
         if self.fold is None:
             return
-        replies, integers = self._in_order(number), None
+        replies = self._in_order(number)
         if (block := self._elsewhere.pop(number, None)) is not None:
             self._folded[number], integers = block.aggregate, block.integers
         else:
-            if INTEGERS in replies.matrices:
-                integers = replies[INTEGERS]
-                del replies.matrices[INTEGERS]
+            integers = replies[INTEGERS] if INTEGERS in replies.matrices else None
+            replies.matrices.pop(INTEGERS, None)
             self._folded[number] = self.fold(replies) if len(replies) else None
         if integers is not None:
             self._integers[number] = integers
@@ -135,11 +135,14 @@ class RoundReplies:
 
     def together(self) -> Replies:
         """Return all replies, where they are not folded; they are given up."""
-        return replace(self._in_order(0), metrics=self.metrics)
+        replies = replace(self._in_order(0), metrics=self.metrics)
+        if INTEGERS in replies.matrices:
+            self._integers[0] = replies[INTEGERS]
+        return replies
 
-    @property
+    @cached_property
     def metrics(self) -> dict[str, Tensor]:
-        """Figures of the clients' work by name, of those that measured them."""
+        """Figures of the clients' work by name, of those that measured them, once all answers are here."""
         names = sorted({name for reply in self.arrived for name in reply.metrics})
         return {
             name: torch.tensor([r.metrics[name] for r in self.arrived if name in r.metrics], dtype=torch.float64)

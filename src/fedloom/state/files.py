@@ -101,6 +101,22 @@ def write_bytes(path: Path, content: bytes, *, mode: int = 0o666, durable: bool 
         raise not_written(path, error, len(content)) from None
 
 
+def append_line(path: Path, line: bytes, *, durable: bool = True) -> None:
+    """Append a line, all of it or nothing; `durable` as in `replacing`. Raises `CheckpointError` when it cannot be written."""
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("ab") as file:
+            file.write(line)
+        if durable:
+            flush(path)
+            if size == 0:
+                flush_directory(path.parent)
+    except OSError as error:
+        with suppress(OSError):
+            os.truncate(path, size)
+        raise not_written(path, error, len(line)) from None
+
+
 def not_written(path: Path, error: OSError, size: int) -> CheckpointError:
     """Return the error to raise where `size` bytes cannot be written to `path`."""
     if error.errno == errno.EFBIG:

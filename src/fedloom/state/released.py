@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from fedloom.errors import CheckpointError
 from fedloom.state.digest import digest
-from fedloom.state.files import flush, flush_directory, not_written
+from fedloom.state.files import append_line
 
 CUT_SHORT = "cut short"
 """Stands for the method of a release whose line was cut short."""
@@ -76,7 +75,7 @@ class ReleaseLedger:
             reason = f"ends with round {recorded}" if self.path.exists() else "is missing"
             raise self._refusal(f"{reason}, but the run has come to round {evidence}")
         if len(complete) < len(content):
-            self._cut(len(complete))
+            os.truncate(self.path, len(complete))
             self.append(Release(recorded, CUT_SHORT, 0.0, 0.0))
         return self.releases
 
@@ -84,19 +83,7 @@ class ReleaseLedger:
         """Write one release. It is on the disk when this returns. Raises `CheckpointError` when it cannot be written."""
         entry = asdict(release)
         chained = digest(self._digest + json.dumps(entry))
-        line = f"{json.dumps({**entry, 'digest': chained})}\n".encode()
-        size, is_new = 0, not self.path.exists()
-        try:
-            with self.path.open("ab") as file:
-                size = file.tell()
-                file.write(line)
-            flush(self.path)
-            if is_new:
-                flush_directory(self.path.parent)
-        except OSError as error:
-            with suppress(OSError):
-                self._cut(size)
-            raise not_written(self.path, error, len(line)) from None
+        append_line(self.path, f"{json.dumps({**entry, 'digest': chained})}\n".encode())
         self.releases.append(release)
         self._digest = chained
 
@@ -121,10 +108,6 @@ class ReleaseLedger:
             raise self._refusal(f"is damaged in line {number}, or of another run")
         self.releases.append(release)
         self._digest = chained
-
-    def _cut(self, size: int) -> None:
-        os.truncate(self.path, size)
-        flush(self.path)
 
     def _refusal(self, reason: str) -> CheckpointError:
         return CheckpointError(

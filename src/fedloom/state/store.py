@@ -59,9 +59,8 @@ class ClientStore:
         self._pending_bytes = self._memory_bytes = 0
         self._undoable = True
         self._versions: dict[int, int] = {}  # of each client's file, where one holds what it remembers
-        self._unflushed: dict[int, int] = {}  # files, version to client, that may not have reached the disk
         self._next = 1 + max((version for _, version in existing), default=0)
-        self._checkpointed = self._next  # versions before this one may belong to a checkpoint
+        self._checkpointed = self._next  # older versions are on the disk, and may belong to a checkpoint
         self._superseded: list[tuple[int, int]] = []  # needed by the newest checkpoint, but not by the next one
         self._outdated = list(existing)  # needed by no checkpoint after the next one
 
@@ -70,10 +69,6 @@ class ClientStore:
     def get(self, client: int, name: str) -> Tensor | None:
         """Return what the client remembers under `name`, or None; not to be changed in place."""
         return self.read(client).get(name)
-
-    def names(self, client: int) -> set[str]:
-        """Return the names under which the client remembers something."""
-        return set(self.read(client))
 
     def read(self, client: int) -> Tensors:
         """Return everything the client remembers, by name; empty for a client that has written nothing."""
@@ -103,11 +98,6 @@ class ClientStore:
     def __iter__(self) -> Iterator[int]:
         return iter(sorted({*self._pending, *self._in_memory, *self._versions}))
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the tensors in memory."""
-        return self._pending_bytes + self._memory_bytes
-
     # --- memory and files ---
 
     def _stored(self, client: int) -> Tensors:
@@ -128,21 +118,16 @@ class ClientStore:
             merged = {**self._stored(client), **written}
             self._memory_bytes += _bytes(merged) - _bytes(self._in_memory.pop(client, {}))
             self._in_memory[client] = merged
-            if client in self._versions:
-                self._supersede(client)
+            version = self._versions.pop(client, None)
+            if version is not None and version < self._checkpointed:
+                self._superseded.append((client, version))
+            elif version is not None:
+                self._files().remove(client, version)
         self._pending, self._pending_bytes = {}, 0
-
-    def _supersede(self, client: int) -> None:
-        version = self._versions.pop(client)
-        self._unflushed.pop(version, None)
-        if version < self._checkpointed:
-            self._superseded.append((client, version))
-        else:
-            self._files().remove(client, version)
 
     def _spill(self) -> None:
         """Move the least recently used clients to files until the others fit the budget."""
-        while self._in_memory and self.held_bytes > self.budget:
+        while self._in_memory and self._pending_bytes + self._memory_bytes > self.budget:
             client = next(iter(self._in_memory))
             if client not in self._versions:
                 self._write_file(client)
@@ -152,7 +137,6 @@ class ClientStore:
         version, self._next = self._next, self._next + 1
         self._files().write(client, version, self._in_memory[client], durable=False)
         self._versions[client] = version
-        self._unflushed[version] = client
 
     def _files(self) -> ClientFiles:
         if self.directory is None and self._temporary is None:
@@ -185,10 +169,10 @@ class ClientStore:
             if client not in self._versions:
                 self._write_file(client)
         files = self._files()
-        for version, client in self._unflushed.items():
-            flush(files.path(client, version))
+        for client, version in self._versions.items():
+            if version >= self._checkpointed:
+                flush(files.path(client, version))
         flush_directory(files.folder)
-        self._unflushed = {}
         self._checkpointed = self._next
         return {VERSIONS: torch.tensor(sorted(self._versions.items()), dtype=torch.int64)}
 
@@ -256,7 +240,7 @@ class Memory:
 
     def knows(self, name: str) -> Tensor:
         """Return a mask `[k]` of the clients that remember something under `name`."""
-        return torch.tensor([name in self._written or name in self._store.names(client) for client in self._clients])
+        return torch.tensor([name in self._written or name in self._store.read(client) for client in self._clients])
 
     def __setitem__(self, name: str, rows: Tensor) -> None:
         self._written[name] = rows.detach()
@@ -270,5 +254,6 @@ class Memory:
         for k in range(len(self._clients)) if positions is None else positions:
             written = {name: rows[k].clone() for name, rows in self._written.items()}
             written |= {name: rows[k].clone() for name, (rows, mask) in self._masked.items() if mask[k]}
-            self._store.write(self._clients[k], written)
+            if written:
+                self._store.write(self._clients[k], written)
         self._written, self._masked = {}, {}
