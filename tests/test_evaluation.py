@@ -32,6 +32,7 @@ from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.objectives.metrics import build_metrics
 from fedloom.report.page import write_report
 from fedloom.round import Round
+from fedloom.rounds.engine import ClientTask
 from fedloom.rounds.evaluation import SHARE, TRAINING_PASSES, cadence, newcomers_last
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
