@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -84,18 +85,14 @@ class Evaluation:
         tallies: dict[str, Tally] = {}
         personal = self.personal_every > 0 and (ends or self._due(round, self.personal_every))
         upcoming = self.task.training.round_at(round, round.number + 1)
+        scored = partial(self._global, algorithm, upcoming, model=model, integers=integers)
+        personalised = partial(self._personal, algorithm, upcoming, integers=integers) if algorithm.personal else scored
         if self.personal_every and (personal or ends or self._due(round, self.every)):
-            tallies["client"] = self._global(algorithm, upcoming, self.clients, model, integers)
+            tallies["client"] = scored(self.clients)
         if personal:
-
-            def judged(clients: Sequence[int]) -> Tally:
-                if algorithm.personal:
-                    return self._personal(algorithm, upcoming, clients, integers)
-                return self._global(algorithm, upcoming, clients, model, integers)
-
-            tallies["personal"] = judged(self.clients) if algorithm.personal else tallies["client"]
+            tallies["personal"] = personalised(self.clients) if algorithm.personal else tallies["client"]
             if self.newcomers:
-                tallies["new_client"] = judged(self.newcomers)
+                tallies["new_client"] = personalised(self.newcomers)
         tallies = {name: tally for name, tally in tallies.items() if len(tally.clients)}  # absent sites answer nothing
         for name, tally in tallies.items():
             figures |= tally.figures(name, self.task.objective)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,7 @@ class ReleaseLedger:
         self.releases: list[Release] = []
         self._digest = self._start = digest(f"fedloom releases {identity}")
 
-    def resume(self, evidence: int) -> Sequence[Release]:
+    def resume(self, evidence: int) -> None:
         """Read the releases of an earlier start and go on after them. A last line that was cut short counts as a release that
         costs every client.
 
@@ -77,7 +76,6 @@ class ReleaseLedger:
         if len(complete) < len(content):
             os.truncate(self.path, len(complete))
             self.append(Release(recorded, CUT_SHORT, 0.0, 0.0))
-        return self.releases
 
     def append(self, release: Release) -> None:
         """Write one release. It is on the disk when this returns. Raises `CheckpointError` when it cannot be written."""
