@@ -38,7 +38,7 @@ def test_digits_keeps_every_pixel_and_every_image() -> None:
 
 def test_digits_are_the_same_where_scikit_learn_keeps_no_such_file(monkeypatch: pytest.MonkeyPatch) -> None:
     direct = make("digits").train
-    monkeypatch.setattr("fedloom.data.sets.digits.find_spec", lambda name: None)
+    monkeypatch.setattr("fedloom.data.sets.bundled.find_spec", lambda name: None)
     asked = make("digits").train
     assert torch.equal(asked.inputs, direct.inputs)
     assert torch.equal(asked.labels, direct.labels)

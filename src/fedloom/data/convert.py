@@ -35,10 +35,7 @@ def as_inputs(values: Any) -> Tensor:
         return torch.from_numpy(array.copy())
     if array.dtype.kind in "iu":
         return _whole(array, "inputs")
-    with np.errstate(over="ignore"):  # a number beyond float32 becomes infinite, and is refused
-        floats = torch.from_numpy(array.astype(np.float32))
-    require_finite(floats, "inputs")
-    return floats
+    return _floats(array, "inputs")
 
 
 def as_labels(values: Any) -> tuple[Tensor, Names | None]:
@@ -50,10 +47,7 @@ def as_labels(values: Any) -> tuple[Tensor, Names | None]:
         return _ranked(array, "labels")
     if array.dtype.kind != "f":
         return _whole(array, "labels"), None
-    with np.errstate(over="ignore"):
-        floats = torch.from_numpy(array.astype(np.float32))
-    require_finite(floats, "labels")
-    return floats, None
+    return _floats(array, "labels"), None
 
 
 def as_groups(values: Any) -> tuple[Tensor, Names | None]:
@@ -97,11 +91,8 @@ def _array(values: Any, field: str) -> Array:
         values = torch.stack(tuple(values))
     try:
         array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
-    except (
-        ValueError,
-        TypeError,
-        OverflowError,
-    ) as error:  # lists of different lengths, a type that NumPy does not have
+    # lists of different lengths, a type that NumPy does not have
+    except (ValueError, TypeError, OverflowError) as error:
         raise InvalidValue(f"{field} are no array: {one_line(str(error))}") from None
     if array.ndim == 0:
         raise InvalidValue(f"{field} must be an array, a list or a tensor, not {type(values).__name__}")
@@ -114,6 +105,13 @@ def _array(values: Any, field: str) -> Array:
     if array.dtype.kind not in "biufUSO" or not array.dtype.itemsize:
         raise InvalidValue(f"{field} are {array.dtype}: give whole numbers, floats or text")
     return array
+
+
+def _floats(array: Array, field: str) -> Tensor:
+    with np.errstate(over="ignore"):  # a number beyond float32 becomes infinite, and is refused
+        floats = torch.from_numpy(array.astype(np.float32))
+    require_finite(floats, field)
+    return floats
 
 
 def _whole(array: Array, field: str) -> Tensor:

@@ -194,13 +194,8 @@ class Dataset:
             present = torch.cat(labels).unique()
             splits = [replace(samples, labels=torch.searchsorted(present, samples.labels)) for samples in splits]
             names, highest = names or tuple(map(str, present.tolist())), len(present) - 1
-        fields = {
-            "train": splits[0],
-            "test": splits[1],
-            "classes": classes or highest + bool(labels),
-            "class_names": names,
-        }
-        for name, value in fields.items():
+        values = (*splits, classes or highest + bool(labels), names)
+        for name, value in zip(("train", "test", "classes", "class_names"), values, strict=True):
             object.__setattr__(self, name, value)
 
     @property

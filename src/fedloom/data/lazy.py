@@ -16,13 +16,7 @@ from fedloom.errors import InvalidValue
 
 @dataclass(frozen=True)
 class LazyInputs:
-    """Stand-in for a tensor `[n, ...]` in `Samples.inputs`, with its shape, type and device; `read` gives the tensor.
-
-    Attributes:
-        item: Returns the inputs of a sample by its number, the same ones every time.
-        rows: The numbers of these samples, `[n]`.
-        empty: A tensor `[0, ...]` like the one that is read.
-    """
+    """Stand-in for a tensor like `empty [0, ...]`, whose row k is `item(rows[k])`; `read` gives the tensor."""
 
     item: Callable[[int], Any]
     rows: Tensor

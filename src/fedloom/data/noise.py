@@ -51,11 +51,7 @@ class LabelNoise:
         return numpy_stream(seed, "label noise rates").uniform(low, high, clients)
 
     def apply(self, labels: Indices, partition: Partition, classes: int, seed: int) -> Indices:
-        """Return `labels [n]` with those replaced that are drawn from the clients' samples.
-
-        The draw depends on `seed`, the client's rate and the sample alone: with one seed, a higher rate replaces the labels
-        that a lower one replaces, by the same ones, and more.
-        """
+        """Return `labels [n]` with a share replaced: with one seed, a higher rate replaces those of a lower, too."""
         expected = self.rates(len(partition), seed) * partition.sizes
         counts = np.floor(expected + numpy_stream(seed, "label noise rounding").random(len(partition)))
         drawn, _ = draw_from_each(partition, np.minimum(counts.astype(np.int64), partition.sizes), seed, "label noise")

@@ -158,12 +158,8 @@ def draw_from_each(partition: Partition, counts: Indices, seed: int, purpose: st
 
 
 def sample_keys(samples: Indices, seed: int, purpose: str) -> npt.NDArray[np.uint64]:
-    """Return a random 64-bit key for each sample: the output number `samples[j]` of a SplitMix64 generator.
-
-    A generator that is addressed by position gives every client its own stream without a million generators.
-
-    Source: Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014, Fig. 14 (mix64variant13).
-    """
+    """Return a random 64-bit key for each sample: the output number `samples[j]` of a SplitMix64 generator."""
+    # Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014, Fig. 14 (mix64variant13)
     state = samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(stream_seed(seed, purpose))
     state ^= state >> np.uint64(30)
     state *= np.uint64(0xBF58476D1CE4E5B9)

@@ -26,10 +26,7 @@ Angle = Annotated[float, Field(ge=-360, le=360)]
 
 @dataclass(frozen=True)
 class InputShift:
-    """Changes the inputs of each client's training and own test samples; labels and the global test set stay.
-
-    The draws of a client depend on the run's seed, the client's number and the number of clients.
-    """
+    """Changes the inputs of each client's training and own test samples; labels and the global test set stay."""
 
     def __post_init__(self) -> None:
         require_fields(self)

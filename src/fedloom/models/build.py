@@ -19,19 +19,7 @@ from fedloom.randomness import global_stream
 
 
 def build_model(expression: str, spec: DataSpec, seed: int) -> nn.Module:
-    """Build a model on the CPU. PyTorch's own random state stays as it was.
-
-    Args:
-        expression: `mlp(hidden=[100])`, or the path of a callable with its options, `package.module:callable(width=3)`, which
-            also gets `spec` if it has a parameter of that name. The current directory is searched, too.
-        spec: The data that it is to fit.
-        seed: The seed of the stream "model", from which initial weights are drawn.
-
-    Raises:
-        UnknownName: For a name that is not registered.
-        InvalidValue: For an option that the model does not take, data that it does not fit, a path that leads to no callable,
-            or a callable that fails or returns no `nn.Module`.
-    """
+    """Build a registered model or that of `package.module:callable(width=3)` on the CPU, by the seed."""
     # A default device would draw from an accelerator's generator. A user's file may draw numbers when it is imported, so that
     # happens before the stream begins.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):

@@ -15,11 +15,7 @@ from fedloom.models.shapes import image_shape
 
 
 class BasicBlock(nn.Module):
-    """`relu(F(x) + shortcut(x))` with `F` two 3x3 convolutions, each with batch norm, the first of the given stride.
-
-    If the shape changes, the shortcut is a strided 1x1 convolution with batch norm (`project`, He's option B), or every
-    stride-th pixel with channels of zeros appended (option A, no parameters).
-    """
+    """`relu(F(x) + shortcut(x))` with `F` two 3x3 convolutions; He's shortcut B (`project`) or A."""
 
     def __init__(self, channels: int, out: int, stride: int, *, project: bool) -> None:
         super().__init__()

@@ -28,11 +28,8 @@ def copied(module: Module, shared: Mapping[int, object] = MappingProxyType({})) 
 
 
 def layer_finder(module: nn.Module) -> Callable[[str], str]:
-    """Return a function from a tensor's name to that of its layer: the module that owns it.
-
-    A module with the attribute `one_layer = True` is one layer with all modules inside it, and so is every module that carries
-    adapters of peft: neither factor of a low-rank update means anything without the other.
-    """
+    """Return a function from a tensor's name to its layer: its owner, or one with `one_layer` around that."""
+    # Neither factor of a low-rank update means anything without the other: a module with adapters of peft is one layer.
     layers = [
         name
         for name, submodule in module.named_modules()
@@ -60,14 +57,7 @@ def head_name(module: nn.Module) -> str:
 
 
 def blocks(module: nn.Module) -> Blocks:
-    """Return dotted names of submodules from bottom to top, grouped into blocks; every trainable parameter is in exactly one.
-
-    The attribute `blocks` of the module, if that is a tuple of tuples of names (FedALA, table 5: ResNet-18 is
-    conv1+bn1 | layer1 | layer2 | layer3 | layer4 | head); else one block for each layer that trains (`layer_finder`).
-
-    Raises:
-        InvalidValue: If the attribute has a name that no submodule has, a name twice, or leaves a parameter out.
-    """
+    """Return blocks of submodules, bottom to top: the module's attribute `blocks`, else one for each layer."""
     declared = getattr(module, "blocks", None)
     # lists of submodules may have that name, too
     if not isinstance(declared, tuple) or not declared or not all(map(_are_names, declared)):

@@ -17,11 +17,7 @@ from fedloom.objectives import Metric, Objective, Totals, objectives
 
 @dataclass(frozen=True)
 class Custom(Objective):
-    """The mean of a function, judged by that.
-
-    Args:
-        function: Maps a model's outputs for b samples and their targets to the loss of each, `[b]`.
-    """
+    """The mean of a function of a model's outputs and targets to the loss of each sample, `[b]`."""
 
     function: Callable[[Any, Tensor], Tensor]
     metric = Metric("loss", "Loss")

@@ -39,12 +39,7 @@ _TASK_PARAMETERS = {"preds", "target", "task", "num_classes", "num_labels", "num
 
 @dataclass(frozen=True)
 class NamedMetric:
-    """A metric and the name that it is recorded under.
-
-    Args:
-        name: The name in the records.
-        function: Maps outputs and targets `[n, ...]` of the samples to one number.
-    """
+    """A function of outputs and targets `[n, ...]` to one number, and the name that it is recorded under."""
 
     name: str
     function: Callable[[Tensor, Tensor], Any]
@@ -92,19 +87,7 @@ def figures(objective: Objective, totals: Totals) -> dict[str, Tensor]:
 def build_metrics(
     metrics: Sequence[str | Callable[..., Any]], objective: Objective, outputs: int | None = None
 ) -> tuple[NamedMetric, ...]:
-    """Build the metrics that are recorded beside an objective's figures.
-
-    Args:
-        metrics: Expressions such as `auroc` or `f1(average='macro')`, paths `module:function`, or functions that map outputs and
-            targets `[n, ...]` to a number.
-        objective: The objective of the task.
-        outputs: The number of a model's outputs, if known; metrics by name are then tried on a few samples.
-
-    Raises:
-        InvalidValue: For an option that is not allowed, or a name that is recorded already.
-        UnknownName: For a name that `torchmetrics` does not have.
-        MissingExtra: For a name if `torchmetrics` is not installed.
-    """
+    """Build metrics; those by name are tried on a few samples if the number of a model's outputs is known."""
     if isinstance(metrics, str):
         raise InvalidValue(f"metrics must be a list, such as [{metrics!r}]")
     built: list[NamedMetric] = []

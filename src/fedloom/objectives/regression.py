@@ -77,10 +77,7 @@ class Regression(Objective):
     def add_up(
         self, counts: Totals, total: Callable[[Tensor], Tensor], owner: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Add up as any objective, and the squared deviations of the targets from their owner's mean in a second pass.
-
-        Sums of squares would cancel where the mean is large beside the deviation.
-        """
+        """Add up counts, and in a second pass squared deviations, as sums of squares would cancel."""
         totals = super().add_up(counts, total, owner)
         samples = counts.get("samples", torch.ones_like(counts["loss"])).unsqueeze(1)
         size = total(samples).clamp_min(1)

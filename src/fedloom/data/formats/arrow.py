@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,16 @@ IMAGE_COLUMNS = ("image", "img")
 
 def read_parquet(paths: Sequence[Path]) -> Any:
     """Read parquet files as one Arrow table; raises `DataError` for a damaged or too large one, or columns that differ."""
+    return _read_all(paths, _parquet_batches, "damaged parquet file")
+
+
+def _read_all(paths: Sequence[Path], batches: Callable[[Path], Iterator[Any]], damage: str) -> Any:
     import pyarrow as pa
 
     tables: list[Any] = []
     for path in paths:
-        with reading(path, "damaged parquet file"):
-            tables.append(_whole(_parquet_batches(path), path, sum(table.nbytes for table in tables)))
+        with reading(path, damage):
+            tables.append(_whole(batches(path), path, sum(table.nbytes for table in tables)))
     with reading(paths[0], "other columns than its sister files"):
         return pa.concat_tables(tables)
 
@@ -142,16 +147,11 @@ def _read_csv(path: Path) -> Any:
 
 def _saved(folder: Path) -> Any:
     """Return the rows in the Arrow files of a folder, in the order of its `state.json`."""
-    import pyarrow as pa
-
     with reading(folder, "no folder that save_to_disk wrote"):
         files = json.loads(read_text(folder / "state.json", "json"))["_data_files"]
         paths = [folder / Path(file["filename"]).name for file in files]  # in this folder, wherever a name leads
         require_room(sum(path.stat().st_size for path in paths), folder)
-        tables: list[Any] = []
-        for path in paths:
-            tables.append(_whole(_stream_batches(path), path, sum(table.nbytes for table in tables)))
-        return checked(pa.concat_tables(tables), folder)
+        return checked(_read_all(paths, _stream_batches, "no folder that save_to_disk wrote"), folder)
 
 
 def is_pictures(kind: Any) -> bool:
@@ -163,11 +163,9 @@ def is_pictures(kind: Any) -> bool:
 
 def hub_installed() -> bool:
     """Return True if the package `datasets` can be imported."""
-    try:
-        importlib.import_module("datasets")
-    except ImportError:
-        return False
-    return True
+    with suppress(ImportError):
+        return bool(importlib.import_module("datasets"))
+    return False
 
 
 def hub_table(repository: str, split: str) -> Any:

@@ -21,11 +21,11 @@ def read_arrays(path: Path) -> dict[str, Any]:
         if not path.exists():
             raise DataError(f"{path}: no such file")
         if path.is_dir():
-            sizes = {file: file.stat().st_size for file in sorted(path.glob("*.npy"))}
-            require_room(sum(sizes.values()), path)
-            for member, size in sizes.items():
+            files = sorted(path.glob("*.npy"))
+            require_room(sum(file.stat().st_size for file in files), path)
+            for member in files:
                 with member.open("rb") as file:
-                    arrays[member.stem] = _array(file, size, f"{path}: {quoted(member.stem)}")
+                    arrays[member.stem] = _array(file, member.stat().st_size, f"{path}: {quoted(member.stem)}")
             return arrays
         with path.open("rb") as file:
             if file.peek(6)[:6] == npy.MAGIC_PREFIX:

@@ -68,17 +68,17 @@ def open_picture(content: bytes) -> Image.Image:
 def _decode(content: bytes | None, name: str, channels: int, size: tuple[int, int] | None) -> Pixels:
     if content is None:
         raise DataError(f"{name}: no picture")
-    try:
-        with reading(name, "unreadable picture"), open_picture(content) as picture:
+    with reading(name, "unreadable picture"):
+        try:
+            opened = open_picture(content)
+        except UnidentifiedImageError as error:
+            raise DataError(f"{name}: not a picture in a known format") from error
+        with opened as picture:
             require_room(picture.width * picture.height * _BYTES_A_PIXEL, name, _SHARE)
-            image = picture if picture.mode == _MODES[channels] else picture.convert(_MODES[channels])
-            if size is not None and image.size != (size[1], size[0]):
+            image = picture.convert(_MODES[channels])
+            if size is not None:
                 image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
             pixels = np.asarray(image)
-    except DataError as error:
-        if isinstance(error.__cause__, UnidentifiedImageError):
-            raise DataError(f"{name}: not a picture in a known format") from error
-        raise
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
 
 

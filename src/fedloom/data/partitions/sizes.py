@@ -92,11 +92,7 @@ def _dealt(labels: Indices, weights: npt.NDArray[np.float64], rng: np.random.Gen
 
 
 def apportion(weights: npt.NDArray[np.float64], total: int) -> Indices:
-    """Divide `total` into whole numbers in proportion to `weights >= 0` (not all 0), each at least 1, `[len(weights)]`.
-
-    Shares below 1 become 1 and the others divide the remainder, until none is below; fractions are then rounded down, and the
-    largest of them up until all add up to `total`.
-    """
+    """Divide `total` into whole numbers of at least 1 in proportion to `weights`."""
     shares = np.ones(len(weights))
     free = np.ones(len(weights), dtype=bool)
     while free.any():

@@ -27,20 +27,7 @@ _TEST_FRACTION = 0.2
 
 
 def foreign_dataset(data: Any, target: str = "", group: str = "", objective: Objective | None = None) -> Dataset:
-    """Return the data set of other libraries' data.
-
-    Args:
-        data: Data to train on, of which a fifth of each class is held out, or a pair of them, to train and to test on. A pandas,
-            Polars or Arrow table, or a Hugging Face `Dataset` or `DatasetDict`, has columns (see the data set `table`);
-            `Samples`, or a torch data set with a length, whose items are (inputs, label[, client]), are read into memory.
-        target: The column to learn.
-        group: The column that says whose a row is.
-        objective: The objective, by default by the kind of the target.
-
-    Raises:
-        InvalidValue: For anything else, or columns that do not fit.
-        DataError: For cells that cannot be read.
-    """
+    """Return the data set of `Samples`, a torch data set, a table, or a pair of them to train and test on."""
     train, test = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
     if isinstance(data, Mapping) and "train" in data:  # a DatasetDict
         train, test = data["train"], data.get("test", data.get("validation"))

@@ -13,11 +13,7 @@ from fedloom.randomness import stream
 
 
 def hold_out(samples: Samples, fraction: float, seed: int, *, within: Tensor | None = None) -> tuple[Samples, Samples]:
-    """Split samples at random into (training, test): of every n max(1, floor((1 - fraction) n)) train.
-
-    `within [n]` is a group of each sample, in each of which the rule holds: labels give a stratified split, users a split of
-    every user. Both keep the order of `samples`. Raises `InvalidValue` unless 0 < fraction < 1.
-    """
+    """Split samples at random into (training, test), the same share of each group of `within [n]`."""
     if not 0 < fraction < 1:
         raise InvalidValue(f"test_fraction must lie between 0 and 1, not {fraction}")
     total = len(samples)

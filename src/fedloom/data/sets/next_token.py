@@ -150,12 +150,12 @@ def _samples(
 
 def _split(users: _Users, test_fraction: float, least: int) -> tuple[_Users, _Users]:
     """Return each user's sequences as (training, test): those at the end test, and at least one trains."""
-    users = {user: texts for user, texts in users.items() if len(texts) >= least}
-    cuts = {user: max(1, int((1 - test_fraction) * len(texts) + 1e-9)) for user, texts in users.items()}
-    return (
-        {user: texts[: cuts[user]] for user, texts in users.items()},
-        {user: texts[cuts[user] :] for user, texts in users.items()},
-    )
+    train, test = {}, {}
+    for user, texts in users.items():
+        if len(texts) >= least:
+            cut = max(1, int((1 - test_fraction) * len(texts) + 1e-9))
+            train[user], test[user] = texts[:cut], texts[cut:]
+    return train, test
 
 
 def _held_out(users: _Users, test_fraction: float, seed: int) -> tuple[_Users, _Users]:
@@ -163,13 +163,12 @@ def _held_out(users: _Users, test_fraction: float, seed: int) -> tuple[_Users, _
     sequences = [(user, text) for user, texts in users.items() for text in texts]
     position = {user: number for number, user in enumerate(users)}
     owners = torch.tensor([position[user] for user, _ in sequences], dtype=torch.int64)
-    splits: list[_Users] = []
-    for samples in hold_out(Samples(torch.arange(len(sequences)), owners), test_fraction, seed, within=owners):
-        splits.append({})
+    train, test = hold_out(Samples(torch.arange(len(sequences)), owners), test_fraction, seed, within=owners)
+    splits: tuple[_Users, _Users] = {}, {}
+    for users, samples in zip(splits, (train, test), strict=True):
         for row in samples.inputs.tolist():
-            user, text = sequences[row]
-            splits[-1].setdefault(user, []).append(text)
-    return splits[0], splits[1]
+            users.setdefault(sequences[row][0], []).append(sequences[row][1])
+    return splits
 
 
 def _leaf_texts(paths: Iterable[Path], length: int) -> _Users:

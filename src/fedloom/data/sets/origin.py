@@ -23,15 +23,7 @@ _SUBFOLDERS = ("", "raw", "gzip", "data", "plain_text")
 
 @dataclass(frozen=True)
 class Origin(Generic[T]):
-    """The places of one set.
-
-    Attributes:
-        name: Its name.
-        folders: Names of its folder among all data.
-        files: The files that it needs, for the error.
-        read: Reads its content from a folder; None if the folder does not hold it.
-        fetch: Fetches it from the hub, if that has it.
-    """
+    """A set's usual folders, the files that it needs, and its readers of a folder and of the hub."""
 
     name: str
     folders: tuple[str, ...]
@@ -41,16 +33,7 @@ class Origin(Generic[T]):
 
 
 def load(origin: Origin[T], folder: str | None, hub: bool | None) -> T:
-    """Return the content of `origin`, from the first of these that has it.
-
-    1. `folder`, or without it the environment variable FEDLOOM_DATA: the set's usual folders in it, then (for
-       FEDLOOM_DATA only if its path names the set) the folder itself.
-    2. The hub: with `hub=True`, or with `hub=None` if no folder is given and the package `datasets` is installed.
-
-    Raises:
-        DataError: If none has it, with the files to put there.
-        MissingExtra: For `hub=True` without the package.
-    """
+    """Return a set from `folder`, else FEDLOOM_DATA, else the hub; raises `DataError` with the files to get."""
     if folder is not None and not Path(folder).is_dir():
         raise DataError(f"{folder}: no such folder (wanted for {origin.name})")
     for candidate in candidates(origin.folders, folder):

@@ -176,7 +176,7 @@ def triple(data: object, source: str) -> Arrays:
 
 
 def call_source(source: str) -> Any:
-    """Call the function named by `source`; raises `DataError`, in one line, for whatever it raises."""
+    """Call the function named by `source`; raises `DataError` for whatever it raises."""
     function = found_at(source, "source", "'module:function'")
     try:
         return function()

@@ -61,9 +61,7 @@ def synthetic(
     sizes = draw.lognormal(4.0, 2.0, users).astype(np.int64) + 50
     require_room(_bytes(int(sizes.sum()), dimension, classes), "synthetic")
     samples = _sample(sizes, alpha, beta, not iid, not iid, dimension, classes, seed)
-    assert samples.groups is not None
-    train, test = hold_out(samples, test_fraction, seed, within=samples.groups)
-    return Dataset("synthetic", train, test, classes)
+    return Dataset("synthetic", *hold_out(samples, test_fraction, seed, within=samples.groups), classes)
 
 
 @datasets.register("synthetic_feddc")
@@ -103,9 +101,7 @@ def synthetic_feddc(
     drawn = _sample(sizes, alpha, beta, alpha > 0, beta > 0, dimension, classes, seed)
     if test == "train":
         return Dataset("synthetic_feddc", drawn, drawn, classes)
-    assert drawn.groups is not None
-    train, held_out = hold_out(drawn, test_fraction, seed, within=drawn.groups)
-    return Dataset("synthetic_feddc", train, held_out, classes)
+    return Dataset("synthetic_feddc", *hold_out(drawn, test_fraction, seed, within=drawn.groups), classes)
 
 
 def _bytes(samples: int, dimension: int, classes: int) -> int:
