@@ -105,25 +105,26 @@ class Samples:
 
 def same_names(*splits: Samples) -> tuple[Samples, ...]:
     """Return the samples with labels and groups of text numbered alike in all of them."""
-    return tuple(_alike(_alike(splits, "labels", "label_names"), "groups", "group_names"))
+    return tuple(_alike(_alike(splits, "label"), "group"))
 
 
-def _alike(splits: Sequence[Samples], field: str, names_field: str) -> Sequence[Samples]:
-    naming: list[Names | None] = [getattr(split, names_field) for split in splits if getattr(split, field) is not None]
+def _alike(splits: Sequence[Samples], kind: str) -> Sequence[Samples]:
+    naming: list[Names | None]
+    naming = [getattr(split, f"{kind}_names") for split in splits if getattr(split, f"{kind}s") is not None]
     if len(set(naming)) < 2:
         return splits
     if None in naming:
-        raise InvalidValue(f"{field} are text in one part of the data and numbers in another: give one kind")
+        raise InvalidValue(f"{kind}s are text in one part of the data and numbers in another: give one kind")
     names = tuple(sorted({name for texts in naming for name in texts or ()}))
-    return [_renumbered(split, field, names_field, names) for split in splits]
+    return [_renumbered(split, kind, names) for split in splits]
 
 
-def _renumbered(samples: Samples, field: str, names_field: str, names: Names) -> Samples:
-    values = getattr(samples, field)
+def _renumbered(samples: Samples, kind: str, names: Names) -> Samples:
+    values = getattr(samples, f"{kind}s")
     if values is None:
         return samples
-    fields: dict[str, Any] = {field: in_names(values, getattr(samples, names_field), names, field), names_field: names}
-    return replace(samples, **fields)
+    numbers: Any = in_names(values, getattr(samples, f"{kind}_names"), names, f"{kind}s")
+    return replace(samples, **{f"{kind}s": numbers, f"{kind}_names": names})
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ class Dataset:
         splits, names = [self.train, self.test], self.class_names
         if self.train.label_names is not None:
             names = names or self.train.label_names
-            splits = [_renumbered(samples, "labels", "label_names", names) for samples in splits]
+            splits = [_renumbered(samples, "label", names) for samples in splits]
         labels = [samples.labels for samples in splits if len(samples)]
         if any(values.dim() != 1 or values.dtype != torch.int64 for values in labels):
             return  # for `require_targets` to refuse

@@ -111,11 +111,7 @@ class Bottleneck(nn.Module):
 
 
 class PreActivationResNet20(nn.Module):
-    """`[n, channels, height, width] -> [n, classes]`: three stages of two bottlenecks, average pooling, `head`.
-
-    `bn` takes no part in the computation. FedMR's code has it, so it is one more unit of recombination, and one more
-    tensor of every message, in all of FedMR's figures; its parameters receive no gradient.
-    """
+    """Three stages of two bottlenecks, average pooling, `head`; `bn` receives no gradient, but FedMR's code sends it, too."""
 
     blocks: ClassVar[tuple[tuple[str, ...], ...]] = (("conv1",), ("layer1",), ("layer2",), ("layer3", "bn"), ("head",))
 

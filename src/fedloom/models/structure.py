@@ -82,12 +82,12 @@ def block_parameters(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(names) for names in members if names)
 
 
-def _trainable(module: nn.Module) -> list[str]:
-    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-
-
 def _are_names(block: object) -> bool:
     return isinstance(block, tuple) and all(isinstance(name, str) for name in block)
+
+
+def _trainable(module: nn.Module) -> list[str]:
+    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
 
 
 def _assigned(module: nn.Module, grouping: Blocks) -> dict[str, int]:

@@ -92,19 +92,18 @@ def build_metrics(
         raise InvalidValue(f"metrics must be a list, such as [{metrics!r}]")
     built: list[NamedMetric] = []
     for item in metrics:
-        named = isinstance(item, str) and ":" not in item.partition("(")[0]
-        metric = _named(item, objective, outputs) if named else _from_function(item)  # type: ignore[arg-type]
+        if isinstance(item, str) and ":" not in item.partition("(")[0]:
+            metric = _named(item, objective, outputs)
+        else:
+            function = found_at(item, "metrics") if isinstance(item, str) else item
+            if not callable(function):
+                kind = type(function).__name__
+                raise InvalidValue(f"metrics must be names, 'module:function' or functions, not {kind}")
+            metric = NamedMetric(str(getattr(function, "__name__", type(function).__name__)), function)
         if metric.name in [*objective.figure_names, *(earlier.name for earlier in built)]:
             raise InvalidValue(f"metrics: {metric.name!r} is recorded already")
         built.append(metric)
     return tuple(built)
-
-
-def _from_function(source: str | Callable[..., Any]) -> NamedMetric:
-    function = found_at(source, "metrics") if isinstance(source, str) else source
-    if not callable(function):
-        raise InvalidValue(f"metrics must be names, 'module:function' or functions, not {type(function).__name__}")
-    return NamedMetric(str(getattr(function, "__name__", type(function).__name__)), function)
 
 
 def _named(expression: str, objective: Objective, outputs: int | None) -> NamedMetric:

@@ -13,8 +13,6 @@ from torch import Tensor
 from fedloom.data.formats.limits import reading, require_room
 from fedloom.errors import DataError, quoted
 
-_UNSIGNED_BYTES = 8  # the only element type of these data sets
-
 
 def read_idx(path: Path) -> Tensor:
     """Read the uint8 tensor of an idx file, plain or packed with gzip."""
@@ -24,7 +22,7 @@ def read_idx(path: Path) -> Tensor:
         magic = content.read(4)
         if len(magic) < 4 or magic[0] or magic[1]:
             raise DataError(f"{path}: not an idx file (it begins with {magic.hex(' ') or 'nothing'})")
-        if magic[2] != _UNSIGNED_BYTES:
+        if magic[2] != 8:  # unsigned bytes, the only element type of these data sets
             raise DataError(f"{path}: idx element type 0x{magic[2]:02x}, only unsigned bytes (0x08) are read")
         sizes = content.read(4 * magic[3])
         if not sizes or len(sizes) < 4 * magic[3]:

@@ -24,8 +24,6 @@ _TOKENS = re.compile(r"[.,()!?']|[^\s.,()!?']+")
 def tokens(line: str) -> list[str]:
     """Split a line into lower-case words and marks by the rules known as "basic english".
 
-    Double quotes go, `;`, `:` and `<br />` separate words, and each of `. , ( ) ! ? '` is a token.
-
     >>> tokens("It's <br />fine; (very)!")
     ['it', "'", 's', 'fine', '(', 'very', ')', '!']
     """

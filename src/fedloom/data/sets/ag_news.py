@@ -18,7 +18,7 @@ from fedloom.data.formats.arrow import column, hub_table, read_parquet
 from fedloom.data.formats.labels import class_labels
 from fedloom.data.formats.limits import read_text
 from fedloom.data.formats.words import encode, tokens, vocabulary
-from fedloom.data.sets.origin import Origin, files_named, load, parquet_files
+from fedloom.data.sets.origin import files_named, load, parquet_files
 from fedloom.errors import DataError
 
 _NAMES = ("World", "Sports", "Business", "Sci/Tech")
@@ -51,7 +51,7 @@ def ag_news(
     """
     folders = ("ag_news_csv", "ag_news", "AG_NEWS", "agnews")
     files = "train.csv, test.csv (class 1..4, title, description) or train*.parquet, test*.parquet"
-    texts = load(Origin("ag_news", folders, files, _read, _fetch), folder, hub)
+    texts = load("ag_news", folders, files, _read, _fetch, folder, hub)
     counted = texts[0][0] if vocabulary_from == "train" else chain(texts[0][0], texts[1][0])
     numbers = vocabulary(counted, max_vocabulary)
     train, test = (Samples(encode(articles, numbers, length), labels) for articles, labels in texts)

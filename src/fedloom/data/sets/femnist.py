@@ -17,7 +17,7 @@ from fedloom.data.formats.arrow import column, decode_column, hub_table
 from fedloom.data.formats.labels import class_labels, same_length
 from fedloom.data.formats.leaf import json_files, read_leaf
 from fedloom.data.sets.holdout import hold_out
-from fedloom.data.sets.origin import Origin, Split, cached_files, cached_split, load
+from fedloom.data.sets.origin import Split, cached_files, cached_split, load
 from fedloom.data.sets.picture_set import Normalise, Scale, image_dataset
 from fedloom.errors import DataError, quoted
 from fedloom.randomness import numpy_stream
@@ -94,7 +94,7 @@ def femnist(
     key = f"{fraction} {least} {test_fraction} {sample_seed} {split_seed}"
     files = "LEAF's all_data/*.json (or train/*.json and test/*.json)"
     folders = ("femnist", "FEMNIST", "leaf/data/femnist")
-    samples = load(Origin("femnist", folders, files, read, fetch), folder, hub)
+    samples = load("femnist", folders, files, read, fetch, folder, hub)
     return image_dataset("femnist", samples, _CLASSES, normalise, _SCALE, _NAMES)
 
 

@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from fedloom.config.fields import Count
 from fedloom.data.dataset import Dataset, Samples, datasets
@@ -18,7 +17,7 @@ from fedloom.data.formats.limits import read_text, require_room
 from fedloom.data.formats.words import PAD, encode, vocabulary
 from fedloom.data.formats.words import tokenizer as _tokenizer
 from fedloom.data.sets.holdout import hold_out
-from fedloom.data.sets.origin import Origin, files_named, load
+from fedloom.data.sets.origin import files_named, load
 from fedloom.errors import DataError, InvalidValue, quoted
 from fedloom.objectives.sequence import NextToken
 
@@ -26,6 +25,7 @@ ALPHABET = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklm
 """LEAF's 80 characters; their numbers begin at 2."""
 
 _OBJECTIVE = NextToken()
+_INPUTS, _TARGETS = slice(-1), slice(1, None)
 _NUMBERS = {character: number for number, character in enumerate(ALPHABET, start=2)}
 _Users = dict[str, list[Sequence[str]]]
 """The sequences of each user: their tokens, of which each but the one at the beginning is predicted from the earlier ones."""
@@ -70,7 +70,8 @@ def shakespeare(
         return _split(_leaf_texts(raw, length) if raw else _speeches(plays, length), test_fraction, least)
 
     files = "LEAF's train/*.json and test/*.json, all_data/*.json, or plays as *.txt"
-    train, test = load(Origin("shakespeare", ("shakespeare", "leaf/data/shakespeare"), files, read), folder, False)
+    folders = ("shakespeare", "leaf/data/shakespeare")
+    train, test = load("shakespeare", folders, files, read, None, folder, False)
     return _dataset("shakespeare", train, test, _NUMBERS, length, places)
 
 
@@ -110,7 +111,7 @@ def stackoverflow(
 
     split = _tokenizer(tokenizer)
     files = 'train.jsonl (a line: {"user": "42", "text": "..."}) and perhaps test.jsonl'
-    train, test = load(Origin("stackoverflow", ("stackoverflow",), files, read), folder, False)
+    train, test = load("stackoverflow", ("stackoverflow",), files, read, None, folder, False)
     if test is None:
         train, test = _held_out(train, test_fraction, seed)
     numbers = vocabulary((text for texts in train.values() for text in texts), max_vocabulary)
@@ -122,30 +123,20 @@ def _dataset(
 ) -> Dataset:
     """Return the data set of both splits, whose users are numbered in the order of the training split."""
     position = {user: number for number, user in enumerate(dict.fromkeys([*train, *test]))}
-    splits = [_samples(users, position, numbers, length, places) for users in (train, test)]
+    splits = []
+    for users in (train, test):
+        texts = [text for sequences in users.values() for text in sequences]
+        require_room(16 * len(texts) * length, f"{len(texts):,} sequences of {length}")
+        inputs, targets = (encode([text[part] for text in texts], numbers, length) for part in (_INPUTS, _TARGETS))
+        targets[targets == PAD] = _OBJECTIVE.padding
+        if places == "last" and len(texts):
+            ends = (targets != _OBJECTIVE.padding).sum(1, keepdim=True) - 1
+            targets[torch.arange(length) != ends] = _OBJECTIVE.padding
+        owners = [position[user] for user, sequences in users.items() for _ in sequences]
+        splits.append(Samples(inputs, targets, torch.tensor(owners, dtype=torch.int64)))
     if not len(splits[0]):
         raise DataError(f"{name}: no text to learn from")
     return Dataset(name, splits[0], splits[1], vocabulary=len(numbers) + 2, objective=_OBJECTIVE)
-
-
-def _samples(
-    users: _Users,
-    position: Mapping[str, int],
-    numbers: Mapping[str, int],
-    length: int,
-    places: Literal["every", "last"],
-) -> Samples:
-    texts = [text for sequences in users.values() for text in sequences]
-    require_room(16 * len(texts) * length, f"{len(texts):,} sequences of {length}")
-    inputs = encode([text[:-1] for text in texts], numbers, length)
-    targets: Tensor = encode([text[1:] for text in texts], numbers, length)
-    targets[targets == PAD] = _OBJECTIVE.padding
-    if places == "last" and len(texts):
-        ends = (targets != _OBJECTIVE.padding).sum(1, keepdim=True) - 1
-        targets[torch.arange(length) != ends] = _OBJECTIVE.padding
-    sizes = torch.tensor([len(sequences) for sequences in users.values()], dtype=torch.int64)
-    owners = torch.tensor([position[user] for user in users], dtype=torch.int64)
-    return Samples(inputs, targets, owners.repeat_interleave(sizes))
 
 
 def _split(users: _Users, test_fraction: float, least: int) -> tuple[_Users, _Users]:

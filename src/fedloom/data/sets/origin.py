@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -21,33 +20,30 @@ T = TypeVar("T")
 _SUBFOLDERS = ("", "raw", "gzip", "data", "plain_text")
 
 
-@dataclass(frozen=True)
-class Origin(Generic[T]):
-    """A set's usual folders, the files that it needs, and its readers of a folder and of the hub."""
-
-    name: str
-    folders: tuple[str, ...]
-    files: str
-    read: Callable[[Path], T | None]
-    fetch: Callable[[], T] | None = None
-
-
-def load(origin: Origin[T], folder: str | None, hub: bool | None) -> T:
-    """Return a set from `folder`, else FEDLOOM_DATA, else the hub; raises `DataError` with the files to get."""
+def load(
+    name: str,
+    folders: Sequence[str],
+    files: str,
+    read: Callable[[Path], T | None],
+    fetch: Callable[[], T] | None,
+    folder: str | None,
+    hub: bool | None,
+) -> T:
+    """Return the set `name` from `folder`, else FEDLOOM_DATA, else the hub; raises `DataError` with the `files` to get."""
     if folder is not None and not Path(folder).is_dir():
-        raise DataError(f"{folder}: no such folder (wanted for {origin.name})")
-    for candidate in candidates(origin.folders, folder):
-        with reading(candidate, f"damaged folder of {origin.name}"):
-            content = origin.read(candidate)
+        raise DataError(f"{folder}: no such folder (wanted for {name})")
+    for candidate in candidates(folders, folder):
+        with reading(candidate, f"damaged folder of {name}"):
+            content = read(candidate)
         if content is not None:
             return content
-    if origin.fetch is not None and (hub or (hub is None and folder is None and hub_installed())):
-        return origin.fetch()
+    if fetch is not None and (hub or (hub is None and folder is None and hub_installed())):
+        return fetch()
     root = folder or os.environ.get("FEDLOOM_DATA")
     searched = f"not in {root}" if root else "no folder given and FEDLOOM_DATA is not set"
-    download = "" if origin.fetch is None else f", or {installing('hub')} and set hub=true to download it"
+    download = "" if fetch is None else f", or {installing('hub')} and set hub=true to download it"
     raise DataError(
-        f"{origin.name}: {searched}; put {origin.files} in FOLDER or FOLDER/{origin.folders[0]}"
+        f"{name}: {searched}; put {files} in FOLDER or FOLDER/{folders[0]}"
         f" and set folder or FEDLOOM_DATA to FOLDER{download}"
     )
 

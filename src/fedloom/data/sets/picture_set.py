@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedloom.data.dataset import Dataset
 from fedloom.data.formats.arrow import hub_table, image_samples, read_parquet
-from fedloom.data.sets.origin import Origin, Split, cached_files, cached_split, load, parquet_files
+from fedloom.data.sets.origin import Split, cached_files, cached_split, load, parquet_files
 
 Scale = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel, pixels in [0, 1]
 Normalise = Literal["standard", "half", "none"]
@@ -21,13 +21,7 @@ _CHUNK = 8192
 
 @dataclass(frozen=True)
 class PictureSet:
-    """A standard set of pictures, in files of its own format, or as tables in parquet files or on the hub.
-
-    Pictures in tables are decoded once, then kept in the cache folder.
-
-    `read` reads files of its own format from a folder, or returns None; `files` names them in errors. There are tables of the
-    set where it has a `repository` on the hub. `scale` is by default that of the training images.
-    """
+    """A set of pictures in files that `read` reads or, where it has a `repository` on the hub, in tables."""
 
     name: str
     folders: tuple[str, ...]
@@ -43,7 +37,7 @@ class PictureSet:
     def load(self, folder: str | None, hub: bool | None) -> Split:
         """Return training and test samples; raises as `origin.load`."""
         fetch = self._fetch if self.repository else None
-        return load(Origin(self.name, self.folders, self.files, self._read, fetch), folder, hub)
+        return load(self.name, self.folders, self.files, self._read, fetch, folder, hub)
 
     def dataset(
         self, folder: str | None, hub: bool | None, normalise: Normalise, class_names: Sequence[str] | None = None
