@@ -102,6 +102,16 @@ def test_empty_cells_are_refused_filled_or_dropped(tmp_path: Path) -> None:
     assert filled.train.inputs[-1, 1:].sum() == 1  # a category of its own
 
 
+def test_rows_to_test_on_have_the_types_of_those_to_train_on(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("a,code,label\n1.5,x,0\n2.5,7,1\n3,8,1\n")
+    (tmp_path / "test.csv").write_text("label,code,a\n1,7,4\n0,9,5\n")
+    paths = {"path": str(tmp_path / "train.csv"), "test_path": str(tmp_path / "test.csv")}
+    assert table(**paths).test.inputs.tolist() == [[4, 1, 0, 0], [5, 0, 0, 0]]
+    (tmp_path / "test.csv").write_text("label,code,a\n1.5,7,4\n")
+    with pytest.raises(DataError, match="unreadable table"):
+        table(**paths)
+
+
 def test_parquet_lists_and_several_groups(tmp_path: Path) -> None:
     values = np.random.default_rng(0).normal(size=(ROWS, 3))
     pq.write_table(pa.table(COLUMNS | {"signal": values.tolist()}), tmp_path / "a.parquet")
