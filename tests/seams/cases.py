@@ -59,6 +59,10 @@ WRAPPERS = {
     "fedbuff": "fedbuff({}, k=3)",
     "fedasync": "fedasync({})",
     "fedmr, local": "fedmr(local={})",
+    "fedntd": "fedntd({})",
+    "fedlc": "fedlc({})",
+    "feddecorr": "feddecorr({})",
+    "power_of_choice": "power_of_choice({})",
 }
 """Each wrapper as an expression around a method. A new wrapper joins with a line here, a new method by itself."""
 
@@ -67,7 +71,7 @@ MODELS = ("plain", "norm", "frozen", "float32")
 COURSES = ("straight", "resumed")
 
 ROUNDS = 3
-EVERYBODY = ("fedamp", "apple", "private(")
+EVERYBODY = ("fedamp", "apple", "afl", "cfl", "private(")
 """Methods that need all clients in every round, or a Poisson draw."""
 
 
@@ -86,7 +90,7 @@ def methods() -> list[str]:
         "fedbuff",
         "fedasync",
     }
-    wrappers |= {"private", "local_private", "dp_sgd"}
+    wrappers |= {"private", "local_private", "dp_sgd", "fedntd", "fedlc", "feddecorr", "power_of_choice"}
     single = sorted(PARAMETERS.get(entry.name, entry.name) for entry in algorithms if entry.name not in wrappers)
     return [*single, *VARIANTS, *NESTED]
 

@@ -236,6 +236,69 @@ class ServerOptimizer(Definition):
         self.server_model = mean
 
 
+class QFedAvg(Definition):
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        count, eta, q = self.setting.trainable, round.learning_rate, self.method.q  # type: ignore[attr-defined]
+        step, bound = torch.zeros_like(self.server_model[:count]), 0.0
+        for answer in answers:
+            loss = float(answer.reply["loss"]) + 1e-10
+            slope = (self.server_model - answer.reply["model"])[:count] / eta
+            step = step + loss**q * slope
+            bound += q * loss ** (q - 1) * float(slope.square().sum()) + loss**q / eta
+        mean = mean_of([answer.reply["model"] for answer in answers])
+        mean[:count] = self.server_model[:count] - step / bound
+        self.server_model = mean
+
+
+class AFL(Definition):
+    def begin(self) -> None:
+        self.shares = [1 / self.setting.clients] * self.setting.clients
+        self.mean = self.setting.initial.clone()
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        step, raised = torch.zeros_like(self.server_model), list(self.shares)
+        for answer in answers:
+            step = step + self.shares[answer.client] * (answer.reply["model"] - self.server_model)
+            raised[answer.client] += self.method.rate * float(answer.reply["loss"])  # type: ignore[attr-defined]
+        low, high = min(raised) - 1, max(raised)
+        for _ in range(200):  # theta of sum max(v - theta, 0) = 1, by bisection
+            theta = (low + high) / 2
+            low, high = (theta, high) if sum(max(value - theta, 0) for value in raised) > 1 else (low, theta)
+        self.shares = [max(value - low, 0) for value in raised]
+        self.server_model = self.server_model + step
+        self.mean = self.mean + (self.server_model - self.mean) / round.number
+
+    def model(self) -> Tensor:
+        return self.mean
+
+
+class IFCA(Definition):
+    def begin(self) -> None:
+        self.models: list[Tensor] = []
+        self.chosen: list[int] = []
+
+    def sends(self, round: Round) -> list[Message]:
+        if not self.models:  # the draws of the start are the method's own
+            self.models = [*self.method.state["models"].clone()]
+            self.chosen = [1] * len(self.models)
+        return [{"models": torch.stack(self.models)} for _ in round.selected]
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        groups = [[a.reply["model"] for a in answers if int(a.reply["choice"]) == j] for j in range(len(self.models))]
+        self.models = [mean_of(group) if group else model for group, model in zip(groups, self.models, strict=True)]
+        self.chosen = [len(group) for group in groups]
+
+    def model(self) -> Tensor:
+        return mean_of(self.models, self.chosen)
+
+
+class CFL(Definition):
+    """Before a split, which the harness's few rounds do not reach: every client moves by the mean of those that answered."""
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        self.server_model = mean_of([answer.reply["model"] for answer in answers])
+
+
 # --- one model each ---
 
 
@@ -281,7 +344,7 @@ class Pool(Definition):
         for answer in answers:
             pool[answer.slot] = answer.reply["model"].clone()
         self.pool = pool
-        if name_of(self.method) in ("fedmr", "fedmr_async"):
+        if name_of(self.method) in ("fedmr", "fedkdmr", "fedmr_async"):
             self.recombine(round, before, answers)
 
     def recombine(self, round: Round, before: list[Tensor], answers: Sequence[Answer]) -> None:
@@ -306,6 +369,30 @@ class Pool(Definition):
 
     def model(self) -> Tensor:
         return mean_of(self.pool)
+
+
+class FedKDMR(Pool):
+    def sends(self, round: Round) -> list[Message]:
+        method: Any = self.method
+        taught = method.distillation > 0 and (not method.ramp or round.number > 1)
+        return [{**message, **({"teacher": self.model()} if taught else {})} for message in super().sends(round)]
+
+
+class FedCross(Pool):
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        super().receive(round, answers)
+        method, pool, mixed = self.method, self.pool, []
+        alpha = share_at(method.alpha, round.number)  # type: ignore[attr-defined]
+        for k, row in enumerate(pool):
+            directions = [other[: self.setting.trainable] / other[: self.setting.trainable].norm() for other in pool]
+            cosine = {j: float(directions[k] @ directions[j]) for j in range(len(pool)) if j != k}
+            partner = {
+                "lowest": min(cosine, key=lambda j: cosine[j]),  # noqa: B023
+                "highest": max(cosine, key=lambda j: cosine[j]),  # noqa: B023
+                "in_order": (k + (round.number - 1) % (len(pool) - 1) + 1) % len(pool),
+            }[method.partner]  # type: ignore[attr-defined]
+            mixed.append(alpha * row + (1 - alpha) * pool[partner])
+        self.pool = mixed
 
 
 def share_at(blend: float | list[tuple[int, float]], number: int) -> float:
@@ -970,7 +1057,10 @@ def difference(one: Tensor, other: Tensor) -> float:
 KINDS: dict[str, Callable[[Algorithm, Setting], Definition]] = {
     "scaffold": Scaffold, "feddyn": FedDyn, "feddc": FedDC, "fednova": FedNova, "fedexp": FedExP,
     "fedavgm": ServerOptimizer, "fedadam": ServerOptimizer, "fedyogi": ServerOptimizer,
-    "fedmut": FedMut, "indep": Pool, "fedmr": Pool, "fedmr_async": PoolUnderWay,
+    "fedmut": FedMut, "indep": Pool, "fedmr": Pool, "fedkdmr": FedKDMR, "fedcross": FedCross,
+    "qfedavg": QFedAvg, "afl": AFL, "ifca": IFCA, "cfl": CFL,
+    "fedntd": Wrapped, "fedlc": Wrapped, "feddecorr": Wrapped, "power_of_choice": Wrapped,
+    "fedmr_async": PoolUnderWay,
     "fedamp": FedAMP, "apple": Apple, "fedfomo": FedFomo,
     "umf": Umf, "ala": Ala, "fedala": Ala, "robust": Robust, "private": Private, "local_private": LocalPrivate,
     "quantised": Coded, "sparse": Coded, "lowrank": Coded, "stages": Stages, "secure": Secure,

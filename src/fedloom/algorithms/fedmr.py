@@ -100,15 +100,8 @@ class FedMR(Indep):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.blend == "auto":
-            return
-        pairs = self.blend if isinstance(self.blend, list) else [(1, self.blend)]
-        rounds = [number for number, _ in pairs]
-        if not rounds or [0, *rounds] != sorted({0, *rounds}):
-            raise InvalidValue(f"blend: rounds must grow from 1 on, as in [[1, 1.0], [100, 0.0]], not {rounds}")
-        for _, share in pairs:
-            if not 0 <= share <= 1:
-                raise InvalidValue(f"blend: a share must be between 0 and 1, not {share}")
+        if self.blend != "auto":
+            require_schedule("blend", self.blend)
 
     @property
     def anonymous_replies(self) -> bool:
@@ -162,6 +155,17 @@ def auto_blend(pool: Tensor, sent: Tensor, average: Tensor, initial: Tensor, tra
     pool, sent = pool[:, :trainable], sent[:, :trainable]
     spread = float(total_variance(pool)) * float(total_variance(pool, since=sent))
     return max(0.0, 1.0 - bound * bound / spread) if spread > 0 else 0.0
+
+
+def require_schedule(name: str, schedule: Blend) -> None:
+    """Raise `InvalidValue` unless these are shares in [0, 1] of rounds that grow from 1 on."""
+    pairs = schedule if isinstance(schedule, list) else [(1, schedule)]
+    rounds = [number for number, _ in pairs]
+    if not rounds or [0, *rounds] != sorted({0, *rounds}):
+        raise InvalidValue(f"{name}: rounds must grow from 1 on, as in [[1, 1.0], [100, 0.0]], not {rounds}")
+    for _, share in pairs:
+        if not 0 <= float(share) <= 1:
+            raise InvalidValue(f"{name}: a share must be between 0 and 1, not {share}")
 
 
 def blend_at(blend: Blend, number: int) -> float:

@@ -6,9 +6,10 @@ worker, a real site), and with k > 1 where they advance together in a stack.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Unpack
+from typing import NamedTuple, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from fedloom.data.dataset import Dataset, Samples
 from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.module import Batch, FlatModule, LossFn, data_loss, head_loss
 from fedloom.local.batches import ClientLoader, LockStep, together
+from fedloom.local.changed_loss import ChangedLoss, LossChange
 from fedloom.local.optimizer import Context as Context
 from fedloom.local.optimizer import Correction as Correction
 from fedloom.local.optimizer import GradientFn as GradientFn
@@ -104,6 +106,35 @@ class Cohort:
         cohort = Cohort(self.clients, samples, *shared, self.uploads.tolist())
         cohort.metrics = self.metrics
         return cohort
+
+    def with_loss(self, change: LossChange, context: Mapping[str, Tensor]) -> Cohort:
+        """Return the same clients, who train on `change(loss, net, batch, context)` instead of every loss.
+
+        Args:
+            change: Takes a client's loss on a batch, its model with the batch's `features` and `outputs`, the batch and the
+                client's rows of `context` to the loss to train on, a scalar.
+            context: Named tensors `[k, ...]`.
+        """
+        changed = copy.copy(self)
+        changed.flat_module = cast(FlatModule, ChangedLoss(self.flat_module, change, context))
+        return changed
+
+    def features(self, rows: Tensor) -> list[Tensor]:
+        """Return what enters the classifier of each client's model, `[n, d]` for its n training samples in their order.
+
+        The models are in evaluation mode; `labels` are the targets of the same samples.
+
+        Args:
+            rows: One model a client, `[k, P]`.
+        """
+        features = []
+        for row, samples in zip(rows, self._samples, strict=True):
+            spans = (slice(start, start + FEATURES_AT_ONCE) for start in range(0, len(samples), FEATURES_AT_ONCE))
+            inputs = (self._dataset.prepare(samples[span].inputs) for span in spans)
+            with torch.no_grad():
+                blocks = [self.flat_module.net.at(row).both(block)[0].flatten(1) for block in inputs]
+            features.append(torch.cat(blocks))
+        return features
 
     def for_classifier(self, rows: Tensor) -> tuple[Cohort, LossFn]:
         """Return clients and a loss with which to train only the classifiers of models `[k, P]`.

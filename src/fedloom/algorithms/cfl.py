@@ -1,0 +1,102 @@
+"""CFL: split the clients in two wherever their updates contradict each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms
+from fedloom.algorithms.sharing import require_everybody
+from fedloom.config.fields import NonNegative, NonNegativeInt
+from fedloom.round import Round
+
+
+@algorithms.register("cfl")
+@dataclass
+class CFL(Algorithm):
+    """Clustered federated learning: each cluster's model moves by the unweighted mean of its clients' updates D_i.
+
+    After `first_round` a cluster of more than two clients with ||mean D|| < mean_norm and max ||D_i|| > client_norm splits in
+    two by complete linkage on -cos(D_i, D_j), over the trainable parameters; both parts move by their own mean. The norms
+    are in units of those of round 1 (the mean's and the largest client's) where `relative`. A client deploys its cluster's
+    model; the global model is the mean over clients. Needs all clients in every round; one without a reply stays where it is.
+    Source: Sattler et al. 2020, algorithm 2; thresholds of the authors' code.
+    Use it when clients' data contradict each other and the number of groups is unknown.
+
+    Args:
+        mean_norm: epsilon_1: below it a cluster stands still; 0 never splits and is FedAvg with equal weights.
+        client_norm: epsilon_2: above it its clients still move.
+        first_round: Rounds before the first split.
+        relative: Measure both in units of round 1's norms, since they depend on the model and the learning rate.
+    """
+
+    mean_norm: NonNegative = 0.4
+    client_norm: NonNegative = 1.6
+    first_round: NonNegativeInt = 20
+    relative: bool = False
+
+    one_model_each: ClassVar[bool] = True
+    averages: ClassVar[bool] = False
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        require_everybody("cfl", plan)
+        self.state = {
+            "models": plan.initial.unsqueeze(0).clone(),  # [C, P]
+            "cluster": torch.zeros(plan.clients, dtype=torch.int64),
+            "units": torch.ones(2, dtype=torch.float64),
+        }
+
+    def send(self, round: Round) -> Message:
+        return self.deploy(round, round.selected)
+
+    def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
+        rows = [int(self.state["cluster"][client]) if client < self.plan.clients else 0 for client in clients]
+        return {"model": self.state["models"][rows]}
+
+    def receive(self, round: Round, replies: Replies) -> None:
+        updates = replies["model"] - replies.sent("model")
+        moved = updates[:, : self.layout.trainable].double()
+        if round.number == 1 and self.relative:
+            norms = moved.mean(0).norm(), moved.norm(dim=1).max()
+            self.state["units"] = torch.stack(norms).clamp_min(torch.finfo(torch.float64).tiny)
+        models, cluster = list(self.state["models"]), self.state["cluster"].clone()
+        for number in range(len(models)):
+            order = replies.clients.argsort()  # so that clusters are numbered by their clients, not by the slots
+            members = order[cluster[replies.clients][order] == number]
+            if not len(members):
+                continue
+            parts = [members]
+            if round.number > self.first_round and self._stands_still(moved[members]):
+                parts = [members[part] for part in bipartition(moved[members])]
+                cluster[replies.clients[parts[1]]] = len(models)
+                models.append(models[number])
+            for row, part in zip((number, len(models) - 1), parts, strict=False):
+                models[row] = models[row] + updates[part].mean(0)
+        self.state |= {"models": torch.stack(models), "cluster": cluster}
+
+    def _stands_still(self, moved: Tensor) -> bool:
+        mean, largest = float(moved.mean(0).norm()), float(moved.norm(dim=1).max())
+        unit_mean, unit_client = self.state["units"].tolist()
+        return len(moved) > 2 and mean < self.mean_norm * unit_mean and largest > self.client_norm * unit_client
+
+    def model(self) -> Tensor:
+        shares = self.state["cluster"].bincount(minlength=len(self.state["models"])).to(self.state["models"])
+        return (shares / shares.sum()) @ self.state["models"]
+
+    def diagnose(self) -> dict[str, float]:
+        return {"clusters": float(len(self.state["models"]))}
+
+
+def bipartition(updates: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the two parts of `updates [k, T]` by complete linkage on -cos, as indices; the first holds row 0."""
+    from scipy.cluster.hierarchy import fcluster, linkage  # takes a fifth of what PyTorch takes to import
+    from scipy.spatial.distance import squareform
+
+    directions = torch.nn.functional.normalize(updates, dim=1)
+    distance = (1 - directions @ directions.T).clamp_min(0).fill_diagonal_(0)
+    label = torch.from_numpy(fcluster(linkage(squareform(distance.numpy(), checks=False), "complete"), 2, "maxclust"))
+    return (label == label[0]).nonzero()[:, 0], (label != label[0]).nonzero()[:, 0]

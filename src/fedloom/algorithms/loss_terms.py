@@ -1,0 +1,83 @@
+"""Base of wrappers that change the loss of local training, under any method whose clients take gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedloom.algorithm import Message, Plan, Wrapper, describe
+from fedloom.errors import InvalidValue
+from fedloom.flat.module import Batch
+from fedloom.local.changed_loss import Observed
+from fedloom.local.cohort import Cohort
+
+
+@dataclass
+class LossTerm(Wrapper):
+    """A method whose clients train on `change(loss, ...)`; sending and averaging are the wrapped method's.
+
+    Args:
+        method: Method whose clients train.
+    """
+
+    def change(self, loss: Tensor, net: Observed, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
+        """Return the loss to train on, from a client's loss on a batch and its `net.features` and `net.outputs`."""
+        raise NotImplementedError
+
+    def context(self, cohort: Cohort, inbox: Message) -> dict[str, Tensor]:
+        """Return the tensors `[k, ...]` that `change` reads."""
+        return {}
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        return self.method.train(cohort.with_loss(self.change, self.context(cohort, inbox)), inbox)
+
+
+def require_classes(name: str, plan: Plan) -> None:
+    """Raise `InvalidValue` unless the targets of the task are classes."""
+    if not plan.classes:
+        raise InvalidValue(f"{name} needs class labels: the targets of this task are none")
+
+
+def require_model(name: str, method: LossTerm, plan: Plan) -> None:
+    """Raise `InvalidValue` unless the clients of the wrapped method are sent one model each round."""
+    if not method.single_download or "model" not in method.send(plan.opening()):
+        raise InvalidValue(f"{name}: clients of {describe(method.method)} are not sent one model, which is the teacher")
+
+
+def label_counts(cohort: Cohort) -> Tensor:
+    """Return the number of training samples of each class at each client, `[k, Y]`."""
+    return torch.stack([labels.flatten().bincount(minlength=cohort.classes) for labels in cohort.labels])
+
+
+def label_prior(cohort: Cohort, absent: float = -1e9) -> Tensor:
+    """Return ln n_{i,c} of each client, `[k, Y]`; `absent` for classes that it lacks."""
+    counts = label_counts(cohort).to(cohort.initial)
+    return torch.where(counts > 0, counts.clamp_min(1).log(), absent)
+
+
+def divergence(teacher: Tensor, student: Tensor, temperature: float, excluded: Tensor | None = None) -> Tensor:
+    """Return the mean over samples of KL(softmax(teacher / temperature) || softmax(student / temperature)).
+
+    Args:
+        teacher: Outputs `[..., Y]`.
+        student: Outputs of the same shape.
+        temperature: Divisor of both.
+        excluded: Classes that both leave out, bool `[..., Y]`.
+    """
+    if excluded is not None:
+        teacher, student = (outputs.masked_fill(excluded, -torch.inf) for outputs in (teacher, student))
+    before, after = (F.log_softmax(outputs / temperature, -1) for outputs in (teacher, student))
+    if excluded is not None:
+        difference = (before - after).masked_fill(excluded, 0)
+        return (before.exp() * difference).sum(-1).mean()
+    return (before.exp() * (before - after)).sum(-1).mean()
+
+
+@torch.no_grad()
+def teacher_outputs(net: Observed, row: Tensor, batch: Batch) -> Tensor:
+    """Return the outputs of the model `row [P]` on the batch, in evaluation mode."""
+    return net.at(row)(batch.inputs)

@@ -1,0 +1,90 @@
+"""Losses of local training that a wrapper changes: every gradient of a cohort goes through the change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from fedloom.flat.module import Batch, FlatModule, FoldedStep, LossFn, Net
+from fedloom.training import Training
+
+
+class Observed:
+    """`Net` that keeps the features and the outputs of its first forward pass, which is on the batch."""
+
+    def __init__(self, net: Net) -> None:
+        self.net, self.objective = net, net.objective
+        self.features: Tensor | None = None
+        self.outputs: Any = None
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        return self.both(inputs)[1]
+
+    def both(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        features, outputs = self.net.both(inputs)
+        if self.features is None:
+            self.features, self.outputs = features, outputs
+        return features, outputs
+
+    def head(self, features: Tensor) -> Tensor:
+        return self.net.head(features)
+
+    def at(self, row: Tensor) -> Net:
+        return self.net.at(row)
+
+
+LossChange = Callable[[Tensor, Observed, Batch, Mapping[str, Tensor]], Tensor]
+"""(a client's loss on a batch, its model with `features` and `outputs`, the batch, the client's context) -> the loss to train."""
+
+
+class ChangedLoss:
+    """A `FlatModule` that trains on `change(loss, ...)` instead of each loss that it is given.
+
+    Args:
+        flat_module: The module that trains.
+        change: The change.
+        context: Named tensors `[k, ...]` that `change` is given, one row a client.
+    """
+
+    def __init__(self, flat_module: FlatModule, change: LossChange, context: Mapping[str, Tensor]) -> None:
+        self.flat_module, self.change = flat_module, change
+        self.depth: int = 1 + getattr(flat_module, "depth", 0)
+        self.context = {f"{'@' * self.depth}{name}": rows for name, rows in context.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.flat_module, name)
+
+    def folded(self, settings: Training, rate: float) -> FoldedStep | None:
+        return None
+
+    def heeds_share(self, loss_fn: LossFn) -> bool:
+        return False
+
+    def features(self, rows: Tensor, inputs: Tensor) -> None:
+        """Return None: the change may need the inputs, so that a classifier alone cannot be trained on features."""
+
+    def gradient(self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]) -> Any:
+        return self.flat_module.gradient(rows, batch, self._changed(loss_fn), self._extended(context, batch))
+
+    def partial_gradient(self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]) -> Any:
+        return self.flat_module.partial_gradient(rows, batch, self._changed(loss_fn), self._extended(context, batch))
+
+    def tensor_gradients(self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]) -> Any:
+        return self.flat_module.tensor_gradients(rows, batch, self._changed(loss_fn), self._extended(context, batch))
+
+    def sample_gradients(self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]) -> Any:
+        return self.flat_module.sample_gradients(rows, batch, self._changed(loss_fn), self._extended(context, batch))
+
+    def _extended(self, context: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        rows = slice(None) if batch.clients is None else batch.clients
+        return {**context, **{name: values[rows] for name, values in self.context.items()}}
+
+    def _changed(self, loss_fn: LossFn) -> LossFn:
+        def changed(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
+            observed = Observed(net)
+            loss = loss_fn(observed, batch, context)
+            return self.change(loss, observed, batch, {name.lstrip("@"): context[name] for name in self.context})
+
+        return changed
