@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.algorithm import build
 from fedloom.algorithms.afl import on_simplex
+from fedloom.algorithms.building import build
 from fedloom.algorithms.cfl import bipartition
 from fedloom.errors import InvalidValue
 from fedloom.randomness import stream

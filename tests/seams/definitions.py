@@ -274,13 +274,11 @@ class AFL(Definition):
 
 class IFCA(Definition):
     def begin(self) -> None:
-        self.models: list[Tensor] = []
-        self.chosen: list[int] = []
+        # The draws of the other models are the method's own.
+        self.models = [self.setting.initial.clone(), *self.method.state["models"].clone()[1:]]
+        self.chosen = [1] * len(self.models)
 
     def sends(self, round: Round) -> list[Message]:
-        if not self.models:  # the draws of the start are the method's own
-            self.models = [*self.method.state["models"].clone()]
-            self.chosen = [1] * len(self.models)
         return [{"models": torch.stack(self.models)} for _ in round.selected]
 
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
@@ -387,8 +385,8 @@ class FedCross(Pool):
             directions = [other[: self.setting.trainable] / other[: self.setting.trainable].norm() for other in pool]
             cosine = {j: float(directions[k] @ directions[j]) for j in range(len(pool)) if j != k}
             partner = {
-                "lowest": min(cosine, key=lambda j: cosine[j]),  # noqa: B023
-                "highest": max(cosine, key=lambda j: cosine[j]),  # noqa: B023
+                "lowest": min(cosine, key=lambda j: cosine[j]),
+                "highest": max(cosine, key=lambda j: cosine[j]),
                 "in_order": (k + (round.number - 1) % (len(pool) - 1) + 1) % len(pool),
             }[method.partner]  # type: ignore[attr-defined]
             mixed.append(alpha * row + (1 - alpha) * pool[partner])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedloom.algorithm import Message, Plan, Wrapper, describe
+from fedloom.algorithm import Message, Plan, Wrapper
 from fedloom.errors import InvalidValue
 from fedloom.flat.module import Batch
 from fedloom.local.changed_loss import Observed
@@ -45,7 +45,7 @@ def require_classes(name: str, plan: Plan) -> None:
 def require_model(name: str, method: LossTerm, plan: Plan) -> None:
     """Raise `InvalidValue` unless the clients of the wrapped method are sent one model each round."""
     if not method.single_download or "model" not in method.send(plan.opening()):
-        raise InvalidValue(f"{name}: clients of {describe(method.method)} are not sent one model, which is the teacher")
+        raise InvalidValue(f"{name}: clients of {method.method} are not sent one model, which is the teacher")
 
 
 def label_counts(cohort: Cohort) -> Tensor:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from fedloom.algorithm import Plan, Replies, Selection, Wrapper, algorithms, describe, uniform
+from fedloom.algorithm import Plan, Replies, Selection, Wrapper, algorithms, uniform
 from fedloom.algorithms.private import Accounted
 from fedloom.config.fields import Count
 from fedloom.errors import InvalidValue
@@ -38,11 +38,9 @@ class PowerOfChoice(Wrapper):
         opening = plan.opening()
         for method in self.method.nested():
             if plan.poisson or method.select(opening) != Selection(uniform(opening)):
-                raise InvalidValue(f"power_of_choice: {describe(method)} chooses its clients itself, or by chance")
+                raise InvalidValue(f"power_of_choice: {method} chooses its clients itself, or by chance")
             if isinstance(method, Accounted):
-                raise InvalidValue(
-                    f"power_of_choice: losses of clients would pass by the privacy of {describe(method)}"
-                )
+                raise InvalidValue(f"power_of_choice: losses of clients would pass by the privacy of {method}")
         if self.candidates is not None and self.candidates < plan.participants:
             raise InvalidValue(
                 f"power_of_choice: {self.candidates} candidates are fewer than {plan.participants} participants"
