@@ -30,6 +30,11 @@ pages = __import__("pages")
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
+def shipped() -> list[Entry]:
+    """The methods of fedloom itself, without those that other tests register."""
+    return [entry for entry in algorithms if entry.make.__module__.startswith("fedloom.")]
+
+
 def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", (DOCS / page).read_text(), re.M | re.S)
 
@@ -120,7 +125,7 @@ def test_every_command_is_listed() -> None:
 
 
 def test_every_method_says_when_to_use_it_and_where_it_comes_from() -> None:
-    for entry in algorithms:
+    for entry in shipped():
         doc = pages.Doc(entry)
         assert doc.when.startswith("Use it "), entry.name
         assert doc.when.endswith("."), entry.name
@@ -130,7 +135,7 @@ def test_every_method_says_when_to_use_it_and_where_it_comes_from() -> None:
 
 
 def test_every_parameter_of_a_method_is_described() -> None:
-    described = {entry.name: entry.arguments for entry in algorithms if entry.make.__module__.startswith("fedloom.")}
+    described = {entry.name: entry.arguments for entry in shipped()}
     assert [
         (name, parameter) for name, texts in described.items() for parameter, text in texts.items() if not text
     ] == []
@@ -138,8 +143,8 @@ def test_every_parameter_of_a_method_is_described() -> None:
 
 def test_every_method_is_on_one_page_with_all_its_parameters() -> None:
     listed = [entry.name for family in pages.FAMILIES for entry in pages.family(family)]
-    assert sorted(listed) == sorted(entry.name for entry in algorithms)
-    for entry in algorithms:
+    assert {entry.name for entry in shipped()} <= {*listed}
+    for entry in shipped():
         text = pages.described(entry)
         if not entry.make.variadic:
             assert re.findall(r"^\| `(\w+)` \|", text, re.M) == list(entry.parameters), entry.name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -40,6 +41,9 @@ OWN: dict[str, dict[str, bool]] = {
     "stages, auto": {"anonymous_replies": False, "scheduled": False, "foreseeable": False},
     "fedbuff": WAITING,
     "fedasync": WAITING,
+    "fedlc": {"fits_once": False},
+    "feddecorr": {"fits_once": False},
+    "power_of_choice": {"foreseeable": False},
     "fedmr, local": {
         "one_model_each": True, "fixed_participants": True, "averages": False, "anonymous_replies": True,
     },
@@ -53,15 +57,17 @@ class Probe(FedAvg):
 
 
 @pytest.fixture(scope="module", params=CAPABILITIES)
-def probes(request: pytest.FixtureRequest) -> tuple[str, list[str]]:
-    """A capability, and the names of methods that have it and that do not."""
+def probes(request: pytest.FixtureRequest) -> Iterator[tuple[str, list[str]]]:
+    """A capability, and the names of methods that have it and that do not, which are registered while the tests run."""
     names = []
     for value in (False, True):
         name = f"probe_{request.param}_{value}".lower()
         kind = type("Probe", (Probe,), {request.param: value, "__doc__": Probe.__doc__})
         algorithms.register(name)(dataclass(kind))
         names.append(name)
-    return request.param, names
+    yield request.param, names
+    for name in names:
+        del algorithms._entries[name]
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -29,8 +29,7 @@ class FedCross(Indep):
     Use it as `fedmr`, where models should stay close to each other in every layer.
 
     Args:
-        alpha: Share of a model's own upload (authors: 0.99); [round, share] pairs are joined linearly, such as
-            [[1, 0.5], [100, 0.99]].
+        alpha: Share of a model's own upload (authors: 0.99); pairs of a round and its share are joined linearly.
         partner: How co(k) is chosen.
         averaging_rounds: Rounds at the start after which every slot is the mean.
         propellers: Partners of a model in the first `propeller_rounds` rounds: the mean of so many uploads in order.
