@@ -142,7 +142,7 @@ FACTORS: Mapping[str, Sequence[str]] = {
     "course": COURSES,
 }
 
-# Wrappers that take part in few federations of some kind: cases that going round does not meet. Where a method or a wrapper joins,
+# Wrappers that take part in few federations of some kind: cases that going round does not meet. When a method or wrapper joins,
 # test_every_pair_of_values_that_is_not_refused_occurs_in_a_case names the pairs that are missing here.
 RARE = (
     Case("afl", "clustered by size", "clock", "plain", "straight"),

@@ -40,7 +40,7 @@ class AFL(Algorithm):
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        require_everybody("afl", plan)
+        require_everybody(self, plan)
         shares = torch.full((plan.clients,), 1 / plan.clients, dtype=torch.float64)
         self.state |= {"shares": shares, "mean": plan.initial.clone()}
 

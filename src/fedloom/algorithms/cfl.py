@@ -43,7 +43,7 @@ class CFL(Algorithm):
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        require_everybody("cfl", plan)
+        require_everybody(self, plan)
         self.state = {
             "models": plan.initial.unsqueeze(0).clone(),  # [C, P]
             "cluster": torch.zeros(plan.clients, dtype=torch.int64),

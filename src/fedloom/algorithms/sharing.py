@@ -47,6 +47,15 @@ def block_layers(module: nn.Module, blocks: slice) -> frozenset[str]:
     return frozenset(map(layer_finder(module), itertools.chain(*block_parameters(module)[blocks])))
 
 
+def require_everybody(method: Algorithm, plan: Plan) -> None:
+    """Raise `InvalidValue` unless all clients take part in every round."""
+    if plan.participants < plan.clients:
+        raise InvalidValue(
+            f"{name_of(method)} needs all clients in every round: participation must be 1, "
+            f"not {plan.participants} of {plan.clients}"
+        )
+
+
 @dataclass
 class PartlyShared(Algorithm):
     """Federated averaging of some layers; the base of the personalised methods.
@@ -176,11 +185,7 @@ class EveryModel(PartlyShared):
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        if plan.participants < plan.clients:
-            raise InvalidValue(
-                f"{name_of(self)} needs all clients in every round: participation must be 1, "
-                f"not {plan.participants} of {plan.clients}"
-            )
+        require_everybody(self, plan)
         initial = take(plan.initial.unsqueeze(0), self._unit)
         # A view that takes no memory until the first models arrive.
         self.state = {"initial": plan.initial.clone(), "models": initial.expand(plan.clients, -1)}
