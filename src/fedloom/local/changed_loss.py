@@ -11,11 +11,12 @@ from fedloom.flat.module import Batch, FlatModule, FoldedStep, LossFn, Net
 from fedloom.training import Training
 
 
-class Observed:
+class Observed(Net):
     """`Net` that keeps the features and the outputs of its first forward pass, which is on the batch."""
 
     def __init__(self, net: Net) -> None:
-        self.net, self.objective = net, net.objective
+        vars(self).update(vars(net))
+        self.net = net
         self.features: Tensor | None = None
         self.outputs: Any = None
 
@@ -30,9 +31,6 @@ class Observed:
 
     def head(self, features: Tensor) -> Tensor:
         return self.net.head(features)
-
-    def at(self, row: Tensor) -> Net:
-        return self.net.at(row)
 
 
 LossChange = Callable[[Tensor, Observed, Batch, Mapping[str, Tensor]], Tensor]
