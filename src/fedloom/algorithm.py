@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -302,32 +302,27 @@ class AggregatedReplies:
 NOTHING = AggregatedReplies({}, {}, 0.0, 0)
 """The aggregate of no replies."""
 
-CAPABILITIES: Mapping[str, tuple[bool, Callable[[Iterable[bool]], bool]]] = {
-    "single_download": (True, all),
-    "one_model_each": (False, any),
-    "fixed_participants": (False, any),
-    "asynchronous": (False, any),
-    "stackable": (True, all),
-    "fits_once": (True, all),
-    "averages": (True, all),
-    "anonymous_replies": (False, all),
-    "scores_start": (True, all),
-    "scheduled": (True, all),
-    "foreseeable": (True, all),
-    "needs_total_rounds": (False, any),
-    "needs_every_reply": (False, any),
-    "updates_without_replies": (False, any),
-    "spent": (False, any),
-    "releases_once": (False, any),
-}
-"""What a method can or needs, as it stands in a method that wraps none, and how it passes through wrappers that say nothing of
-their own: all wrapped methods must, or any may. `reply_dtypes` are joined; what else is delegated stands in `Wrapper`."""
 
+class Capability:
+    """A fact about a method: what it can or needs.
 
-def source_of(method: Algorithm, capability: str) -> Algorithm | None:
-    """Return the innermost method for whose sake `capability` is not as in a method that wraps none; None where it is."""
-    default, _ = CAPABILITIES[capability]
-    return next((inner for inner in reversed([*method.nested()]) if getattr(inner, capability) != default), None)
+    Args:
+        combine: Rule for wrappers that say nothing of their own: `all` wrapped methods must, or `any` may.
+        default: What a method says that wraps none; by default True for `all`.
+    """
+
+    def __init__(self, combine: Callable[[Iterable[bool]], bool], default: bool | None = None) -> None:
+        self.combine = combine
+        self.default = combine is all if default is None else default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, method: Algorithm | None, owner: type) -> Any:
+        if method is None:
+            return self
+        inner = method.inner()
+        return self.combine(bool(getattr(each, self.name)) for each in inner) if inner else self.default
 
 
 def block_slots(row_bytes: int) -> int:
@@ -529,93 +524,40 @@ class Algorithm:
         for method in self.inner():
             yield from method.active(number)
 
-    # --- what a method can or needs; `CAPABILITIES` says how each passes through wrappers ---
+    # --- what a method can or needs; `reply_dtypes` are joined, and what else a wrapper delegates stands in `Wrapper` ---
 
-    def combined(self, capability: str) -> bool:
-        """Return a capability as the wrapped methods have it, by the rule of `CAPABILITIES`."""
-        default, combine = CAPABILITIES[capability]
-        inner = self.inner()
-        return combine(bool(getattr(method, capability)) for method in inner) if inner else default
-
-    @property
-    def single_download(self) -> bool:
-        """Return True if a client is sent one model, so that a wrapper can change where it starts."""
-        return self.combined("single_download")
-
-    @property
-    def one_model_each(self) -> bool:
-        """Return True if every selected client is sent a model of its own, by its slot."""
-        return self.combined("one_model_each")
-
-    @property
-    def fixed_participants(self) -> bool:
-        """Return True if every round needs the same number of clients."""
-        return self.combined("fixed_participants")
-
-    @property
-    def asynchronous(self) -> bool:
-        """Return True if a round need not wait for the replies of the clients selected in it."""
-        return self.combined("asynchronous")
-
-    @property
-    def stackable(self) -> bool:
-        """Return True if the client half treats every row by itself, so that clients may advance together."""
-        return self.combined("stackable")
-
-    @property
-    def fits_once(self) -> bool:
-        """Return True if clients read their data by one plain `Cohort.fit` a round alone."""
-        return self.combined("fits_once")
-
-    @property
-    def averages(self) -> bool:
-        """Return True if the server half needs only the mean of the replies, or an estimate of it."""
-        return self.combined("averages")
-
-    @property
-    def anonymous_replies(self) -> bool:
-        """Return True if the server half treats all replies alike, and never asks whose a model is or what it weighs."""
-        return self.combined("anonymous_replies")
-
-    @property
-    def scores_start(self) -> bool:
-        """Return True if `personalise` depends on where training would start, and not on memory alone."""
-        return self.combined("scores_start")
-
-    @property
-    def scheduled(self) -> bool:
-        """Return True if a round's number alone decides which methods are `active` in it."""
-        return self.combined("scheduled")
-
-    @property
-    def foreseeable(self) -> bool:
-        """Return True if `select` gives the next round's selection before this round's replies are in."""
-        return self.combined("foreseeable")
-
-    @property
-    def needs_total_rounds(self) -> bool:
-        """Return True if anything depends on `round.rounds`, the number of rounds. Such a run cannot be lengthened later."""
-        return self.combined("needs_total_rounds")
-
-    @property
-    def needs_every_reply(self) -> bool:
-        """Return True if no reply may displace another one, as the first ones of an over-selected round do."""
-        return self.combined("needs_every_reply")
-
-    @property
-    def updates_without_replies(self) -> bool:
-        """Return True if a round in which nobody answers changes the state too: `receive` or `update` is called with nothing."""
-        return self.combined("updates_without_replies")
-
-    @property
-    def spent(self) -> bool:
-        """Return True if no further round may be run, since that would cost more privacy than was allowed."""
-        return self.combined("spent")
-
-    @property
-    def releases_once(self) -> bool:
-        """Return True if no round may be repeated after a failure, so that each must be on the disk before the next begins."""
-        return self.combined("releases_once")
+    single_download: ClassVar[Any] = Capability(all)
+    """True if a client is sent one model, so that a wrapper can change where it starts."""
+    one_model_each: ClassVar[Any] = Capability(any)
+    """True if every selected client is sent a model of its own, by its slot."""
+    fixed_participants: ClassVar[Any] = Capability(any)
+    """True if every round needs the same number of clients."""
+    asynchronous: ClassVar[Any] = Capability(any)
+    """True if a round need not wait for the replies of the clients selected in it."""
+    stackable: ClassVar[Any] = Capability(all)
+    """True if the client half treats every row by itself, so that clients may advance together."""
+    fits_once: ClassVar[Any] = Capability(all)
+    """True if clients read their data by one plain `Cohort.fit` a round alone."""
+    averages: ClassVar[Any] = Capability(all)
+    """True if the server half needs only the mean of the replies, or an estimate of it."""
+    anonymous_replies: ClassVar[Any] = Capability(all, default=False)
+    """True if the server half treats all replies alike, and never asks whose a model is or what it weighs."""
+    scores_start: ClassVar[Any] = Capability(all)
+    """True if `personalise` depends on where training would start, and not on memory alone."""
+    scheduled: ClassVar[Any] = Capability(all)
+    """True if a round's number alone decides which methods are `active` in it."""
+    foreseeable: ClassVar[Any] = Capability(all)
+    """True if `select` gives the next round's selection before this round's replies are in."""
+    needs_total_rounds: ClassVar[Any] = Capability(any)
+    """True if anything depends on `round.rounds`, the number of rounds: such a run cannot be lengthened later."""
+    needs_every_reply: ClassVar[Any] = Capability(any)
+    """True if no reply may displace another one, as the first ones of an over-selected round do."""
+    updates_without_replies: ClassVar[Any] = Capability(any)
+    """True if a round in which nobody answers changes the state too: `receive` or `update` is called with nothing."""
+    spent: ClassVar[Any] = Capability(any)
+    """True if no further round may be run, since that would cost more privacy than was allowed."""
+    releases_once: ClassVar[Any] = Capability(any)
+    """True if no round may be repeated after a failure, so that each must be on the disk before the next begins."""
 
     def account(self) -> dict[str, float]:
         """Figures recorded after every round, whether or not anything is evaluated: what has been used up."""
@@ -634,6 +576,16 @@ class Algorithm:
         for k, method in enumerate(self.inner()):
             prefix = f"inner{k}."
             method.restore({n.removeprefix(prefix): t for n, t in full.items() if n.startswith(prefix)})
+
+
+CAPABILITIES = {name: value for name, value in vars(Algorithm).items() if isinstance(value, Capability)}
+"""Capabilities of methods, by name."""
+
+
+def source_of(method: Algorithm, capability: str) -> Algorithm | None:
+    """Return the innermost method for whose sake `capability` is not as in a method that wraps none; None where it is."""
+    default = CAPABILITIES[capability].default
+    return next((inner for inner in reversed([*method.nested()]) if getattr(inner, capability) != default), None)
 
 
 @dataclass

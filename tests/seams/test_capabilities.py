@@ -16,7 +16,6 @@ from seams.setting import small_task
 
 CODED = {"averages": False}
 WAITING = {"fixed_participants": True, "asynchronous": True, "foreseeable": False}
-ACCOUNTED = {"spent": False}  # no other budget may be inside
 OWN: dict[str, dict[str, bool]] = {
     "umf": {"needs_total_rounds": True},
     "ala": {"fits_once": False},
@@ -27,9 +26,8 @@ OWN: dict[str, dict[str, bool]] = {
     "robust krum": {"anonymous_replies": False},
     "robust multi_krum": {"anonymous_replies": False},
     "robust clipping": {"anonymous_replies": False},
-    "private": ACCOUNTED | {"needs_every_reply": True, "updates_without_replies": True},
-    "local_private": ACCOUNTED,
-    "dp_sgd": ACCOUNTED | {"stackable": False},
+    "private": {"needs_every_reply": True, "updates_without_replies": True},
+    "dp_sgd": {"stackable": False},
     "quantised": CODED,
     "quantised down": CODED,
     "sparse": CODED,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
@@ -25,7 +26,6 @@ from fedloom.algorithm import (
     require_one_model,
 )
 from fedloom.algorithms.secure_recombination import Secure
-from fedloom.algorithms.sharing import length
 from fedloom.algorithms.stages import Stages
 from fedloom.config.fields import Count, Share
 from fedloom.errors import InvalidValue
@@ -43,7 +43,7 @@ class Compressed(Wrapper):
 
     A client codes its update d_i = w_i - w of the trainable parameters, with w the model that it was sent, and every tensor
     of that length (SCAFFOLD's variate). Batch-norm statistics, which would stop being variances, travel in full as `rest`, and
-    other tensors unchanged. The server gives the inner method w + decoded(d_i) for the client's model. With `keeps_error` a
+    other tensors unchanged. The server gives the inner method w + decoded(d_i) for the client's model. With `feedback` a
     client adds the coding error e_i to its next update: c_i = code(d_i + e_i), e_i <- d_i + e_i - decoded(c_i).
     """
 
@@ -65,17 +65,15 @@ class Compressed(Wrapper):
 
     @property
     def keeps_error(self) -> bool:
-        """True if clients store the coding error."""
-        return False
+        """Return True if clients store the coding error, and add it to the next update."""
+        return bool(getattr(self, "feedback", False))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for inner in self.method.nested():
             if isinstance(inner, Secure):
-                raise InvalidValue(
-                    f"{name_of(self)}: clients of {inner} upload layers of each other, "
-                    "which are no update of the model that they were sent"
-                )
+                reason = "which are no update of the model that they were sent"
+                raise InvalidValue(f"{name_of(self)}: clients of {inner} upload layers of each other, {reason}")
             if isinstance(inner, Compressed) and (type(inner) is type(self) or not isinstance(self, Quantised)):
                 raise InvalidValue(f"{name_of(self)}: {inner} is coded already; only quantised goes around it")
 
@@ -92,28 +90,28 @@ class Compressed(Wrapper):
             if not isinstance(method, Compressed):
                 require_one_model(name_of(self), method, opening)
 
-    def model_length(self, round: Round) -> tuple[int, int]:
-        """Return how many numbers of a model are coded (the trainable ones) and how many travel."""
-        unit, trainable = self.travels(AnyClient(self.layout, self.plan.module, round)), self.layout.trainable
-        return sum(min(columns.stop, trainable) - min(columns.start, trainable) for columns in unit), length(unit)
-
-    def coded(self, shapes: Iterable[tuple[str, Shape]], round: Round) -> dict[str, int]:
-        """Return the coded tensors and how many of their numbers are coded.
-
-        These are the model's trainable numbers, all of any tensor of that length, and the floats of an inner code.
-        """
-        if isinstance(self.method, Compressed):
-            return {name: shape[0] for name, shape in shapes if name.endswith(f".{self.method.numbers}")}
+    def size(self, name: str, round: Round) -> int:
+        """Return how many numbers of a tensor are coded: the trainable ones, of the model those that travel."""
         trainable = self.layout.trainable
-        return {
-            name: self.model_length(round)[0] if name == "model" else trainable
-            for name, shape in shapes
-            if name == "model" or shape == (trainable,)
-        }
+        if name != "model":
+            return trainable
+        unit = self.travels(AnyClient(self.layout, self.plan.module, round))
+        return sum(min(columns.stop, trainable) - min(columns.start, trainable) for columns in unit)
+
+    def updates(self, shapes: Mapping[str, Shape], round: Round) -> dict[str, int]:
+        """Return the tensors that are an update of the model or as long as one, and how many of their numbers are coded."""
+        trainable = (self.layout.trainable,)
+        return {n: self.size(n, round) for n, shape in shapes.items() if n == "model" or shape == trainable}
+
+    def coded(self, shapes: Mapping[str, Shape], round: Round) -> dict[str, int]:
+        """Return the tensors of a reply that are coded, and how many of their numbers: of an inner code, its floats."""
+        if isinstance(self.method, Compressed):
+            return {name: shape[0] for name, shape in shapes.items() if name.endswith(f".{self.method.numbers}")}
+        return self.updates(shapes, round)
 
     @property
     def reply_dtypes(self) -> Mapping[str, torch.dtype]:
-        names = self.coded(self.method.expects(self.plan.opening()).items(), self.plan.opening())
+        names = self.coded(self.method.expects(self.plan.opening()), self.plan.opening())
         coded = {f"{name}.{key}": dtype for name in names for key, dtype in self.dtypes.items()}
         return {**super().reply_dtypes, **coded}
 
@@ -121,7 +119,7 @@ class Compressed(Wrapper):
 
     def expects(self, round: Round) -> Mapping[str, Shape]:
         expected = dict(self.method.expects(round))
-        for name, size in self.coded(expected.items(), round).items():
+        for name, size in self.coded(expected, round).items():
             (total,) = expected.pop(name)
             uncoded = {"rest": (total - size,)} if total > size else {}
             expected |= {f"{name}.{key}": shape for key, shape in {**self.code_shapes(size), **uncoded}.items()}
@@ -131,7 +129,7 @@ class Compressed(Wrapper):
         if not len(replies):
             return replies.inward()
         inner = replies.inward(self._updates(round, replies.matrices))
-        if "model" in self.coded(self.method.expects(round).items(), round):
+        if "model" in self.coded(self.method.expects(round), round):
             inner.matrices["model"] += inner.sent_by_slot("model")
         return inner
 
@@ -141,31 +139,39 @@ class Compressed(Wrapper):
     def _updates(self, round: Round, message: Message) -> Message:
         """Decode `message`: with an update in place of the model."""
         tensors = dict(message)
-        for name, size in self.coded(self.method.expects(round).items(), round).items():
+        for name, size in self.coded(self.method.expects(round), round).items():
             rows = self.decode({key: tensors.pop(f"{name}.{key}") for key in self.code_shapes(size)}, size)
-            uncoded = [tensors.pop(f"{name}.rest")] if f"{name}.rest" in tensors else []
-            tensors[name] = torch.cat([rows, *uncoded], 1)
+            tensors[name] = with_rest(tensors, name, rows)
         return tensors
 
     # --- the client half ---
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         reply = self.method.train(cohort, inbox)
-        shapes = [(name, tuple(rows.shape[1:])) for name, rows in reply.items()]
+        shapes = {name: tuple(rows.shape[1:]) for name, rows in reply.items()}
         for name, size in self.coded(shapes, cohort.round).items():
             rows = reply.pop(name)
             if name == "model":
                 rows = rows - inbox["model"]
-                reply |= {"model.rest": rows[:, size:]} if rows.shape[1] > size else {}
-            rows = rows[:, :size]
-            error_name = f"{name_of(self)}_error_{name}_{size}"
+            coded, error_name = rows[:, :size], f"{name_of(self)}_error_{name}_{size}"
             if self.keeps_error:
-                rows = rows + cohort.memory.get(error_name, torch.zeros_like(rows[:1]))
-            code = self.encode(rows, lambda name=name: cohort.stream(f"{name_of(self)}/{name}"))  # type: ignore[misc]
+                coded = coded + cohort.memory.get(error_name, torch.zeros_like(coded[:1]))
+            code = self.encode(coded, partial(cohort.stream, f"{name_of(self)}/{name}"))
             if self.keeps_error:
-                cohort.memory.write(error_name, rows - self.decode(code, size), cohort.uploads)
-            reply |= {f"{name}.{key}": tensor for key, tensor in code.items()}
+                cohort.memory.write(error_name, coded - self.decode(code, size), cohort.uploads)
+            reply |= packed(name, rows, size, code)
         return reply
+
+
+def packed(name: str, rows: Tensor, size: int, code: Mapping[str, Tensor]) -> Message:
+    """Return the code of the first `size` numbers of `rows`, named after the tensor, with the other numbers as `rest`."""
+    rest = {"rest": rows[:, size:]} if rows.shape[1] > size else {}
+    return {f"{name}.{key}": tensor for key, tensor in {**code, **rest}.items()}
+
+
+def with_rest(message: Message, name: str, rows: Tensor) -> Tensor:
+    """Return decoded `rows` beside the tensor's other numbers, which are removed from the message."""
+    return torch.cat([rows, message.pop(f"{name}.rest")], 1) if f"{name}.rest" in message else rows
 
 
 @algorithms.register("quantised")
@@ -203,9 +209,9 @@ class Quantised(Compressed):
         if self.bits is None and self.down is None:
             raise InvalidValue("quantised: bits=none codes the download alone: give it down=8")
 
-    def coded(self, shapes: Iterable[tuple[str, Shape]], round: Round) -> dict[str, int]:
+    def coded(self, shapes: Mapping[str, Shape], round: Round) -> dict[str, int]:
         sizes = super().coded(shapes, round)
-        return sizes if self.bits else {name: size for name, size in sizes.items() if name == "model"}
+        return {name: size for name, size in sizes.items() if self.bits or name == "model"}
 
     def code_shapes(self, size: int) -> dict[str, Shape]:
         if self.bits is None:
@@ -229,22 +235,19 @@ class Quantised(Compressed):
     def outgoing(self, round: Round, message: Message) -> Message:
         if self.down is None:
             return message
-        trainable = self.layout.trainable
-        for name in [name for name, rows in message.items() if name == "model" or rows.shape[1:] == (trainable,)]:
-            rows, size = message.pop(name), self.model_length(round)[0] if name == "model" else trainable
+        for name, size in self.updates({name: rows.shape[1:] for name, rows in message.items()}, round).items():
+            rows = message.pop(name)
             levels, scales = quantise(rows[:, :size], self.down, self.bucket, None)
-            message |= {f"{name}.levels": levels, f"{name}.scales": scales}
-            message |= {f"{name}.rest": rows[:, size:]} if rows.shape[1] > size else {}
+            message |= packed(name, rows, size, {"levels": levels, "scales": scales})
         return message
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         if self.down is not None:
             inbox = dict(inbox)
             for name in [name.removesuffix(".levels") for name in inbox if name.endswith(".levels")]:
-                size = self.model_length(cohort.round)[0] if name == "model" else self.layout.trainable
                 levels, scales = inbox.pop(f"{name}.levels"), inbox.pop(f"{name}.scales")
-                uncoded = [inbox.pop(f"{name}.rest")] if f"{name}.rest" in inbox else []
-                inbox[name] = torch.cat([dequantise(levels, scales, size, self.down, self.bucket), *uncoded], 1)
+                rows = dequantise(levels, scales, self.size(name, cohort.round), self.down, self.bucket)
+                inbox[name] = with_rest(inbox, name, rows)
         return super().train(cohort, inbox)
 
 
@@ -267,10 +270,6 @@ class Sparse(Compressed):
 
     numbers: ClassVar[str] = "values"
     dtypes: ClassVar[Mapping[str, torch.dtype]] = {"indices": torch.int32}
-
-    @property
-    def keeps_error(self) -> bool:
-        return self.feedback
 
     def code_shapes(self, size: int) -> dict[str, Shape]:
         count = max(1, int(self.share * size + 1e-9))
@@ -323,26 +322,20 @@ class LowRank(Compressed):
 
     numbers: ClassVar[str] = "factors"
 
-    @property
-    def keeps_error(self) -> bool:
-        return self.feedback
-
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         expected = self.method.expects(plan.opening())
         if expected.get("model") != (plan.layout.size,):
             raise InvalidValue(f"lowrank: clients of {self.method} do not return whole models")
 
-    def matrices(self, size: int) -> list[Matrix]:
-        """Return the tensors in the first `size` columns of a row."""
-        matrices = []
+    def matrices(self, size: int) -> Iterator[Matrix]:
+        """Yield the tensors in the first `size` columns of a row."""
         for tensor in self.layout.slices:
             if tensor.stop <= size:
                 height = tensor.shape[0] if len(tensor.shape) > 1 else 1
                 width = (tensor.stop - tensor.start) // max(1, height)
                 saves = self.rank * (height + width) < height * width
-                matrices.append(Matrix(tensor.start, height, width, self.rank if saves else 0))
-        return matrices
+                yield Matrix(tensor.start, height, width, self.rank if saves else 0)
 
     def code_shapes(self, size: int) -> dict[str, Shape]:
         return {"factors": (sum(matrix.sent for matrix in self.matrices(size)),)}
@@ -352,25 +345,21 @@ class LowRank(Compressed):
         for start, height, width, rank in self.matrices(rows.shape[1]):
             matrix = rows[:, start : start + height * width].reshape(len(rows), height, width)
             if rank:
-                factor = torch.stack([torch.randn(width, rank, generator=generator) for generator in generators]).to(
-                    rows
-                )
-                basis, factor = low_rank(matrix, factor)
+                start_factor = torch.stack([torch.randn(width, rank, generator=stream) for stream in generators])
+                basis, factor = low_rank(matrix, start_factor.to(rows))
                 factors += [basis.flatten(1), factor.flatten(1)]
             else:
                 factors.append(matrix.flatten(1))
         return {"factors": torch.cat(factors, 1)}
 
     def decode(self, code: Mapping[str, Tensor], size: int) -> Tensor:
-        factors, rows, offset = code["factors"], [], 0
-        for matrix in self.matrices(size):
-            values = factors[:, offset : offset + matrix.sent]
+        matrices, rows = list(self.matrices(size)), []
+        for matrix, values in zip(matrices, code["factors"].split([m.sent for m in matrices], 1), strict=True):
             if matrix.rank:
                 basis, factor = values.split([matrix.height * matrix.rank, matrix.width * matrix.rank], 1)
                 basis = basis.reshape(-1, matrix.height, matrix.rank)
                 values = (basis @ factor.reshape(-1, matrix.width, matrix.rank).mT).flatten(1)
             rows.append(values)
-            offset += matrix.sent
         return torch.cat(rows, 1)
 
 

@@ -71,15 +71,12 @@ class DPSGD(AccountedByClient):
     def counted(self, selection: Selection) -> tuple[int, ...]:
         return (*selection.clients, *selection.idle)  # those that upload nothing too
 
-    def epsilons(self) -> list[float]:
-        sizes, of = self.plan.distinct_sizes
-        return self._epsilons(sizes[of], self.state["releases"])
-
     def cost(self, extra: int = 0) -> float:
         """Return epsilon of the client that has spent most: among equal sizes, the one that trained most often."""
         sizes, of = self.plan.distinct_sizes
-        most = torch.zeros_like(sizes).scatter_reduce(0, of, self.state["releases"], "amax")
-        return max(self._epsilons(sizes, most + extra))
+        most = torch.zeros_like(sizes).scatter_reduce(0, of, self.state["releases"], "amax") + extra
+        noise = self.noise_multiplier()
+        return max(epsilon(noise, share, steps, self.delta) for share, steps in self._kinds(sizes, most))
 
     def solve(self, target: float, rounds: int) -> float:
         """Return the noise for the client with the fewest samples, whose share is largest; more if another one spends more."""
@@ -90,10 +87,6 @@ class DPSGD(AccountedByClient):
             noise = max(noise * 1.0001, noise_for(target, share, steps, self.delta))
             spent = {kind: epsilon(noise, *kind, self.delta) for kind in spent}
         return noise
-
-    def _epsilons(self, sizes: Tensor, rounds: Tensor) -> list[float]:
-        noise = self.noise_multiplier()
-        return [epsilon(noise, share, steps, self.delta) for share, steps in self._kinds(sizes, rounds)]
 
     def _kinds(self, sizes: Tensor, rounds: Tensor) -> list[tuple[float, int]]:
         """Return (q, steps) for clients with `sizes [s]` samples that have trained in `rounds [s]` rounds."""

@@ -61,20 +61,16 @@ class Accounted(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._solved: float | None = None
+        self._solved, name = self.noise, name_of(self)
         if self.noise is None and self.target_epsilon is None:
-            raise InvalidValue(
-                f"{name_of(self)}: give noise, such as 0.8 (times clip), or target_epsilon, to choose it"
-            )
+            raise InvalidValue(f"{name}: give noise, such as 0.8 (times clip), or target_epsilon, to choose it")
         if self.clip is None and self.noise != 0:
-            raise InvalidValue(
-                f"{name_of(self)}: without a clip no noise hides a client: only noise=0 goes with clip=none"
-            )
+            raise InvalidValue(f"{name}: without a clip no noise hides a client: only noise=0 goes with clip=none")
         for inner in self.method.nested():
             if isinstance(inner, Compressed):
-                raise InvalidValue(f"{name_of(self)}: put {name_of(inner)} around {name_of(self)}")
+                raise InvalidValue(f"{name}: put {name_of(inner)} around {name}")
             if isinstance(inner, Accounted):
-                raise InvalidValue(f"{name_of(self)}: {name_of(inner)} counts an epsilon of its own: take one of them")
+                raise InvalidValue(f"{name}: {name_of(inner)} counts an epsilon of its own: take one of them")
 
     @property
     def protects(self) -> bool:
@@ -103,10 +99,8 @@ class Accounted(Wrapper):
 
     def noise_multiplier(self) -> float:
         """Return the noise in units of the clip."""
-        if self.noise is not None:
-            return self.noise
-        assert self.target_epsilon is not None  # else `__post_init__` raises
         if self._solved is None:
+            assert self.target_epsilon is not None, "`__post_init__` raises"
             self._solved = self.solve(self.target_epsilon, self.plan.rounds)
         return self._solved
 
@@ -115,24 +109,22 @@ class Accounted(Wrapper):
         self.state["releases"] = torch.zeros(1, dtype=torch.int64)
         if not self.protects:
             return
-        extra = sorted(self.method.expects(plan.opening()).keys() - {"model"})
-        if extra:
+        name, opening = name_of(self), plan.opening()
+        if extra := sorted(self.method.expects(opening).keys() - {"model"}):
             raise InvalidValue(
-                f"{name_of(self)}: clients of {self.method} upload {extra[0]!r} beside the model, which would leak"
+                f"{name}: clients of {self.method} upload {extra[0]!r} beside the model, which would leak"
             )
-        require_one_model(name_of(self), self.method, plan.opening())
+        require_one_model(name, self.method, opening)
         if plan.layout.integers:
-            raise InvalidValue(
-                f"{name_of(self)}: the model counts its batches (batch norm), which would leak: use group norm instead"
-            )
+            reason = "the model counts its batches (batch norm), which would leak: use group norm instead"
+            raise InvalidValue(f"{name}: {reason}")
 
     @property
     def spent(self) -> bool:
         # Over real sites a round that is repeated costs again, so that the chosen noise may not last for all rounds.
-        limited = self.noise is not None or self.plan.remote
-        return (
-            self.protects and limited and self.target_epsilon is not None and self.cost(extra=1) > self.target_epsilon
-        )
+        limited = self.protects and (self.noise is not None or self.plan.remote)
+        exceeds = limited and self.target_epsilon is not None and self.cost(extra=1) > self.target_epsilon
+        return exceeds or super().spent
 
     def counted(self, selection: Selection) -> tuple[int, ...] | None:
         """Return the clients whom a round costs a release each; None if it is one release for all."""
@@ -176,10 +168,10 @@ class Private(Accounted):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for inner in self.method.nested():
-            if isinstance(inner, Secure) and self.protects:
+        for inner in self.method.nested() if self.protects else ():
+            if isinstance(inner, Secure):
                 raise InvalidValue(f"private: in {inner} an upload holds layers of several clients, unclipped")
-            if not inner.averages and self.protects:
+            if not inner.averages:
                 raise InvalidValue(
                     f"private: {inner} passes on what single clients sent, so no noise on a sum hides them: "
                     f"local_private({self.method}) has each client add its own"
@@ -256,25 +248,25 @@ class Private(Accounted):
         nothing = torch.zeros_like(sent, dtype=torch.float64)  # for a round without replies
         multiplier, total = self.noise_multiplier(), aggregate.total.get("update", nothing)
         if self.quantile is not None:
-            spread = expected / 20
-            if multiplier >= 2 * spread:
-                raise InvalidValue(
-                    f"private: quantile needs more than {10 * multiplier:g} clients in a round, not {expected}"
-                )
-            below = aggregate.total.get("below", nothing[:1])
-            below = below + spread * self._normal(round, "clip", below)
-            multiplier = (multiplier**-2 - (2 * spread) ** -2) ** -0.5 if multiplier else 0.0
-            factor = math.exp(-self.clip_learning_rate * (0.5 + float(below) / expected - self.quantile))
-            self.state["clip"] = self.state["clip"] * factor
+            multiplier = self._adapt(round, self.quantile, multiplier, aggregate.total.get("below", nothing[:1]))
         total = total + multiplier * clip * self._normal(round, "noise", total)
         mean = sent + (total / expected).to(sent)
-        slots = torch.arange(expected)
-        rows = mean.expand(expected, *mean.shape)
         self.state["releases"] = torch.full((1,), round.number, dtype=torch.int64)
         assert aggregate.exchange is not None, "`receive` and the federation give it"
         exchange = aggregate.exchange.within().among(tuple(range(expected)))
-        counts = torch.ones(expected, dtype=torch.int64)
-        self.method.receive(round, Replies({"model": rows}, slots, slots, counts, exchange))
+        slots, rows = torch.arange(expected), mean.expand(expected, *mean.shape)
+        self.method.receive(round, Replies({"model": rows}, slots, slots, torch.ones_like(slots), exchange))
+
+    def _adapt(self, round: Round, quantile: float, multiplier: float, below: Tensor) -> float:
+        """Move the clip towards the quantile, and return the noise of the sum that is left beside that of the count `below`."""
+        spread = round.participants / 20
+        if multiplier >= 2 * spread:
+            least = f"more than {10 * multiplier:g} clients in a round, not {round.participants}"
+            raise InvalidValue(f"private: quantile needs {least}")
+        below = below + spread * self._normal(round, "clip", below)
+        factor = math.exp(-self.clip_learning_rate * (0.5 + float(below) / round.participants - quantile))
+        self.state["clip"] = self.state["clip"] * factor
+        return (multiplier**-2 - (2 * spread) ** -2) ** -0.5 if multiplier else 0.0
 
     def receive(self, round: Round, replies: Replies) -> None:
         if self.protects:
@@ -310,10 +302,6 @@ class AccountedByClient(Accounted):
         super().setup(plan)
         self.state["releases"] = torch.zeros(plan.clients, dtype=torch.int64)
 
-    @abstractmethod
-    def epsilons(self) -> list[float]:
-        """Return epsilon of each client so far. `cost` is the largest, at less expense."""
-
     def select(self, round: Round) -> Selection:
         if self.protects:
             self.cost(extra=1)
@@ -344,14 +332,8 @@ class LocalPrivate(AccountedByClient):
     Use it when the server is not trusted, or when single models are passed on; expect to need very many clients.
     """
 
-    def epsilons(self) -> list[float]:
-        return [self._epsilon(count) for count in self.state["releases"].tolist()]
-
     def cost(self, extra: int = 0) -> float:
-        return self._epsilon(int(self.state["releases"].max()) + extra)
-
-    def _epsilon(self, releases: int) -> float:
-        return epsilon(self.noise_multiplier() / 2, 1.0, releases, self.delta)
+        return epsilon(self.noise_multiplier() / 2, 1.0, int(self.state["releases"].max()) + extra, self.delta)
 
     def solve(self, target: float, rounds: int) -> float:
         return 2 * noise_for(target, 1.0, rounds, self.delta)
@@ -364,9 +346,8 @@ class LocalPrivate(AccountedByClient):
         streams = [None] * len(updates) if self.plan.remote else cohort.stream("privacy noise")
         noise = torch.stack([normal(updates[0], stream) for stream in streams])
         cohort.metrics.clear()  # losses are of the client's data too
-        return {
-            "model": inbox["model"] + (updates.double() + self.noise_multiplier() * self.bound() * noise).to(updates)
-        }
+        noisy = updates.double() + self.noise_multiplier() * self.bound() * noise
+        return {"model": inbox["model"] + noisy.to(updates)}
 
 
 def clipped(updates: Tensor, clip: float) -> tuple[Tensor, Tensor]:

@@ -107,11 +107,11 @@ class Stages(Algorithm):
 
     @property
     def one_model_each(self) -> bool:
-        return self._current.one_model_each
+        return bool(self._current.one_model_each)
 
     @property
     def updates_without_replies(self) -> bool:
-        return self._current.updates_without_replies
+        return bool(self._current.updates_without_replies)
 
     def active(self, number: int) -> Iterator[Algorithm]:
         yield self
