@@ -708,3 +708,10 @@ def require_one_model(name: str, method: Algorithm, opening: Round) -> None:
     expected, sent = method.expects(opening).get("model"), method.send(opening)
     if "model" not in sent or tuple(sent["model"].shape[1:]) != expected:
         raise InvalidValue(f"{name}: clients of {method} do not return an update of one model that they are sent")
+
+
+def exchanges_models(method: Algorithm, plan: Plan) -> bool:
+    """Return True if clients of `method` are sent a whole model and return one."""
+    opening, shape = plan.opening(), (plan.layout.size,)
+    sent = method.send(opening)
+    return "model" in sent and tuple(sent["model"].shape[1:]) == shape == method.expects(opening).get("model")

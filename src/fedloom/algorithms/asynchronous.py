@@ -74,6 +74,12 @@ class Asynchronous(Algorithm):
         """Return the slots without a client."""
         return (self.state["client"] < 0).nonzero()[:, 0]
 
+    def store(self, slots: Tensor, **rows: Tensor) -> None:
+        """Replace rows of the state, by name, at these slots."""
+        for name, values in rows.items():
+            stored = self.state[name]
+            self.state[name] = stored.index_copy(0, slots.to(stored.device), values)
+
     def select(self, round: Round) -> Selection:
         busy = set(self.state["client"].tolist())
         drawn = [client for client in uniform(round) if client not in busy]
@@ -82,26 +88,19 @@ class Asynchronous(Algorithm):
     def begin(self, version: int, replies: Replies) -> Tensor:
         """Store whose replies, to this `version` of the model, are under way. Return their slots."""
         slots = self.free()[replies.slots]
-        until = torch.ones(len(replies), dtype=torch.float64) + self.state["now"]
-        since = torch.full_like(slots, version)
-        self.state["client"] = self.state["client"].index_copy(0, slots, replies.clients)
-        self.state["since"] = self.state["since"].index_copy(0, slots, since)
-        self.state["until"] = self.state["until"].index_copy(
-            0, slots, until if replies.finish is None else replies.finish
-        )
+        until = self.state["now"].expand(len(replies)) + 1 if replies.finish is None else replies.finish
+        self.store(slots, client=replies.clients, since=torch.full_like(slots, version), until=until)
         return slots
 
     def arrived(self, round: Round, k: int) -> Tensor:
-        """Return the slots, ascending, of the first k replies, and advance the clock to the last of them."""
+        """Return the slots, ascending, of the first k replies, empty them, and advance the clock to the last of these."""
         client, until = self.state["client"], self.state["until"]
         busy = (client >= 0).nonzero()[:, 0]
         taken, end = round.on_time(until[busy].tolist(), client[busy].tolist(), k, float(self.state["now"]))
+        slots = busy[taken]
         self.state["now"] = torch.tensor([end], dtype=torch.float64)
-        return busy[taken]
-
-    def clear(self, slots: Tensor) -> None:
-        """Remove the clients from these slots."""
         self.state["client"] = self.state["client"].index_fill(0, slots, -1)
+        return slots
 
     def account(self) -> dict[str, float]:
         return {"simulated_seconds": float(self.state["now"])} | super().account()
@@ -121,16 +120,15 @@ class Buffered(Asynchronous, Wrapper):
             require_one_model(str(self), inner, opening)
             extra = sorted((inner.expects(opening).keys() | inner.send(opening).keys()) - {"model"})
             selects = type(inner).select not in (Algorithm.select, Wrapper.select)
+            reason = "sends each client a model of its own" if inner.one_model_each else ""
             if extra or selects or not inner.averages or inner.expects(opening)["model"] != (plan.layout.size,):
                 reason = f"exchanges {extra[0]!r} beside the model" if extra else "does more than average whole models"
+            if reason:
                 raise InvalidValue(f"{self}: {inner} {reason}, which stale replies do not fit")
-            if inner.one_model_each:
-                reason = "sends each client a model of its own"
-                raise InvalidValue(f"{self}: {inner} {reason}, which stale replies do not fit")
-        rows = torch.zeros(plan.participants, plan.layout.size, dtype=plan.initial.dtype, device=plan.initial.device)
-        weights = torch.zeros(plan.participants, dtype=torch.int64)
-        self.state = {**self.waiting(plan, self.goal), "replies": rows, "sent": rows.clone(), "weights": weights}
-        self.state["version"] = torch.zeros(1, dtype=torch.int64)
+        rows = plan.initial.new_zeros(plan.participants, plan.layout.size)
+        weights, version = torch.zeros(plan.participants, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        stored = {"replies": rows, "sent": rows.clone(), "weights": weights, "version": version}
+        self.state = self.waiting(plan, self.goal) | stored
 
     @property
     def goal(self) -> int:
@@ -138,26 +136,21 @@ class Buffered(Asynchronous, Wrapper):
         return 1
 
     def receive(self, round: Round, replies: Replies) -> None:
-        slots, sent = self.begin(int(self.state["version"]), replies), replies.sent("model")
-        device = self.state["sent"].device
-        index, rows = slots.to(device), replies["model"]
-        self.state["replies"] = self.state["replies"].index_copy(0, index, rows)
-        self.state["sent"] = self.state["sent"].index_copy(0, index, sent.expand(len(rows), -1))
-        self.state["weights"] = self.state["weights"].index_copy(0, slots, replies.weights.to(torch.int64))
+        rows, weights = replies["model"], replies.weights.to(torch.int64)
+        slots = self.begin(int(self.state["version"]), replies)
+        self.store(slots, replies=rows, sent=replies.sent("model").expand(len(rows), -1), weights=weights)
 
     def finish(self, round: Round, exchange: Exchange) -> None:
-        slots = self.arrived(round, self.goal)
+        clients, slots = self.state["client"], self.arrived(round, self.goal)
         if len(slots):
-            index = slots.to(self.state["sent"].device)
+            index, clients = slots.to(self.state["sent"].device), clients[slots]
             model, rows = exchange.sent["model"], self.state["replies"][index]
             stale = (self.state["version"] - self.state["since"][slots]).to(rows)
             self.state["version"] = self.state["version"] + 1
             rows = self.moved(model, self.state["sent"][index], rows, stale[:, None])
-            clients = self.state["client"][slots]
             inner = exchange.within().among(tuple(clients.tolist()))
             inner_slots, weights = torch.arange(len(slots)), self.state["weights"][slots]
             self.method.receive(inner.round, Replies({"model": rows}, clients, inner_slots, weights, inner))
-            self.clear(slots)
         super().finish(round, exchange)
 
     def moved(self, model: Tensor, sent: Tensor, rows: Tensor, stale: Tensor) -> Tensor:
@@ -256,17 +249,14 @@ class FedMRAsync(Asynchronous, FedMR):
         return {"model": self.state["pool"][self.free()[: len(round.selected)].to(self.state["pool"].device)]}
 
     def receive(self, round: Round, replies: Replies) -> None:
-        slots = self.begin(round.number, replies).to(self.state["pool"].device)
-        self.state["replies"] = self.state["replies"].index_copy(0, slots, replies["model"])
+        self.store(self.begin(round.number, replies), replies=replies["model"])
 
     def finish(self, round: Round, exchange: Exchange) -> None:
-        arrived = self.arrived(round, self.k)
-        slots = arrived.to(self.state["pool"].device)
+        slots = self.arrived(round, self.k)
         if len(slots):
-            units = self.layout.units(self.unit, self.fraction)
-            rows = recombine_(self.state["replies"][slots], units, round.stream("recombine"))
+            rows = self.state["replies"][slots.to(self.state["pool"].device)]
+            rows = recombine_(rows, self.layout.units(self.unit, self.fraction), round.stream("recombine"))
             if (share := blend_at(self.blend, round.number)) > 0:
                 rows.lerp_(weighted_mean(rows), share)
-            self.state["pool"] = self.state["pool"].index_copy(0, slots, rows)
-            self.clear(arrived)
+            self.store(slots, pool=rows)
         super().finish(round, exchange)

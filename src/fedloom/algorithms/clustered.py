@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -10,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Plan, Replies, Selection, Wrapper, algorithms, uniform
+from fedloom.algorithm import Algorithm, Plan, Replies, Selection, Wrapper, algorithms, exchanges_models, uniform
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.errors import InvalidValue
 from fedloom.round import Round
@@ -74,21 +76,18 @@ class Clustered(Wrapper):
         self._sends_each = any(len(rows) > 1 for rows in self.method.send(opening).values())
         self.sizes: list[int] = plan.sizes(torch.arange(plan.clients)).tolist()
         if self.by == "similarity":
-            shape = (plan.layout.size,)
             for method in self.method.nested():
-                if method.expects(opening).get("model") != shape or "model" not in method.send(opening):
+                if not exchanges_models(method, plan):
                     raise InvalidValue(f"clustered: clients of {method} do not exchange whole models: use by=size")
             self.state["distance"] = torch.zeros(plan.clients, plan.clients, dtype=torch.float64)
         else:
             self._clusters = clusters_by_size(self.sizes, plan.participants)
 
     def select(self, round: Round) -> Selection:
-        generator = round.stream("select")
-        capacity = sum(self.sizes)
-        clusters = self.clusters(round)
+        generator, clusters = round.stream("select"), self.clusters(round)
         if self.method.one_model_each or self._sends_each:
-            return Selection(_draw_distinct(clusters, capacity, round.clients, generator))
-        drawn = [_draw(cluster, int(torch.randint(capacity, (), generator=generator))) for cluster in clusters]
+            return Selection(_draw_distinct(clusters, round.clients, generator))
+        drawn = [_draw(cluster, generator) for cluster in clusters]
         clients = tuple(dict.fromkeys(drawn))
         # Averages divide by the sum of the weights: a client drawn c times weighs c, which is c/m exactly.
         weights = {client: self.sizes[client] if self.weight == "size" else 1 for client in clients}
@@ -113,21 +112,21 @@ class Clustered(Wrapper):
 
     def _updated_distances(self, clients: list[int]) -> Tensor:
         """Return the N x N distances after new displacements of `clients`; 0 for clients without one."""
-        result = self.state["distance"].clone()
-        displacements = torch.stack([self.state[f"displacement{client}"] for client in clients]).double()
-        rows = displacement_distances(displacements, torch.zeros_like(displacements[:1]), self.distance).repeat(
-            1, self.plan.clients
-        )
+        result, displacements = self.state["distance"].clone(), self._displacements(clients)
+        origin = torch.zeros_like(displacements[:1])
+        rows = displacement_distances(displacements, origin, self.distance).repeat(1, self.plan.clients)
         stored = [client for client in range(self.plan.clients) if f"displacement{client}" in self.state]
         block = max(1, BLOCK_NUMBERS // displacements.shape[1])
         for start in range(0, len(stored), block):
             columns = stored[start : start + block]
-            stack = torch.stack([self.state[f"displacement{client}"] for client in columns]).double()
-            rows[:, columns] = displacement_distances(displacements, stack, self.distance)
+            rows[:, columns] = displacement_distances(displacements, self._displacements(columns), self.distance)
         for client, row in zip(clients, rows.cpu(), strict=True):
             row[client] = 0
             result[client] = result[:, client] = row
         return result
+
+    def _displacements(self, clients: list[int]) -> Tensor:
+        return torch.stack([self.state[f"displacement{client}"] for client in clients]).double()
 
 
 @algorithms.register("clusamp")
@@ -193,10 +192,9 @@ def similar_groups(distance: np.ndarray, sizes: list[int], count: int) -> list[l
 
 def clusters_of_groups(groups: list[list[int]], order: list[int], sizes: list[int], count: int) -> list[Distribution]:
     """Open clusters with the `count` heaviest groups; the other clients fill them in this order (algorithm 2)."""
-    capacity = sum(sizes)
+    capacity, mass = sum(sizes), {client: size * count for client, size in enumerate(sizes)}
     heaviest = sorted(groups, key=lambda group: (-sum(sizes[client] for client in group), group))[:count]
     clusters: list[Distribution] = [{} for _ in range(count)]
-    mass = {client: size * count for client, size in enumerate(sizes)}
     for cluster, group in zip(clusters, heaviest, strict=False):
         for client in group:
             cluster[client] = min(mass[client], capacity)  # a client heavier than a cluster overflows into others
@@ -219,24 +217,19 @@ def _pour(masses: Iterable[tuple[int, int]], clusters: list[Distribution], capac
             mass -= portion
 
 
-def _draw(cluster: Distribution, point: int) -> int:
-    """Return the client in whose share of the cluster's mass `point` lies."""
-    for client, mass in cluster.items():
-        if point < mass:
-            return client
-        point -= mass
-    raise AssertionError("the point lies beyond the cluster's mass")
+def _draw(cluster: Distribution, generator: torch.Generator) -> int:
+    """Draw a client by its mass."""
+    ends = list(itertools.accumulate(cluster.values()))
+    return list(cluster)[bisect.bisect(ends, int(torch.randint(ends[-1], (), generator=generator)))]
 
 
-def _draw_distinct(
-    clusters: list[Distribution], capacity: int, clients: int, generator: torch.Generator
-) -> tuple[int, ...]:
+def _draw_distinct(clusters: list[Distribution], clients: int, generator: torch.Generator) -> tuple[int, ...]:
     """Draw one client from each cluster, all different, in a random order of slots."""
     taken: dict[int, None] = {}
     for cluster in clusters:
         free = {client: mass for client, mass in cluster.items() if client not in taken}
         if not free:
             free = {client: 1 for client in range(clients) if client not in taken}
-        taken[_draw(free, int(torch.randint(sum(free.values()), (), generator=generator)))] = None
+        taken[_draw(free, generator)] = None
     drawn = list(taken)
     return tuple(drawn[k] for k in torch.randperm(len(drawn), generator=generator).tolist())

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Message, Plan, Replies, algorithms
 from fedloom.algorithms.sharing import PartlyShared, length, take
+from fedloom.algorithms.statistics import divided_samples
 from fedloom.config.fields import Count, Probability, Share
 from fedloom.data.dataset import Samples
 from fedloom.flat.population import weighted_mean
@@ -74,20 +75,15 @@ class FedFomo(PartlyShared):
 
     def receive(self, round: Round, replies: Replies) -> None:
         chosen = self._chosen(round) if len(self.state["known"]) else None
-        clients, relation = self.state["known"], self.state["relation"]
+        clients, relation, uploads = self.state["known"], self.state["relation"], replies["model"]
         newcomers = replies.clients[~torch.isin(replies.clients, clients)]
-        count = len(clients) + len(newcomers)
-        grown = torch.eye(count, dtype=relation.dtype)
-        grown[: len(clients), : len(clients)] = relation
-        self.state["known"] = torch.cat([clients, newcomers])
-        models = replies["model"].new_empty(count, replies["model"].shape[1])
-        models[: len(clients)] = self.state["models"]
+        grown = torch.block_diag(relation, torch.eye(len(newcomers), dtype=relation.dtype))
+        models = torch.cat([self.state["models"], uploads.new_empty(len(newcomers), uploads.shape[1])])
+        self.state |= {"known": torch.cat([clients, newcomers]), "models": models, "relation": grown}
         rows = torch.tensor([self._row(int(client)) for client in replies.clients])
-        models[rows] = replies["model"]
-        self.state["models"] = models
+        models[rows] = uploads
         if chosen is not None:
             grown[rows.unsqueeze(1), chosen[replies.slots]] += replies["values"].to(grown)
-        self.state["relation"] = grown
 
     def model(self) -> Tensor:
         if not len(self.state["known"]):
@@ -124,9 +120,8 @@ class FedFomo(PartlyShared):
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         previous = cohort.memory.get(self.own_model, cohort.initial)
-        reference = cohort.memory.get("fedfomo_mixed", cohort.initial)
         downloads = [self.complete(cohort, model) for model in inbox["models"].unbind(1)]
-        values = self._values(cohort, reference, downloads)
+        values = self._values(cohort, cohort.memory.get("fedfomo_mixed", cohort.initial), downloads)
         weights = values.clamp_min(0)
         total = weights.sum(1, keepdim=True)
         weights = weights / torch.where(total > 0, total, 1)
@@ -135,13 +130,13 @@ class FedFomo(PartlyShared):
             mixed.addcmul_(weight.unsqueeze(1), model)
         mixed = torch.where(total > 0, mixed, previous)
         cohort.memory["fedfomo_mixed"] = mixed
-        model = cohort.subset(self._training_part, "fedfomo", lasting=True).fit(mixed).model
+        model = cohort.subset(lambda *drawn: self._divided(*drawn)[0], "fedfomo", lasting=True).fit(mixed).model
         cohort.memory[self.own_model] = model
         return {**self.upload(cohort, model), "values": values}
 
     def _values(self, cohort: Cohort, reference: Tensor, downloads: list[Tensor]) -> Tensor:
         """Return o_n for each download, `[k, M]`."""
-        validation = cohort.subset(self._validation_part, "fedfomo", lasting=True)
+        validation = cohort.subset(lambda *drawn: self._divided(*drawn)[1], "fedfomo", lasting=True)
         count = cohort.layout.trainable
         reference_loss = validation.loss(reference)
         gains = [
@@ -150,14 +145,6 @@ class FedFomo(PartlyShared):
         ]
         return torch.stack(gains, 1).to(reference)
 
-    def _training_part(self, samples: Samples, generator: torch.Generator) -> Samples:
-        order = torch.randperm(len(samples), generator=generator)
-        return samples[order[: self._cut(len(samples))]]
-
-    def _validation_part(self, samples: Samples, generator: torch.Generator) -> Samples:
-        order = torch.randperm(len(samples), generator=generator)
-        held_out = order[self._cut(len(samples)) :]
-        return samples[held_out if len(held_out) else order]
-
-    def _cut(self, count: int) -> int:
-        return max(1, int(self.train_share * count + 1e-9))
+    def _divided(self, samples: Samples, generator: torch.Generator) -> tuple[Samples, Samples]:
+        """Return a client's samples to train on, and those that validate."""
+        return divided_samples(samples, generator, max(1, int(self.train_share * len(samples) + 1e-9)))

@@ -50,7 +50,7 @@ class PFedMe(PartlyShared):
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         require_constant_rate("pfedme", plan.training)
-        self._require_convergence(plan.training.rate(1, 1))
+        self._share(plan.training.rate(1, 1))
 
     def update(self, round: Round, aggregate: AggregatedReplies) -> None:
         previous = self.state["model"]
@@ -59,8 +59,10 @@ class PFedMe(PartlyShared):
             self.state["model"] = previous.lerp(self.state["model"], self.beta)
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
-        share = self._share(cohort.round.learning_rate)
-        count = cohort.layout.trainable
+        share, count = self._share(cohort.round.learning_rate), cohort.layout.trainable
+        if share > 1:
+            reason = "above 1 the local model overshoots the personal one in every step"
+            warnings.warn(f"pfedme: regularisation times learning rate is {share:g}: {reason}", stacklevel=2)
 
         def step(state: dict[str, Tensor], batch: Batch) -> Tensor:
             local, personal = state["local"][:, :count], state["personal"][:, :count]
@@ -81,16 +83,6 @@ class PFedMe(PartlyShared):
         return state["local"]
 
     def _share(self, rate: float) -> float:
-        share = self._require_convergence(rate)
-        if share > 1:
-            warnings.warn(
-                f"pfedme: regularisation times learning rate is {share:g}: above 1 the local model overshoots the "
-                "personal one in every step",
-                stacklevel=2,
-            )
-        return share
-
-    def _require_convergence(self, rate: float) -> float:
         """Return lambda eta. Raise `InvalidValue` where the local model diverges."""
         share = self.regularisation * rate
         if share >= 2:

@@ -21,6 +21,7 @@ from fedloom.algorithm import (
     algorithms,
     server_model,
 )
+from fedloom.algorithms.statistics import divided_samples
 from fedloom.config.fields import Count, Probability
 from fedloom.data.dataset import Samples
 from fedloom.errors import InvalidValue, quoted, suggestion
@@ -274,18 +275,11 @@ def _contains(end: int | str | None, number: int) -> bool:
     return not isinstance(end, int) or number <= end
 
 
-def _split(samples: Samples, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    order = torch.randperm(len(samples), generator=generator).to(samples.labels.device)
-    count = max(1, round(HELD_OUT * len(samples)))
-    return order[:count], order[count:]
-
-
 def held_out(samples: Samples, generator: torch.Generator) -> Samples:
     """Return the tenth of a client's samples that is held out; at least one sample."""
-    return samples[_split(samples, generator)[0]]
+    return divided_samples(samples, generator, max(1, round(HELD_OUT * len(samples))))[0]
 
 
 def not_held_out(samples: Samples, generator: torch.Generator) -> Samples:
     """Return the samples to train on; a client with a single sample trains on it."""
-    training = _split(samples, generator)[1]
-    return samples[training] if len(training) else samples
+    return divided_samples(samples, generator, max(1, round(HELD_OUT * len(samples))))[1]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Message, Plan
 from fedloom.config.rates import CONSTANT
+from fedloom.data.dataset import Samples
 from fedloom.errors import InvalidValue, quoted
 from fedloom.local.cohort import Cohort
 from fedloom.training import Training
@@ -21,6 +22,13 @@ def relative_sizes(cohort: Cohort, inbox: Message) -> Tensor:
     """Return a_i = n_i / mean_j n_j, `[k, 1]`, from the `mean_size [k, 1]` of the message."""
     mean = inbox["mean_size"]
     return cohort.sizes.to(mean).unsqueeze(1) / mean
+
+
+def divided_samples(samples: Samples, generator: torch.Generator, count: int) -> tuple[Samples, Samples]:
+    """Return `count` random samples of a client, and the others; all of them where no other is left."""
+    order = torch.randperm(len(samples), generator=generator).to(samples.labels.device)
+    others = order[count:]
+    return samples[order[:count]], samples[others if len(others) else order]
 
 
 def mean_gradient(start: Tensor, end: Tensor, steps: Tensor, rate: float) -> Tensor:

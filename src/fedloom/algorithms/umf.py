@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import SERVER_MODEL, Algorithm, Message, Plan, Selection, Wrapper, algorithms, server_model
+from fedloom.algorithm import (
+    SERVER_MODEL,
+    Algorithm,
+    Message,
+    Plan,
+    Selection,
+    Wrapper,
+    algorithms,
+    exchanges_models,
+    server_model,
+)
 from fedloom.config.fields import Probability
 from fedloom.errors import InvalidValue
 from fedloom.local.cohort import Cohort
@@ -50,9 +61,7 @@ class Umf(Wrapper):
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        for method in reversed(
-            [*self.method.nested()]
-        ):  # from inside, so that the message names the method that refuses
+        for method in reversed([*self.method.nested()]):  # from inside: the message names the method that refuses
             _require_one_start(method, plan)
 
     @property
@@ -66,14 +75,11 @@ class Umf(Wrapper):
 
     def select(self, round: Round) -> Selection:
         chosen = self.method.select(round)
-        if self._trains_all:
-            candidates: tuple[int, ...] = tuple(range(round.clients))
-        elif round.number < round.rounds:
-            candidates = self.method.select(round.at(round.number + 1)).clients
-        else:
-            candidates = ()
-        busy = set(chosen.clients)
-        idle = tuple(client for client in candidates if client not in busy)
+        candidates: Iterable[int] = range(round.clients)
+        if not self._trains_all:
+            following = round.at(round.number + 1)
+            candidates = self.method.select(following).clients if round.number < round.rounds else ()
+        idle = tuple(client for client in candidates if client not in set(chosen.clients))
         return replace(chosen, idle=idle, receivers=round.clients)
 
     def outgoing(self, round: Round, message: Message) -> Message:
@@ -125,23 +131,14 @@ class UploadersMemory(Memory):
 
 def _require_one_start(method: Algorithm, plan: Plan) -> None:
     """Raise `InvalidValue` unless clients of `method` train from one whole model that they are sent."""
-    round = plan.opening()
-    message, name = method.send(round), str(method)
-    shape = (plan.layout.size,)
     if not method.single_download:
+        reason = "are sent several models, so a stored update has no single start to move"
+        raise InvalidValue(f"umf: clients of {method} {reason}")
+    if not exchanges_models(method, plan):
+        reason = "do not exchange whole models, to which a stored update could be added"
+        raise InvalidValue(f"umf: clients of {method} {reason}")
+    message = method.send(plan.opening())
+    if individual := sorted(name for name, rows in message.items() if name != "model" and len(rows) > 1):
         raise InvalidValue(
-            f"umf: clients of {name} are sent several models, so a stored update has no single start to move"
-        )
-    if (
-        "model" not in message
-        or tuple(message["model"].shape[1:]) != shape
-        or method.expects(round).get("model") != shape
-    ):
-        raise InvalidValue(
-            f"umf: clients of {name} do not exchange whole models, to which a stored update could be added"
-        )
-    individual = sorted(key for key, rows in message.items() if key != "model" and len(rows) > 1)
-    if individual:
-        raise InvalidValue(
-            f"umf: {name} sends each client its own {individual[0]!r}, which an idle client cannot be sent"
+            f"umf: {method} sends each client its own {individual[0]!r}, which an idle client cannot be sent"
         )
