@@ -94,9 +94,8 @@ class Ala(Wrapper):
             if isinstance(method, Ala):
                 raise InvalidValue(f"ala({self.method}): the start is blended once, not twice")
         if (inner := source_of(self.method, "single_download")) is not None:
-            raise InvalidValue(
-                f"ala: clients of {inner} download several models, so there is no one download to blend with"
-            )
+            reason = "download several models, so there is no one download to blend with"
+            raise InvalidValue(f"ala: clients of {inner} {reason}")
 
     # --- the client half ---
 
@@ -136,18 +135,13 @@ class Ala(Wrapper):
             InvalidValue: If fewer blocks travel.
         """
         layout, travels = cohort.layout, self.method.travels(cohort)
-        inside = {
-            tensor.name
-            for tensor in layout.slices
-            if tensor.stop <= layout.trainable
-            and any(u.start <= tensor.start and tensor.stop <= u.stop for u in travels)
-        }
+        parameters = [tensor for tensor in layout.slices if tensor.stop <= layout.trainable]
+        inside = {t.name for t in parameters if any(u.start <= t.start and t.stop <= u.stop for u in travels)}
         groups = [inside.intersection(names) for names in block_parameters(cohort.module)]
         groups = [names for names in groups if names]
         if self.p > len(groups):
-            raise InvalidValue(
-                f"ala: p must be at most {len(groups)}, the number of blocks of this model that travel, not {self.p}"
-            )
+            most = f"{len(groups)}, the number of blocks of this model that travel"
+            raise InvalidValue(f"ala: p must be at most {most}, not {self.p}")
         chosen = set().union(*groups[-self.p :])
         return layout.unit(lambda tensor: tensor.name in chosen)
 
@@ -166,30 +160,22 @@ class Ala(Wrapper):
         update = download - previous
         losses: list[Tensor] = []
         if learn and self.rate:
-            weights, losses = self._learned(
-                cohort, top, rows, previous, update, weights, trained_before, ~learned.cpu()
-            )
+            initial_stage = ~learned.cpu()
+            active = trained_before & initial_stage if self.frozen else trained_before.clone()
+            state = {"model": rows.clone(), "weights": weights.expand_as(update).clone(), "old": previous}
+            weights, losses = self._learned(cohort, top, state | {"update": update}, active, initial_stage)
             learned = learned | trained_before.to(learned.device)
         start = put(rows, top, previous + update * weights)
         return Blend(take(start, self.method.travels(cohort)), weights, learned, losses)
 
     def _learned(
-        self,
-        cohort: Cohort,
-        top: Unit,
-        rows: Tensor,
-        previous: Tensor,
-        update: Tensor,
-        weights: Tensor,
-        trained_before: Tensor,
-        initial_stage: Tensor,
+        self, cohort: Cohort, top: Unit, state: dict[str, Tensor], active: Tensor, initial_stage: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the learned blending weights and the loss of each epoch. `initial_stage [k]`: True for first-time learners."""
         loss_fn: LossFn = data_loss
-        learners = cohort.subset(self._choose, "ala")
-        head = head_name(cohort.module)
+        learners, head = cohort.subset(self._choose, "ala"), head_name(cohort.module)
         if top == cohort.layout.unit(lambda tensor: f"{tensor.layer}.".startswith(f"{head}.".lstrip("."))):
-            learners, loss_fn = learners.for_classifier(rows)
+            learners, loss_fn = learners.for_classifier(state["model"].clone())
 
         def step(state: dict[str, Tensor], batch: Batch) -> Tensor:
             loss, gradient = learners.partial_gradient(state["model"], batch, loss_fn)
@@ -198,13 +184,11 @@ class Ala(Wrapper):
             state["last"].copy_(loss)
             return loss
 
-        state = {"model": rows.clone(), "weights": weights.expand_as(update).clone(), "old": previous, "update": update}
-        state["last"] = update.new_zeros(len(update))
+        state["last"] = state["update"].new_zeros(len(active))
         losses: list[Tensor] = []
-        active = trained_before & initial_stage if self.frozen else trained_before.clone()
         while bool(active.any()) and len(losses) < self.max_epochs:
             unlearned = state["weights"].clone()
-            put_(state["model"], top, torch.addcmul(previous, update, unlearned))
+            put_(state["model"], top, torch.addcmul(state["old"], state["update"], unlearned))
             mean = learners.each_batch(step, state, only=top, purpose="ala", in_order=True, active=active)
             loss = state["last"] if self.epoch_loss == "last" else mean
             state["weights"] = torch.where(active.to(unlearned.device).unsqueeze(1), state["weights"], unlearned)

@@ -116,14 +116,8 @@ class FedMR(Indep):
         pool = replies.by_slot("model")
         if self.blend == "auto":
             average = weighted_mean(pool, replies.weights_by_slot())  # of the clients that answered
-            share = auto_blend(
-                pool,
-                replies.sent_by_slot("model"),
-                average,
-                self.state["initial"],
-                self.layout.trainable,
-                self.tolerance,
-            )
+            sent, trainable = replies.sent_by_slot("model"), self.layout.trainable
+            share = auto_blend(pool, sent, average, self.state["initial"], trainable, self.tolerance)
             self.state["blend"] = torch.tensor([share], dtype=torch.float64)
         else:
             average, share = None, blend_at(self.blend, round.number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -50,10 +50,8 @@ class FedPHP(PartlyShared):
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         history = cohort.memory.get(self.own_model, cohort.initial)
-        if self.transfer:
-            model = cohort.fit(start, loss_fn=self._loss, context={"history": history}).model
-        else:
-            model = cohort.fit(start).model
+        options: dict[str, Any] = {"loss_fn": self._loss, "context": {"history": history}} if self.transfer else {}
+        model = cohort.fit(start, **options).model
         cohort.memory[self.own_model] = torch.lerp(model, history, self._inherited(cohort).to(model).unsqueeze(1))
         if self.deployed == "local":
             cohort.memory["fedphp_model"] = model
@@ -89,7 +87,4 @@ def squared_mmd(x: Tensor, y: Tensor) -> Tensor:
 
 def _kernel(x: Tensor, y: Tensor) -> Tensor:
     squared = (x.unsqueeze(1) - y.unsqueeze(0)).square().sum(2)
-    total = torch.zeros_like(squared)
-    for bandwidth in BANDWIDTHS:
-        total = total + torch.exp(-squared / (2 * bandwidth))
-    return total
+    return sum((torch.exp(-squared / (2 * bandwidth)) for bandwidth in BANDWIDTHS), torch.zeros_like(squared))

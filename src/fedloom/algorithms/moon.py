@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,15 +39,11 @@ class Moon(Algorithm):
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         start, sent = inbox["model"], server_model(inbox)
         trained_before = cohort.memory.knows("moon_model")
+        options: dict[str, Any] = {}
         if self.mu and bool(trained_before.any()):
-            context = {
-                "received": sent,
-                "previous": cohort.memory.get("moon_model", sent),
-                "trained_before": trained_before.to(sent),
-            }
-            model = cohort.fit(start, loss_fn=self._loss, context=context).model
-        else:
-            model = cohort.fit(start).model
+            context = {"received": sent, "previous": cohort.memory.get("moon_model", sent)}
+            options = {"loss_fn": self._loss, "context": context | {"trained_before": trained_before.to(sent)}}
+        model = cohort.fit(start, **options).model
         cohort.memory["moon_model"] = model
         return {"model": model}
 

@@ -70,16 +70,12 @@ class PerFedAvg(PartlyShared):
         weights[:, count:] = stepped[:, count:]  # the statistics that both batches have moved
         if self.variant == "first_order":
             return loss, direction
-        direction = direction.clone()
-        change = self._gradient_at(cohort, weights, direction, self.delta, batches[2])
-        change -= self._gradient_at(cohort, weights, direction, -self.delta, batches[2])
-        return loss, direction.sub_(change, alpha=alpha / (2 * self.delta))
-
-    @staticmethod
-    def _gradient_at(cohort: Cohort, weights: Tensor, direction: Tensor, distance: float, batch: Batch) -> Tensor:
-        moved = weights.clone()
-        moved[:, : cohort.layout.trainable].add_(direction, alpha=distance)
-        return cohort.gradient(moved, batch)[1].clone()
+        direction, gradients = direction.clone(), []
+        for distance in (self.delta, -self.delta):
+            moved = weights.clone()
+            moved[:, :count].add_(direction, alpha=distance)
+            gradients.append(cohort.gradient(moved, batches[2])[1].clone())
+        return loss, direction.sub_(gradients[0] - gradients[1], alpha=alpha / (2 * self.delta))
 
     def initialise(self, cohort: Cohort, model: Tensor, inbox: Message) -> Tensor:
         alpha = self._alpha(cohort)

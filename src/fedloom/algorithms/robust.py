@@ -63,10 +63,10 @@ class Robust(Wrapper):
         super().setup(plan)
         self.state["left_out"] = torch.zeros(1, dtype=torch.int64)
         awaited = plan.participants if plan.awaited is None else plan.awaited
-        if awaited < self.least(awaited):
+        if awaited < (least := self.least(awaited)):
             raise InvalidValue(
                 f"robust: rule={self.rule} against {self.expected_malicious(awaited)} malicious clients needs at least "
-                f"{self.least(awaited)} replies in a round, not {awaited}: select more, or lower malicious"
+                f"{least} replies in a round, not {awaited}: select more, or lower malicious"
             )
 
     def expected_malicious(self, count: int) -> int:
@@ -85,11 +85,10 @@ class Robust(Wrapper):
         center = sent.mean(0)
         if len(sent) > 1:  # updates are measured from what each client was sent
             models = models - sent + center
-        count, malicious = len(models), self.expected_malicious(len(models))
-        chosen = (
-            krum(models, malicious, 1 if self.rule == "krum" else count - malicious) if "krum" in self.rule else None
-        )
-        matrices = {}
+        chosen, matrices = None, {}
+        if "krum" in self.rule:
+            malicious = self.expected_malicious(len(models))
+            chosen = krum(models, malicious, 1 if self.rule == "krum" else len(models) - malicious)
         for name, matrix in replies.matrices.items():
             rows = models if name == "model" else replies[name]
             flat = rows.reshape(len(rows), -1).to(models.dtype)

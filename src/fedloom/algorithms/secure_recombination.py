@@ -67,8 +67,7 @@ class Secure(Wrapper):
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        nothing = torch.zeros(1, dtype=torch.int64)
-        self.state = {"train_bytes": nothing, "upload_bytes": nothing, "peer_bytes": nothing}
+        self._count(0)
         self.rules().bounds(len(self.units()))
         expected = dict(self.method.expects(plan.opening()))
         if expected != {"model": (plan.layout.size,)}:
@@ -99,9 +98,13 @@ class Secure(Wrapper):
         total = self.state["train_bytes"] + self.state["upload_bytes"]
         if self._rehearses(round, exchange.within().sent):
             total = total + self.rehearse(round, round.selected, "before_train").bytes(self._sizes())
-        nothing = torch.zeros(1, dtype=torch.int64)
-        self.state = {"train_bytes": nothing, "upload_bytes": nothing, "peer_bytes": total}
+        self._count(total)
         super().finish(round, exchange)
+
+    def _count(self, total: Tensor | int) -> None:
+        """Set the bytes of the last round, and begin to count those of the next one."""
+        nothing = torch.zeros(1, dtype=torch.int64)
+        self.state = {"train_bytes": nothing, "upload_bytes": nothing, "peer_bytes": nothing + total}
 
     def _rehearses(self, round: Round, message: Message) -> bool:
         """Return True if this simulation moves the layers of what is sent: models of their own, for two clients or more."""
@@ -122,7 +125,7 @@ class Secure(Wrapper):
     def carried(self, when: str, count: int) -> None:
         """Take note that clients of real sites exchanged layers in this round, and `count` bytes were carried between them."""
         name = "train_bytes" if when == "before_train" else "upload_bytes"
-        self.state = {**self.state, name: self.state[name] + count}
+        self.state[name] = self.state[name] + count
 
     def _sizes(self) -> list[int]:
         return layer_sizes(self.units(), self.plan.initial)
@@ -139,11 +142,10 @@ def exchange_(
 
     Where only `slots` take part, set `moved[slots[k], unit u]` to `rows[slots[sources[u][k]], unit u]`; other rows stay.
     """
-    all_slots = slots is None or len(slots) == len(rows)
     for unit, source in zip(units, sources, strict=True):
         index = torch.tensor(source, dtype=torch.int64)
         for piece in unit:
-            if slots is None or all_slots:
+            if slots is None or len(slots) == len(rows):
                 torch.index_select(rows[:, piece], 0, index.to(rows.device), out=moved[:, piece])
             else:
                 moved[slots.to(rows.device), piece] = rows[slots[index].to(rows.device), piece]
@@ -161,11 +163,8 @@ def _require_anonymous(method: Algorithm) -> None:
 
 def _exchanged_unit(method: Algorithm) -> tuple[Literal["layer", "tensor", "segment"], float]:
     """Return FedMR's unit and fraction, or layers by default. Raise `InvalidValue` if stages differ in them."""
-    units = {
-        (inner.unit, inner.fraction if inner.unit == "segment" else 1.0)
-        for inner in method.nested()
-        if isinstance(inner, FedMR)
-    }
+    methods = [inner for inner in method.nested() if isinstance(inner, FedMR)]
+    units = {(inner.unit, inner.fraction if inner.unit == "segment" else 1.0) for inner in methods}
     if len(units) > 1:
         raise InvalidValue(f"secure: {method} moves different units; make each of its stages secure by itself")
     return units.pop() if units else ("layer", 1.0)

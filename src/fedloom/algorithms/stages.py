@@ -78,9 +78,8 @@ class Stages(Algorithm):
             )
         for end in ends:
             if isinstance(end, str) and end != "auto":
-                raise InvalidValue(
-                    f"stages: a last round is a number or auto, not {quoted(end)}{suggestion(end, ['auto'])}"
-                )
+                hint = suggestion(end, ["auto"])
+                raise InvalidValue(f"stages: a last round is a number or auto, not {quoted(end)}{hint}")
         if ends[-1] == "auto":
             raise InvalidValue("stages: the last method goes on to the end of the run, so it takes no :auto")
         if self.automatic and any(isinstance(p, Stages) and p.automatic for m in self.inner() for p in m.nested()):
@@ -155,7 +154,7 @@ class Stages(Algorithm):
 
     @property
     def _waits(self) -> bool:
-        """True if the current stage ends when its loss stops improving."""
+        """Return True if the current stage ends when its loss stops improving."""
         return self.stages[int(self.state["stage"])][1] == "auto"
 
     def select(self, round: Round) -> Selection:
