@@ -19,7 +19,7 @@ from .algorithms.fedamp import FedAMP as FedAMP
 from .algorithms.fedasam import FedASAM as FedASAM
 from .algorithms.fedasam import FedSAM as FedSAM
 from .algorithms.fedavg import FedAvg as FedAvg
-from .algorithms.feddc import FedDC as FedDC
+from .algorithms.feddyn import FedDC as FedDC
 from .algorithms.feddyn import FedDyn as FedDyn
 from .algorithms.fedfomo import FedFomo as FedFomo
 from .algorithms.fedgen import FedGen as FedGen
@@ -29,11 +29,11 @@ from .algorithms.fedmut import FedMut as FedMut
 from .algorithms.fednova import FedNova as FedNova
 from .algorithms.fedphp import FedPHP as FedPHP
 from .algorithms.fedprox import FedProx as FedProx
-from .algorithms.fedrep import FedRep as FedRep
 from .algorithms.finetune import FedAvgC as FedAvgC
 from .algorithms.finetune import FedProxC as FedProxC
 from .algorithms.kept_layers import FedBN as FedBN
 from .algorithms.kept_layers import FedPer as FedPer
+from .algorithms.kept_layers import FedRep as FedRep
 from .algorithms.kept_layers import LgFedAvg as LgFedAvg
 from .algorithms.kept_layers import SiloBN as SiloBN
 from .algorithms.moon import Moon as Moon

@@ -88,10 +88,9 @@ class Plan:
     def opening(self) -> Round:
         """Round 1 as if clients 0 to K - 1 were selected: for asking a method what it would send or whom it would choose
         (the learning rate is not known here)."""
-        rate = float("nan")
-        selected = tuple(range(self.participants))
-        options = {"selected": selected, "poisson": self.poisson}
-        return Round(1, self.rounds, self.seed, self.clients, self.participants, rate, rate, **options)  # type: ignore[arg-type]
+        rate, selected = float("nan"), tuple(range(self.participants))
+        opening = Round(1, self.rounds, self.seed, self.clients, self.participants, rate, rate, poisson=self.poisson)
+        return replace(opening, selected=selected)
 
 
 class AnyClient(NamedTuple):

@@ -39,11 +39,7 @@ def epsilon(noise: float, share: float, releases: int, delta: float) -> float:
 
 @cache
 def noise_for(target: float, share: float, releases: int, delta: float) -> float:
-    """Return the smallest noise, to a ten-thousandth, at which `releases` releases cost at most epsilon = `target`.
-
-    Raises:
-        InvalidValue: If no noise is enough.
-    """
+    """Return the smallest noise, to a ten-thousandth, at which `releases` cost at most `target`. Raise if none is enough."""
     low, high = 0.0, 1.0
     while epsilon(high, share, releases, delta) > target:
         low, high = high, 2 * high

@@ -129,11 +129,7 @@ class Ala(Wrapper):
         return {**inbox, "model": blend.start, SERVER_MODEL: server_model(inbox)}
 
     def top(self, cohort: Cohort) -> Unit:
-        """Return the slices of a row that are blended: the parameters of the p highest blocks among those that travel.
-
-        Raises:
-            InvalidValue: If fewer blocks travel.
-        """
+        """Return the slices that are blended: the parameters of the p highest blocks that travel. Raise where fewer do."""
         layout, travels = cohort.layout, self.method.travels(cohort)
         parameters = [tensor for tensor in layout.slices if tensor.stop <= layout.trainable]
         inside = {t.name for t in parameters if any(u.start <= t.start and t.stop <= u.stop for u in travels)}

@@ -55,9 +55,7 @@ class Asynchronous(Algorithm):
             raise InvalidValue(f"{self} says itself who trains when: nothing that changes rounds goes around it")
 
     def waiting(self, plan: Plan, k: int) -> dict[str, Tensor]:
-        """Return the state of the C slots before round 1: their clients (-1: none), the version of the model that each client
-        trains from, and the time at which it answers.
-        """
+        """Return the slots before round 1: clients (-1: none), the version that each trains from, and when it answers."""
         if k > plan.participants:
             raise InvalidValue(f"k must be at most the {plan.participants} clients that train at a time, not {k}")
         if plan.remote:

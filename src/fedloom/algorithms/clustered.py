@@ -144,9 +144,7 @@ class CluSamp(Clustered):
 
 
 def displacement_distances(a: Tensor, b: Tensor, distance: str) -> Tensor:
-    """Return the distances between the rows of `a [k, T]` and `b [c, T]`, `[k, c]`: the angle (0 where either row is zero), the
-    sum of absolute differences, or of their squares.
-    """
+    """Return the distances `[k, c]` between the rows of `a [k, T]` and `b [c, T]`; the angle is 0 where a row is zero."""
     if distance == "l1":
         return torch.cdist(a, b, p=1)
     if distance == "l2":
@@ -165,10 +163,8 @@ def clusters_by_size(sizes: list[int], count: int) -> list[Distribution]:
 
 
 def similar_groups(distance: np.ndarray, sizes: list[int], count: int) -> list[list[int]]:
-    """Return groups of clients of at most one cluster's mass: the largest subtrees of the Ward linkage that fit.
-
-    A client that alone exceeds a cluster is a group. The rows of `distance [N, N]` are the observations, as in FedMR's code.
-    """
+    """Return groups of clients of at most one cluster's mass: the largest subtrees of the Ward linkage that fit, and clients
+    that alone exceed a cluster. The rows of `distance [N, N]` are the observations, as in FedMR's code."""
     from scipy.cluster.hierarchy import ward  # a fifth of what PyTorch takes to import, and no other method needs it
     from scipy.spatial.distance import pdist
 

@@ -364,17 +364,8 @@ class LowRank(Compressed):
 
 
 def quantise(rows: Tensor, bits: int, bucket: int, drawn: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the packed levels `[k, ceil(n bits / 8)]` (uint8) of `rows [k, n]` and the bounds of the buckets.
-
-    Args:
-        rows: Numbers `[k, n]`.
-        bits: Bits of a level.
-        bucket: Numbers that share a scale.
-        drawn: Numbers `[k, n]` in [0, 1) for random rounding; None rounds to the nearest level.
-
-    Returns:
-        The levels, and the smallest and largest number of each bucket, `[k, ceil(n / bucket), 2]`.
-    """
+    """Return the levels of `rows [k, n]`, packed `[k, ceil(n bits / 8)]` (uint8), and the smallest and largest number of each
+    bucket, `[k, ceil(n / bucket), 2]`. `drawn [k, n]` in [0, 1) rounds at random; None rounds to the nearest level."""
     size = rows.shape[1]
     padded = torch.cat([rows, rows[:, -1:].expand(-1, -size % bucket)], 1).unflatten(1, (-1, bucket))
     scales = torch.stack(torch.aminmax(padded, dim=2), 2)
@@ -398,10 +389,8 @@ def dequantise(levels: Tensor, scales: Tensor, size: int, bits: int, bucket: int
 
 
 def low_rank(matrix: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Return P `[k, m, r]` with orthonormal columns and Q `[k, n, r]` such that P Q^T is near `matrix [k, m, n]`.
-
-    Two steps of the power iteration from `start [k, n, r]`.
-    """
+    """Return P `[k, m, r]` with orthonormal columns and Q `[k, n, r]` such that P Q^T is near `matrix [k, m, n]`, after two steps
+    of the power iteration from `start [k, n, r]`."""
     basis = torch.linalg.qr(matrix @ start).Q
     basis = torch.linalg.qr(matrix @ (matrix.mT @ basis)).Q
     return basis, matrix.mT @ basis

@@ -220,11 +220,7 @@ class FedGen(Algorithm):
 
 
 def classifier(layout: Layout, module: nn.Module, classes: int) -> tuple[TensorSlice, TensorSlice | None]:
-    """Return the slices of the classifier's weight `[classes, features]` and of its bias, if it has one.
-
-    Raises:
-        InvalidValue: If the classifier is no linear layer onto the classes, or is frozen.
-    """
+    """Return the slices of the classifier's weight `[classes, features]` and bias. Raise unless it is linear and trains."""
     name = head_name(module)
     if not isinstance(module.get_submodule(name), nn.Linear):
         kind = type(module.get_submodule(name)).__name__
@@ -241,10 +237,7 @@ def classifier(layout: Layout, module: nn.Module, classes: int) -> tuple[TensorS
 
 
 def sameness(features: Tensor, noise: Tensor) -> Tensor:
-    """Return exp(-mean over all pairs of |noise - noise'|^2 |z - z'|) for `features [b, d]`: 1 if the noise has no effect.
-
-    Both distances are means over coordinates.
-    """
+    """Return exp(-mean over pairs of |noise - noise'|^2 |z - z'|), distances as means over coordinates; `features [b, d]`."""
     distance = torch.cdist(features, features, p=1) / features.shape[1]
     noise_distance = torch.cdist(noise, noise, compute_mode="donot_use_mm_for_euclid_dist").square() / noise.shape[1]
     return torch.exp(-(noise_distance * distance).mean())

@@ -133,17 +133,10 @@ class FedMR(Indep):
 
 
 def auto_blend(pool: Tensor, sent: Tensor, average: Tensor, initial: Tensor, trainable: int, tolerance: float) -> float:
-    """Return b = max(0, 1 - (tolerance T)^2 / (S U)) for a pool `[K, P]`; 0 if all models are equal or have gained the same.
+    """Return b = max(0, 1 - (tolerance T)^2 / (S U)) for uploads `pool [K, P]`; 0 if all models are equal or gained the same.
 
-    T = |average - initial|^2 is the common progress, S the variance of the pool and U that of its updates in this round.
-
-    Args:
-        pool: Uploads `[K, P]`.
-        sent: Models that were sent, `[K, P]`.
-        average: Mean of the uploads by samples, `[P]`.
-        initial: Model that all started from, `[P]`.
-        trainable: Number of columns to compare.
-        tolerance: As in `FedMR`.
+    T = |average - initial|^2 is the common progress (of `[P]` each), S the variance of the pool and U that of its updates
+    since `sent [K, P]`, over the first `trainable` columns.
     """
     bound = tolerance * float((average - initial)[:trainable].square().sum())
     pool, sent = pool[:, :trainable], sent[:, :trainable]
@@ -181,6 +174,6 @@ def _require_local(local: Algorithm, plan: Plan) -> None:
         raise InvalidValue(f"local={name} exchanges {extra[0]!r} beside the model, which recombination does not carry")
     if expected.get("model") != (plan.layout.size,):
         raise InvalidValue(f"local={name} does not return a whole model, which recombination needs")
-    trains_plainly = type(local).train is Algorithm.train and not isinstance(local, FedAvg)
+    trains_plainly = type(local).train is Algorithm.train and type(local) is not FedAvg
     if trains_plainly or len(message["model"]) > 1:
         raise InvalidValue(f"local={name} differs from fedavg on the server alone, where recombination takes its place")

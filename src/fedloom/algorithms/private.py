@@ -351,10 +351,8 @@ class LocalPrivate(AccountedByClient):
 
 
 def clipped(updates: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """Return each row u of `updates [k, m]` as u min(1, `clip` / |u|), and the lengths |u| `[k]`.
-
-    A row that is not finite counts as zero: refusing it would reveal something of the client's data.
-    """
+    """Return each row u of `updates [k, m]` as u min(1, `clip` / |u|), and the lengths |u| `[k]`. A row that is not finite counts
+    as zero: refusing it would reveal something of the client's data."""
     shares, lengths = clip_factors(updates, clip)
     scaled = updates.double() * shares.unsqueeze(1)
     return torch.where(lengths.isfinite().unsqueeze(1), scaled, 0).to(updates), lengths
@@ -367,10 +365,8 @@ def clip_factors(updates: Tensor, clip: float) -> tuple[Tensor, Tensor]:
 
 
 def normal(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return standard normal float64 numbers in the shape of `like` and on its device.
-
-    From `generator` or, without one, from the system's cryptographic generator by the method of Box and Muller.
-    """
+    """Return standard normal float64 numbers in the shape of `like` and on its device: from `generator` or, without one, from the
+    system's cryptographic generator by the method of Box and Muller."""
     if generator is not None:
         return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.device)
     count = like.numel()

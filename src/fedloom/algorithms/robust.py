@@ -119,26 +119,19 @@ class Robust(Wrapper):
 
 
 def coordinate_median(rows: Tensor) -> Tensor:
-    """Return median_k x_k[i] for every coordinate i; for an even number, the mean of the two in the middle.
-
-    Source: Yin et al. 2018, "Byzantine-robust distributed learning", definition 1.
-    """
+    """Return median_k x_k[i] for every i; of an even number, the mean of the middle two. Source: Yin et al. 2018."""
     return trimmed_mean(rows, (len(rows) - 1) // 2)
 
 
 def trimmed_mean(rows: Tensor, trimmed: int) -> Tensor:
-    """Return the mean of every coordinate without its `trimmed` largest and `trimmed` smallest values.
-
-    Source: Yin et al. 2018, definition 2.
-    """
+    """Return the mean of every coordinate without its `trimmed` largest and smallest values. Source: Yin et al. 2018,
+    "Byzantine-robust distributed learning", definition 2."""
     return rows.sort(0).values[trimmed : len(rows) - trimmed].mean(0)
 
 
 def krum(rows: Tensor, malicious: int, chosen: int = 1) -> Tensor:
-    """Return the indices of the `chosen` rows with the lowest scores, the sums of their K - f - 2 smallest squared distances.
-
-    f is `malicious`. Source: Blanchard et al. 2017, "Machine learning with adversaries"; with several chosen, multi-Krum.
-    """
+    """Return the indices of the `chosen` rows with the lowest sums of their K - `malicious` - 2 smallest squared distances.
+    Source: Blanchard et al. 2017, "Machine learning with adversaries"; with several chosen, multi-Krum."""
     distances = squared_distances(rows).double().fill_diagonal_(torch.inf)
     nearest = distances.sort(1).values[:, : max(1, len(rows) - malicious - 2)]
     return nearest.sum(1).argsort(stable=True)[:chosen]

@@ -93,10 +93,8 @@ def _offset(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:
 
 
 def full_gradient(cohort: Cohort, rows: Tensor) -> Tensor:
-    """Return the gradient `[k, T]` of each client's mean loss over all of its samples at `rows [k, P]`.
-
-    Batches run in training mode; the statistics that move are discarded.
-    """
+    """Return the gradient `[k, T]` of each client's mean loss over all of its samples at `rows [k, P]`. Batches run in training
+    mode; the statistics that move are discarded."""
 
     def accumulate(state: dict[str, Tensor], batch: Batch) -> Tensor:
         samples = batch.labels.shape[1]

@@ -138,10 +138,8 @@ def exchange_(
     sources: Sequence[Sequence[int]],
     slots: Tensor | None = None,
 ) -> None:
-    """Set `moved[k, unit u]` to `rows[sources[u][k], unit u]` in place.
-
-    Where only `slots` take part, set `moved[slots[k], unit u]` to `rows[slots[sources[u][k]], unit u]`; other rows stay.
-    """
+    """Set `moved[k, unit u]` to `rows[sources[u][k], unit u]` in place. Where only `slots` take part, k and the sources count
+    these; other rows stay."""
     for unit, source in zip(units, sources, strict=True):
         index = torch.tensor(source, dtype=torch.int64)
         for piece in unit:

@@ -10,26 +10,14 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import AggregatedReplies, Algorithm, Plan, Replies, algorithms
+from fedloom.algorithms.fedavg import FedAvg
 from fedloom.config.fields import BelowOne, Positive, Probability
 from fedloom.round import Round
 
 
 @dataclass
-class ServerOptimizer(Algorithm, ABC):
-    """w <- w_t + step(D_t) with D_t = sum_i p_i (w_i - w_t) over the trainable parameters; statistics are averaged.
-
-    Args:
-        weighted: Weigh clients by their samples; `false` takes p_i = 1/K.
-    """
-
-    weighted: bool = True
-
-    @property
-    def anonymous_replies(self) -> bool:
-        return not self.weighted
-
-    def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
-        return replies.aggregate(weighted=self.weighted)
+class ServerOptimizer(FedAvg, ABC):
+    """w <- w_t + step(D_t) with D_t = sum_i p_i (w_i - w_t) over the trainable parameters; statistics are averaged."""
 
     def update(self, round: Round, aggregate: AggregatedReplies) -> None:
         trainable = slice(self.layout.trainable)

@@ -82,11 +82,7 @@ class PartlyShared(Algorithm):
         return frozenset()
 
     def unit(self, module: nn.Module, layout: Layout) -> Unit:
-        """Return the slices of a row that travel.
-
-        Raises:
-            InvalidValue: If no slice travels, or the layers that stay are frozen.
-        """
+        """Return the slices of a row that travel. Raise `InvalidValue` if none does, or the layers that stay are frozen."""
         private = self.private(module)
         end = layout.trainable if self.buffers == "local" else layout.size
         if private and all(tensor.layer not in private for tensor in layout.slices):

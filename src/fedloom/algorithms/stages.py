@@ -260,9 +260,8 @@ class Stages(Algorithm):
 
 
 def has_stopped_improving(losses: Tensor, patience: int, improvement: float) -> bool:
-    """Return True if the mean of the last `patience` losses is not lower, by the share `improvement`, than the mean of the
-    `patience` losses before; False while there are fewer than twice as many.
-    """
+    """Return True if the mean of the last `patience` losses is not lower, by the share `improvement`, than that of as many losses
+    before."""
     if len(losses) < 2 * patience:
         return False
     older, newer = losses[-2 * patience :].chunk(2)
