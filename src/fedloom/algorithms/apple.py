@@ -48,12 +48,9 @@ class Apple(EveryModel):
     variant: Literal["paper", "pfllib"] = "paper"
 
     own_model: ClassVar[str] = "apple_model"
+    needs_total_rounds: ClassVar[bool] = True
     single_download: ClassVar[bool] = False
     fits_once: ClassVar[bool] = False
-
-    @property
-    def needs_total_rounds(self) -> bool:
-        return True
 
     # --- the server half ---
 

@@ -35,11 +35,10 @@ CHANGE_ROUNDS = ("select", "send", "outgoing", "incoming", "exchange", "receive"
 class Asynchronous(Algorithm):
     """Base of methods whose round is one step of the server: it ends when k of the C clients that train have answered.
 
-    C is the number of participants. Clients that have answered are replaced by as many others, drawn uniformly from the
-    clients that do not train. A client's work is computed when it is sent the model, and its reply is stored until its time
-    on the clock (`[clock]`); of simultaneous replies those of lower-numbered clients come first. Without a clock all work
-    takes equally long. Bytes and losses are recorded with the round in which the work began. With the clock's `deadline` the
-    server may proceed with fewer than k. A resumed run repeats all this bit for bit.
+    C is the number of participants. Clients that have answered are replaced by as many others, drawn uniformly from those
+    that do not train. Replies are stored until their time on the clock (`[clock]`), of simultaneous ones those of
+    lower-numbered clients first. Without a clock all work takes equally long. Bytes and losses are recorded with the round in
+    which the work began. With the clock's `deadline` the server may proceed with fewer than k.
     """
 
     asynchronous: ClassVar[bool] = True

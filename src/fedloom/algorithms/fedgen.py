@@ -11,6 +11,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms
 from fedloom.config.fields import Count, NonNegative, Positive, Share
@@ -97,7 +98,7 @@ class FedGen(Algorithm):
                 "fedgen needs class labels, by which it makes features: the targets of this task are none"
             )
         with global_stream(plan.seed, "generator"):
-            generator = self._generator(*classifier(plan.layout, plan.module, plan.classes)).to(plan.initial)
+            generator = self._generator(classifier(plan.layout, plan.module, plan.classes)[0]).to(plan.initial)
         self.state["generator"] = Layout(generator).flatten(generator)
         self.state["generator_trained"] = torch.zeros(1, dtype=torch.bool)
 
@@ -126,7 +127,7 @@ class FedGen(Algorithm):
         heads = models[:, weight.slice].view(-1, *weight.shape)
         offsets = 0 if bias is None else models[:, bias.slice].unsqueeze(1)
         shares = counts / counts.sum(0).clamp_min(1)
-        module = self._empty(weight, bias).to_empty(device=models.device).train()
+        module = self._empty(weight).to_empty(device=models.device).train()
         layout = Layout(module)
         layout.load(module, self.state["generator"])
         for buffer in module.buffers():
@@ -164,7 +165,7 @@ class FedGen(Algorithm):
 
     def _distilled(self, cohort: Cohort, inbox: Message) -> Tensor:
         """Train locally beside the generator."""
-        module = self._empty(*classifier(cohort.layout, cohort.module, cohort.classes))
+        module = self._empty(classifier(cohort.layout, cohort.module, cohort.classes)[0])
         layout = Layout(module)
         module.eval().requires_grad_(False)
         decay = self.coefficient_decay ** (cohort.round.number - 1)
@@ -194,29 +195,23 @@ class FedGen(Algorithm):
         steps = cohort.training.local_steps(cohort.sizes).int().tolist()
         labels, imagined, noise = [], [], []
         for stream, count, batch in zip(cohort.stream("generator"), steps, batches, strict=True):
-            missing = max(steps) - count
-            drawn = torch.randint(cohort.classes, (count, self.generator_batch), generator=stream)
-            labels.append(F.pad(drawn, (0, 0, 0, missing)))
-            drawn = torch.rand(count, self.generator_batch, self.noise, generator=stream)
-            imagined.append(F.pad(drawn, (0, 0, 0, 0, 0, missing)))
+            labels.append(torch.randint(cohort.classes, (count, self.generator_batch), generator=stream))
+            imagined.append(torch.rand(count, self.generator_batch, self.noise, generator=stream))
             drawn = torch.rand(count, batch, self.noise, generator=stream)
-            noise.append(F.pad(drawn, (0, 0, 0, max(batches) - batch, 0, missing)))
-        return {
-            "labels": torch.stack(labels).to(like.device),
-            "imagined_noise": torch.stack(imagined).to(like),
-            "noise": torch.stack(noise).to(like),
-        }
+            noise.append(F.pad(drawn, (0, 0, 0, max(batches) - batch)))
+        noises = {"imagined_noise": pad_sequence(imagined, True).to(like), "noise": pad_sequence(noise, True).to(like)}
+        return {"labels": pad_sequence(labels, True).to(like.device), **noises}
 
     # --- the generator ---
 
-    def _generator(self, weight: TensorSlice, bias: TensorSlice | None) -> Generator:
+    def _generator(self, weight: TensorSlice) -> Generator:
         classes, features = weight.shape
         return Generator(classes, self.noise, self.hidden, features)
 
-    def _empty(self, weight: TensorSlice, bias: TensorSlice | None) -> Generator:
-        """The generator without weights, which are then loaded from a row."""
+    def _empty(self, weight: TensorSlice) -> Generator:
+        """Return the generator without weights, which are then loaded from a row."""
         with torch.device("meta"):
-            return self._generator(weight, bias).to(weight.dtype)
+            return self._generator(weight).to(weight.dtype)
 
 
 def classifier(layout: Layout, module: nn.Module, classes: int) -> tuple[TensorSlice, TensorSlice | None]:

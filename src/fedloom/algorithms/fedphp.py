@@ -43,10 +43,7 @@ class FedPHP(PartlyShared):
     deployed: Literal["history", "local"] = "history"
 
     own_model: ClassVar[str] = "fedphp_history"
-
-    @property
-    def needs_total_rounds(self) -> bool:
-        return True
+    needs_total_rounds: ClassVar[bool] = True
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         history = cohort.memory.get(self.own_model, cohort.initial)

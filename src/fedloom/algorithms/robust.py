@@ -22,12 +22,11 @@ from fedloom.round import Round
 class Robust(Wrapper):
     """Robust aggregation around any method that averages: an estimate of the mean replaces what clients sent.
 
-    Of K models x_1 to x_K at most f = ceil(`malicious` K) are taken to be malicious. What a method's clients send beside the
-    model (SCAFFOLD's variate) is estimated by the same rule, by Krum from the same clients. The inner method receives the
-    estimate in place of every reply. All clients count alike, whatever numbers of samples they claim; where honest clients
-    differ much, unusual updates are lost with malicious ones. Methods that need the single replies (FedMR, FedGen, those with
-    a model for each client) are refused. The median and the trimmed mean do not depend on whose layer is whose, so
-    `secure(robust(fedavg, rule=median))` works.
+    Of K models x_1 to x_K at most f = ceil(`malicious` K) are taken to be malicious. What clients send beside the model
+    (SCAFFOLD's variate) is estimated by the same rule, by Krum from the same clients. All clients count alike, whatever
+    numbers of samples they claim; where honest clients differ much, unusual updates are lost with malicious ones. Methods that
+    need the single replies (FedMR, FedGen, those with a model for each client) are refused. The median and the trimmed mean
+    do not depend on whose layer is whose, so `secure(robust(fedavg, rule=median))` works.
     Source: Yin et al. 2018 (median, trimmed mean); Blanchard et al. 2017 (Krum); Sun et al. 2019 (norm clipping); Karimireddy et
     al. 2021, equation 3 (centred clipping).
     Use it over real sites that may be faulty or hostile.

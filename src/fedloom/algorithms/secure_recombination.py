@@ -25,11 +25,10 @@ class Secure(Wrapper):
 
     In each of `repeats` a client sends n layers, n uniform in [`low`, `high`], to other clients of the round at random, and for
     each layer that it received returns a random one of the same index. Every layer stays in the round exactly once, so sums
-    and distances over the models are exact, and the server may recombine again. Layers are FedMR's `unit`. Choices come from
-    streams of (round, client, stage), those of `fedloom.secure.Peer` when it rehearses, so that both move the same layers.
-    Clients that do not reply take no part in the exchange before upload; a client that received a model and is lost takes its
-    layers along, and its slot keeps the model that was sent. `peer_bytes` counts the clients' traffic among each other in the
-    last round (equation 26, without envelopes; over real sites all that was carried).
+    and distances over the models are exact, and the server may recombine again. Layers are FedMR's `unit`. Clients that do
+    not reply take no part in the exchange before upload; a lost client takes the layers that it received along, and its slot
+    keeps the model that was sent. `peer_bytes` counts the clients' traffic among each other in the last round (equation 26,
+    without envelopes; over real sites all that was carried).
 
     Averages must not depend on whose a model is: FedMR, Indep, FedMut and `fedavg(weighted=false)` qualify, in `stages`, `umf`,
     `ala` and `clustered(by='size')` too. Sample counts, losses and integer buffers still travel with names on them.

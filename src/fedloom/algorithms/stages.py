@@ -46,13 +46,11 @@ class Stages(Algorithm):
     """Several methods in turn: `stages(fedavg:100, fedmr)` is two-stage FedMR-100.
 
     The number after a method's colon is its last round; the next method starts from the global model of that round.
-    `stages(fedavg:auto, fedmr)` lets the run choose: an `auto` stage ends when the held-out loss of the model that it sends
-    stops improving, that is when the mean over the last `patience` rounds is not lower, by the share `improvement`, than over
-    the `patience` rounds before. In such a stage each client holds out a tenth of its training samples (the same in every
-    round), trains on the others, and returns the loss of the received model on the tenth; the server averages as it weighs
-    replies. Source: FedMR, section 4.3 (two-stage training).
-    Use it to let averaging learn the coarse model fast and recombination finish it, or to hand over between any two
-    methods.
+    `stages(fedavg:auto, fedmr)` lets the run choose: an `auto` stage ends when the mean held-out loss of the models that it
+    sends is not lower, by the share `improvement`, over the last `patience` rounds than over as many before. In such a stage
+    each client holds out a tenth of its training samples (the same in every round), trains on the others, and returns the
+    loss of the received model on the tenth. Source: FedMR, section 4.3 (two-stage training).
+    Use it to let averaging learn the coarse model fast and recombination finish it, or to change between any methods.
 
     Args:
         stages: Methods with their last rounds; the last method runs to the end.
