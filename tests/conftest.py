@@ -110,7 +110,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Order the tests for several workers."""
     if not config.getoption("loadgroup", False):  # set by pytest-xdist in its workers
         return
-    rank = {name: place for place, name in enumerate(LONGEST)}
+    rank = {name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
     for item in items:
         if item.path.name in TOGETHER:

@@ -37,11 +37,11 @@ def damages(content: bytes, count: int, seed: int = 0) -> Iterator[tuple[str, by
 
 def mutated(content: bytes, draw: random.Random) -> bytes:
     """Some of the bytes changed, cut or repeated, or others put in."""
-    found = bytearray(content)
+    damaged = bytearray(content)
     for _ in range(draw.randint(1, 4)):
-        start = draw.randrange(len(found) + 1)
+        start = draw.randrange(len(damaged) + 1)
         kind = draw.randrange(4)
         put = draw.choice((b"[" * 5000, b"9" * 5000, b"\x00", b"\xff" * 8, b'"', b"nan", b"1e999", b"\x1b[31m"))
-        part = found[start : start + draw.randrange(1, 40)]
-        found[start : start + (len(part) if kind else 0)] = (put, b"", part * 2, draw.randbytes(len(part)))[kind]
-    return bytes(found)
+        part = damaged[start : start + draw.randrange(1, 40)]
+        damaged[start : start + (len(part) if kind else 0)] = (put, b"", part * 2, draw.randbytes(len(part)))[kind]
+    return bytes(damaged)

@@ -52,9 +52,9 @@ def made_up_run(algorithm: str, seed: int, rounds: int = 30, clients: int = 12, 
 
 def ablations_drawn(page: str) -> list[dict[str, Any]]:
     """The figures of parameters and settings in a report's page."""
-    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL)
-    assert found is not None
-    return [slot["variants"][""] for name, slot in json.loads(found[1]).items() if name.startswith("ablation")]
+    match = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL)
+    assert match is not None
+    return [slot["variants"][""] for name, slot in json.loads(match[1]).items() if name.startswith("ablation")]
 
 
 class Browser:

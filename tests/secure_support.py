@@ -138,8 +138,8 @@ class World:
         choices = choices_of(self.seed)(terms)
         sources = rehearse(terms.peers, len(SIZES), self.rules, choices, terms.when).sources
         return {
-            k: [self.models[terms.peers[source[place]]][unit] for unit, source in enumerate(sources)]
-            for place, k in enumerate(terms.peers)
+            k: [self.models[terms.peers[source[index]]][unit] for unit, source in enumerate(sources)]
+            for index, k in enumerate(terms.peers)
         }
 
 

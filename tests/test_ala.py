@@ -314,11 +314,11 @@ def test_features_are_kept_only_where_each_sample_has_its_own() -> None:
         flat_module = FlatModule(module, layout)
         row = layout.flatten(module).unsqueeze(0)
         before = torch.get_rng_state()
-        found = flat_module.features(row, x)
+        features = flat_module.features(row, x)
         assert torch.equal(torch.get_rng_state(), before)
-        assert (found is not None) == plain
-        if found is not None:
-            torch.testing.assert_close(found[0], module.features(x[0]))
+        assert (features is not None) == plain
+        if features is not None:
+            torch.testing.assert_close(features[0], module.features(x[0]))
         assert torch.equal(row[0], layout.flatten(module))
 
 

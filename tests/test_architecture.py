@@ -111,9 +111,9 @@ def test_the_drawing_shows_every_room() -> None:
 
 
 def test_rooms_import_only_from_floors_below() -> None:
-    found = list(crossings())
-    assert len(found) > 500
-    upwards = [where for here, there, where in found if floors()[there] >= floors()[here]]
+    upward = list(crossings())
+    assert len(upward) > 500
+    upwards = [where for here, there, where in upward if floors()[there] >= floors()[here]]
     assert upwards == []
 
 

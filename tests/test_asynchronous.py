@@ -69,12 +69,12 @@ class _ClientTask:
 @pytest.mark.parametrize(("method", "k"), [("fedbuff(fedavg, k=2)", 2), ("fedasync(fedavg)", 1)])
 def test_the_order_of_events_and_the_model_are_those_of_a_naive_simulation(method: str, k: int) -> None:
     """Clients of ten speeds: some replies are several versions old."""
-    found = federation(method)
-    found.run()
+    simulation = federation(method)
+    simulation.run()
     model, times = naive(6, k, asynchronous=k == 1)
-    assert [record["simulated_seconds"] for record in found.history] == pytest.approx(times, rel=1e-12)
-    assert torch.allclose(found.algorithm.model(), model, atol=1e-6)
-    assert int((6 - found.algorithm.state["since"]).max()) >= 2, "nobody was late, so nothing was shown"
+    assert [record["simulated_seconds"] for record in simulation.history] == pytest.approx(times, rel=1e-12)
+    assert torch.allclose(simulation.algorithm.model(), model, atol=1e-6)
+    assert int((6 - simulation.algorithm.state["since"]).max()) >= 2, "nobody was late, so nothing was shown"
 
 
 @pytest.mark.parametrize(("method", "limit"), [("fedbuff(fedprox, k=4)", "fedprox"), ("fedmr_async(k=4)", "fedmr")])
@@ -87,14 +87,14 @@ def test_waiting_for_all_is_the_method_itself(method: str, limit: str) -> None:
 
 def test_fedmr_recombines_those_that_are_back_and_keeps_every_layer() -> None:
     """The pool's mean moves by what has come back alone, and models under way stay as they were sent."""
-    found = federation("fedmr_async(k=2)", rounds=1)
-    before = found.algorithm.state["pool"].clone()
-    found.run()
-    state = found.algorithm.state
+    simulation = federation("fedmr_async(k=2)", rounds=1)
+    original = simulation.algorithm.state["pool"].clone()
+    simulation.run()
+    state = simulation.algorithm.state
     back = (state["client"] < 0).nonzero()[:, 0]
     assert len(back) == 2
     away = [place for place in range(4) if place not in back.tolist()]
-    assert torch.equal(state["pool"][away], before[away])
+    assert torch.equal(state["pool"][away], original[away])
     assert torch.allclose(state["pool"][back].mean(0), state["replies"][back].mean(0), atol=1e-7)
 
 
@@ -117,22 +117,22 @@ def test_a_run_that_stopped_goes_on_bit_for_bit(method: str, tmp_path: Path) -> 
 def test_a_deadline_ends_a_round_with_fewer_and_late_replies_are_used_later() -> None:
     """Nobody is dropped: what came after the deadline is in a later step."""
     clock = Clock(speed="stragglers(100, 10)", deadline=2.0)
-    found = federation("fedbuff(fedavg, k=4)", rounds=12, clock=clock)
-    found.run()
-    times = [record["simulated_seconds"] for record in found.history]
+    simulation = federation("fedbuff(fedavg, k=4)", rounds=12, clock=clock)
+    simulation.run()
+    times = [record["simulated_seconds"] for record in simulation.history]
     assert all(after - before <= 2.0 + 1e-9 for before, after in zip([0.0, *times], times, strict=False))
-    assert not any(record["faults"] for record in found.history)
-    assert any(len(record["clients"]) < 4 for record in found.history)
-    assert not torch.equal(found.algorithm.model(), task().initial)
+    assert not any(record["faults"] for record in simulation.history)
+    assert any(len(record["clients"]) < 4 for record in simulation.history)
+    assert not torch.equal(simulation.algorithm.model(), task().initial)
 
 
 def test_batch_norm_and_clients_that_drop_out() -> None:
     """Statistics stay variances, and the place of a client that never answers is free again."""
-    found = run("fedbuff(fedavg, k=2)", small_task(), rounds=8, participation=0.7, dropout=0.4, seed=1, engine="rows")
-    method = found.federation.algorithm
+    result = run("fedbuff(fedavg, k=2)", small_task(), rounds=8, participation=0.7, dropout=0.4, seed=1, engine="rows")
+    method = result.federation.algorithm
     assert isinstance(method, FedBuff)
     assert torch.isfinite(method.model()).all()
-    assert "simulated_seconds" not in found.history[0]
+    assert "simulated_seconds" not in result.history[0]
 
 
 @pytest.mark.parametrize(

@@ -99,9 +99,9 @@ def test_no_method_of_fedloom_does_what_listeners_hear(method: str) -> None:
 
 
 def test_memory_of_clients_is_no_mistake_and_is_counted() -> None:
-    found = examine(KeepsClientMemory(), small_task())
-    assert found.findings == []
-    assert found.sizes["remembered by a client"] == found.sizes["a model"] + 8  # and the number of its rounds
+    findings = examine(KeepsClientMemory(), small_task())
+    assert findings.findings == []
+    assert findings.sizes["remembered by a client"] == findings.sizes["a model"] + 8  # and the number of its rounds
 
 
 def test_checking_leaves_everything_as_it_was() -> None:

@@ -127,13 +127,13 @@ def killed(directory: Path, last: int, inline: bool) -> bool:
 
 @pytest.mark.parametrize("inline", [True, False], ids=["in checkpoints", "in files"])
 def test_a_kill_anywhere_changes_nothing(tmp_path: Path, inline: bool) -> None:
-    whole = tmp_path / "whole"
-    whole.mkdir()
+    uninterrupted = tmp_path / "whole"
+    uninterrupted.mkdir()
     with disk() as watched:
-        run = federation(whole, inline)
+        run = federation(uninterrupted, inline)
         run.run()
     expected = outcome(run)
-    assert ((whole / "clients").exists() and len(list((whole / "clients").iterdir())) > 0) != inline
+    assert ((uninterrupted / "clients").exists() and len(list((uninterrupted / "clients").iterdir())) > 0) != inline
     for last in range(1, watched.done + 1):
         directory = tmp_path / str(last)
         directory.mkdir()
@@ -161,15 +161,15 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, inlin
         newest.unlink()
     else:
         newest.write_text("hello")
-    again = federation(tmp_path, inline)
-    assert again.finished == 4
-    assert [line["round"] for line in again.client_history] == [2, 4]
+    repeated = federation(tmp_path, inline)
+    assert repeated.finished == 4
+    assert [line["round"] for line in repeated.client_history] == [2, 4]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
-    notices = again.checkpoints.notices  # type: ignore[union-attr]
+    notices = repeated.checkpoints.notices  # type: ignore[union-attr]
     assert len(notices) == (0 if harm == "gone" else 1)
     assert all("going on after round 4" in notice for notice in notices)
-    again.run()
-    assert outcome(again) == expected
+    repeated.run()
+    assert outcome(repeated) == expected
     assert before.exists()
 
 
@@ -179,12 +179,12 @@ def test_a_damaged_memory_of_one_client_falls_back_too(tmp_path: Path) -> None:
     expected = outcome(run)
     newest = max((tmp_path / "clients").iterdir(), key=lambda path: int(path.name.split(".")[1][1:]))
     newest.write_bytes(newest.read_bytes()[:-1])
-    again = federation(tmp_path, False)
-    assert again.finished == 4
-    (notice,) = again.checkpoints.notices  # type: ignore[union-attr]
+    repeated = federation(tmp_path, False)
+    assert repeated.finished == 4
+    (notice,) = repeated.checkpoints.notices  # type: ignore[union-attr]
     assert newest.name in notice
-    again.run()
-    assert outcome(again) == expected
+    repeated.run()
+    assert outcome(repeated) == expected
 
 
 def test_without_any_readable_checkpoint_the_run_starts_again_and_says_so(tmp_path: Path) -> None:
@@ -193,12 +193,12 @@ def test_without_any_readable_checkpoint_the_run_starts_again_and_says_so(tmp_pa
     expected = outcome(run)
     for path in run.checkpoints.paths():  # type: ignore[union-attr]
         path.write_bytes(b"")
-    again = federation(tmp_path, False)
-    assert again.finished == 0
+    repeated = federation(tmp_path, False)
+    assert repeated.finished == 0
     assert (tmp_path / "clients.jsonl").read_text() == ""
-    assert all("starting again from round 1" in notice for notice in again.checkpoints.notices)  # type: ignore[union-attr]
-    again.run()
-    assert outcome(again) == expected
+    assert all("starting again from round 1" in notice for notice in repeated.checkpoints.notices)  # type: ignore[union-attr]
+    repeated.run()
+    assert outcome(repeated) == expected
 
 
 def test_missing_times_do_not_stop_a_resume_and_missing_figures_move_it_back(tmp_path: Path) -> None:
@@ -209,10 +209,10 @@ def test_missing_times_do_not_stop_a_resume_and_missing_figures_move_it_back(tmp
     times.write_text("".join(times.read_text().splitlines(keepends=True)[3:]))
     assert federation(tmp_path, True).finished == 5
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:4]))
-    again = federation(tmp_path, True)
-    assert again.finished == 4
-    again.run()
-    assert outcome(again) == expected
+    repeated = federation(tmp_path, True)
+    assert repeated.finished == 4
+    repeated.run()
+    assert outcome(repeated) == expected
 
 
 class InterruptedEngine(RowsEngine):
@@ -221,8 +221,8 @@ class InterruptedEngine(RowsEngine):
     interrupt = -1
 
     def train(self, algorithm, round, client_tasks):  # type: ignore[no-untyped-def]
-        for place, result in enumerate(super().train(algorithm, round, client_tasks)):
-            if place == 1 and round.number == self.interrupt:
+        for index, result in enumerate(super().train(algorithm, round, client_tasks)):
+            if index == 1 and round.number == self.interrupt:
                 raise KeyboardInterrupt
             yield result
 
@@ -230,9 +230,9 @@ class InterruptedEngine(RowsEngine):
 @pytest.mark.parametrize(("budget", "kept"), [(10**9, 3), (0, 2)], ids=["small memories", "memories that spill"])
 def test_ctrl_c_while_clients_train_loses_little_and_changes_nothing(tmp_path: Path, budget: int, kept: int) -> None:
     """Small memories: the round is undone, the last one kept. Large ones: the run resumes from the checkpoint before."""
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    run = federation(whole, True)
+    uninterrupted = tmp_path / "whole"
+    uninterrupted.mkdir()
+    run = federation(uninterrupted, True)
     run.run()
     task = small_task()
     engine = InterruptedEngine(task, memory_budget=budget)
@@ -243,10 +243,10 @@ def test_ctrl_c_while_clients_train_loses_little_and_changes_nothing(tmp_path: P
     if kept < 3:
         with pytest.raises(CheckpointError, match="round 4 was interrupted"):
             interrupted.run()
-    again = federation(tmp_path, budget > 0)
-    assert again.finished == kept
-    again.run()
-    assert outcome(again) == outcome(run)
+    repeated = federation(tmp_path, budget > 0)
+    assert repeated.finished == kept
+    repeated.run()
+    assert outcome(repeated) == outcome(run)
 
 
 def test_saving_drops_what_was_passed_over(tmp_path: Path) -> None:

@@ -327,8 +327,10 @@ def test_an_unknown_option_points_to_the_help_of_its_command(fed: Say, command: 
 
 
 def test_it_is_a_module_too() -> None:
-    found = subprocess.run([sys.executable, "-m", "fedloom", "--version"], capture_output=True, text=True, check=True)
-    assert found.stdout == f"fedloom {fedloom.__version__}\n"
+    completed = subprocess.run(
+        [sys.executable, "-m", "fedloom", "--version"], capture_output=True, text=True, check=True
+    )
+    assert completed.stdout == f"fedloom {fedloom.__version__}\n"
 
 
 def test_without_a_terminal_progress_is_a_line_now_and_then() -> None:

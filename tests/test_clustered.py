@@ -119,7 +119,7 @@ def test_distances_equal_plain_loops(distance: str) -> None:
     b = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     b[1] = 0
     b[2] = a[0]
-    found = displacement_distances(a, b, distance)
+    distances = displacement_distances(a, b, distance)
     for i in range(3):
         for j in range(4):
             x, y = a[i].tolist(), b[j].tolist()
@@ -131,7 +131,7 @@ def test_distances_equal_plain_loops(distance: str) -> None:
                 dot = sum(p * q for p, q in zip(x, y, strict=True))
                 lengths = math.hypot(*x) * math.hypot(*y)
                 expected = math.acos(max(-1.0, min(1.0, dot / lengths))) if lengths else 0.0
-            assert float(found[i, j]) == pytest.approx(expected, abs=1e-7)
+            assert float(distances[i, j]) == pytest.approx(expected, abs=1e-7)
 
 
 # --- draws ---

@@ -142,9 +142,9 @@ def test_a_comparison_in_several_settings_is_one_run_each_and_makes_none_twice(t
     assert sum(event.kind == "ended" for event in events) == 8
     for setting, partition in (("data.partition=iid", "iid"), ("data.partition=dirichlet-0.5", "dirichlet(0.5)")):
         for method, seed in itertools.product(("fedavg", "fedmr"), (0, 1)):
-            place = tmp_path / setting / method / f"seed-{seed}"
-            assert json.loads((place / "configuration.json").read_text())["data"]["partition"] == partition
-            assert (place / "result.json").exists()
+            directory = tmp_path / setting / method / f"seed-{seed}"
+            assert json.loads((directory / "configuration.json").read_text())["data"]["partition"] == partition
+            assert (directory / "result.json").exists()
         assert (tmp_path / setting / "report.html").exists()
     overview = (tmp_path / "report.html").read_text()
     links = [unquote(link) for link in re.findall(r'<a href="([^"]+/report.html)"', overview)]

@@ -58,8 +58,8 @@ def federation(expression: str, directory: Path | None = None, rounds: int = 4) 
 
 @pytest.mark.parametrize("expression", NESTINGS)
 def test_a_nesting_runs_and_resumes_bit_for_bit(expression: str, tmp_path: Path) -> None:
-    whole = federation(expression)
-    whole.run()
+    uninterrupted = federation(expression)
+    uninterrupted.run()
     halted = federation(expression, tmp_path)
     halted.step()
     halted.step()
@@ -67,13 +67,13 @@ def test_a_nesting_runs_and_resumes_bit_for_bit(expression: str, tmp_path: Path)
     resumed = federation(expression, tmp_path)
     assert resumed.finished == 2
     resumed.run()
-    assert resumed.history == whole.history
-    assert all(record["faults"] == [] for record in whole.history)
-    expected, found = whole.algorithm.full_state(), resumed.algorithm.full_state()
-    assert found.keys() == expected.keys()
+    assert resumed.history == uninterrupted.history
+    assert all(record["faults"] == [] for record in uninterrupted.history)
+    expected, state = uninterrupted.algorithm.full_state(), resumed.algorithm.full_state()
+    assert state.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, equal_nan=True, msg=name)
-    kept, remembered = whole.engine.memory(), resumed.engine.memory()
+        torch.testing.assert_close(state[name], tensor, rtol=0, atol=0, equal_nan=True, msg=name)
+    kept, remembered = uninterrupted.engine.memory(), resumed.engine.memory()
     assert kept.keys() == remembered.keys()
     assert all(torch.equal(kept[name], remembered[name]) for name in kept)
 
@@ -81,9 +81,9 @@ def test_a_nesting_runs_and_resumes_bit_for_bit(expression: str, tmp_path: Path)
 @pytest.mark.parametrize("expression", NESTINGS)
 def test_a_nesting_describes_itself(expression: str) -> None:
     method = build(expression)
-    again = build(str(method))
-    assert again == method
-    assert str(again) == str(method)
+    repeated = build(str(method))
+    assert repeated == method
+    assert str(repeated) == str(method)
 
 
 EVERY = sorted({*EVERY_METHOD, *NESTINGS})
@@ -97,9 +97,9 @@ def test_a_round_replaces_tensors_and_edits_none_in_place(expression: str) -> No
     run = Federation(build(expression), task, RowsEngine(task), schedule)
     for _ in range(3):
         held = run.algorithm.full_state()
-        before = {name: tensor.clone() for name, tensor in held.items()}
+        original = {name: tensor.clone() for name, tensor in held.items()}
         run.step()
-        for name, tensor in before.items():
+        for name, tensor in original.items():
             torch.testing.assert_close(held[name], tensor, rtol=0, atol=0, equal_nan=True, msg=name)
 
 

@@ -38,10 +38,10 @@ def federation(expression: str, rounds: int = 3, participation: float = 0.5) -> 
 
 
 def ran(expression: str, rounds: int = 3, participation: float = 0.5) -> Federation:
-    found = federation(expression, rounds, participation)
-    found.run()
-    assert all(record["faults"] == [] for record in found.history)
-    return found
+    simulation = federation(expression, rounds, participation)
+    simulation.run()
+    assert all(record["faults"] == [] for record in simulation.history)
+    return simulation
 
 
 # --- the codes, number by number ---
@@ -60,10 +60,10 @@ def test_quantisation_is_that_of_each_number_in_its_bucket(
     assert levels.dtype == torch.uint8
     assert levels.shape == (1, math.ceil(len(numbers) * bits / 8))
     expected, stream = [], ""
-    for place, number in enumerate(numbers):
-        held = numbers[place // bucket * bucket :][:bucket]
+    for index, number in enumerate(numbers):
+        held = numbers[index // bucket * bucket :][:bucket]
         low, step = min(held), (max(held) - min(held)) / (2**bits - 1)
-        level = math.floor((number - low) / step + (0.5 if drawn is None else drawn[place])) if step else 0
+        level = math.floor((number - low) / step + (0.5 if drawn is None else drawn[index])) if step else 0
         expected.append(low + min(level, 2**bits - 1) * step)
         stream = f"{min(level, 2**bits - 1):0{bits}b}" + stream
     assert dequantise(levels, scales, len(numbers), bits, bucket)[0].tolist() == pytest.approx(expected, abs=1e-9)
@@ -76,10 +76,10 @@ def test_random_rounding_is_right_on_average() -> None:
     row = torch.randn(1, 64, generator=generator)
     for bits in (1, 2, 4):
         drawn = torch.rand(4000, 64, generator=generator)
-        found = dequantise(*quantise(row.expand(4000, -1), bits, 16, drawn), 64, bits, 16)
+        rounded = dequantise(*quantise(row.expand(4000, -1), bits, 16, drawn), 64, bits, 16)
         step = (row.max() - row.min()) / (2**bits - 1)
-        assert float((found.mean(0) - row).abs().max()) < 4 * 0.5 * float(step) / math.sqrt(4000)
-        assert float((found - row).abs().max()) <= float(step)
+        assert float((rounded.mean(0) - row).abs().max()) < 4 * 0.5 * float(step) / math.sqrt(4000)
+        assert float((rounded - row).abs().max()) <= float(step)
 
 
 @given(NUMBERS, st.floats(0.01, 1.0))
@@ -135,12 +135,12 @@ def watched(code: type[Compressed], **options: Any) -> tuple[Federation, Watched
     inner = Watched(weighted=False)
     inner.seen = {}
     schedule = Schedule(rounds=3, participation=1.0)
-    found = Federation(code(inner, **options), task(), RowsEngine(task()), schedule)
-    models = [found.algorithm.model().clone()]
+    simulation = Federation(code(inner, **options), task(), RowsEngine(task()), schedule)
+    models = [simulation.algorithm.model().clone()]
     for _ in range(3):
-        found.step()
-        models.append(found.algorithm.model().clone())
-    return found, inner, models
+        simulation.step()
+        models.append(simulation.algorithm.model().clone())
+    return simulation, inner, models
 
 
 def test_sparse_updates_with_feedback_are_those_of_plain_python() -> None:
@@ -183,8 +183,8 @@ def test_full_share_full_rank_and_no_bits_are_the_inner_method() -> None:
 
 
 def test_the_server_keeps_the_exact_model_when_downloads_are_coded() -> None:
-    found = federation("quantised(fedavg(weighted=false), bits=none, down=1, bucket=4096)", participation=1.0)
-    method = found.algorithm
+    simulation = federation("quantised(fedavg(weighted=false), bits=none, down=1, bucket=4096)", participation=1.0)
+    method = simulation.algorithm
     exact = method.model().clone()
     coded = method.send(method.plan.opening())
     size = task().layout.trainable
@@ -198,7 +198,7 @@ def test_the_server_keeps_the_exact_model_when_downloads_are_coded() -> None:
     inner.seen = {}
     method.method = inner  # type: ignore[attr-defined]
     inner.setup(method.plan)
-    found.step()
+    simulation.step()
     moved = torch.stack(list(inner.seen.values())).mean(0)
     torch.testing.assert_close(method.model(), exact + moved, rtol=1e-5, atol=1e-6)
 
@@ -244,10 +244,10 @@ def test_bytes_are_those_of_the_packed_arrays() -> None:
     ],
 )
 def test_codes_go_with_other_methods(expression: str) -> None:
-    found = ran(expression)
-    assert found.history[-1]["accuracy"] > 0
+    trained = ran(expression)
+    assert trained.history[-1]["accuracy"] > 0
     plain = 4 * task().layout.size
-    assert found.history[0]["bytes_up"] / len(found.history[0]["clients"]) < plain
+    assert trained.history[0]["bytes_up"] / len(trained.history[0]["clients"]) < plain
 
 
 @pytest.mark.parametrize(
@@ -288,8 +288,8 @@ def test_what_a_plan_shows_to_make_no_sense_is_refused(expression: str, message:
 
 def test_the_parts_are_named_and_typed_as_the_method_says() -> None:
     code = Quantised(Sparse(FedAvg(), share=0.1))
-    found = Federation(code, task(), RowsEngine(task()), Schedule(rounds=1))
-    opening = found.algorithm.plan.opening()
+    simulation = Federation(code, task(), RowsEngine(task()), Schedule(rounds=1))
+    opening = simulation.algorithm.plan.opening()
     names: Sequence[str] = sorted(code.expects(opening))
     assert names == ["model.indices", "model.rest", "model.values.levels", "model.values.scales"]
     assert code.reply_dtypes == {"model.values.levels": torch.uint8, "model.indices": torch.int32}

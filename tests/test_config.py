@@ -42,16 +42,16 @@ def test_a_file_is_read_with_its_tables(tmp_path: Path) -> None:
         optimizer_options = { nesterov = true }
         """,
     )
-    found = load(path)
-    assert found.name == "job"
-    assert found.folder == Path("runs/job")
-    assert found.schedule == Schedule(rounds=7, participation=1.0)
-    assert found.data == Data(clients=5, local_test=0.25)
-    assert found.training == Training(
+    loaded = load(path)
+    assert loaded.name == "job"
+    assert loaded.folder == Path("runs/job")
+    assert loaded.schedule == Schedule(rounds=7, participation=1.0)
+    assert loaded.data == Data(clients=5, local_test=0.25)
+    assert loaded.training == Training(
         learning_rate=0.5, momentum=0.9, batch_size=None, optimizer_options={"nesterov": True}
     )
-    assert found.resolved("fedmr(unit=layer)", 3)["algorithm"] == "fedmr"
-    assert found.resolved("fedmr", 3)["seed"] == 3
+    assert loaded.resolved("fedmr(unit=layer)", 3)["algorithm"] == "fedmr"
+    assert loaded.resolved("fedmr", 3)["seed"] == 3
 
 
 @pytest.mark.parametrize(

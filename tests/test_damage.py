@@ -99,8 +99,8 @@ def split(folder: Path) -> tuple[Path, Callable[[], Any]]:
     Partition(np.arange(300), np.array([0, 100, 150, 300])).save(path)
 
     def read() -> Any:
-        found = Partition.load(path)
-        return found.indices.tolist(), found.offsets.tolist()
+        partition = Partition.load(path)
+        return partition.indices.tolist(), partition.offsets.tolist()
 
     return path, read
 
@@ -143,10 +143,10 @@ def test_every_bit_of_a_file_of_tensors_counts(tmp_path: Path) -> None:
 
 def test_a_damaged_cache_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path))
-    made: list[int] = []
+    created: list[int] = []
 
     def make() -> dict[str, Tensor]:
-        made.append(1)
+        created.append(1)
         return TENSORS
 
     cached("digits", "key", make)
@@ -155,8 +155,8 @@ def test_a_damaged_cache_is_made_anew(tmp_path: Path, monkeypatch: pytest.Monkey
     for what, damaged in damages(content, 40):
         path.write_bytes(damaged)
         assert plain(cached("digits", "key", make)) == plain(TENSORS), what
-        assert path.read_bytes() == content or len(made) == 1, what
-    assert len(made) > 20
+        assert path.read_bytes() == content or len(created) == 1, what
+    assert len(created) > 20
     other = cached("digits", "other key", lambda: OTHER)
     names = sorted(tmp_path.iterdir(), key=lambda found: found == path)
     path.write_bytes(names[0].read_bytes())  # under another's name
@@ -326,12 +326,12 @@ def test_a_changed_figure_before_the_checkpoint_is_noticed_and_computed_again(na
     noticed = 0
     for what, damaged in damages(expected, 12):
         (tmp_path / name).write_bytes(damaged)
-        again = federation(tmp_path)
-        assert again.checkpoints is not None
-        noticed += bool(again.checkpoints.notices)
-        again.run()
+        repeated = federation(tmp_path)
+        assert repeated.checkpoints is not None
+        noticed += bool(repeated.checkpoints.notices)
+        repeated.run()
         assert (tmp_path / name).read_bytes() == expected, what
-        assert torch.equal(again.algorithm.model(), model), what
+        assert torch.equal(repeated.algorithm.model(), model), what
     assert noticed > 8
 
 
@@ -340,9 +340,9 @@ def test_a_figure_of_the_newest_rounds_alone_leads_back_to_the_checkpoint_before
     path = tmp_path / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:4], lines[4].replace('"loss": ', '"loss": 1')]))
-    again = federation(tmp_path)
-    assert again.finished == 4
-    (notice,) = again.notices
+    repeated = federation(tmp_path)
+    assert repeated.finished == 4
+    (notice,) = repeated.notices
     assert "metrics.jsonl is not as it was written, up to round 5: going on after round 4" in notice
 
 
@@ -350,8 +350,8 @@ def test_lines_after_the_checkpoint_are_not_counted_on(tmp_path: Path) -> None:
     federation(tmp_path).run()
     log = RoundLog(tmp_path / "metrics.jsonl")
     (tmp_path / "checkpoint-0000005.safetensors").unlink()
-    again = federation(tmp_path)
-    assert again.finished == 4
-    assert again.notices == []
+    repeated = federation(tmp_path)
+    assert repeated.finished == 4
+    assert repeated.notices == []
     with pytest.raises(CheckpointError, match="is not as it was written, up to round 3"):
         log.require(3, "0")

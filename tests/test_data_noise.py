@@ -208,8 +208,8 @@ def test_none_is_no_noise(text: str) -> None:
 
 def test_a_file_names_it_and_settings_vary_it(tmp_path: Path) -> None:
     (tmp_path / "noisy.toml").write_text("[settings]\ndata.label_noise = ['none', 'symmetric(0.4)']\n")
-    found = load(tmp_path / "noisy.toml", ["data.clients=6", "model=mlp(hidden=[8])"])
-    clean, noisy = (setting.task(1) for setting in found.settings.values())
+    loaded = load(tmp_path / "noisy.toml", ["data.clients=6", "model=mlp(hidden=[8])"])
+    clean, noisy = (setting.task(1) for setting in loaded.settings.values())
     assert clean.true_labels is None
     assert noisy.true_labels is not None
     assert torch.equal(clean.train.labels, noisy.true_labels)
@@ -236,8 +236,8 @@ def test_labels_are_kept_with_the_split_and_a_resumed_run_has_the_same(tmp_path:
     counts = task.partition.histogram(task.train.labels.numpy(), 10)
     assert summary.label_counts == counts.tolist()
     longer = fl.run("fedavg", noisy_task("symmetric([0.0, 0.6])"), directory=tmp_path, rounds=4)
-    whole = fl.run("fedavg", task, rounds=4)
-    assert torch.equal(next(longer.model.parameters()), next(whole.model.parameters()))
+    uninterrupted = fl.run("fedavg", task, rounds=4)
+    assert torch.equal(next(longer.model.parameters()), next(uninterrupted.model.parameters()))
     with pytest.raises(FedloomError, match="another run"):
         fl.run("fedavg", noisy_task("symmetric([0.0, 0.5])"), directory=tmp_path, rounds=6)
 

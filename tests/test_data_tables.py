@@ -48,11 +48,15 @@ def csv_file(folder: Path, **changed: Any) -> str:
 
 
 def test_a_csv_file_is_columns_of_numbers_and_categories(tmp_path: Path) -> None:
-    made = table(path=csv_file(tmp_path), target="outcome", group="hospital", inputs=["age", "ward"])
-    assert (made.class_names, made.classes, made.spec.shape) == (("ill", "well"), 2, (4,))  # age; east, north, south
-    assert (len(made.train), len(made.test)) == (32, 8)
-    assert made.train.groups is not None
-    for row, label, group in zip(made.train.inputs, made.train.labels, made.train.groups, strict=True):
+    dataset = table(path=csv_file(tmp_path), target="outcome", group="hospital", inputs=["age", "ward"])
+    assert (dataset.class_names, dataset.classes, dataset.spec.shape) == (
+        ("ill", "well"),
+        2,
+        (4,),
+    )  # age; east, north, south
+    assert (len(dataset.train), len(dataset.test)) == (32, 8)
+    assert dataset.train.groups is not None
+    for row, label, group in zip(dataset.train.inputs, dataset.train.labels, dataset.train.groups, strict=True):
         number = int(row[0]) - 20
         assert row[1:].tolist() == [float(COLUMNS["ward"][number] == name) for name in ("east", "north", "south")]
         assert (int(label), int(group)) == (number % 2, number % 4)
@@ -81,8 +85,8 @@ def test_floats_are_a_regression_and_whole_numbers_as_kind_says(tmp_path: Path) 
     path = csv_file(tmp_path)
     assert table(path=path, target="pressure").objective.metric.name == "rmse"
     assert table(path=path, target="age").classes == ROWS
-    made = table(path=path, target="age", kind="regression")
-    assert (made.objective.metric.name, made.train.labels.dtype) == ("rmse", torch.float32)
+    dataset = table(path=path, target="age", kind="regression")
+    assert (dataset.objective.metric.name, dataset.train.labels.dtype) == ("rmse", torch.float32)
     coded = table(path=path, target="outcome", inputs=["age"], categorical=["age"])
     assert coded.spec.shape == (32,)  # one for each age among the training rows
     assert bool((coded.test.inputs == 0).all())  # an age that none of them has
@@ -115,12 +119,12 @@ def test_rows_to_test_on_have_the_types_of_those_to_train_on(tmp_path: Path) -> 
 def test_parquet_lists_and_several_groups(tmp_path: Path) -> None:
     values = np.random.default_rng(0).normal(size=(ROWS, 3))
     pq.write_table(pa.table(COLUMNS | {"signal": values.tolist()}), tmp_path / "a.parquet")
-    made = table(path=str(tmp_path / "a.parquet"), target="outcome", inputs=["signal"], group=["hospital", "ward"])
-    assert made.spec.shape == (3,)
-    assert made.train.groups is not None
-    assert made.train.group_names is not None
-    assert len(made.train.group_names) == 12
-    assert "h0 / north" in made.train.group_names
+    dataset = table(path=str(tmp_path / "a.parquet"), target="outcome", inputs=["signal"], group=["hospital", "ward"])
+    assert dataset.spec.shape == (3,)
+    assert dataset.train.groups is not None
+    assert dataset.train.group_names is not None
+    assert len(dataset.train.group_names) == 12
+    assert "h0 / north" in dataset.train.group_names
 
 
 def saved(folder: Path, table: pa.Table) -> None:
@@ -146,9 +150,9 @@ def test_a_saved_dataset_dict_of_pictures_and_of_text(tmp_path: Path) -> None:
     saved(tmp_path / "train", pictures)
     saved(tmp_path / "test", pictures.slice(0, 2))
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    made = table(path=str(tmp_path))
-    assert (made.class_names, made.classes, made.spec.shape) == (("zero", "one", "two"), 3, (1, 6, 5))
-    assert made.test.inputs[:, 0, 0, 0].tolist() == [0, 20]
+    dataset = table(path=str(tmp_path))
+    assert (dataset.class_names, dataset.classes, dataset.spec.shape) == (("zero", "one", "two"), 3, (1, 6, 5))
+    assert dataset.test.inputs[:, 0, 0, 0].tolist() == [0, 20]
     saved(tmp_path / "text", pa.table({"text": ["good film", "bad film"] * 4, "label": [1, 0] * 4}))
     words = table(path=str(tmp_path / "text"))
     assert (words.spec.shape, words.vocabulary, words.train.inputs[0, :3].tolist()) == ((200,), 5, [4, 2, 0])

@@ -72,10 +72,10 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_rule_looks_at_model_method_settings_and_work(
     model: str, method: str, schedule: Schedule | None, training: dict[str, Any], expected: str
 ) -> None:
-    found = [choice(task(model, **training), schedule, False, build(method))[0] for _ in range(2)]
-    assert found[0].name == expected
-    assert found[0].reason
-    assert found[0] == found[1]
+    choices = [choice(task(model, **training), schedule, False, build(method))[0] for _ in range(2)]
+    assert choices[0].name == expected
+    assert choices[0].reason
+    assert choices[0] == choices[1]
 
 
 def test_small_low_rank_differences_of_frozen_layers_train_in_stacks() -> None:
@@ -101,10 +101,10 @@ def test_small_low_rank_differences_of_frozen_layers_train_in_stacks() -> None:
 
 @pytest.mark.usefixtures("cores")
 def test_no_processes_start_where_they_must_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = task("digits_cnn")
+    small = task("digits_cnn")
 
     def name(in_process: bool = False) -> str:
-        return choice(own, LONG, in_process, build("fedavg"))[0].name
+        return choice(small, LONG, in_process, build("fedavg"))[0].name
 
     assert name() == "processes(workers=2)"
     assert name(in_process=True) == "rows"
@@ -142,26 +142,26 @@ def test_work_is_counted_in_multiply_adds() -> None:
     sample = torch.zeros(1, 1, 8, 8)
     assert multiply_adds(nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)), sample) == 2368
     assert multiply_adds(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)), sample) == 36 * 4 * 9
-    own = task("digits_cnn", batch_size=10, epochs=2)
+    small = task("digits_cnn", batch_size=10, epochs=2)
     before = torch.random.get_rng_state()
-    once = round_seconds(own, SHORT)
+    once = round_seconds(small, SHORT)
     assert torch.equal(before, torch.random.get_rng_state())
-    sizes = own.partition.sizes
+    sizes = small.partition.sizes
     for changes, expected_steps in (({"steps": 5}, 5), ({"batch_size": None}, 2), ({}, (2 * -(-sizes // 10)).mean())):
-        assert mean_steps(replace(own, training=replace(own.training, **changes))) == pytest.approx(expected_steps)
-    step = 1e-3 + 3 * 10 * multiply_adds(own.model, sample) / 2e10
-    steps = sum(2 * -(-int(size) // 10) for size in own.partition.sizes) / 6
+        assert mean_steps(replace(small, training=replace(small.training, **changes))) == pytest.approx(expected_steps)
+    step = 1e-3 + 3 * 10 * multiply_adds(small.model, sample) / 2e10
+    steps = sum(2 * -(-int(size) // 10) for size in small.partition.sizes) / 6
     assert once == pytest.approx(3 * steps * step)
     rounds = int(2 * START / once)
     for more, expected in ((0, "rows"), (1, "processes(workers=2)")):
-        assert choice(own, replace(SHORT, rounds=rounds + more), False, None)[0].name == expected
+        assert choice(small, replace(SHORT, rounds=rounds + more), False, None)[0].name == expected
 
 
 @pytest.mark.parametrize(("method", "engine"), [("fedprox", "stacked"), ("dp_sgd(fedavg, clip=1, noise=1)", "rows")])
 def test_a_run_has_the_numbers_of_the_engine_that_the_rule_names(method: str, engine: str) -> None:
-    own = task()
-    one, other = (fl.run(method, own, rounds=3, participation=0.5, engine=name) for name in ("default", engine))
-    assert fl.run(method, own, rounds=3, participation=0.5).history == one.history
+    small = task()
+    one, other = (fl.run(method, small, rounds=3, participation=0.5, engine=name) for name in ("default", engine))
+    assert fl.run(method, small, rounds=3, participation=0.5).history == one.history
     assert one.history == other.history
     assert torch.equal(one.federation.algorithm.model(), other.federation.algorithm.model())
     assert one.engine is not None
@@ -172,14 +172,14 @@ def test_a_run_has_the_numbers_of_the_engine_that_the_rule_names(method: str, en
 
 @pytest.mark.usefixtures("cores")
 def test_processes_give_a_run_the_numbers_of_rows(caplog: pytest.LogCaptureFixture) -> None:
-    own = task("digits_cnn", clients=2, steps=1)
+    small = task("digits_cnn", clients=2, steps=1)
     with caplog.at_level(logging.INFO, "fedloom"):
-        engine = make_engine("default(memory_budget=1000)", own, LONG, algorithm=build("fedavg"))
+        engine = make_engine("default(memory_budget=1000)", small, LONG, algorithm=build("fedavg"))
     assert isinstance(engine, ProcessesEngine)
     assert engine.workers == 1  # of two clients one trains in a round
     assert engine.store.budget == 1000
     schedule = Schedule(2, 1.0)
-    runs = [Federation(build("fedavg"), own, each, schedule) for each in (engine, RowsEngine(own))]
+    runs = [Federation(build("fedavg"), small, each, schedule) for each in (engine, RowsEngine(small))]
     for run in runs:
         run.run()
     engine.close()
@@ -187,32 +187,32 @@ def test_processes_give_a_run_the_numbers_of_rows(caplog: pytest.LogCaptureFixtu
 
 
 def test_a_run_that_goes_on_keeps_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = task()
-    whole = fl.run("fedmr", own, rounds=4, participation=0.5, engine="stacked")
-    fl.run("fedmr", own, rounds=2, participation=0.5, directory=tmp_path)
+    small = task()
+    uninterrupted = fl.run("fedmr", small, rounds=4, participation=0.5, engine="stacked")
+    fl.run("fedmr", small, rounds=2, participation=0.5, directory=tmp_path)
     kept = json.loads((tmp_path / "engine.json").read_text())
     assert kept["name"] == "stacked"
     assert kept["reason"]
     monkeypatch.setattr("fedloom.engines.rule.choice", lambda *_: (Choice("rows", reason="another rule"), None))
-    found = fl.run("fedmr", own, rounds=4, participation=0.5, directory=tmp_path)
-    assert isinstance(found.federation.engine, StackedEngine)
-    assert torch.equal(found.federation.algorithm.model(), whole.federation.algorithm.model())
+    result = fl.run("fedmr", small, rounds=4, participation=0.5, directory=tmp_path)
+    assert isinstance(result.federation.engine, StackedEngine)
+    assert torch.equal(result.federation.algorithm.model(), uninterrupted.federation.algorithm.model())
     assert json.loads((tmp_path / "engine.json").read_text()) == kept
-    assert found.summary.environment["engine"] == f"stacked ({kept['reason']})"
+    assert result.summary.environment["engine"] == f"stacked ({kept['reason']})"
     with pytest.raises(CheckpointError, match="engine = 'default', not 'rows'"):
-        fl.run("fedmr", own, rounds=5, participation=0.5, directory=tmp_path, engine="rows")
+        fl.run("fedmr", small, rounds=5, participation=0.5, directory=tmp_path, engine="rows")
 
 
 def test_a_run_whose_engine_was_named_goes_on_in_it_by_default(tmp_path: Path) -> None:
-    own = task()
-    whole = fl.run("fedmr", own, rounds=4, participation=0.5, engine="rows")
-    fl.run("fedmr", own, rounds=2, participation=0.5, directory=tmp_path, engine="rows")
-    found = fl.run("fedmr", own, rounds=4, participation=0.5, directory=tmp_path)
-    assert type(found.federation.engine) is RowsEngine
-    assert found.configuration["engine"] == "rows"
+    small = task()
+    uninterrupted = fl.run("fedmr", small, rounds=4, participation=0.5, engine="rows")
+    fl.run("fedmr", small, rounds=2, participation=0.5, directory=tmp_path, engine="rows")
+    result = fl.run("fedmr", small, rounds=4, participation=0.5, directory=tmp_path)
+    assert type(result.federation.engine) is RowsEngine
+    assert result.configuration["engine"] == "rows"
     assert json.loads((tmp_path / "configuration.json").read_text())["engine"] == "rows"
     assert not (tmp_path / "engine.json").exists()
-    assert torch.equal(found.federation.algorithm.model(), whole.federation.algorithm.model())
+    assert torch.equal(result.federation.algorithm.model(), uninterrupted.federation.algorithm.model())
 
 
 @pytest.mark.usefixtures("cores")
@@ -232,17 +232,17 @@ def test_a_run_in_worker_processes_goes_on_where_none_may_start(name: str, model
 
 
 def test_a_finished_run_is_read_without_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = task()
-    first = fl.run("fedmr", own, rounds=2, participation=0.5, directory=tmp_path)
+    small = task()
+    first = fl.run("fedmr", small, rounds=2, participation=0.5, directory=tmp_path)
 
     def started(*_: object, **__: object) -> LocalEngine:
         raise AssertionError("an engine is made for nothing")
 
     monkeypatch.setattr("fedloom.experiment.run.make_engine", started)
-    again = fl.run("fedmr", own, rounds=2, participation=0.5, directory=tmp_path)
-    assert again.history == first.history
-    assert again.engine == first.engine
-    assert torch.equal(again.federation.algorithm.model(), first.federation.algorithm.model())
+    repeated = fl.run("fedmr", small, rounds=2, participation=0.5, directory=tmp_path)
+    assert repeated.history == first.history
+    assert repeated.engine == first.engine
+    assert torch.equal(repeated.federation.algorithm.model(), first.federation.algorithm.model())
 
 
 def plan(folder: Path, **more: Any) -> Configuration:

@@ -55,9 +55,9 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_devices_are_found_by_name(two_gpus: None) -> None:
     assert present() == ["cpu", "cuda:0", "cuda:1"]
-    found = {name: find_device(name) for name in ("cpu", "cuda", "cuda:1", "auto")}
+    devices = {name: find_device(name) for name in ("cpu", "cuda", "cuda:1", "auto")}
     cpu, first, second = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
-    assert found == {"cpu": cpu, "cuda": first, "cuda:1": second, "auto": first}
+    assert devices == {"cpu": cpu, "cuda": first, "cuda:1": second, "auto": first}
     with pytest.raises(InvalidValue, match=r"^there is no device 'cuda:2' here \(there are: cpu, cuda:0, cuda:1\)$"):
         find_device("cuda:2")
 
@@ -424,10 +424,10 @@ def test_precision_is_that_of_the_task_that_begins() -> None:
 
 def test_the_rule_is_told_that_recorders_hook_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Recorders that hook client training need it in this process; which recorder and method it is decides."""
-    asked: list[bool] = []
+    requests: list[bool] = []
 
     def by_rule(task: Task, schedule: Schedule, in_process: bool, *_: Any) -> RowsEngine:
-        asked.append(in_process)
+        requests.append(in_process)
         return RowsEngine(task)
 
     monkeypatch.setattr("fedloom.engines.choose.by_rule", by_rule)
@@ -441,7 +441,7 @@ def test_the_rule_is_told_that_recorders_hook_training(monkeypatch: pytest.Monke
     for record, method, _ in cases:
         run(method, task, rounds=1, participation=0.5, record=record)
     run("fedala", task, rounds=1, participation=0.5, record=["ala(client=3)"], directory=tmp_path)
-    assert asked == [*(expected for _, _, expected in cases), True]
+    assert requests == [*(expected for _, _, expected in cases), True]
 
 
 # --- on a GPU ---

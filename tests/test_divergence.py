@@ -85,8 +85,8 @@ def test_a_global_model_beyond_recovery_ends_the_run_with_the_round_before(
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["round"] for line in lines] == [1, 2]
     assert "NaN" not in "".join(lines)
-    again = federation(Spoilt(build(inner)), tmp_path)
-    assert_state_of_round(again, LAST, inner)
+    repeated = federation(Spoilt(build(inner)), tmp_path)
+    assert_state_of_round(repeated, LAST, inner)
 
 
 @pytest.mark.parametrize("inner", ["fedmr", "umf(scaffold)"])
@@ -97,8 +97,8 @@ def test_an_interruption_on_the_server_undoes_the_round(inner: str, tmp_path: Pa
     with pytest.raises(KeyboardInterrupt):
         run.run()
     assert_state_of_round(run, LAST, inner)
-    again = federation(Spoilt(build(inner)), tmp_path, rounds=5)
-    assert again.finished == LAST
+    repeated = federation(Spoilt(build(inner)), tmp_path, rounds=5)
+    assert repeated.finished == LAST
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedmr", "umf(feddc)"])

@@ -98,8 +98,8 @@ def test_the_tables_of_the_first_page_are_configurations(tmp_path: Path) -> None
     (table,) = blocks("index.md", "toml")
     path = tmp_path / "job.toml"
     path.write_text(table)
-    found = load(path)
-    assert len(found.algorithms) * len(found.seeds) == 6
+    loaded = load(path)
+    assert len(loaded.algorithms) * len(loaded.seeds) == 6
 
 
 def test_the_file_for_those_who_come_from_elsewhere_is_a_configuration(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_the_site_builds_without_a_warning_and_asks_no_other_server(tmp_path: Pa
 
 
 def test_the_files_for_clusters_can_be_read_as_what_they_are() -> None:
-    (script,) = (one for one in blocks("ray.md", "bash") if "#SBATCH" in one)
+    (script,) = (block for block in blocks("ray.md", "bash") if "#SBATCH" in block)
     checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
     (manifest,) = map(yaml.safe_load, blocks("ray.md", "yaml"))

@@ -19,9 +19,9 @@ SMALL = {"rounds": 1, "model": "logistic", "data": {"clients": 4}, "training": {
 @pytest.fixture
 def closed(monkeypatch: pytest.MonkeyPatch) -> list[RowsEngine]:
     """The engines that were closed, in order."""
-    found: list[RowsEngine] = []
-    monkeypatch.setattr(RowsEngine, "close", lambda engine: found.append(engine))
-    return found
+    engines_made: list[RowsEngine] = []
+    monkeypatch.setattr(RowsEngine, "close", lambda engine: engines_made.append(engine))
+    return engines_made
 
 
 def interrupted(*_: object) -> None:
@@ -31,8 +31,8 @@ def interrupted(*_: object) -> None:
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_run_in_python_closes_its_engine(closed: list[RowsEngine], tmp_path: Path, kept: bool) -> None:
     task = fl.make_task("digits", clients=4, model="logistic")
-    found = fl.run("fedavg", task, rounds=1, directory=tmp_path if kept else None)
-    assert closed == [found.federation.engine]
+    result = fl.run("fedavg", task, rounds=1, directory=tmp_path if kept else None)
+    assert closed == [result.federation.engine]
     with pytest.raises(KeyboardInterrupt):
         fl.run("fedmr", task, rounds=2, directory=tmp_path / "other" if kept else None, on_round=interrupted)
     assert len(set(closed)) == len(closed) == 2

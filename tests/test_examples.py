@@ -54,8 +54,8 @@ def test_a_script_prints_what_the_gallery_shows(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.toml")))
 def test_every_method_of_a_configuration_trains(name: str, tmp_path: Path) -> None:
-    told = load(EXAMPLES / f"{name}.toml", ["rounds=2", "seeds=[0]", "workers=1", f"directory={tmp_path}"])
-    comparison = Comparison.of(told)
+    configuration = load(EXAMPLES / f"{name}.toml", ["rounds=2", "seeds=[0]", "workers=1", f"directory={tmp_path}"])
+    comparison = Comparison.of(configuration)
     assert comparison.run(lambda event: None) == {}
     assert all(sheet.rows[0].final is not None for sheet in comparison.sheets({}))
 

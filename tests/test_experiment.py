@@ -84,10 +84,10 @@ def test_a_run_gives_its_model_and_its_history() -> None:
 def test_the_method_that_was_given_stays_as_it_is() -> None:
     method = fl.FedMR()
     first = fl.run(method, task(), rounds=2, participation=0.6)
-    before = first.federation.algorithm.model().clone()
+    original = first.federation.algorithm.model().clone()
     fl.run(method, task(), rounds=3, participation=0.6, seed=1)
     assert not hasattr(method, "state")
-    assert torch.equal(first.federation.algorithm.model(), before)
+    assert torch.equal(first.federation.algorithm.model(), original)
 
 
 def test_an_expression_is_a_method_too() -> None:
@@ -134,9 +134,9 @@ def test_a_directory_goes_on_and_is_that_of_one_run(tmp_path: Path) -> None:
 
 def test_a_run_directory_holds_what_it_takes(tmp_path: Path) -> None:
     job = plan(tmp_path, data={"clients": 4, "partition": "dirichlet(0.5)", "local_test": 0.25})
-    found = run_configured(job, RunName("fedmr", 3), lambda event: None)
-    place = tmp_path / "fedmr" / "seed-3"
-    settings = json.loads((place / "configuration.json").read_text())
+    summary = run_configured(job, RunName("fedmr", 3), lambda event: None)
+    directory = tmp_path / "fedmr" / "seed-3"
+    settings = json.loads((directory / "configuration.json").read_text())
     assert settings["algorithm"] == "fedmr"
     assert settings["data"] == {
         "name": "digits",
@@ -150,17 +150,17 @@ def test_a_run_directory_holds_what_it_takes(tmp_path: Path) -> None:
     }
     assert settings["training"]["learning_rate"] == 0.1
     made = job.task(3)
-    split = Partition.load(place / "split.npz")
+    split = Partition.load(directory / "split.npz")
     assert (split.indices == made.partition.indices).all()
     assert made.local_test is not None
-    assert (Partition.load(place / "test-split.npz").indices == made.local_test.indices).all()
-    lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
-    assert lines == found.records
-    assert json.loads((place / "result.json").read_text())["accuracy"] == lines[-1]["accuracy"]
-    assert json.loads((place / "environment.json").read_text())["torch"] == torch.__version__
+    assert (Partition.load(directory / "test-split.npz").indices == made.local_test.indices).all()
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert lines == summary.records
+    assert json.loads((directory / "result.json").read_text())["accuracy"] == lines[-1]["accuracy"]
+    assert json.loads((directory / "environment.json").read_text())["torch"] == torch.__version__
     labels = made.train.labels.numpy()
-    assert found.label_counts == [[int((labels[split[k]] == c).sum()) for c in range(10)] for k in range(4)]
-    assert share_right(load_model(place), made) == pytest.approx(lines[-1]["accuracy"])
+    assert summary.label_counts == [[int((labels[split[k]] == c).sum()) for c in range(10)] for k in range(4)]
+    assert share_right(load_model(directory), made) == pytest.approx(lines[-1]["accuracy"])
 
 
 def test_the_same_seed_twice_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
@@ -178,9 +178,9 @@ def test_a_finished_run_is_only_read(tmp_path: Path) -> None:
     first = run_configured(job, name, lambda event: None)
     written = {path: path.stat().st_mtime_ns for path in run_directory(job, *name).path.iterdir()}
     events: list[Event] = []
-    again = run_configured(job, name, events.append)
+    repeated = run_configured(job, name, events.append)
     assert [event.kind for event in events] == ["skipped"]
-    assert again == first
+    assert repeated == first
     assert all(path.stat().st_mtime_ns == then for path, then in written.items() if path.name != ".lock")
     events.clear()
     run_configured(job, name, events.append, fresh=True)

@@ -107,8 +107,8 @@ def test_a_run_loads_no_library_that_it_does_not_use(tmp_path: Path) -> None:
     job = 'algorithm = "fedavg"\nrounds = 1\nmodel = "logistic"\n[data]\nname = "digits"\nclients = 4\n'
     (tmp_path / "job.toml").write_text(job)
     code = "import sys, fedloom.cli; print(fedloom.cli.main(['run', 'job.toml'])); print(*sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    *_, exit_code, loaded = found.stdout.splitlines()
+    completed = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    *_, exit_code, loaded = completed.stdout.splitlines()
     assert exit_code == "0"
     unused = {
         "pandas", "sklearn", "scipy", "sympy", "pyarrow.lib", "dp_accounting", "ray", "flwr", "torchmetrics", "optuna",
@@ -125,8 +125,8 @@ def test_the_examples_of_the_readme_run(tmp_path: Path) -> None:
     code = "import torch\ntorch.set_num_threads(1)\n" + "\n".join(blocks)
     file = tmp_path / "readme.py"
     file.write_text(code + "print(type(staged.federation.algorithm).__name__)\n")
-    found = subprocess.run([sys.executable, str(file)], cwd=tmp_path, capture_output=True, text=True, check=True)
-    accuracy, best, _ = found.stdout.splitlines()[0].split()
+    completed = subprocess.run([sys.executable, str(file)], cwd=tmp_path, capture_output=True, text=True, check=True)
+    accuracy, best, _ = completed.stdout.splitlines()[0].split()
     assert 0.5 < float(accuracy) <= float(best) <= 1
-    assert found.stdout.split()[-1] == "Stages"
+    assert completed.stdout.split()[-1] == "Stages"
     assert (tmp_path / "report.html").exists()

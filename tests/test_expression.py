@@ -36,9 +36,9 @@ VALUES = st.recursive(
 
 @given(VALUES)
 def test_what_is_shown_is_read_back(value: Any) -> None:
-    found = parse_value(show(value))
-    assert found == value
-    assert show(found) == show(value)  # 1, 1.0 and true are equal
+    parsed = parse_value(show(value))
+    assert parsed == value
+    assert show(parsed) == show(value)  # 1, 1.0 and true are equal
 
 
 @given(st.text())
@@ -105,8 +105,8 @@ def test_what_makes_no_sense_is_refused(text: str) -> None:
 )
 def test_a_method_is_described_as_it_is_built(text: str) -> None:
     method = build(text)
-    again = build(str(method))
-    assert (again, str(again)) == (method, str(method))
+    repeated = build(str(method))
+    assert (repeated, str(repeated)) == (method, str(method))
     assert parse(str(parse(text))) == parse(text)
 
 

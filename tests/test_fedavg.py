@@ -130,10 +130,10 @@ def test_rounds_equal_a_naive_implementation(settings: dict[str, object], weight
     select = [record["clients"] for record in run.history]
     assert all(len(clients) == 3 for clients in select)
     expected = naive_fedavg(task, 3, 4, select, weighted).state_dict()
-    found = task.module(run.algorithm.model()).state_dict()
+    state_dict = task.module(run.algorithm.model()).state_dict()
     for name in expected:
         if expected[name].is_floating_point():
-            torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(state_dict[name], expected[name], rtol=1e-5, atol=1e-5)
     counters = task.layout.integer_slices
     assert [int(run.integers[part.start]) for part in counters] == [int(expected[part.name]) for part in counters]
 

@@ -225,9 +225,9 @@ def test_divergence_is_said_and_keeps_the_last_good_model(tmp_path: Path) -> Non
     run = Federation(build("fedavg"), task, RowsEngine(task), Schedule(rounds=9, participation=0.5), tmp_path)
     with pytest.raises(Diverged, match=r"learning rate 1e\+20"):
         run.run()
-    again = Federation(build("fedavg"), task, RowsEngine(task), Schedule(rounds=9, participation=0.5), tmp_path)
-    assert again.finished == run.finished
-    assert bool(torch.isfinite(again.algorithm.model()).all())
+    repeated = Federation(build("fedavg"), task, RowsEngine(task), Schedule(rounds=9, participation=0.5), tmp_path)
+    assert repeated.finished == run.finished
+    assert bool(torch.isfinite(repeated.algorithm.model()).all())
 
 
 def test_figures_and_times_are_written_a_line_a_round(tmp_path: Path) -> None:

@@ -61,9 +61,9 @@ def test_a_value_that_is_not_allowed_is_told_in_one_line(name: str, value: objec
 
 
 def test_numbers_are_those_that_the_types_want() -> None:
-    found = Settings(positive=2, count=np.int64(3), share=np.float32(0.5), method=FedAvg())  # type: ignore[arg-type]
-    assert (type(found.positive), type(found.count), type(found.share)) == (float, int, float)
-    assert (found.positive, found.count, found.share, found.word) == (2, 3, 0.5, "mean")
+    settings = Settings(positive=2, count=np.int64(3), share=np.float32(0.5), method=FedAvg())  # type: ignore[arg-type]
+    assert (type(settings.positive), type(settings.count), type(settings.share)) == (float, int, float)
+    assert (settings.positive, settings.count, settings.share, settings.word) == (2, 3, 0.5, "mean")
 
 
 @given(st.floats(allow_nan=True, allow_infinity=True))

@@ -111,8 +111,8 @@ def test_files_have_the_permissions_that_others_expect(tmp_path: Path) -> None:
         write_bytes(tmp_path / "key", b"secret", mode=0o600)
     finally:
         os.umask(before)
-    found = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
-    assert found == {"model.safetensors": 0o644, "text": 0o644, "key": 0o600}
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert modes == {"model.safetensors": 0o644, "text": 0o644, "key": 0o600}
 
 
 def test_a_place_that_cannot_be_written_is_said_in_one_line(tmp_path: Path) -> None:

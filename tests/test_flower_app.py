@@ -64,12 +64,12 @@ def test_a_file_that_names_one_method_is_taken_word_for_word(tmp_path: Path) -> 
 def test_changes_and_a_chosen_method_end_in_the_configuration(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(JOB)
     write_app(tmp_path / "app", tmp_path / "job.toml", ["algorithm=scaffold", "data.clients=6", "training.epochs=2"])
-    found = tomllib.loads(told(tmp_path / "app")["configuration"])
-    assert found == {
+    written = tomllib.loads(told(tmp_path / "app")["configuration"])
+    assert written == {
         "name": "job", "algorithm": "scaffold", "rounds": 7, "plugins": [],
         "data": {"clients": 6}, "training": {"epochs": 2},
     }  # fmt: skip
-    assert configuration(found).schedule.rounds == 7
+    assert configuration(written).schedule.rounds == 7
 
 
 def test_sites_that_exchange_layers_are_told_how_to_name_their_keys(tmp_path: Path) -> None:

@@ -116,26 +116,26 @@ def test_a_hostile_reply_is_refused_and_the_round_ends_with_the_others(kind: str
 def test_absent_and_late_sites_drop_out_as_in_a_simulation(algorithm: str, tmp_path: Path) -> None:
     config = run_config(algorithm, tmp_path / "run", rounds=3)
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
-    found = flower(config, grid)
-    found.engine.messenger.deadline = 0.1  # type: ignore[attr-defined]
+    federation = flower(config, grid)
+    federation.engine.messenger.deadline = 0.1  # type: ignore[attr-defined]
     expected = simulated(config, {1: {ONE, TWO}})
     site(grid, ONE).online = False
     site(grid, TWO).late = True  # it trains, and remembers that it did
-    record, _ = found.step()
+    record, _ = federation.step()
     assert [(f["client"], f["reason"]) for f in record["faults"]] == [
         (ONE, "the site is not there"),
         (TWO, "no reply within 0.1 s"),
     ]
     site(grid, ONE).online, site(grid, TWO).late = True, False
-    found.engine.messenger.deadline = 60.0  # type: ignore[attr-defined]
-    found.run()
+    federation.engine.messenger.deadline = 60.0  # type: ignore[attr-defined]
+    federation.run()
     expected.run()
-    for one, two in zip(found.history[:1], expected.history[:1], strict=True):
+    for one, two in zip(federation.history[:1], expected.history[:1], strict=True):
         sent = len(one["clients"]) - 1  # the late site was sent the message, the absent one was not
         assert one["bytes_down"] * len(one["clients"]) == two["bytes_down"] * sent
         one["bytes_down"] = two["bytes_down"]
         one["faults"], two["faults"] = [], []
-    assert_close(found, expected)
+    assert_close(federation, expected)
 
 
 class Dropping(RowsEngine):
@@ -161,42 +161,42 @@ def simulated(config: dict[str, Any], absent: dict[int, set[int]]) -> Federation
 def test_a_node_that_registers_anew_is_found_again(tmp_path: Path) -> None:
     config = run_config("scaffold", tmp_path / "run", rounds=3)
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
-    found = flower(config, grid)
-    found.step()
+    federation = flower(config, grid)
+    federation.step()
     for number, node in list(grid.nodes.items()):  # every SuperNode restarts and gets another id
         del grid.nodes[number]
         grid.nodes[number + 50_000] = replace(node)
-    found.run()
-    assert not any(record["faults"] for record in found.history)
+    federation.run()
+    assert not any(record["faults"] for record in federation.history)
     expected = simulated(config, {})
     expected.run()
-    assert_close(found, expected)
+    assert_close(federation, expected)
 
 
 def test_sites_that_change_their_numbers_are_asked_anew(tmp_path: Path) -> None:
     """The nodes stay; an order that reaches the wrong one is refused there."""
     config = run_config("fedavg", tmp_path / "run", rounds=4)
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
-    found = flower(config, grid)
+    federation = flower(config, grid)
     one, two = site(grid, ONE), site(grid, TWO)
     one.config["partition-id"], two.config["partition-id"] = TWO, ONE
-    record, _ = found.step()
+    record, _ = federation.step()
     reasons = {fault["client"]: fault["reason"] for fault in record["faults"]}
     assert reasons == {ONE: f"this is site {TWO}, not {ONE}", TWO: f"this is site {ONE}, not {TWO}"}
-    found.run()
-    assert not any(record["faults"] for record in found.history[1:])
-    assert TWO in {client for record in found.history[1:] for client in record["clients"]}
+    federation.run()
+    assert not any(record["faults"] for record in federation.history[1:])
+    assert TWO in {client for record in federation.history[1:] for client in record["clients"]}
 
 
 def test_a_site_that_lost_its_memory_says_so_once_and_begins_anew(tmp_path: Path) -> None:
     config = run_config("scaffold", tmp_path / "run", rounds=6)
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
-    found = flower(config, grid)
-    found.step()
+    federation = flower(config, grid)
+    federation.step()
     for number in selected(1):
         shutil.rmtree(tmp_path / f"site-{number}")
-    found.run()
-    faults = [fault for record in found.history for fault in record["faults"]]
+    federation.run()
+    faults = [fault for record in federation.history for fault in record["faults"]]
     assert faults
     assert all("its memory of round 1 is lost" in fault["reason"] for fault in faults)
     assert len({fault["client"] for fault in faults}) == len(faults) <= 3
@@ -214,11 +214,11 @@ def test_two_sites_with_one_number_are_refused(tmp_path: Path) -> None:
 def test_a_second_site_with_a_number_that_comes_later_is_left_alone(tmp_path: Path) -> None:
     config = run_config("fedavg", tmp_path / "run", rounds=2)
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
-    found = flower(config, grid)
+    federation = flower(config, grid)
     intruder = replace(site(grid, 2), trained=[])
     grid.nodes[7] = intruder
-    found.run()
-    assert not any(record["faults"] for record in found.history)
+    federation.run()
+    assert not any(record["faults"] for record in federation.history)
     assert intruder.trained == []
 
 
@@ -226,18 +226,18 @@ def test_a_newcomer_takes_a_number_only_when_its_holder_is_gone(tmp_path: Path) 
     """However long the holder is silent, which it is while it trains."""
     config = run_config("fedavg", tmp_path / "run", rounds=4)
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
-    found = flower(config, grid)
-    found.engine.messenger.deadline = 0.05  # type: ignore[attr-defined]
+    federation = flower(config, grid)
+    federation.engine.messenger.deadline = 0.05  # type: ignore[attr-defined]
     holder = site(grid, ONE)
     newcomer = replace(holder, trained=[])
     holder.silent = True
     grid.nodes[7] = newcomer
-    record, _ = found.step()
+    record, _ = federation.step()
     assert [fault["client"] for fault in record["faults"]] == [ONE]
     assert newcomer.trained == []
     holder.online = False
-    while found.finished < 4:
-        record, _ = found.step()
+    while federation.finished < 4:
+        record, _ = federation.step()
         assert record["faults"] == []
     assert newcomer.trained
 
@@ -337,10 +337,10 @@ def test_a_site_trains_from_the_memory_that_the_server_took(tmp_path: Path) -> N
     """The same order gives the same answer, and only what may still be asked for is kept."""
     config = run_config("scaffold", tmp_path / "run", rounds=5)
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
-    found = flower(config, grid)
-    found.run()
-    assert isinstance(found.engine, FlowerEngine)
-    versions = found.engine.memory()["versions"].tolist()
+    federation = flower(config, grid)
+    federation.run()
+    assert isinstance(federation.engine, FlowerEngine)
+    versions = federation.engine.memory()["versions"].tolist()
     for number in range(CLIENTS):
         kept = sorted(
             int(path.stem.rpartition("v")[2]) for path in (tmp_path / f"site-{number}").rglob("*.safetensors")
@@ -357,15 +357,15 @@ def test_a_site_trains_from_the_memory_that_the_server_took(tmp_path: Path) -> N
 def test_the_engine_remembers_versions_through_a_rollback(tmp_path: Path) -> None:
     config = run_config("scaffold", tmp_path / "run", rounds=3)
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
-    found = flower(config, grid)
-    found.step()
-    before = found.engine.memory()["versions"].clone()
-    found.algorithm.receive = None  # type: ignore[method-assign, assignment]
+    federation = flower(config, grid)
+    federation.step()
+    original = federation.engine.memory()["versions"].clone()
+    federation.algorithm.receive = None  # type: ignore[method-assign, assignment]
     with pytest.raises(TypeError):
-        found.step()
-    assert torch.equal(found.engine.memory()["versions"], before)
-    del found.algorithm.receive
-    found.run()
+        federation.step()
+    assert torch.equal(federation.engine.memory()["versions"], original)
+    del federation.algorithm.receive
+    federation.run()
     expected = simulated(config, {})
     expected.run()
-    assert_close(found, expected)
+    assert_close(federation, expected)

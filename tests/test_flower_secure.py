@@ -38,9 +38,9 @@ SHORT = "secure(fedmr, repeats=1)"
 
 
 def node(grid: ExchangeGrid, number: int) -> PeerNode:
-    found = site(grid, number)
-    assert isinstance(found, PeerNode)
-    return found
+    simulated_site = site(grid, number)
+    assert isinstance(simulated_site, PeerNode)
+    return simulated_site
 
 
 def started(
@@ -413,8 +413,8 @@ def test_a_site_with_a_key_that_the_others_do_not_know_is_left_out(tmp_path: Pat
     federation, grid = started(tmp_path, SHORT)
     make_keys(tmp_path / "other", 6)
     number = selected(1)[1]
-    place = tmp_path / "other" / f"site-{number}"
-    node(grid, number).config |= {"identity": str(place / "site.key")}
+    directory = tmp_path / "other" / f"site-{number}"
+    node(grid, number).config |= {"identity": str(directory / "site.key")}
     listed = (tmp_path / "keys" / f"site-{number}" / "peers.pub").read_bytes().splitlines(keepends=True)
     listed[number] = (tmp_path / "other" / "server" / f"site-{number}.pub").read_bytes()
     (tmp_path / "keys" / f"site-{number}" / "peers.pub").write_bytes(b"".join(listed))

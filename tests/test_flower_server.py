@@ -254,10 +254,10 @@ def test_sites_train_on_their_own_data(algorithm: str, tmp_path: Path) -> None:
     server_app.serve(grid, config, PAUSE)
     expected = Federation(build(algorithm), task, RowsEngine(task), schedule(settings))
     expected.run()
-    found, _ = read_tensors(tmp_path / "run" / "model.safetensors")
+    tensors, _ = read_tensors(tmp_path / "run" / "model.safetensors")
     for name, tensor in task.module(expected.algorithm.model()).state_dict().items():
         if tensor.is_floating_point():
-            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5)
+            torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-5)
     for one, two in zip(lines(tmp_path / "run" / "metrics.jsonl"), expected.history, strict=True):
         floats = {name: value for name, value in two.items() if isinstance(value, float)}
         assert {name: one[name] for name in floats} == pytest.approx(floats, rel=1e-4, abs=1e-6)
@@ -276,10 +276,10 @@ def test_sites_train_on_noisy_labels_of_the_federations_data(tmp_path: Path) -> 
     task = settings.configuration.task(3)
     expected = Federation(build("ditto"), task, RowsEngine(task), schedule(settings))
     expected.run()
-    found, _ = read_tensors(tmp_path / "sites" / "model.safetensors")
+    tensors, _ = read_tensors(tmp_path / "sites" / "model.safetensors")
     for name, tensor in task.module(expected.algorithm.model()).state_dict().items():
         if tensor.is_floating_point():
-            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5)
+            torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-5)
     wrong = json.loads((tmp_path / "sites" / "task.json").read_text())["wrong_labels"]
     assert task.true_labels is not None
     assert wrong == int((task.train.labels != task.true_labels).sum()) > 100

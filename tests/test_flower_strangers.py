@@ -251,11 +251,11 @@ def weights_of(folder: Path, prepare: Callable[[LocalGrid], None], **more: Any) 
     grid = LocalGrid(nodes(CLIENTS, folder), config)
     own_data(grid, folder, [10, 20, 30, 40, 50, 60])
     prepare(grid)
-    found = deployment(config)
-    gathering = server_app.Gathering(found, Mailbox(grid, 0.01))
+    settings = deployment(config)
+    gathering = server_app.Gathering(settings, Mailbox(grid, 0.01))
     (folder / "run").mkdir()
     task = gathering.task(3)
-    federation = Federation(build("fedavg"), task, gathering.engine(task), schedule(found))
+    federation = Federation(build("fedavg"), task, gathering.engine(task), schedule(settings))
     weighed: list[dict[int, float]] = []
 
     def receive(_: Any, replies: Any) -> None:
@@ -300,8 +300,8 @@ def test_a_site_counts_with_no_more_than_it_had_at_the_start(tmp_path: Path) -> 
     config["configuration"] = config["configuration"].replace("local_test = 0.25", "").replace("personal_every = 5", "")
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
     own_data(grid, tmp_path, [10, 20, 30, 40, 50, 60])
-    found = deployment(config)
-    gathering = server_app.Gathering(found, Mailbox(grid, 0.01))
+    settings = deployment(config)
+    gathering = server_app.Gathering(settings, Mailbox(grid, 0.01))
     (tmp_path / "run").mkdir()
     gathering.task(3)
     for key, node in list(grid.nodes.items()):  # they come back and say that they have more
@@ -347,16 +347,16 @@ def test_what_sites_say_of_themselves_is_in_the_opening_only_within_bounds(tmp_p
 def test_no_bytes_are_counted_for_sites_that_are_not_there(algorithm: str, tmp_path: Path) -> None:
     config = run_config(algorithm, tmp_path / "run", rounds=3)
     grid = peers(tmp_path, config)
-    found = flower(config, grid)
-    found.step()
+    federation = flower(config, grid)
+    federation.step()
     (gone,) = set(selected(2)) - {*selected(2)[:2]}
     late = selected(2)[0]
     site(grid, gone).online = False
     site(grid, late).late = True
-    found.engine.messenger.deadline = 0.05  # type: ignore[attr-defined]
-    record, _ = found.step()
+    federation.engine.messenger.deadline = 0.05  # type: ignore[attr-defined]
+    record, _ = federation.step()
     assert {fault["client"] for fault in record["faults"]} >= {gone, late}
-    one = found.history[0]["bytes_down"] // 3
+    one = federation.history[0]["bytes_down"] // 3
     assert record["bytes_down"] == 2 * one  # what is late was sent all the same
 
 

@@ -60,18 +60,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[LocalGrid, list[Told]
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     """The workers that this process starts, as one that Flower started for a message."""
-    found: list[subprocess.Popen[bytes]] = []
+    processes: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
 
     def noted(*given: Any, **options: Any) -> subprocess.Popen[bytes]:
-        found.append(popen(*given, **options))
-        return found[-1]
+        processes.append(popen(*given, **options))
+        return processes[-1]
 
     monkeypatch.setattr(subprocess, "Popen", noted)
     monkeypatch.setattr(site_worker.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["/bin/flwr-clientapp", "--parent-pid", str(os.getpid())])
-    yield found
-    for worker in found:
+    yield processes
+    for worker in processes:
         worker.kill()
         worker.wait()
 

@@ -223,9 +223,9 @@ def test_refused_replies_leave_their_block() -> None:
     assert list(faulty) == [client for client in selected if client in (3, 5, 11)]
     assert faulty[3] == "'model' is not finite"
     assert "has shape" in faulty[11]
-    whole = federation("fedavg")
-    assert run.history[0]["bytes_up"] == 18 / 21 * whole.history[0]["bytes_up"]
-    assert not torch.equal(run.algorithm.model(), whole.algorithm.model())
+    uninterrupted = federation("fedavg")
+    assert run.history[0]["bytes_up"] == 18 / 21 * uninterrupted.history[0]["bytes_up"]
+    assert not torch.equal(run.algorithm.model(), uninterrupted.algorithm.model())
 
 
 def replies_of(
@@ -238,26 +238,26 @@ def replies_of(
     def weights(replies: Sequence[Reply]) -> Tensor:
         return torch.tensor([1 + (reply.client_task.slot or 0) for reply in replies])
 
-    found = RoundReplies(tasks, slots, size, weights, lambda replies: replies.aggregate())
+    round_replies = RoundReplies(tasks, slots, size, weights, lambda replies: replies.aggregate())
     row = {slot: {"model": torch.full((2,), float(slot)).double()} for slot in range(slots)}
     faulty = [Fault(task, "late") for task in tasks if task.slot not in answers and task.slot not in unheard]
     by_slot = {task.slot: task for task in tasks}
-    found.collect([*faulty, *(Reply(by_slot[slot], row[slot], {"loss": float(slot)}) for slot in answers)])
-    return found
+    round_replies.collect([*faulty, *(Reply(by_slot[slot], row[slot], {"loss": float(slot)}) for slot in answers)])
+    return round_replies
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 9, 100])
 def test_absent_clients_and_whole_blocks_that_fail_are_left_out(size: int) -> None:
     present = [8, 0, 7, 3, 1]
-    found = replies_of(present, size, lost=(4, 5))
-    aggregate = found.aggregate
+    round_replies = replies_of(present, size, lost=(4, 5))
+    aggregate = round_replies.aggregate
     assert aggregate is not None
     expected = sum(slot * (1 + slot) for slot in present) / sum(1 + slot for slot in present)
     assert aggregate.mean["model"].tolist() == pytest.approx([expected] * 2, rel=1e-14)
     assert (aggregate.count, aggregate.weight) == (5, 24.0)
-    assert [fault.client_task.slot for fault in found.faults] == [2, 6]
-    assert found.metrics["loss"].tolist() == sorted(present)
-    assert found.bytes == 5 * 16
+    assert [fault.client_task.slot for fault in round_replies.faults] == [2, 6]
+    assert round_replies.metrics["loss"].tolist() == sorted(present)
+    assert round_replies.bytes == 5 * 16
     first_to_last = replies_of(sorted(present), size, lost=(4, 5), unheard=(2,)).aggregate
     assert first_to_last is not None
     assert torch.equal(first_to_last.mean["model"], aggregate.mean["model"])
@@ -274,8 +274,8 @@ def test_means_of_tensors_of_any_shape() -> None:
         "figure": torch.tensor([1.0, 2.0]),
     }
     every = torch.arange(2)
-    found = Replies(rows, every, every, torch.tensor([1, 3])).aggregate(total={"figure": rows["figure"]})
-    assert found.mean["counts"].tolist() == [2.5, 4.25]
-    assert torch.equal(found.mean["table"], rows["table"][0] * 0.25 + rows["table"][1] * 0.75)
-    assert found.total["figure"] == 3
-    assert found.mean.keys() == {"counts", "table"}
+    aggregate = Replies(rows, every, every, torch.tensor([1, 3])).aggregate(total={"figure": rows["figure"]})
+    assert aggregate.mean["counts"].tolist() == [2.5, 4.25]
+    assert torch.equal(aggregate.mean["table"], rows["table"][0] * 0.25 + rows["table"][1] * 0.75)
+    assert aggregate.total["figure"] == 3
+    assert aggregate.mean.keys() == {"counts", "table"}

@@ -127,17 +127,17 @@ def test_python_batches_of_every_age(form: str | int, tmp_path: Path) -> None:
     }
     content = python2_pickle(batch) if form == "python 2" else pickle.dumps(batch, protocol=int(form))
     (tmp_path / "data_batch_1").write_bytes(content)
-    found = read_python_batches([tmp_path / "data_batch_1"] * 2, "labels", 10)
-    assert found.labels.tolist() == labels * 2
-    assert torch.equal(found.inputs[:7], torch.from_numpy(pixels.reshape(7, 3, 32, 32)))
-    assert torch.equal(found.inputs[7:], found.inputs[:7])
+    pictures = read_python_batches([tmp_path / "data_batch_1"] * 2, "labels", 10)
+    assert pictures.labels.tolist() == labels * 2
+    assert torch.equal(pictures.inputs[:7], torch.from_numpy(pixels.reshape(7, 3, 32, 32)))
+    assert torch.equal(pictures.inputs[7:], pictures.inputs[:7])
 
 
 def test_arrays_in_column_order_are_read_in_theirs(tmp_path: Path) -> None:
     pixels = np.asfortranarray(random_pixels(5, 3072))
     (tmp_path / "batch").write_bytes(pickle.dumps({"data": pixels, "labels": [0] * 5}, protocol=2))
-    found = read_python_batches([tmp_path / "batch"], "labels", 10)
-    assert np.array_equal(found.inputs.numpy().reshape(5, 3072), pixels)
+    pictures = read_python_batches([tmp_path / "batch"], "labels", 10)
+    assert np.array_equal(pictures.inputs.numpy().reshape(5, 3072), pixels)
 
 
 class _Bomb:
@@ -198,9 +198,9 @@ def test_binary_batches(label_bytes: int, label_at: int, tmp_path: Path) -> None
     records = random_pixels(6, label_bytes + 3072)
     records[:, :label_bytes] %= 20
     records.tofile(tmp_path / "batch.bin")
-    found = read_binary_batches([tmp_path / "batch.bin"], label_bytes, label_at, 20)
-    assert found.labels.tolist() == records[:, label_at].tolist()
-    assert np.array_equal(found.inputs.numpy().reshape(6, -1), records[:, label_bytes:])
+    pictures = read_binary_batches([tmp_path / "batch.bin"], label_bytes, label_at, 20)
+    assert pictures.labels.tolist() == records[:, label_at].tolist()
+    assert np.array_equal(pictures.inputs.numpy().reshape(6, -1), records[:, label_bytes:])
 
 
 def test_damaged_binary_batches_are_named(tmp_path: Path) -> None:

@@ -30,10 +30,10 @@ installed = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("base")
+    directory = tmp_path_factory.mktemp("base")
     base = build_model(f"transformer(layers=2, width={WIDTH}, heads=2)", SPEC, 0)
-    base.save_pretrained(place)
-    return place
+    base.save_pretrained(directory)
+    return directory
 
 
 def task(model: str) -> Task:
@@ -52,15 +52,15 @@ def test_adapters_alone_are_sent_and_recombined_by_layer(folder: Path, tmp_path:
     assert layout.size == layout.trainable == 2 * RANK * (WIDTH + 3 * WIDTH)
     assert len(layout.units("layer")) == 2
     assert layout.integers == 0
-    place = tmp_path / "run"
-    result = fl.run("fedmr", adapted, rounds=2, participation=1.0, directory=place, engine="rows")
+    directory = tmp_path / "run"
+    result = fl.run("fedmr", adapted, rounds=2, participation=1.0, directory=directory, engine="rows")
     assert result.history[0]["bytes_up"] == result.history[0]["bytes_down"] == 4 * 4 * layout.size
     pool, uploads = result.federation.algorithm.state["pool"], result.federation.algorithm.model()
     assert pool.shape == (4, layout.size)
     assert not torch.equal(uploads, adapted.initial)
     file, probe = tmp_path / "model.safetensors", torch.randint(TOKENS, (3, 6))
     save_model(file, result.model, model, SPEC, {})
-    for saved in (fl.load_model(place, build_model(model, SPEC, 7)), fl.load_model(file)):  # whole again
+    for saved in (fl.load_model(directory, build_model(model, SPEC, 7)), fl.load_model(file)):  # whole again
         assert torch.equal(saved(probe).logits, result.model(probe).logits)
     frozen, base = layout.frozen_tensors(result.model), layout.frozen_tensors(adapted.model)
     assert all(torch.equal(frozen[name], base[name]) for name in base)

@@ -104,13 +104,13 @@ def test_bound_module_trains_the_row_itself() -> None:
     layout = Layout(module)
     row = layout.flatten(module)
     layout.bind(module, row)
-    before = row.clone()
+    original = row.clone()
     module(torch.randn(5, 3)).sum().backward()
     with torch.no_grad():
         module[0].weight.add_(1)
-    assert torch.equal(row[:12], before[:12] + 1)
+    assert torch.equal(row[:12], original[:12] + 1)
     statistics = layout.unit(lambda part: "running" in part.name)
-    assert not torch.equal(row[statistics[0]], before[statistics[0]])
+    assert not torch.equal(row[statistics[0]], original[statistics[0]])
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16", "complex64", "float64"])

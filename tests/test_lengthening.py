@@ -100,7 +100,7 @@ def test_nothing_of_the_shorter_run_is_lost_when_the_longer_one_cannot_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path, SHORT)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    original = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
 
     def failing(*_: object) -> None:
         raise RuntimeError("no room")
@@ -109,7 +109,7 @@ def test_nothing_of_the_shorter_run_is_lost_when_the_longer_one_cannot_start(
         patch.setattr("fedloom.engines.rows.RowsEngine.begin", failing)
         with pytest.raises(RuntimeError, match="no room"):
             run(tmp_path, LONG)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == original
     run(tmp_path, LONG)
 
 
@@ -142,13 +142,13 @@ def test_without_the_checkpoint_of_the_last_round_it_goes_on_from_the_one_before
 @pytest.mark.parametrize("method", ["fedphp", "fedasam(swa=true)", "ala(fedphp)", "stages(umf(fedavg):3, fedmr)"])
 def test_a_method_that_foresees_the_end_is_not_lengthened(method: str, tmp_path: Path) -> None:
     run(tmp_path, 2, method)
-    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    original = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     with pytest.raises(
         CheckpointError, match=r"rounds = 2, not 4, and what .* does in a round depends on how many there"
     ) as error:
         run(tmp_path, 4, method)
     assert "choose another name or directory, or start again with --fresh" in str(error.value)
-    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == original
 
 
 def test_fewer_rounds_than_are_done_are_refused(tmp_path: Path) -> None:

@@ -80,11 +80,11 @@ def test_without_wrong_labels_there_is_one_curve(noise: str) -> None:
 
 
 def test_a_run_that_goes_on_records_the_same(tmp_path: Path) -> None:
-    whole = fl.run("fedmr", noisy_task("symmetric(0.5)"), rounds=6, **RUN)
+    uninterrupted = fl.run("fedmr", noisy_task("symmetric(0.5)"), rounds=6, **RUN)
     fl.run("fedmr", noisy_task("symmetric(0.5)"), rounds=3, directory=tmp_path, checkpoint_every=1, **RUN)
     resumed = fl.run("fedmr", noisy_task("symmetric(0.5)"), rounds=6, directory=tmp_path, checkpoint_every=1, **RUN)
-    assert resumed.recorded == whole.recorded
-    assert RunDirectory(tmp_path).summary().recorded == whole.recorded
+    assert resumed.recorded == uninterrupted.recorded
+    assert RunDirectory(tmp_path).summary().recorded == uninterrupted.recorded
 
 
 def test_the_report_draws_a_curve_a_key_and_method_with_a_band_over_seeds() -> None:

@@ -197,7 +197,7 @@ def test_the_model_tells_the_next_character_and_looks_at_none_to_come(cell: str,
 def test_leafs_model_has_the_size_of_its_layers() -> None:
     module = build_model("recurrent", fl.DataSpec((80,), 82, 82), 0)
     lstm = 4 * 256 * (8 + 256 + 2) + 4 * 256 * (256 + 256 + 2)
-    assert sum(one.numel() for one in module.parameters()) == 82 * 8 + lstm + 82 * 257
+    assert sum(parameter.numel() for parameter in module.parameters()) == 82 * 8 + lstm + 82 * 257
     assert head_name(module) == "head"
 
 

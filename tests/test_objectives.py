@@ -230,24 +230,24 @@ def test_a_client_trains_as_plain_torch_does(kind: str) -> None:
     )
     training = fl.Training(learning_rate=0.2, weight_decay=0.01, momentum=0.9, batch_size=None, epochs=3)
     task = fl.make_task(data, clients=1, partition="iid", model=model, training=training)
-    found = fl.run("fedavg", task, rounds=1, participation=1.0).model
+    result = fl.run("fedavg", task, rounds=1, participation=1.0).model
     plain = task.module(task.initial)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.2, weight_decay=0.01, momentum=0.9)
     for _ in range(3):
         optimizer.zero_grad()
         objective.loss(plain(samples.inputs), samples.labels).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    for one, other in zip(found.parameters(), plain.parameters(), strict=True):
+    for one, other in zip(result.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(one, other, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["multilabel", "sequence", "huber"])
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(kind: str, tmp_path: Path) -> None:
-    whole = fl.run("fedmr", make(kind), rounds=4, participation=1.0)
+    uninterrupted = fl.run("fedmr", make(kind), rounds=4, participation=1.0)
     fl.run("fedmr", make(kind), rounds=2, participation=1.0, directory=tmp_path / "run")
     resumed = fl.run("fedmr", make(kind), rounds=4, participation=1.0, directory=tmp_path / "run")
-    assert torch.equal(row(resumed), row(whole))
-    assert resumed.history[-1]["loss"] == whole.history[-1]["loss"]
+    assert torch.equal(row(resumed), row(uninterrupted))
+    assert resumed.history[-1]["loss"] == uninterrupted.history[-1]["loss"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -444,16 +444,16 @@ def test_metrics_by_name_are_those_of_scikit_learn_on_the_test_set_and_client_by
         data, clients=4, partition="iid", model=model, local_test=0.5,
         metrics=["f1(average='macro')", "auroc(average='weighted')"],
     )  # fmt: skip
-    found = fl.run("fedavg", task, rounds=1, participation=1.0, personal_every=1)
+    result = fl.run("fedavg", task, rounds=1, participation=1.0, personal_every=1)
     task.model.eval()
 
     def judged(inputs: Tensor, labels: Tensor) -> tuple[float, float]:
         with torch.no_grad():
-            logits = found.model(inputs)
+            logits = result.model(inputs)
         one = f1_score(labels, logits.argmax(1), average="macro", labels=labels.unique())
         return one, roc_auc_score(labels, logits.softmax(1), average="weighted", multi_class="ovr")
 
-    last = found.history[-1]
+    last = result.history[-1]
     assert (last["f1_macro"], last["auroc_weighted"]) == pytest.approx(judged(task.test.inputs, task.test.labels))
     assert task.local_test is not None
     each = []
@@ -461,7 +461,7 @@ def test_metrics_by_name_are_those_of_scikit_learn_on_the_test_set_and_client_by
         part = task.train[torch.from_numpy(own)]
         present = part.labels.unique()
         with torch.no_grad():
-            logits = found.model(part.inputs)
+            logits = result.model(part.inputs)
         both = torch.cat([present, logits.argmax(1)]).unique()
         each.append((len(own), f1_score(part.labels, logits.argmax(1), average="macro", labels=both)))
     mean = sum(size * value for size, value in each) / sum(size for size, _ in each)

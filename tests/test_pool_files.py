@@ -74,10 +74,10 @@ def test_numbers_are_those_of_a_pool_in_memory(
     assert in_files(there) == held
     assert in_files(here) == set()
     assert there._pools._next >= 3  # files that were made
-    again = federation(method, tmp_path, **settings)
-    assert again.finished == 4
-    assert outcome(again)[0] == outcome(here)[0]
-    assert in_files(again) == held
+    repeated = federation(method, tmp_path, **settings)
+    assert repeated.finished == 4
+    assert outcome(repeated)[0] == outcome(here)[0]
+    assert in_files(repeated) == held
 
 
 def test_files_are_two_between_rounds_and_three_within_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,9 +99,9 @@ def test_a_checkpoint_keeps_every_matrix_that_it_moves_to_a_file(tmp_path: Path)
     """Making room for the second one must not take the first one's file, which no tensor of the run lies in."""
     federation("fedbuff(fedavg, k=2)", tmp_path).run()
     assert len(files(tmp_path)) == 2
-    again = federation("fedbuff(fedavg, k=2)", tmp_path)
-    assert again.finished == 4
-    assert in_files(again) == {"replies", "sent"}
+    repeated = federation("fedbuff(fedavg, k=2)", tmp_path)
+    assert repeated.finished == 4
+    assert in_files(repeated) == {"replies", "sent"}
 
 
 def test_what_has_not_changed_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,25 +123,25 @@ def test_what_has_not_changed_is_not_written_again(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("when", ["training", "recombination", "blend"])
 def test_a_killed_round_leaves_the_pool_before_it(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     method = "fedmr(blend=0.3)"
-    whole = federation(method, tmp_path / "whole")
-    whole.run()
+    uninterrupted = federation(method, tmp_path / "whole")
+    uninterrupted.run()
     run = federation(method, tmp_path / "killed")
     run.step()
     run.step()
     run.save()
     (name,) = run._pools._newest
-    before = (tmp_path / "killed" / "pool" / name).read_bytes()
+    original = (tmp_path / "killed" / "pool" / name).read_bytes()
     with monkeypatch.context() as patch:
         _kill(patch, when)
         with pytest.raises(Killed):
             run.step()
-    assert (tmp_path / "killed" / "pool" / name).read_bytes() == before
+    assert (tmp_path / "killed" / "pool" / name).read_bytes() == original
     assert len(files(tmp_path / "killed")) == 2  # of the one checkpoint, and in the making
     del run
-    again = federation(method, tmp_path / "killed")
-    assert again.finished == 2
-    again.run()
-    assert outcome(again) == outcome(whole)
+    repeated = federation(method, tmp_path / "killed")
+    assert repeated.finished == 2
+    repeated.run()
+    assert outcome(repeated) == outcome(uninterrupted)
 
 
 def _kill(patch: pytest.MonkeyPatch, when: str) -> None:
@@ -169,16 +169,16 @@ def _kill(patch: pytest.MonkeyPatch, when: str) -> None:
 def test_a_kill_at_any_file_operation_changes_nothing(tmp_path: Path) -> None:
     settings = {"personal_every": 0, "rounds": 3}
     with disk() as counted:
-        whole = federation("fedmr", tmp_path / "whole", **settings)
-        whole.run()
+        uninterrupted = federation("fedmr", tmp_path / "whole", **settings)
+        uninterrupted.run()
     assert counted.done > 20
     for last in range(1, counted.done + 1, 3):
         folder = tmp_path / str(last)
         with disk(last), pytest.raises(Killed):
             federation("fedmr", folder, **settings).run()
-        again = federation("fedmr", folder, **settings)
-        again.run()
-        assert outcome(again) == outcome(whole), last
+        repeated = federation("fedmr", folder, **settings)
+        repeated.run()
+        assert outcome(repeated) == outcome(uninterrupted), last
 
 
 def test_a_damaged_file_sends_the_run_back_to_the_checkpoint_before(tmp_path: Path) -> None:
@@ -190,12 +190,12 @@ def test_a_damaged_file_sends_the_run_back_to_the_checkpoint_before(tmp_path: Pa
     content = bytearray(newest.read_bytes())
     content[100] ^= 1
     newest.write_bytes(content)
-    again = federation("fedmr", tmp_path)
-    assert again.finished == 3
-    assert again.notices == [f"{newest} is damaged: it does not match its digest: going on after round 3"]
-    again.run()
-    assert outcome(again) == expected
-    del again
+    repeated = federation("fedmr", tmp_path)
+    assert repeated.finished == 3
+    assert repeated.notices == [f"{newest} is damaged: it does not match its digest: going on after round 3"]
+    repeated.run()
+    assert outcome(repeated) == expected
+    del repeated
     for path in files(tmp_path):
         path.unlink()
     last = federation("fedmr", tmp_path)
@@ -208,8 +208,8 @@ def test_a_damaged_file_sends_the_run_back_to_the_checkpoint_before(tmp_path: Pa
 def test_a_kill_in_a_round_leaves_the_pools_of_both_checkpoints(
     resumed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = federation("fedmr", tmp_path / "whole")
-    whole.run()
+    uninterrupted = federation("fedmr", tmp_path / "whole")
+    uninterrupted.run()
     run = federation("fedmr", tmp_path / "killed")
     for _ in range(3):
         run.step()
@@ -224,10 +224,10 @@ def test_a_kill_in_a_round_leaves_the_pools_of_both_checkpoints(
     del run
     newest = max((tmp_path / "killed").glob("checkpoint-*"))
     newest.write_bytes(newest.read_bytes()[:-1])
-    again = federation("fedmr", tmp_path / "killed")
-    assert again.finished == 2
-    again.run()
-    assert outcome(again) == outcome(whole)
+    repeated = federation("fedmr", tmp_path / "killed")
+    assert repeated.finished == 2
+    repeated.run()
+    assert outcome(repeated) == outcome(uninterrupted)
     assert len(files(tmp_path / "killed")) == 2
 
 
@@ -249,9 +249,9 @@ def test_a_full_disk_is_said_in_one_line_and_leaves_the_round_before(
             run.step()
     assert outcome(run) == before
     run.run()
-    whole = federation("fedmr", tmp_path / "whole")
-    whole.run()
-    assert outcome(run) == outcome(whole)
+    uninterrupted = federation("fedmr", tmp_path / "whole")
+    uninterrupted.run()
+    assert outcome(run) == outcome(uninterrupted)
 
 
 def test_replies_by_slot_leave_others_as_they_were() -> None:
@@ -259,14 +259,14 @@ def test_replies_by_slot_leave_others_as_they_were() -> None:
     for sent in (torch.arange(8.0).view(4, 2), torch.tensor([[7.0, 8.0]])):
         matrix = torch.tensor([[0.0, 0], [10, 10], [0, 0], [30, 30]])
         expected = torch.stack([sent[0], matrix[1], sent[2 % len(sent)], matrix[3]])
-        before = sent.clone()
+        original = sent.clone()
         replies = Replies(
             {"model": matrix}, slots, slots, slots, Exchange(round, Selection(round.selected), {"model": sent})
         )
         assert torch.equal(replies["model"], torch.tensor([[10.0, 10], [30, 30]]))
         assert torch.equal(replies.by_slot("model"), expected)
         assert replies.by_slot("model").data_ptr() == matrix.data_ptr()
-        assert torch.equal(sent, before)
+        assert torch.equal(sent, original)
 
 
 def test_a_run_that_goes_on_without_a_budget_leaves_no_files(tmp_path: Path) -> None:
@@ -274,9 +274,9 @@ def test_a_run_that_goes_on_without_a_budget_leaves_no_files(tmp_path: Path) -> 
     longer = federation("fedmr", tmp_path, budget=None, rounds=6, checkpoint_every=1)
     assert in_files(longer) == {"pool"}
     longer.run()
-    whole = federation("fedmr", budget=None, rounds=6)
-    whole.run()
-    assert outcome(longer)[0] == outcome(whole)[0]
+    uninterrupted = federation("fedmr", budget=None, rounds=6)
+    uninterrupted.run()
+    assert outcome(longer)[0] == outcome(uninterrupted)[0]
     assert in_files(longer) == set()
     assert files(tmp_path) == []
 

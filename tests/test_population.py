@@ -43,9 +43,9 @@ def units_of(width: int, seed: int) -> list[tuple[slice, ...]]:
 def test_recombination_is_one_permutation_a_unit(count: int, width: int, seed: int) -> None:
     rows = rows_of(count, width, seed)
     units = units_of(width, seed)
-    before = rows.clone()
+    original = rows.clone()
     result = recombine(rows, units, torch.Generator().manual_seed(seed))
-    assert torch.equal(rows, before)  # the input is left alone, and shares no memory with the result
+    assert torch.equal(rows, original)  # the input is left alone, and shares no memory with the result
     assert result.data_ptr() != rows.data_ptr()
     generator = torch.Generator().manual_seed(seed)
     for unit in units:

@@ -88,16 +88,16 @@ def assert_same(found: Federation, expected: Federation) -> None:
 @pytest.mark.parametrize("expression", EVERY_METHOD)
 def test_methods_give_the_numbers_of_the_rows_engine(engine: ProcessesEngine, expression: str) -> None:
     settings = {"personal_every": 2, "dropout": 0.2}
-    found = run(build(expression), engine, **settings)
-    assert_same(found, run(build(expression), RowsEngine(TASK), **settings))
-    assert found.client_history
+    federation = run(build(expression), engine, **settings)
+    assert_same(federation, run(build(expression), RowsEngine(TASK), **settings))
+    assert federation.client_history
 
 
 def test_new_clients_are_evaluated_alike(engine: ProcessesEngine) -> None:
     settings = {"personal_every": 1, "new_clients": 0.34}
-    found = run(KeepsClientMemory(), engine, **settings)
-    assert "new_client_accuracy" in found.history[-1]
-    assert_same(found, run(KeepsClientMemory(), RowsEngine(TASK), **settings))
+    federation = run(KeepsClientMemory(), engine, **settings)
+    assert "new_client_accuracy" in federation.history[-1]
+    assert_same(federation, run(KeepsClientMemory(), RowsEngine(TASK), **settings))
 
 
 def test_a_run_goes_on_from_its_checkpoint(engine: ProcessesEngine, tmp_path: Path) -> None:
@@ -129,21 +129,21 @@ def test_replies_are_folded_block_by_block_and_few_blocks_are_begun(
     monkeypatch.setattr(engine, "workers_fold", False)
     samples = len(TASK.train)
     many = replace(TASK, partition=Partition.from_sizes(torch.arange(samples).numpy(), [2] * (samples // 2)))
-    made: list[weakref.ref[Tensor]] = []
+    created: list[weakref.ref[Tensor]] = []
     live, empty = 0, engine._empty
 
     def counted(shape: Any) -> Tensor:
         nonlocal live
         tensor = empty(shape)
-        made.append(weakref.ref(tensor))
-        live = max(live, sum(one() is not None and len(shape) == 2 for one in made))
+        created.append(weakref.ref(tensor))
+        live = max(live, sum(one() is not None and len(shape) == 2 for one in created))
         return tensor
 
     monkeypatch.setattr(engine, "_empty", counted)
-    found = run(Deadly(victim=9, times=1, directory=str(tmp_path)), engine, task=many, rounds=2)
-    assert_same(found, run(KeepsClientMemory(), RowsEngine(many), task=many, rounds=2))
+    federation = run(Deadly(victim=9, times=1, directory=str(tmp_path)), engine, task=many, rounds=2)
+    assert_same(federation, run(KeepsClientMemory(), RowsEngine(many), task=many, rounds=2))
     blocks = samples // 4
-    assert len(made) == 2 * 2 * blocks  # of models and integer buffers, in two rounds
+    assert len(created) == 2 * 2 * blocks  # of models and integer buffers, in two rounds
     assert live <= 2 * 3 < blocks  # two workers, two clients ahead for each
 
 
@@ -165,8 +165,8 @@ def test_blocks_are_folded_where_their_clients_train_to_the_same_bits(
     monkeypatch.setattr(engine, "train_folding", noted)
     here = Deadly(victim=9, times=1, directory=str(tmp_path)) if method == "deadly" else build(method)
     there = KeepsClientMemory() if method == "deadly" else build(method)
-    found = run(here, engine, task=many, rounds=2, participation=share)
-    assert_same(found, run(there, RowsEngine(many), task=many, rounds=2, participation=share))
+    federation = run(here, engine, task=many, rounds=2, participation=share)
+    assert_same(federation, run(there, RowsEngine(many), task=many, rounds=2, participation=share))
     blocks = math.ceil(share * (samples // 2) / 2)
     whole = [result for result in came if isinstance(result, FoldedBlock)]
     single = [one for one in came if isinstance(one, Reply) and one.client_task.slot is not None and one.tensors]
@@ -180,21 +180,21 @@ def test_a_worker_that_dies_is_replaced_and_its_client_trains_again(engine: Proc
     list(engine.train(set_up(engine, FedAvg()), *client_tasks(engine)))
     times = 2
     before = set(engine.processes)
-    found = run(Deadly(victim=2, times=times, directory=str(tmp_path)), engine)
+    federation = run(Deadly(victim=2, times=times, directory=str(tmp_path)), engine)
     died = {int(mark.name) for mark in tmp_path.iterdir()}
     assert len(died) == times
     assert died & before
     assert not died & set(engine.processes)
     expected = run(KeepsClientMemory(), RowsEngine(TASK))
-    assert_same(found, expected)
+    assert_same(federation, expected)
 
 
 def test_a_client_that_keeps_killing_its_worker_fails_and_the_others_do_not(
     engine: ProcessesEngine, tmp_path: Path
 ) -> None:
     method = Deadly(victim=2, times=3, directory=str(tmp_path))
-    found = run(method, engine, rounds=1)
-    assert found.history[0]["faults"] == [
+    federation = run(method, engine, rounds=1)
+    assert federation.history[0]["faults"] == [
         {"client": 2, "reason": "its worker process died 3 times (killed by SIGKILL)"}
     ]
     assert [client for client in range(CLIENTS) if engine.store.read(client)] == [0, 1, 3, 4, 5]
@@ -211,10 +211,10 @@ def test_workers_killed_between_two_rounds_are_replaced(engine: ProcessesEngine)
 
 
 def test_clients_that_fail_are_named_with_the_reasons_of_the_rows_engine(engine: ProcessesEngine) -> None:
-    found = run(Failing(), engine)
-    position = found.history[0]["clients"].index
-    assert [fault["client"] for fault in found.history[0]["faults"]] == sorted((0, 1, 2, 3), key=position)
-    assert_same(found, run(Failing(), RowsEngine(TASK), participation=1.0))
+    federation = run(Failing(), engine)
+    position = federation.history[0]["clients"].index
+    assert [fault["client"] for fault in federation.history[0]["faults"]] == sorted((0, 1, 2, 3), key=position)
+    assert_same(federation, run(Failing(), RowsEngine(TASK), participation=1.0))
 
 
 def test_a_round_in_which_everybody_fails_raises_the_first_clients_error(engine: ProcessesEngine) -> None:
@@ -394,14 +394,14 @@ def test_tensors_of_every_kind_travel() -> None:
         for _ in range(3):
             left.send("work", pack({**TENSORS, "again": TENSORS["large"]}, left.memory))
             kind, message = right.receive()
-            found = load(*message)
+            tensors = load(*message)
             assert kind == "work"
-            assert found["again"] is found["large"]
+            assert tensors["again"] is tensors["large"]
             for name, tensor in TENSORS.items():
-                assert found[name].dtype == tensor.dtype
-                assert torch.equal(found[name], tensor), name
-                assert name == "turned" or found[name].stride() == tensor.stride(), name
-            del found, message
+                assert tensors[name].dtype == tensor.dtype
+                assert torch.equal(tensors[name], tensor), name
+                assert name == "turned" or tensors[name].stride() == tensor.stride(), name
+            del tensors, message
         gc.collect()
         assert len(left.memory.regions) == 1
 

@@ -101,11 +101,11 @@ def run(algorithm: FedAvg | str, stacked: bool = False, rounds: int = 2, **setti
 )
 def test_clients_of_unequal_steps_have_the_rates_of_rows_in_a_stack(settings: dict[str, Any]) -> None:
     changing = {"schedule": "warmup(2)", "local_schedule": "warmup(2, then=cosine)", **settings}
-    found, expected = run("fedavg", stacked=True, **changing), run("fedavg", **changing)
-    torch.testing.assert_close(found.algorithm.model(), expected.algorithm.model(), rtol=0, atol=2e-5)
+    stacked, expected = run("fedavg", stacked=True, **changing), run("fedavg", **changing)
+    torch.testing.assert_close(stacked.algorithm.model(), expected.algorithm.model(), rtol=0, atol=2e-5)
     constant = run("fedavg", **settings)
     assert (constant.algorithm.model() - expected.algorithm.model()).abs().max() > 1e-3
-    joint = [notice for notice in found.notices if notice.startswith("each client has an optimizer of its own")]
+    joint = [notice for notice in stacked.notices if notice.startswith("each client has an optimizer of its own")]
     assert bool(joint) == ("Normed" in settings.get("optimizer", "")), "which shortcut proves itself"
 
 
@@ -143,8 +143,8 @@ class OwnRates(FedAvg):
 
 @pytest.mark.parametrize("settings", [{"momentum": 0.5}, {"optimizer": "adam", "optimizer_options": {"eps": 1e-3}}])
 def test_each_client_may_have_a_rate_of_its_own(settings: dict[str, Any]) -> None:
-    found, expected = run(OwnRates(), stacked=True, **settings), run(OwnRates(), **settings)
-    torch.testing.assert_close(found.algorithm.model(), expected.algorithm.model(), rtol=0, atol=2e-5)
+    stacked, expected = run(OwnRates(), stacked=True, **settings), run(OwnRates(), **settings)
+    torch.testing.assert_close(stacked.algorithm.model(), expected.algorithm.model(), rtol=0, atol=2e-5)
     assert (expected.algorithm.model() - run("fedavg", **settings).algorithm.model()).abs().max() > 1e-3
 
 
@@ -176,11 +176,11 @@ def test_a_schedule_that_gives_no_rate_is_refused_before_the_first_round() -> No
 def test_a_run_is_lengthened_where_that_leaves_the_rates_of_its_rounds(tmp_path: Path) -> None:
     def go_on(schedule: str, rounds: int, name: str) -> Tensor:
         task = replace(small_task(), training=Training(learning_rate=0.1, batch_size=4, schedule=schedule))
-        place = tmp_path / name
-        found = fl.run(
-            "umf(fedavg, simulate_all=true)", task, rounds=rounds, participation=0.5, directory=place, engine="rows"
+        directory = tmp_path / name
+        result = fl.run(
+            "umf(fedavg, simulate_all=true)", task, rounds=rounds, participation=0.5, directory=directory, engine="rows"
         )
-        return found.federation.algorithm.model()
+        return result.federation.algorithm.model()
 
     known = "cosine(over=6, least=0.1)"
     go_on(known, 2, "known")

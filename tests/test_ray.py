@@ -105,10 +105,10 @@ def assert_same(found: Federation, expected: Federation, tolerance: float = 0.0)
 
 def test_statistics_dropout_and_new_clients_are_the_same_to_the_bit(engine: RayEngine) -> None:
     options: dict[str, Any] = {"personal_every": 1, "new_clients": 0.34, "dropout": 0.2}
-    found = run(KeepsClientMemory(), engine, **options)
-    assert "new_client_accuracy" in found.history[-1]
-    assert any(record["faults"] for record in found.history)
-    assert_same(found, run(KeepsClientMemory(), RowsEngine(TASK), **options))
+    federation = run(KeepsClientMemory(), engine, **options)
+    assert "new_client_accuracy" in federation.history[-1]
+    assert any(record["faults"] for record in federation.history)
+    assert_same(federation, run(KeepsClientMemory(), RowsEngine(TASK), **options))
 
 
 def test_actors_may_stack_their_clients(engine: RayEngine) -> None:
@@ -116,8 +116,8 @@ def test_actors_may_stack_their_clients(engine: RayEngine) -> None:
     assert isinstance(stacked, RayEngine)
     assert stacked.session is engine.session
     options: dict[str, Any] = {"task": digits(), "rounds": 2, "personal_every": 2}
-    found = run(build("scaffold"), stacked, **options)
-    assert_same(found, run(build("scaffold"), RowsEngine(digits()), **options), tolerance=1e-5)
+    federation = run(build("scaffold"), stacked, **options)
+    assert_same(federation, run(build("scaffold"), RowsEngine(digits()), **options), tolerance=1e-5)
     stacked.close()
     assert engine.processes, "the cluster stays for the other engine"
 
@@ -236,13 +236,13 @@ def test_tensors_of_every_kind_travel() -> None:
         "array": rows.numpy() + 1,
         "text": "as it is",
     }
-    found = load(*unpack_arrays(pack_arrays(message)))
-    assert found["expanded"].stride()[0] == 0, "sent once"
-    assert np.array_equal(found.pop("array"), message.pop("array"))
-    assert found.pop("text") == message.pop("text")
+    tensors = load(*unpack_arrays(pack_arrays(message)))
+    assert tensors["expanded"].stride()[0] == 0, "sent once"
+    assert np.array_equal(tensors.pop("array"), message.pop("array"))
+    assert tensors.pop("text") == message.pop("text")
     for name, tensor in message.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
+        assert tensors[name].dtype == tensor.dtype, name
+        assert torch.equal(tensors[name], tensor), name
 
 
 # --- deaths and failures ---
@@ -281,11 +281,11 @@ def test_actors_that_no_node_has_room_for_are_not_waited_for(
 def test_an_actor_killed_in_a_round_is_replaced_and_its_clients_train_again(engine: RayEngine, tmp_path: Path) -> None:
     list(engine.train(set_up(engine, FedAvg()), *client_tasks(engine)))
     before = set(engine.processes)
-    found = run(Deadly(victim=2, times=1, directory=str(tmp_path)), engine)
+    federation = run(Deadly(victim=2, times=1, directory=str(tmp_path)), engine)
     (died,) = ({int(mark.name)} for mark in tmp_path.iterdir())
     assert died < before
     assert not died & set(engine.processes)
-    assert_same(found, run(KeepsClientMemory(), RowsEngine(TASK)))
+    assert_same(federation, run(KeepsClientMemory(), RowsEngine(TASK)))
 
 
 def test_an_actor_killed_between_two_rounds_is_replaced(engine: RayEngine) -> None:
@@ -299,8 +299,8 @@ def test_an_actor_killed_between_two_rounds_is_replaced(engine: RayEngine) -> No
 
 
 def test_a_client_that_keeps_killing_its_actor_fails_and_the_others_do_not(engine: RayEngine, tmp_path: Path) -> None:
-    found = run(Deadly(victim=2, times=3, directory=str(tmp_path)), engine, rounds=1)
-    (fault,) = found.history[0]["faults"]
+    federation = run(Deadly(victim=2, times=3, directory=str(tmp_path)), engine, rounds=1)
+    (fault,) = federation.history[0]["faults"]
     assert fault["client"] == 2
     assert fault["reason"].startswith("its Ray actor died 3 times (")
     assert "\n" not in fault["reason"]
@@ -308,9 +308,9 @@ def test_a_client_that_keeps_killing_its_actor_fails_and_the_others_do_not(engin
 
 
 def test_clients_that_fail_are_named_with_the_reasons_of_the_rows_engine(engine: RayEngine) -> None:
-    found = run(Failing(), engine)
-    assert {fault["client"] for fault in found.history[0]["faults"]} == {0, 1, 2, 3}
-    assert_same(found, run(Failing(), RowsEngine(TASK)))
+    federation = run(Failing(), engine)
+    assert {fault["client"] for fault in federation.history[0]["faults"]} == {0, 1, 2, 3}
+    assert_same(federation, run(Failing(), RowsEngine(TASK)))
 
 
 def test_a_wrong_setting_ends_the_round_and_leaves_the_engine_usable(engine: RayEngine) -> None:

@@ -48,9 +48,9 @@ def start(nodes: int) -> Any:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    found = start(3)
-    yield found
-    found.shutdown()
+    nodes = start(3)
+    yield nodes
+    nodes.shutdown()
 
 
 @pytest.fixture(scope="module")

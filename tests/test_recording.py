@@ -98,13 +98,13 @@ def recording_of(
 def test_the_objective_is_that_of_plain_loops() -> None:
     task, method = small_task(), Witness()
     schedule = Schedule(rounds=5, participation=0.5, seed=1, dropout=0.3)
-    _, found = recording_of(method, task, ("objective(every=2)",), schedule)
-    assert found["objective"]["rounds"] == [2, 4]
-    for place, number in enumerate((2, 4)):
+    _, recording = recording_of(method, task, ("objective(every=2)",), schedule)
+    assert recording["objective"]["rounds"] == [2, 4]
+    for index, number in enumerate((2, 4)):
         for when, models in (("before", method.received), ("after", method.uploaded)):
             naive = naive_objective(task, models[number - 1])
-            assert found["objective"][when][place] == pytest.approx(naive, rel=1e-5)
-    assert found["objective"]["after"][0] != pytest.approx(found["objective"]["before"][0], rel=1e-3)
+            assert recording["objective"][when][index] == pytest.approx(naive, rel=1e-5)
+    assert recording["objective"]["after"][0] != pytest.approx(recording["objective"]["before"][0], rel=1e-3)
 
 
 def test_clients_that_never_train_do_not_shift_the_numbers() -> None:
@@ -112,11 +112,11 @@ def test_clients_that_never_train_do_not_shift_the_numbers() -> None:
     schedule = Schedule(rounds=4, participation=1.0, seed=1, new_clients=0.3)
     federation = Federation(Witness(), task, RowsEngine(task), schedule)
     trained = [int(number) for number in federation.numbers][:4]
-    moved = next(number for place, number in enumerate(trained) if place != number)
-    _, found = recording_of(method, task, (f"trajectory(client={moved})",), schedule)
+    moved = next(number for index, number in enumerate(trained) if index != number)
+    _, recording = recording_of(method, task, (f"trajectory(client={moved})",), schedule)
     mine = trained.index(moved)
     naive = [naive_loss(task, models[mine], moved) for models in method.uploaded]
-    assert found["trajectory"]["losses"] == pytest.approx(naive, rel=1e-5)
+    assert recording["trajectory"]["losses"] == pytest.approx(naive, rel=1e-5)
     newcomer = int(federation.numbers[-1])
     with pytest.raises(InvalidValue, match=f"record: .*client {newcomer} never trains"):
         recording_of(Witness(), task, (f"trajectory(client={newcomer})",), schedule)
@@ -133,18 +133,18 @@ def test_ala_is_recorded_epoch_by_epoch(monkeypatch: pytest.MonkeyPatch) -> None
     assert isinstance(method, Ala)
     monkeypatch.setattr(method, "report", listen)
     schedule = Schedule(rounds=6, participation=1.0, seed=1)
-    _, found = recording_of(method, small_task(), ("ala(client=3)",), schedule)
-    assert list(zip(found["ala"]["rounds"], found["ala"]["losses"], strict=True)) == reported
-    assert found["ala"]["rounds"] == [2, 3, 4, 5, 6]
-    assert [len(losses) for losses in found["ala"]["losses"][1:]] == [3] * 4
-    assert len(found["ala"]["losses"][0]) > 10
+    _, recording = recording_of(method, small_task(), ("ala(client=3)",), schedule)
+    assert list(zip(recording["ala"]["rounds"], recording["ala"]["losses"], strict=True)) == reported
+    assert recording["ala"]["rounds"] == [2, 3, 4, 5, 6]
+    assert [len(losses) for losses in recording["ala"]["losses"][1:]] == [3] * 4
+    assert len(recording["ala"]["losses"][0]) > 10
 
 
 def test_the_trajectory_is_that_of_the_client_over_its_own_loss() -> None:
     task, method = small_task(), Witness()
     schedule = Schedule(rounds=7, participation=1.0, seed=1)
-    _, found = recording_of(method, task, ("trajectory(client=2, first=3, last=6, grid=4)",), schedule)
-    one, models = found["trajectory"], [method.uploaded[number - 1][2] for number in range(3, 7)]
+    _, recording = recording_of(method, task, ("trajectory(client=2, first=3, last=6, grid=4)",), schedule)
+    one, models = recording["trajectory"], [method.uploaded[number - 1][2] for number in range(3, 7)]
     assert one["rounds"] == [3, 4, 5, 6]
     assert one["losses"] == pytest.approx([naive_loss(task, row, 2) for row in models], rel=1e-5)
 
@@ -186,9 +186,11 @@ def test_models_in_line_or_too_few_span_no_plane() -> None:
     assert principal_plane(torch.ones(4, 8)) is None
     assert principal_plane(torch.eye(2)) is None
     task = small_task()
-    _, found = recording_of(FedAvg(), task, ("trajectory(client=1, last=2)",), Schedule(rounds=2, participation=1.0))
-    assert len(found["trajectory"]["losses"]) == 2
-    assert "points" not in found["trajectory"]
+    _, recording = recording_of(
+        FedAvg(), task, ("trajectory(client=1, last=2)",), Schedule(rounds=2, participation=1.0)
+    )
+    assert len(recording["trajectory"]["losses"]) == 2
+    assert "points" not in recording["trajectory"]
 
 
 @pytest.fixture(scope="module")
@@ -253,12 +255,12 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
 
 def test_lost_notes_are_made_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for lost in ("recorded.jsonl", "recorded"):
-        place = tmp_path / lost
-        killed_in_round(place, 5, monkeypatch)
-        shutil.rmtree(place / lost) if (place / lost).is_dir() else (place / lost).unlink()
-        run(place, ALL)
+        directory = tmp_path / lost
+        killed_in_round(directory, 5, monkeypatch)
+        shutil.rmtree(directory / lost) if (directory / lost).is_dir() else (directory / lost).unlink()
+        run(directory, ALL)
         for name in (*SAME, "recorded.jsonl", "recording.json"):
-            assert (place / name).read_bytes() == (folder / "whole" / name).read_bytes(), name
+            assert (directory / name).read_bytes() == (folder / "whole" / name).read_bytes(), name
 
 
 def test_a_finished_run_gives_back_what_it_recorded(folder: Path) -> None:

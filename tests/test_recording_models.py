@@ -86,22 +86,22 @@ def naive_score(task: Task, row: Tensor, indices: list[int], test: bool = False)
 def test_similarity_is_the_mean_over_pairs(method: Any) -> None:
     task = small_task()
     schedule = Schedule(rounds=6, participation=0.7, seed=1, dropout=0.3)
-    _, found = recorded(method, task, schedule, "similarity(every=2)")
-    one, trained = found["similarity"], task.layout.trainable
+    _, recording = recorded(method, task, schedule, "similarity(every=2)")
+    one, trained = recording["similarity"], task.layout.trainable
     assert one["rounds"] == [number for number in (2, 4, 6) if len(method.uploaded[number - 1]) > 1]
-    for place, number in enumerate(one["rounds"]):
+    for index, number in enumerate(one["rounds"]):
         rows = [row[:trained] for row in method.uploaded[number - 1].values()]
-        assert one["uploaded"][place] == pytest.approx(naive_cosine(rows), abs=1e-5)
+        assert one["uploaded"][index] == pytest.approx(naive_cosine(rows), abs=1e-5)
         if isinstance(method, WatchedMR):
             pool = [row[:trained] for row in method.left[number - 1]["pool"]]
-            assert one["pool"][place] == pytest.approx(naive_cosine(pool), abs=1e-5)
+            assert one["pool"][index] == pytest.approx(naive_cosine(pool), abs=1e-5)
     assert ("pool" in one) is isinstance(method, WatchedMR)
     assert one["uploaded"][0] < 0.9999
 
 
 def test_a_round_with_a_single_reply_has_no_similarity() -> None:
-    _, found = recorded(FedAvg(), small_task(), Schedule(rounds=2, participation=0.1), "similarity")
-    assert found == {}
+    _, recording = recorded(FedAvg(), small_task(), Schedule(rounds=2, participation=0.1), "similarity")
+    assert recording == {}
 
 
 def test_two_stages_have_a_pool_only_where_one_is_kept() -> None:
@@ -113,21 +113,21 @@ def test_two_stages_have_a_pool_only_where_one_is_kept() -> None:
 def test_local_models_and_their_aggregate_are_scored_on_the_test_set(method: Any) -> None:
     task = small_task()
     schedule = Schedule(rounds=4, participation=0.7, seed=1, dropout=0.3, evaluate_every=1)
-    federation, found = recorded(method, task, schedule, "aggregate(every=2, models=3)")
-    one, every = found["aggregate"], list(range(len(task.test)))
+    federation, recording = recorded(method, task, schedule, "aggregate(every=2, models=3)")
+    one, every = recording["aggregate"], list(range(len(task.test)))
     assert one["rounds"] == [2, 4]
     assert set(one["slots"]) <= {0, 1, 2}
-    for place, number in enumerate(one["rounds"]):
+    for index, number in enumerate(one["rounds"]):
         for k, slot in enumerate(one["slots"]):
             row = method.uploaded[number - 1].get(slot)
-            measured = one["models"]["accuracy"][k][place], one["models"]["loss"][k][place]
+            measured = one["models"]["accuracy"][k][index], one["models"]["loss"][k][index]
             if row is None:
                 assert measured == (None, None)
             else:
                 assert measured == pytest.approx(naive_score(task, row, every, test=True), rel=1e-5)
         figures = federation.history[number - 1]
-        assert one["global"]["accuracy"][place] == figures["accuracy"]
-        assert one["global"]["loss"][place] == figures["loss"]
+        assert one["global"]["accuracy"][index] == figures["accuracy"]
+        assert one["global"]["loss"][index] == figures["loss"]
 
 
 def naive_normalised(direction: Tensor, model: Tensor, layout: Layout) -> list[float]:
@@ -162,8 +162,8 @@ def test_directions_are_normalised_filter_by_filter(into: int, out: int, kernel:
 def test_the_landscape_is_the_loss_around_the_final_model(data: str) -> None:
     task, schedule = small_task(), Schedule(rounds=3, participation=0.7, seed=1)
     text = f"landscape(grid=5, radius=0.5, samples=11, data={data}, directions=4)"
-    federation, found = recorded(FedMR(), task, schedule, text)
-    one, model, layout = found["landscape"], federation.algorithm.model(), task.layout
+    federation, recording = recorded(FedMR(), task, schedule, text)
+    one, model, layout = recording["landscape"], federation.algorithm.model(), task.layout
     pool = sorted(task.partition.indices.tolist()) if data == "train" else list(range(len(task.test)))
     chosen = [pool[round(k * (len(pool) - 1) / 10)] for k in range(11)]
     accuracy, loss = naive_score(task, model, chosen, data == "test")

@@ -35,13 +35,13 @@ def curve_of(means: list[float]) -> Curve:
 
 def test_a_curve_is_mean_and_sample_deviation_over_seeds() -> None:
     runs = [made_up_run("fedavg", seed, rounds=9) for seed in range(3)]
-    found = curve(runs, "loss")
-    assert found is not None
+    line = curve(runs, "loss")
+    assert line is not None
     values = np.array([[record["loss"] for record in run.records] for run in runs])
-    np.testing.assert_allclose(found.mean, values.mean(0))
-    np.testing.assert_allclose(found.std, values.std(0, ddof=1))
-    assert found.rounds.tolist() == list(range(1, 10))
-    assert found.seeds == 3
+    np.testing.assert_allclose(line.mean, values.mean(0))
+    np.testing.assert_allclose(line.std, values.std(0, ddof=1))
+    assert line.rounds.tolist() == list(range(1, 10))
+    assert line.seeds == 3
 
 
 def test_axes_are_what_was_spent_until_the_end_of_the_round() -> None:
@@ -61,26 +61,26 @@ def test_rounds_that_were_not_evaluated_still_cost_bytes() -> None:
         {name: value for name, value in record.items() if name != "accuracy" or record["round"] % 3 == 0}
         for record in run.records
     ]
-    found = curve([replace(run, records=records)], x="bytes")
-    assert found is not None
-    assert found.rounds.tolist() == [3, 6]
-    assert found.x.tolist() == [5700, 11400]
+    line = curve([replace(run, records=records)], x="bytes")
+    assert line is not None
+    assert line.rounds.tolist() == [3, 6]
+    assert line.x.tolist() == [5700, 11400]
 
 
 def test_a_run_that_stopped_early_ends_the_mean_instead_of_bending_it() -> None:
     whole, short = made_up_run("fedavg", 0, rounds=10), made_up_run("fedavg", 1, rounds=4)
-    found = curve([whole, short])
-    assert found is not None
-    assert found.rounds.tolist() == [1, 2, 3, 4]
+    line = curve([whole, short])
+    assert line is not None
+    assert line.rounds.tolist() == [1, 2, 3, 4]
 
 
 def test_values_that_are_not_finite_and_measures_not_recorded_are_not_drawn() -> None:
     run = made_up_run("fedavg", 0, rounds=4)
     run.records[1]["loss"] = float("inf")
     run.records[2]["loss"] = float("nan")
-    found = curve([run], "loss")
-    assert found is not None
-    assert found.rounds.tolist() == [1, 4]
+    line = curve([run], "loss")
+    assert line is not None
+    assert line.rounds.tolist() == [1, 4]
     assert curve([run], "nothing") is None
     assert curve([replace(run, timings=[])], x="seconds") is None
 
@@ -130,8 +130,8 @@ def test_a_method_that_did_not_record_a_measure_is_left_out_and_others_keep_thei
 
 
 def test_styles_differ_for_up_to_forty_methods() -> None:
-    found = styles([RunSummary(f"method{k}", 0, []) for k in range(40)])
-    assert len(set(found.values())) == 40
+    line_styles = styles([RunSummary(f"method{k}", 0, []) for k in range(40)])
+    assert len(set(line_styles.values())) == 40
 
 
 def test_long_runs_are_drawn_with_few_points() -> None:

@@ -61,9 +61,9 @@ def test_the_page_says_what_was_run_and_how_to_repeat_it() -> None:
 
 def test_the_embedded_figures_are_json_of_every_kind() -> None:
     page = page_of(*(made_up_run(name, seed) for name in ("fedavg", "fedmr") for seed in (0, 1)))
-    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL)
-    assert found is not None
-    slots = json.loads(found[1])
+    match = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL)
+    assert match is not None
+    slots = json.loads(match[1])
     assert set(slots) == {
         "seeds", "curve-accuracy", "curve-loss", "curve-training_loss", "curve-pool_cosine", "bytes", "seconds", "labels",
     }  # fmt: skip
@@ -153,9 +153,9 @@ def test_a_report_of_nothing_is_refused(tmp_path: Path) -> None:
 
 
 def labels_of(*runs: RunSummary) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page_of(*runs), re.DOTALL)
-    assert found is not None
-    slot: dict[str, Any] = json.loads(found[1])["labels"]
+    match = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page_of(*runs), re.DOTALL)
+    assert match is not None
+    slot: dict[str, Any] = json.loads(match[1])["labels"]
     return slot
 
 
@@ -182,14 +182,14 @@ def test_a_page_begins_with_the_section_it_is_about() -> None:
 
 def test_the_page_says_what_the_terminal_says_of_differences() -> None:
     runs = [made_up_run(name, seed) for name in ("fedavg", "fedmr", "indep") for seed in range(3)]
-    found = sheet(runs, (0.5,), last=4, against="first", measure="final")
-    page = render("Three", runs, sheet=found).replace(get_plotlyjs(), "")
+    table = sheet(runs, (0.5,), last=4, against="first", measure="final")
+    page = render("Three", runs, sheet=table).replace(get_plotlyjs(), "")
     text = Elements(page).text
-    for cell in (cell for line in found.table.lines for cell in line if "±" in cell.text):
+    for cell in (cell for line in table.table.lines for cell in line if "±" in cell.text):
         assert cell.text in text
-    for one in found.tests["final"]:
+    for one in table.tests["final"]:
         assert all(cell in text for cell in difference_cells(one, ACCURACY))
-    for sentence in reading([found]):
+    for sentence in reading([table]):
         assert sentence in text
     assert "mean of the last 4 evaluations" in text
     assert "Differences in the accuracy after the last round" in text

@@ -143,8 +143,8 @@ def test_landscapes_have_one_scale_and_the_models_own_loss_in_the_middle(folder:
     assert len({(c.contours.start, c.contours.end, c.contours.size, c.x, c.y) for c in surfaces}) == 1
     data = fl.make_task("digits", clients=6).dataset
     for trace in surfaces:
-        found = Partition.load(place(folder, trace.legendgroup) / "split.npz")
-        pool = sorted(found.indices.tolist())
+        partition = Partition.load(place(folder, trace.legendgroup) / "split.npz")
+        pool = sorted(partition.indices.tolist())
         index = torch.tensor([pool[round(k * (len(pool) - 1) / 49)] for k in range(50)])
         with torch.no_grad():
             logits = fl.load_model(place(folder, trace.legendgroup))(data.prepare(data.train.inputs[index]))
@@ -184,9 +184,9 @@ def test_the_clients_come_worst_first(folder: Path, runs: list[StoredRun]) -> No
         client: statistics.mean(dict(zip(one["clients"], one["accuracy"], strict=True))[client] for one in last)
         for client in last[0]["clients"]
     }
-    found = worst_first([run.summary for run in runs])
-    assert [one.score for one in found] == pytest.approx(sorted(means.values()))
-    assert {one.number for one in found} == set(means)
+    ordered = worst_first([run.summary for run in runs])
+    assert [one.score for one in ordered] == pytest.approx(sorted(means.values()))
+    assert {one.number for one in ordered} == set(means)
     alone = worst_first([run.summary for run in runs if run.summary.algorithm == "fedmr"])
     assert [one.score for one in alone] == sorted(last[1]["accuracy"])
     assert set(alone[0].accuracies) == {"Global model", "Own model"}

@@ -43,8 +43,8 @@ KEPT = ("metrics.jsonl", "clients.jsonl", "model.safetensors", "split.npz", "con
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[subprocess.Popen[str]]:
-    with serving() as found:
-        yield found
+    with serving() as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -65,9 +65,9 @@ def test_krum_takes_the_rows_nearest_to_others(rows: Rows, data: st.DataObject) 
     count = len(rows)
     malicious, chosen = data.draw(st.integers(0, (count - 3) // 2)), data.draw(st.integers(1, count))
     scores = []
-    for one in rows:
+    for row in rows:
         distances = sorted(
-            sum((a - b) ** 2 for a, b in zip(one, other, strict=True)) for other in rows if other is not one
+            sum((a - b) ** 2 for a, b in zip(row, other, strict=True)) for other in rows if other is not row
         )
         scores.append(sum(distances[: count - malicious - 2]))
     found = krum(tensor(rows), malicious, chosen).tolist()
@@ -145,9 +145,9 @@ def test_it_learns_where_one_of_six_clients_is_malicious(rule: str, inner: str) 
     engine = Poisoned(task)
     engine.liars = (2,)
     schedule = Schedule(rounds=4, participation=1.0, evaluate_every=4)
-    found = Federation(build(f"robust({inner}, rule={rule}, malicious=0.16)"), task, engine, schedule)
-    found.run()
-    assert found.history[-1]["accuracy"] > 0.65
+    simulation = Federation(build(f"robust({inner}, rule={rule}, malicious=0.16)"), task, engine, schedule)
+    simulation.run()
+    assert simulation.history[-1]["accuracy"] > 0.65
 
 
 def test_without_it_one_malicious_client_decides() -> None:
@@ -215,10 +215,10 @@ def test_krum_takes_all_tensors_from_the_same_clients() -> None:
     ],
 )
 def test_it_nests_and_describes_itself(expression: str) -> None:
-    found = federation(expression)
-    found.run()
-    assert build(str(found.algorithm)) == build(expression)
-    assert bool(found.algorithm.model().isfinite().all())
+    simulation = federation(expression)
+    simulation.run()
+    assert build(str(simulation.algorithm)) == build(expression)
+    assert bool(simulation.algorithm.model().isfinite().all())
 
 
 @pytest.mark.parametrize("rule", ["median", "trimmed_mean"])

@@ -59,10 +59,10 @@ def test_every_layer_of_every_model_stays_exactly_once(case: tuple[int, int, Rul
     assert [sorted(source) for source in sources] == [list(range(count))] * units
     rows = torch.randint(-1000, 1000, (count, 3 * units), generator=stream(seed, "rows")).double()
     slices = [(slice(2 * u, 2 * u + 2), slice(2 * units + u, 2 * units + u + 1)) for u in range(units)]
-    before = rows.clone()
+    original = rows.clone()
     moved = rows.clone()
     exchange_(moved, rows, slices, sources)
-    assert torch.equal(rows, before)
+    assert torch.equal(rows, original)
     for place in range(count):
         for unit, parts in enumerate(slices):
             for part in parts:
@@ -160,12 +160,12 @@ def exact_destinations(count: int, sent: Fraction) -> list[Fraction]:
 def test_where_a_layer_ends_follows_the_exact_distribution(count: int, units: int, low: int, high: int) -> None:
     exact = exact_destinations(count, Fraction(low + high, 2 * units))
     choices, number = one_stream(count), 3000
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for _ in range(number):
-        found[
+        counts[
             rehearse(range(count), units, Rules(1, low, high), choices, "before_upload").sources[units - 1].index(0)
         ] += 1
-    observed = [found[peer] for peer in range(count)]
+    observed = [counts[peer] for peer in range(count)]
     assert chisquare(observed, [float(p) * number for p in exact]).pvalue > 1e-3
     away = observed[1:]
     assert len(set(exact[1:])) == 1  # once away from home, a layer can be anywhere alike
@@ -173,19 +173,19 @@ def test_where_a_layer_ends_follows_the_exact_distribution(count: int, units: in
 
 
 def test_after_many_repeats_a_layer_is_anywhere_alike() -> None:
-    choices, found = one_stream(9), Counter[int]()
+    choices, counts = one_stream(9), Counter[int]()
     for _ in range(400):
         for source in rehearse(range(4), 3, Rules(12, 1, 3), choices, "before_upload").sources:
-            found[source.index(2)] += 1
-    assert chisquare([found[peer] for peer in range(4)]).pvalue > 1e-3
+            counts[source.index(2)] += 1
+    assert chisquare([counts[peer] for peer in range(4)]).pvalue > 1e-3
 
 
 def test_layers_of_one_model_scatter_independently() -> None:
-    choices, found = one_stream(5), Counter[tuple[int, int]]()
+    choices, counts = one_stream(5), Counter[tuple[int, int]]()
     for _ in range(1500):
         first, second = rehearse(range(3), 2, Rules(8, 1, 2), choices, "before_upload").sources
-        found[first.index(0), second.index(0)] += 1
-    assert chisquare([found[pair] for pair in itertools.product(range(3), repeat=2)]).pvalue > 1e-3
+        counts[first.index(0), second.index(0)] += 1
+    assert chisquare([counts[pair] for pair in itertools.product(range(3), repeat=2)]).pvalue > 1e-3
 
 
 # --- in the simulator ---
@@ -209,8 +209,8 @@ def test_the_exchange_moves_what_is_sent_and_what_comes_back() -> None:
     choices = stream_choices(lambda purpose, peer: stream(3, purpose, round=2, client=peer))
     expected = rehearse([5, 0, 6, 2], 3, Rules(3, 1, 3), choices, "before_train").sources
     for unit, source in zip(units, expected, strict=True):
-        for place, origin in enumerate(source):
-            assert all(torch.equal(sent[place, part], pool[origin, part]) for part in unit)
+        for index, origin in enumerate(source):
+            assert all(torch.equal(sent[index, part], pool[origin, part]) for part in unit)
     assert not torch.equal(sent, pool)
     rows = torch.randn(3, run.task.layout.size, dtype=torch.float64)
     slots = torch.tensor([0, 2, 3])
@@ -268,20 +268,20 @@ def test_the_mean_is_fedmr_s_and_the_record_has_the_peers_bytes(when: str) -> No
     ],
 )
 def test_it_nests_resumes_bit_for_bit_and_describes_itself(expression: str, tmp_path: Path) -> None:
-    whole = federation(expression, dropout=0.2)
-    held = whole.algorithm.full_state()
-    before = {name: tensor.clone() for name, tensor in held.items()}
-    whole.run()
-    assert all(torch.equal(held[name], tensor) for name, tensor in before.items())  # replaced, never edited
+    uninterrupted = federation(expression, dropout=0.2)
+    held = uninterrupted.algorithm.full_state()
+    original = {name: tensor.clone() for name, tensor in held.items()}
+    uninterrupted.run()
+    assert all(torch.equal(held[name], tensor) for name, tensor in original.items())  # replaced, never edited
     halted = federation(expression, directory=tmp_path, dropout=0.2)
     halted.step()
     halted.save()
     resumed = federation(expression, directory=tmp_path, dropout=0.2)
     resumed.run()
-    assert resumed.history == whole.history
-    found = resumed.algorithm.full_state()
-    assert all(torch.equal(found[name], tensor) for name, tensor in whole.algorithm.full_state().items())
-    assert build(str(whole.algorithm)) == build(expression)
+    assert resumed.history == uninterrupted.history
+    state = resumed.algorithm.full_state()
+    assert all(torch.equal(state[name], tensor) for name, tensor in uninterrupted.algorithm.full_state().items())
+    assert build(str(uninterrupted.algorithm)) == build(expression)
 
 
 def test_idle_clients_are_sent_the_global_model_unmoved() -> None:

@@ -329,9 +329,9 @@ def test_a_peer_that_breaks_the_exchange_is_named_and_left_out(kind_of_peer: typ
     assert time.monotonic() - began < 5
     assert {(f.kind, f.peer) for f in outcome.faults} == {(fault, 13)}
     assert outcome.terms.peers == (10, 11, 12)
-    found = world.outcome(outcome.terms)
+    exchanged = world.outcome(outcome.terms)
     for unit in range(2):
-        assert sorted(m[unit] for m in found.values()) == sorted(world.models[k][unit] for k in (10, 11, 12))
+        assert sorted(m[unit] for m in exchanged.values()) == sorted(world.models[k][unit] for k in (10, 11, 12))
 
 
 @pytest.mark.parametrize("change", ["rules", "layers"])
@@ -464,7 +464,7 @@ def test_a_server_key_of_its_own_for_one_peer_shows_up_at_once() -> None:
     key = ServerKey().public
     world = World(4, fewest=4)
     transport = TwoKeys(world.peers)
-    found: list[ProtocolViolation] = []
+    violations: list[ProtocolViolation] = []
     with pytest.raises(ExchangeAborted):
         world.exchange(transport)
     world.offer()
@@ -481,9 +481,9 @@ def test_a_server_key_of_its_own_for_one_peer_shows_up_at_once() -> None:
     for k, answer in begun.items():
         fault = Answer.decode(answer, k).fault
         assert fault is not None
-        found.append(fault)
-    assert {fault.kind for fault in found} == {"disagrees"}
-    assert {fault.peer for fault in found} >= {11}
+        violations.append(fault)
+    assert {fault.kind for fault in violations} == {"disagrees"}
+    assert {fault.peer for fault in violations} >= {11}
     assert {k: peer.layers for k, peer in world.peers.items()} == world.models
 
 

@@ -48,10 +48,10 @@ def test_peers_exchange_what_the_simulator_says(count: int, sizes: list[int], da
     transport = WatchedTransport(world.peers)
     terms, faults = world.exchange(transport, when)
     assert faults == []
-    found = world.outcome(terms)
+    exchanged = world.outcome(terms)
     rehearsal = rehearse(world.numbers, len(sizes), rules, choices_of(world.seed)(terms), when)
     for unit, source in enumerate(rehearsal.sources):
-        after = [found[k][unit] for k in world.numbers]
+        after = [exchanged[k][unit] for k in world.numbers]
         assert after == [world.models[world.numbers[origin]][unit] for origin in source]
         assert Counter(after) == Counter(model[unit] for model in world.models.values())
     parcels = [letter for letter in transport.letters if len(letter.body) > 1 and is_parcel(letter)]

@@ -152,11 +152,11 @@ def test_every_optimiser_gives_the_numbers_of_rows(
 def test_training_leaves_the_tasks_model_as_it_was(engine: type[RowsEngine], method: str) -> None:
     """Engines share its tensors until they bind their own modules to rows."""
     task = world()
-    before = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
+    original = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
     run = federated(engine, task, method, rounds=2)
     assert not torch.equal(run.algorithm.model(), task.initial)
     for name, tensor in task.model.state_dict().items():
-        assert torch.equal(tensor, before[name]), name
+        assert torch.equal(tensor, original[name]), name
     assert all(parameter.requires_grad for parameter in task.model.parameters())
 
 

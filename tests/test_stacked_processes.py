@@ -56,10 +56,10 @@ def test_clients_share_groups_and_a_method_that_cannot_be_stacked_does_not(engin
     assert sorted(client_task.client for group in groups for client_task in group) == list(range(len(SIZES)))
     assert [[client_task.client for client_task in group] for group in groups] == [[1, 3], [4, 0, 5], [2]]
     assert [len(group) for group in engine._groups(OneByOne(), client_tasks)] == [1] * len(SIZES)
-    found = run(OneByOne(), engine)
+    federation = run(OneByOne(), engine)
     notice = "onebyone: OneByOne trains one client at a time"
-    assert_same(run(OneByOne(), RowsEngine(TASK)), found, notices=[notice])
-    assert [timing.get("notices") for timing in found.timings] == [[notice], None, None]
+    assert_same(run(OneByOne(), RowsEngine(TASK)), federation, notices=[notice])
+    assert [timing.get("notices") for timing in federation.timings] == [[notice], None, None]
 
 
 @pytest.mark.parametrize(("chunk", "workers"), [(1, 2), (3, 1), (10, 2), (4, 3), (64, 2)])
@@ -88,9 +88,9 @@ def test_groups_of_any_length_hold_about_equally_many_samples(sizes: list[int], 
 
 
 def test_when_a_worker_dies_its_clients_train_again_one_by_one(engine: ProcessesEngine, tmp_path: Path) -> None:
-    found = run(Deadly(victim=2, times=2, directory=str(tmp_path)), engine)
+    federation = run(Deadly(victim=2, times=2, directory=str(tmp_path)), engine)
     assert len(list(tmp_path.iterdir())) == 2
-    assert_same(run(KeepsClientMemory(), RowsEngine(TASK)), found)
+    assert_same(run(KeepsClientMemory(), RowsEngine(TASK)), federation)
 
 
 def test_a_client_that_kills_its_worker_each_time_harms_no_other(engine: ProcessesEngine, tmp_path: Path) -> None:
@@ -102,14 +102,14 @@ def test_a_client_that_kills_its_worker_each_time_harms_no_other(engine: Process
 
 
 def test_clients_that_fail_in_a_stack_are_named(engine: ProcessesEngine) -> None:
-    found = run(Failing(), engine)
+    federation = run(Failing(), engine)
     why = "failing: clients train one by one where they fail in lock step:"
     notices = [
         f"{why} {reason}" for reason in ("ZeroDivisionError: integer division or modulo by zero", "Private: 1 and 2")
     ]
-    assert sorted(found.engine.notices) == sorted(found.timings[0]["notices"]) == sorted(notices)
-    assert found.timings[1].get("notices") is None
-    assert_same(run(Failing(), RowsEngine(TASK)), found, notices=found.engine.notices)
+    assert sorted(federation.engine.notices) == sorted(federation.timings[0]["notices"]) == sorted(notices)
+    assert federation.timings[1].get("notices") is None
+    assert_same(run(Failing(), RowsEngine(TASK)), federation, notices=federation.engine.notices)
 
 
 def test_wrong_options_are_refused_in_one_line() -> None:

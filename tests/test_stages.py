@@ -115,8 +115,8 @@ def test_when_a_loss_has_stopped_improving() -> None:
         ([1.0, 1.0, 1.0], False),
         ([], False),
     ]:
-        found = has_stopped_improving(torch.tensor(losses, dtype=torch.float64), patience=2, improvement=0.1)
-        assert found is expected, losses
+        stopped = has_stopped_improving(torch.tensor(losses, dtype=torch.float64), patience=2, improvement=0.1)
+        assert stopped is expected, losses
 
 
 def held_out(world: World, client: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,9 +202,9 @@ def test_a_stage_ends_when_the_loss_on_kept_samples_stops_falling(norm: bool, pa
     assert switch is not None
     assert 2 * patience <= switch < 8
     assert_same(run.models[:switch], models[:switch])
-    again = federation(world.task(), build(expression), 8)
-    again.run()
-    assert stages_of(again) == [0.0] * (switch - 1) + [1.0] * (
+    repeated = federation(world.task(), build(expression), 8)
+    repeated.run()
+    assert stages_of(repeated) == [0.0] * (switch - 1) + [1.0] * (
         8 - switch + 1
     )  # after its last round the next method is up
     # From then on it is FedMR from the model that FedAvg left, on all samples.
@@ -236,10 +236,10 @@ def test_a_run_resumed_while_it_waits_goes_on_as_if_nothing_had_happened(tmp_pat
     resumed = staged_run(World().task(), directory=tmp_path)
     assert resumed.finished == stop
     resumed.run()
-    expected, found = whole.algorithm.full_state(), resumed.algorithm.full_state()
-    assert found.keys() == expected.keys()
+    expected, state = whole.algorithm.full_state(), resumed.algorithm.full_state()
+    assert state.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor) or bool(tensor.isnan().any()), name
+        assert torch.equal(state[name], tensor) or bool(tensor.isnan().any()), name
     assert resumed.history == whole.history
 
 

@@ -119,12 +119,12 @@ def test_an_unchanged_client_costs_nothing_and_versions_never_change(tmp_path: P
     store.commit()
     store.state()
     store.release()
-    before = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in (tmp_path / "clients").iterdir()}
+    original = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in (tmp_path / "clients").iterdir()}
     store.write(1, {"model": torch.full((50,), 9.0)})
     store.commit()
     table = store.state()[VERSIONS]
     after = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in (tmp_path / "clients").iterdir()}
-    assert {name: after[name] for name in before} == before  # client 1's old version serves the checkpoint before
+    assert {name: after[name] for name in original} == original  # client 1's old version serves the checkpoint before
     assert len(after) == 4
     store.release()
     assert files(tmp_path / "clients") == set(after)

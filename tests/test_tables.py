@@ -162,13 +162,13 @@ def test_equal_differences_are_no_proof_by_themselves() -> None:
 
 def test_methods_are_compared_over_the_seeds_that_both_have() -> None:
     values = {"a": {0: 0.5, 1: 0.6, 2: 0.7}, "b": {1: 0.1, 2: 0.3, 5: 0.9}, "c": {9: 0.2}}
-    found = differences(values, "first")
-    assert [(one.method, one.other, one.seeds) for one in found] == [("b", "a", 2)]
-    assert found[0].mean == pytest.approx(((0.1 - 0.6) + (0.3 - 0.7)) / 2)
+    verdicts = differences(values, "first")
+    assert [(one.method, one.other, one.seeds) for one in verdicts] == [("b", "a", 2)]
+    assert verdicts[0].mean == pytest.approx(((0.1 - 0.6) + (0.3 - 0.7)) / 2)
     theirs = stats.ttest_rel([0.1, 0.3], [0.6, 0.7])
-    assert found[0].t_test == pytest.approx(theirs.pvalue)
+    assert verdicts[0].t_test == pytest.approx(theirs.pvalue)
     interval = theirs.confidence_interval(0.95)
-    assert (found[0].low, found[0].high) == pytest.approx((interval.low, interval.high))
+    assert (verdicts[0].low, verdicts[0].high) == pytest.approx((interval.low, interval.high))
 
 
 def test_the_best_is_corrected_for_all_pairs_and_the_first_for_the_others() -> None:
@@ -353,8 +353,8 @@ def test_how_differences_are_tested_is_said_once_and_in_the_same_words_everywher
 def test_the_highest_figure_names_all_that_have_it_and_those_that_are_not_shown_to_differ() -> None:
     def tile(runs: list[RunSummary], name: str) -> str:
         page = render("Tiles", runs, [0.5]).replace(get_plotlyjs(), "").replace(NO_BREAK, " ")
-        (found,) = re.findall(rf"<dt>{name}</dt><dd>[^<]*<small>([^<]*)</small>", page)
-        return html.unescape(found)
+        (text_shown,) = re.findall(rf"<dt>{name}</dt><dd>[^<]*<small>([^<]*)</small>", page)
+        return html.unescape(text_shown)
 
     last = "Highest mean accuracy of the last 10 evaluations"
     far = methods(9, best=0.2, far=0.0)

@@ -75,8 +75,10 @@ def wait_for_rounds(folder: Path, runs: int, process: subprocess.Popen[str]) -> 
 
 
 def children(process: int) -> list[int]:
-    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process)], capture_output=True, text=True, check=False)
-    own = [int(word) for word in found.stdout.split()]
+    completed = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process)], capture_output=True, text=True, check=False
+    )
+    own = [int(word) for word in completed.stdout.split()]
     return [*own, *(other for one in own for other in children(one))]
 
 
@@ -194,9 +196,9 @@ def test_an_interruption_between_a_rounds_figures_and_its_state_waits(
     with pytest.raises(KeyboardInterrupt):
         federation.run()
     monkeypatch.undo()
-    again = Federation(KeepsClientMemory(), task, RowsEngine(task), schedule, tmp_path, "this run")
-    assert again.finished == 3
-    assert again.notices == []
+    repeated = Federation(KeepsClientMemory(), task, RowsEngine(task), schedule, tmp_path, "this run")
+    assert repeated.finished == 3
+    assert repeated.notices == []
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -240,7 +242,7 @@ def test_a_changed_figure_of_a_finished_run_is_refused(
     path.write_text(path.read_text().replace('"loss": ', '"loss": 1', 1))
     capsys.readouterr()
     assert main(["run", "job.toml", "--quiet"]) == 2
-    said = capsys.readouterr().err
-    assert "metrics.jsonl is not as it was written: " in said
-    assert len(said.splitlines()) == 1
+    message = capsys.readouterr().err
+    assert "metrics.jsonl is not as it was written: " in message
+    assert len(message.splitlines()) == 1
     assert main(["run", "job.toml", "--quiet", "--fresh"]) == 0

@@ -126,9 +126,9 @@ def forget(rounds: int, folder: Path) -> None:
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(folder))
-    found.Reload()
-    return {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 def test_a_tracker_of_ones_own_hears_every_round_with_all_figures() -> None:
@@ -230,15 +230,15 @@ def test_mlflow_keeps_parameters_metrics_and_files(tmp_path: Path) -> None:
     assert stopped.info.status == "KILLED"
     forget(4, Path("runs/job/fedavg/seed-0"))
     go(settings)
-    (found,) = client.search_runs([place.experiment_id])
-    assert (found.info.status, found.info.run_name) == ("FINISHED", "fedavg/seed-0")
-    assert found.data.params["data.partition"] == "iid"
+    (run,) = client.search_runs([place.experiment_id])
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "fedavg/seed-0")
+    assert run.data.params["data.partition"] == "iid"
     records = RoundLog(Path("runs/job/fedavg/seed-0/metrics.jsonl")).read()
     for name in ("accuracy", "bytes_up"):
-        history = [(metric.step, metric.value) for metric in client.get_metric_history(found.info.run_id, name)]
+        history = [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name)]
         assert sorted(history) == [(r["round"], r[name]) for r in records if r.get(name) is not None]
-    assert found.data.metrics["final_accuracy"] == records[-1]["accuracy"]
-    assert {file.path for file in client.list_artifacts(found.info.run_id)} == {
+    assert run.data.metrics["final_accuracy"] == records[-1]["accuracy"]
+    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {
         "model.safetensors", "configuration.json", "metrics.jsonl", "result.json",
     }  # fmt: skip
     go(settings, fresh=True)

@@ -76,23 +76,23 @@ def test_validation_data_are_training_data_of_the_clients_and_nothing_else(seed:
     task = fl.make_task(
         "digits", clients=4, partition="dirichlet(0.5)", model="logistic", local_test=0.25 if own else None
     )
-    found = withhold(task, share, seed)
+    validation = withhold(task, share, seed)
     kept: list[int] = []
     for client in range(4):
-        before, training = set(task.partition[client].tolist()), set(found.partition[client].tolist())
+        before, training = set(task.partition[client].tolist()), set(validation.partition[client].tolist())
         held = before - training
         assert training < before
         assert len(training) == max(1, int((1 - share) * len(before) + 1e-9))
         kept += sorted(held)
         if own:
-            assert found.local_test is not None
-            assert set(found.local_test[client].tolist()) == held
-    assert (found.local_test is None) == (not own)
-    assert torch.equal(found.test.inputs, task.train.inputs[torch.tensor(sorted(kept))])
+            assert validation.local_test is not None
+            assert set(validation.local_test[client].tolist()) == held
+    assert (validation.local_test is None) == (not own)
+    assert torch.equal(validation.test.inputs, task.train.inputs[torch.tensor(sorted(kept))])
     again = withhold(task, share, seed)
-    assert (again.partition.indices == found.partition.indices).all()
+    assert (again.partition.indices == validation.partition.indices).all()
     other = withhold(task, share, seed + 1)
-    assert not np.array_equal(other.partition.indices, found.partition.indices)
+    assert not np.array_equal(other.partition.indices, validation.partition.indices)
 
 
 def test_parameters_are_set_wherever_they_stand() -> None:
@@ -148,15 +148,15 @@ def test_a_file_that_cannot_be_tuned_is_told(tmp_path: Path, more: dict[str, obj
 
 
 def test_a_grid_takes_every_combination_and_the_best_by_validation(tmp_path: Path) -> None:
-    search, found = grid(table(tmp_path, seeds=[0, 1], last=1), RATES, "algorithm.mu=[0, 10]")
-    assert [tuple(trial.changes.values()) for trial in found] == [(0.001, 0), (0.001, 10), (0.5, 0), (0.5, 10)]
-    for trial in found:
+    search, trials = grid(table(tmp_path, seeds=[0, 1], last=1), RATES, "algorithm.mu=[0, 10]")
+    assert [tuple(trial.changes.values()) for trial in trials] == [(0.001, 0), (0.001, 10), (0.5, 0), (0.5, 10)]
+    for trial in trials:
         finals = [json.loads((path / "result.json").read_text())["accuracy"] for path in places(search, trial)]
         assert trial.score == pytest.approx(sum(finals) / 2)
         settled = json.loads((places(search, trial)[0] / "configuration.json").read_text())
         assert settled["data"]["validation"] == 0.2
-    assert best_of(found).score == max(trial.score or 0 for trial in found)
-    assert best_of(found).changes["training.learning_rate"] == 0.5
+    assert best_of(trials).score == max(trial.score or 0 for trial in trials)
+    assert best_of(trials).changes["training.learning_rate"] == 0.5
     some = search.grid(2)
     assert len(some) == 2
     assert [trial.changes for trial in some] == [trial.changes for trial in search.grid(2)]
@@ -173,8 +173,8 @@ def test_the_test_labels_do_not_matter(tmp_path: Path, own: float | None) -> Non
     scores = []
     for name in ("small-digits", "small-digits(garbled=true)"):
         data = {"name": name, "clients": 3, "partition": "iid", "local_test": own}
-        _, found = grid(table(tmp_path / name, data=data), RATES)
-        scores.append([trial.score for trial in found])
+        _, trials = grid(table(tmp_path / name, data=data), RATES)
+        scores.append([trial.score for trial in trials])
     assert scores[0] == scores[1]
     assert scores[0][0] != scores[0][1]
 
@@ -209,18 +209,18 @@ def test_a_trial_that_fails_is_not_chosen_and_stops_no_other(tmp_path: Path) -> 
 
 
 def test_the_test_data_are_scored_once_for_one_choice(tmp_path: Path) -> None:
-    search, found = grid(table(tmp_path, last=1), RATES)
+    search, trials = grid(table(tmp_path, last=1), RATES)
     runner = Runner(SerialPool(), lambda event: None, lambda: False)
-    tested = score_on_test(search, best_of(found), runner)
+    tested = score_on_test(search, best_of(trials), runner)
     task = fl.make_task("small-digits", clients=3, partition="iid", model="logistic", training={"learning_rate": 0.5})
     alone = fl.run("fedprox", task, rounds=2, participation=1.0, evaluate_every=1)
     assert tested.score == alone.accuracy  # on all training data, scored on the test data
     events: list[Event] = []
-    again = score_on_test(search, best_of(found), Runner(SerialPool(), events.append, lambda: False))
+    again = score_on_test(search, best_of(trials), Runner(SerialPool(), events.append, lambda: False))
     assert again.score == tested.score
     assert [event.kind for event in events] == ["skipped"]
     with pytest.raises(InvalidValue, match=r"used once, for training\.learning_rate=0\.5"):
-        score_on_test(search, found[0], runner)
+        score_on_test(search, trials[0], runner)
 
 
 def test_optuna_suggests_the_same_trials_again_and_gives_up_hopeless_ones(

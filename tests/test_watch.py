@@ -73,11 +73,11 @@ def served(folder: Path) -> Iterator[tuple[Server, Ask]]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One finished run, one that was stopped, and a run of another experiment."""
-    place = tmp_path_factory.mktemp("watched")
-    small_run(place / "job", 0)
-    small_run(place / "job", 1, stop_after=2)
-    small_run(place / "other", 0, data="diabetes")
-    return place
+    directory = tmp_path_factory.mktemp("watched")
+    small_run(directory / "job", 0)
+    small_run(directory / "job", 1, stop_after=2)
+    small_run(directory / "other", 0, data="diabetes")
+    return directory
 
 
 def runs_of(state: dict[str, Any]) -> list[dict[str, Any]]:
@@ -99,17 +99,17 @@ def test_the_state_tells_where_each_run_stands(folder: Path) -> None:
 
 
 def test_a_run_that_writes_nothing_any_more_is_not_said_to_go_on(folder: Path) -> None:
-    place = folder / "job/fedavg/seed-1"
+    directory = folder / "job/fedavg/seed-1"
     assert runs_of(Watched(folder).state())[1]["state"] == "running"
     hour_ago = time.time() - 3600
-    kept = {path: path.stat() for path in place.iterdir() if path.is_file()}
+    kept = {path: path.stat() for path in directory.iterdir() if path.is_file()}
     for path in kept:
         os.utime(path, (hour_ago, hour_ago))
-    found = runs_of(Watched(folder).state())[1]
+    listed = runs_of(Watched(folder).state())[1]
     for path, status in kept.items():
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert found["state"] == "quiet"
-    assert found["quiet"] == pytest.approx(3600, abs=60)
+    assert listed["state"] == "quiet"
+    assert listed["quiet"] == pytest.approx(3600, abs=60)
 
 
 def test_any_folder_from_all_runs_down_to_a_single_one_can_be_watched(folder: Path) -> None:
@@ -146,9 +146,9 @@ def test_damaged_and_half_made_runs_are_passed_over(folder: Path, tmp_path: Path
     (tmp_path / "loop").symlink_to(tmp_path)
     with (tmp_path / "job/fedavg/seed-1/metrics.jsonl").open("a") as file:
         file.write('{"round": 3, "accu')
-    damaged, found = runs_of(Watched(tmp_path).state())
+    damaged, listed = runs_of(Watched(tmp_path).state())
     assert (damaged["algorithm"], damaged["seed"], damaged["state"], damaged["score"]) == ("fedavg", 0, "damaged", "–")
-    assert (found["seed"], found["rounds"]) == (1, 2)
+    assert (listed["seed"], listed["rounds"]) == (1, 2)
     assert Watched(tmp_path).page(None) is not None
 
 
