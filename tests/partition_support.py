@@ -13,8 +13,8 @@ from fedloom.data.partition import Indices, Partition, partitions
 def make(
     name: str, labels: Indices, clients: int, seed: int = 0, groups: Indices | None = None, **options: Any
 ) -> Partition:
-    made: Partition = partitions.build(Call(name, named=options), labels, clients, seed, groups)
-    return made
+    partition: Partition = partitions.build(Call(name, named=options), labels, clients, seed, groups)
+    return partition
 
 
 def some_labels(samples: int, classes: int, seed: int = 0) -> Indices:

@@ -313,9 +313,9 @@ def test_features_are_kept_only_where_each_sample_has_its_own() -> None:
         layout = Layout(module.double())
         flat_module = FlatModule(module, layout)
         row = layout.flatten(module).unsqueeze(0)
-        before = torch.get_rng_state()
+        random_state = torch.get_rng_state()
         features = flat_module.features(row, x)
-        assert torch.equal(torch.get_rng_state(), before)
+        assert torch.equal(torch.get_rng_state(), random_state)
         assert (features is not None) == plain
         if features is not None:
             torch.testing.assert_close(features[0], module.features(x[0]))

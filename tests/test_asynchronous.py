@@ -106,12 +106,12 @@ def test_a_run_that_stopped_goes_on_bit_for_bit(method: str, tmp_path: Path) -> 
         begun.step()
     begun.save()
     begun.step()  # whose checkpoint is never written
-    again, whole = federation(method, directory=tmp_path), federation(method)
+    again, uninterrupted = federation(method, directory=tmp_path), federation(method)
     assert again.finished == 3
     again.run()
-    whole.run()
-    assert again.history == whole.history
-    assert all(torch.equal(again.algorithm.state[name], held) for name, held in whole.algorithm.state.items())
+    uninterrupted.run()
+    assert again.history == uninterrupted.history
+    assert all(torch.equal(again.algorithm.state[name], held) for name, held in uninterrupted.algorithm.state.items())
 
 
 def test_a_deadline_ends_a_round_with_fewer_and_late_replies_are_used_later() -> None:

@@ -69,8 +69,8 @@ data.clients = 5
 
 
 def wrong(name: str) -> Algorithm:
-    made: Algorithm = getattr(wrong_methods, name)()
-    return made
+    method: Algorithm = getattr(wrong_methods, name)()
+    return method
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -170,8 +170,8 @@ def folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def said_by(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     code = main(list(arguments))
-    told = capsys.readouterr()
-    return code, told.out + told.err
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
 
 
 @pytest.mark.usefixtures("folder")

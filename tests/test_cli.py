@@ -79,9 +79,9 @@ def test_run_says_the_result_and_where_it_lies(fed: Say, tmp_path: Path) -> None
 
 def test_a_finished_run_is_not_run_again_unless_asked(fed: Say) -> None:
     first = fed("run", "job.toml")
-    again = fed("run", "job.toml")
-    assert again[:2] == first[:2]
-    assert "finished before" in again[2]
+    repeated = fed("run", "job.toml")
+    assert repeated[:2] == first[:2]
+    assert "finished before" in repeated[2]
     fresh = fed("run", "job.toml", "--fresh")
     assert "finished before" not in fresh[2]
     assert fresh[1].splitlines()[0] == first[1].splitlines()[0]
@@ -130,9 +130,9 @@ def test_compare_prints_a_table_and_says_where_the_report_is(fed: Say, tmp_path:
     assert out.splitlines()[-1] == f"report:  {Path('runs/job/report.html')}"
     assert "With 2 seeds the exact test cannot reach significance" in " ".join(out.split())
     assert (tmp_path / "runs/job/report.html").exists()
-    again = fed("compare", "job.toml")
-    assert again[1] == out
-    assert again[2].count("finished before") == 4
+    repeated = fed("compare", "job.toml")
+    assert repeated[1] == out
+    assert repeated[2].count("finished before") == 4
 
 
 def test_runs_go_side_by_side_without_being_told_with_the_same_results(

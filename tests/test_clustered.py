@@ -307,9 +307,9 @@ def test_a_selection_is_a_function_of_round_and_state() -> None:
     world.run(method)
     round = replace(method.plan.opening(), number=4)
     first = method.select(round)
-    again = ready(CluSamp(), world)
-    again.restore(method.full_state())
-    assert method.select(round) == first == again.select(round)
+    repeated = ready(CluSamp(), world)
+    repeated.restore(method.full_state())
+    assert method.select(round) == first == repeated.select(round)
 
 
 @pytest.mark.parametrize(

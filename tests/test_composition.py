@@ -96,11 +96,11 @@ def test_a_round_replaces_tensors_and_edits_none_in_place(expression: str) -> No
     schedule = Schedule(rounds=3, participation=1.0, seed=3)
     run = Federation(build(expression), task, RowsEngine(task), schedule)
     for _ in range(3):
-        held = run.algorithm.full_state()
-        original = {name: tensor.clone() for name, tensor in held.items()}
+        state = run.algorithm.full_state()
+        original = {name: tensor.clone() for name, tensor in state.items()}
         run.step()
         for name, tensor in original.items():
-            torch.testing.assert_close(held[name], tensor, rtol=0, atol=0, equal_nan=True, msg=name)
+            torch.testing.assert_close(state[name], tensor, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
 @pytest.mark.parametrize(

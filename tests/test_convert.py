@@ -31,22 +31,22 @@ NAMES = ["cat", "ant", "bee"] * 4
     ],
 )
 def test_inputs_of_any_type_of_number(given: Any, dtype: torch.dtype) -> None:
-    made = fl.Samples(given, np.arange(12))
-    assert (made.inputs.dtype, len(made)) == (dtype, 12)
+    samples = fl.Samples(given, np.arange(12))
+    assert (samples.inputs.dtype, len(samples)) == (dtype, 12)
     if dtype == torch.uint8:
-        assert made.inputs.shape == (12, 1, 8, 8)
+        assert samples.inputs.shape == (12, 1, 8, 8)
 
 
 def test_labels_of_text_keep_their_names_and_mean_the_same_in_both_parts() -> None:
     test = fl.Samples(FEATURES[:3], ["dog", "cat", "bee"], ["b", "d", "a"])
-    made = fl.Dataset("pets", fl.Samples(FEATURES, NAMES, np.array(["a", "b", "c"] * 4)), test)
-    assert (made.classes, made.class_names) == (4, ("ant", "bee", "cat", "dog"))
-    assert made.train.labels[:3].tolist() == [2, 0, 1]
-    assert made.test.labels.tolist() == [3, 2, 1]
-    assert made.train.groups is not None
-    assert made.test.groups is not None
-    assert (made.train.groups[:3].tolist(), made.test.groups.tolist()) == ([0, 1, 2], [1, 3, 0])
-    both = made.train.concatenate(made.test)
+    dataset = fl.Dataset("pets", fl.Samples(FEATURES, NAMES, np.array(["a", "b", "c"] * 4)), test)
+    assert (dataset.classes, dataset.class_names) == (4, ("ant", "bee", "cat", "dog"))
+    assert dataset.train.labels[:3].tolist() == [2, 0, 1]
+    assert dataset.test.labels.tolist() == [3, 2, 1]
+    assert dataset.train.groups is not None
+    assert dataset.test.groups is not None
+    assert (dataset.train.groups[:3].tolist(), dataset.test.groups.tolist()) == ([0, 1, 2], [1, 3, 0])
+    both = dataset.train.concatenate(dataset.test)
     assert both.groups is not None
     assert both.groups[-3:].tolist() == [1, 3, 0]
 
@@ -67,9 +67,9 @@ def test_parts_with_names_of_their_own_are_joined_under_all_of_them() -> None:
 )
 def test_labels_that_do_not_begin_at_0_are_numbered_from_there(labels: Any, numbered: Any, names: Any) -> None:
     samples = fl.Samples(FEATURES[:3], labels)
-    made = fl.Dataset("numbers", samples, samples)
-    assert made.train.labels.tolist() == made.test.labels.tolist() == numbered
-    assert (made.class_names, made.classes) == (names, max(numbered) + 1)
+    dataset = fl.Dataset("numbers", samples, samples)
+    assert dataset.train.labels.tolist() == dataset.test.labels.tolist() == numbered
+    assert (dataset.class_names, dataset.classes) == (names, max(numbered) + 1)
 
 
 def test_a_task_of_lists_and_float64_trains() -> None:

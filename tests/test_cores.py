@@ -67,12 +67,12 @@ def test_cores_and_memory_are_those_of_this_machine() -> None:
 
 
 def test_the_number_of_threads_before_comes_back() -> None:
-    before = torch.get_num_threads()
-    with using_threads(before + 1):
-        assert torch.get_num_threads() == before + 1
+    threads = torch.get_num_threads()
+    with using_threads(threads + 1):
+        assert torch.get_num_threads() == threads + 1
         with using_threads(None):
-            assert torch.get_num_threads() == before + 1
-    assert torch.get_num_threads() == before
+            assert torch.get_num_threads() == threads + 1
+    assert torch.get_num_threads() == threads
 
 
 @pytest.mark.usefixtures("eight_cores")
@@ -100,13 +100,13 @@ def test_a_comparison_has_the_same_results_with_one_worker_and_with_two(tmp_path
 
     def compared(workers: int) -> Path:
         place = tmp_path / str(workers)
-        told = configuration(
+        configured = configuration(
             {
                 "algorithms": ["fedavg", "fedmr"], "rounds": 2, "model": "mlp(hidden=[2600])", "workers": workers,
                 "directory": str(place), "data": {"clients": 2, "partition": "iid"}, "training": {"batch_size": 400},
             }
         )  # fmt: skip
-        assert Comparison.of(told).run(lambda event: None) == {}
+        assert Comparison.of(configured).run(lambda event: None) == {}
         return place
 
     with using_threads(4):

@@ -129,9 +129,9 @@ def test_every_bit_of_a_file_of_tensors_counts(tmp_path: Path) -> None:
     write_tensors(path, {"weight": torch.arange(5.0)}, {"round": "3"})
     content, expected = path.read_bytes(), ({"weight": [0.0, 1.0, 2.0, 3.0, 4.0]}, {"round": "3"})
     unseen = 0
-    for place in range(len(content)):
+    for index in range(len(content)):
         for bit in range(8):
-            path.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
+            path.write_bytes(content[:index] + bytes([content[index] ^ 1 << bit]) + content[index + 1 :])
             try:
                 tensors, metadata = read_tensors(path)
             except DamagedCheckpoint:
@@ -207,8 +207,8 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_whoever_reads_a_finished_run_sees_no_changed_figure(name: str, compared: Path) -> None:
-    (place,) = compared.glob("*/seed-*")
-    path = (compared if name == "comparison.json" else place) / name
+    (folder,) = compared.glob("*/seed-*")
+    path = (compared if name == "comparison.json" else folder) / name
     content, expected = path.read_bytes(), (read_runs(compared), Watched(compared).state()["groups"][0]["runs"])
     refused = 0
     try:
@@ -277,8 +277,8 @@ def test_an_engine_file_of_another_program_is_named(compared: Path) -> None:
 
 
 def test_a_run_goes_on_from_no_changed_figure_of_its_end(compared: Path) -> None:
-    (place,) = compared.glob("*/seed-*")
-    path = place / "result.json"
+    (folder,) = compared.glob("*/seed-*")
+    path = folder / "result.json"
     content = path.read_text()
     path.write_text(content.replace('"rounds": 2', '"rounds": 3'))
     table = {**JOB, **TASK, "directory": str(compared)}
@@ -289,12 +289,12 @@ def test_a_run_goes_on_from_no_changed_figure_of_its_end(compared: Path) -> None
 
 
 def test_a_file_of_figures_that_is_gone_is_noticed(compared: Path) -> None:
-    (place,) = compared.glob("*/seed-*")
-    content = (place / "clients.jsonl").read_bytes()
-    (place / "clients.jsonl").unlink()
+    (folder,) = compared.glob("*/seed-*")
+    content = (folder / "clients.jsonl").read_bytes()
+    (folder / "clients.jsonl").unlink()
     with pytest.raises(CheckpointError, match=r"clients.jsonl is not as it was written: "):
-        RunDirectory(place).summary()
-    (place / "clients.jsonl").write_bytes(content)
+        RunDirectory(folder).summary()
+    (folder / "clients.jsonl").write_bytes(content)
 
 
 def test_objects_without_a_digest_are_read_as_they_are(tmp_path: Path) -> None:

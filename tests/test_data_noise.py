@@ -48,11 +48,11 @@ def test_each_client_has_its_share_replaced_and_nobody_elses_labels_change(
 ) -> None:
     partition, count = some_partition(sizes)
     labels = some_labels(count, classes)
-    before = labels.copy()
+    original = labels.copy()
     noisy = noise_of(kind, rate).apply(labels, partition, classes, seed)
-    again = noise_of(kind, [rate, rate]).apply(labels, partition, classes, seed)
-    assert np.array_equal(noisy, again)
-    assert np.array_equal(labels, before)
+    repeated = noise_of(kind, [rate, rate]).apply(labels, partition, classes, seed)
+    assert np.array_equal(noisy, repeated)
+    assert np.array_equal(labels, original)
     assert noisy.dtype == np.int64
     assert noisy.min() >= 0
     assert noisy.max() < classes

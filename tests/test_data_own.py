@@ -25,8 +25,8 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(name: str, **options: Any) -> Dataset:
-    made: Dataset = datasets.build(Call(name, named=options))
-    return made
+    dataset: Dataset = datasets.build(Call(name, named=options))
+    return dataset
 
 
 def pixels(*shape: int, seed: int = 0) -> np.ndarray:
@@ -197,8 +197,8 @@ def test_images_without_a_test_part_are_held_out(tmp_path: Path) -> None:
     _write_images(tmp_path / "set", {"a": 10, "b": 5})
     data = make("images", folder=str(tmp_path / "set"))
     assert (data.train.labels.bincount().tolist(), data.test.labels.bincount().tolist()) == ([8, 4], [2, 1])
-    again = make("images", folder=str(tmp_path / "set"))
-    assert torch.equal(again.test.inputs, data.test.inputs)
+    repeated = make("images", folder=str(tmp_path / "set"))
+    assert torch.equal(repeated.test.inputs, data.test.inputs)
 
 
 def test_bad_image_folders_are_named(tmp_path: Path) -> None:

@@ -39,8 +39,8 @@ def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(name: str, **options: Any) -> Dataset:
-    made: Dataset = datasets.build(Call(name, named=options))
-    return made
+    dataset: Dataset = datasets.build(Call(name, named=options))
+    return dataset
 
 
 def pixels(*shape: int, seed: int = 0) -> np.ndarray:
@@ -430,9 +430,9 @@ def test_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [("ylecun/mnist", "train"), ("ylecun/mnist", "test")]
     assert np.array_equal(data.train.inputs[2, 0].numpy(), pixels(28, 28, seed=2))
     assert data.test.labels.tolist() == [1, 0]
-    again = make("mnist", hub=True)
+    repeated = make("mnist", hub=True)
     assert len(calls) == 2
-    assert torch.equal(again.train.inputs, data.train.inputs)
+    assert torch.equal(repeated.train.inputs, data.train.inputs)
 
 
 def test_the_hub_serves_the_other_sets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,8 +33,8 @@ COLUMNS: dict[str, Any] = {
 
 
 def table(**options: Any) -> fl.Dataset:
-    made: fl.Dataset = datasets.build(Call("table", named=options))
-    return made
+    dataset: fl.Dataset = datasets.build(Call("table", named=options))
+    return dataset
 
 
 def csv_file(folder: Path, **changed: Any) -> str:

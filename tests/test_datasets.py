@@ -19,8 +19,8 @@ from fedloom.errors import InvalidValue
 
 
 def make(name: str, **options: object) -> Dataset:
-    made: Dataset = datasets.build(Call(name, named=options))
-    return made
+    dataset: Dataset = datasets.build(Call(name, named=options))
+    return dataset
 
 
 def test_digits_keeps_every_pixel_and_every_image() -> None:

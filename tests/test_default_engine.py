@@ -143,9 +143,9 @@ def test_work_is_counted_in_multiply_adds() -> None:
     assert multiply_adds(nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)), sample) == 2368
     assert multiply_adds(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)), sample) == 36 * 4 * 9
     small = task("digits_cnn", batch_size=10, epochs=2)
-    before = torch.random.get_rng_state()
+    random_state = torch.random.get_rng_state()
     once = round_seconds(small, SHORT)
-    assert torch.equal(before, torch.random.get_rng_state())
+    assert torch.equal(random_state, torch.random.get_rng_state())
     sizes = small.partition.sizes
     for changes, expected_steps in (({"steps": 5}, 5), ({"batch_size": None}, 2), ({}, (2 * -(-sizes // 10)).mean())):
         assert mean_steps(replace(small, training=replace(small.training, **changes))) == pytest.approx(expected_steps)

@@ -39,18 +39,18 @@ def test_a_run_in_python_closes_its_engine(closed: list[RowsEngine], tmp_path: P
 
 
 def test_a_configured_run_closes_its_engine_also_when_it_fails(closed: list[RowsEngine], tmp_path: Path) -> None:
-    told = configuration({**SMALL, "algorithm": "fedavg", "directory": str(tmp_path)})
+    configured = configuration({**SMALL, "algorithm": "fedavg", "directory": str(tmp_path)})
 
     def at_a_round(event: Event) -> None:
         if event.kind == "round":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_configured(told, RunName("fedavg", 0), at_a_round)
+        run_configured(configured, RunName("fedavg", 0), at_a_round)
     assert len(closed) == 1
-    run_configured(told, RunName("fedavg", 0), lambda event: None)
+    run_configured(configured, RunName("fedavg", 0), lambda event: None)
     assert len(closed) == 2
-    run_configured(told, RunName("fedavg", 0), lambda event: None)  # only reads what is there
+    run_configured(configured, RunName("fedavg", 0), lambda event: None)  # only reads what is there
     assert len(closed) == 2
 
 

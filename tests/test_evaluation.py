@@ -111,10 +111,10 @@ def test_models_of_several_clients_are_counted_together_to_the_bit(batch_size: i
     evaluator = Evaluator(task.model, task.layout, task.dataset, batch_size)
     clients = [5, 0, 2, 4, 1]
     rows = {client: random_row(task, client) for client in clients}
-    found = list(evaluator.tallies([(client, row, None) for client, row in rows.items()], task.train, own))
+    tallies = list(evaluator.tallies([(client, row, None) for client, row in rows.items()], task.train, own))
     apart = [evaluator.tally(row, task.train, own, [client]) for client, row in rows.items()]
-    assert len(found) == parts
-    together, expected = Tally.joined(found), Tally.joined(apart)
+    assert len(tallies) == parts
+    together, expected = Tally.joined(tallies), Tally.joined(apart)
     assert together.clients.tolist() == expected.clients.tolist() == sorted(clients)
     assert together.samples.tolist() == expected.samples.tolist()
     assert together.totals.keys() == expected.totals.keys()

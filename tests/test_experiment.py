@@ -149,18 +149,18 @@ def test_a_run_directory_holds_what_it_takes(tmp_path: Path) -> None:
         "shift": "none",
     }
     assert settings["training"]["learning_rate"] == 0.1
-    made = job.task(3)
+    task = job.task(3)
     split = Partition.load(directory / "split.npz")
-    assert (split.indices == made.partition.indices).all()
-    assert made.local_test is not None
-    assert (Partition.load(directory / "test-split.npz").indices == made.local_test.indices).all()
+    assert (split.indices == task.partition.indices).all()
+    assert task.local_test is not None
+    assert (Partition.load(directory / "test-split.npz").indices == task.local_test.indices).all()
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert lines == summary.records
     assert json.loads((directory / "result.json").read_text())["accuracy"] == lines[-1]["accuracy"]
     assert json.loads((directory / "environment.json").read_text())["torch"] == torch.__version__
-    labels = made.train.labels.numpy()
+    labels = task.train.labels.numpy()
     assert summary.label_counts == [[int((labels[split[k]] == c).sum()) for c in range(10)] for k in range(4)]
-    assert share_right(load_model(directory), made) == pytest.approx(lines[-1]["accuracy"])
+    assert share_right(load_model(directory), task) == pytest.approx(lines[-1]["accuracy"])
 
 
 def test_the_same_seed_twice_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
@@ -192,12 +192,12 @@ def test_a_finished_run_is_only_read(tmp_path: Path) -> None:
 def test_starting_afresh_removes_a_runs_files_and_no_others(tmp_path: Path) -> None:
     job, name = plan(tmp_path, engine="default"), RunName("fedavg", 0)
     run_configured(job, name, lambda event: None)
-    place = run_directory(job, *name).path
-    assert (place / "engine.json").exists()
-    (place / "notes.txt").write_text("mine")
-    RunDirectory(place).clear()
-    assert {path.name for path in place.iterdir()} <= {"notes.txt", ".lock"}
-    assert (place / "notes.txt").read_text() == "mine"
+    directory = run_directory(job, *name).path
+    assert (directory / "engine.json").exists()
+    (directory / "notes.txt").write_text("mine")
+    RunDirectory(directory).clear()
+    assert {path.name for path in directory.iterdir()} <= {"notes.txt", ".lock"}
+    assert (directory / "notes.txt").read_text() == "mine"
 
 
 def test_a_comparison_gives_every_method_the_same_start(tmp_path: Path) -> None:

@@ -240,11 +240,11 @@ def test_a_site_that_leaves_is_named_and_the_others_exchange_without_it(when: st
     one = node(grid, TWO)
     one.when, one.round, one.leaves = when, "2", step
     federation.step()
-    before = pool(federation)
+    original = pool(federation)
     record, _ = federation.step()
     assert [(fault["client"], "stopped answering" in fault["reason"]) for fault in record["faults"]] == [(TWO, True)]
     assert "no reply within 0.01 s" in record["faults"][0]["reason"]
-    require_whole(tmp_path, federation, before, {TWO})
+    require_whole(tmp_path, federation, original, {TWO})
 
 
 def test_a_site_whose_upload_is_lost_is_named_and_what_the_others_uploaded_is_used(tmp_path: Path) -> None:
@@ -253,14 +253,14 @@ def test_a_site_whose_upload_is_lost_is_named_and_what_the_others_uploaded_is_us
     one = node(grid, THREE)
     one.round, one.drops_upload = "2", True
     federation.step()
-    before = pool(federation)
+    original = pool(federation)
     record, _ = federation.step()
     assert [fault["client"] for fault in record["faults"]] == [THREE]
     layers = by_layer([to_layers(row, UNITS) for row in pool(federation)])
-    known = by_layer([*(trained(tmp_path, number) for number in selected(2)), to_layers(before[2], UNITS)])
+    known = by_layer([*(trained(tmp_path, number) for number in selected(2)), to_layers(original[2], UNITS)])
     assert all(Counter(found) <= Counter(all_) for found, all_ in zip(layers, known, strict=True))
-    assert all(layer in found for found, layer in zip(layers, to_layers(before[2], UNITS), strict=True))
-    assert record["bytes_up"] == 2 * (4 * before.shape[1] + 8)
+    assert all(layer in found for found, layer in zip(layers, to_layers(original[2], UNITS), strict=True))
+    assert record["bytes_up"] == 2 * (4 * original.shape[1] + 8)
     begun = [message for message in grid.sent if message.metadata.message_type == "query.exchange"]
     attempts = [Request.decode(parcel_of(message)).terms for message in begun if parcel_of(message)]
     last = [terms for terms in attempts if terms is not None and (terms.when, terms.round) == ("before_upload", 2)]
@@ -294,12 +294,12 @@ def test_when_too_few_are_left_everybody_sits_out_the_round(tmp_path: Path) -> N
         one = node(grid, number)
         one.round, one.leaves = "2", 1
     federation.step()
-    before = pool(federation)
+    original = pool(federation)
     record, _ = federation.step()
     reasons = {fault["client"]: fault["reason"] for fault in record["faults"]}
     assert reasons.keys() == {ONE, TWO, THREE}
     assert "exchange aborted with 1 of at least 2 peers left" in reasons[TWO]
-    assert torch.equal(before, pool(federation))
+    assert torch.equal(original, pool(federation))
     assert record["bytes_up"] == 0
 
 
@@ -310,12 +310,12 @@ def test_a_site_wants_company_of_two_unless_its_owner_asks_for_less(tmp_path: Pa
     gone = node(grid, ONE)
     gone.round, gone.leaves = "2", 1
     federation.step()
-    before = pool(federation)
+    original = pool(federation)
     record, _ = federation.step()
     reasons = {fault["client"]: fault["reason"] for fault in record["faults"]}
     assert reasons.keys() == {ONE, TWO, THREE}
     assert all("2 of at least 3 peers" in reasons[number] for number in (TWO, THREE))
-    assert torch.equal(before, pool(federation))
+    assert torch.equal(original, pool(federation))
 
 
 def without_first(letters: tuple[Letter, ...]) -> tuple[Letter, ...]:
@@ -351,13 +351,13 @@ def test_letters_that_are_meddled_with_are_noticed(when: str, change: Change, re
     one = node(grid, TWO)
     one.when, one.round, one.change = when, "2", (2, change)
     federation.step()
-    before = pool(federation)
+    original = pool(federation)
     record, _ = federation.step()
     ((client, told),) = [(fault["client"], fault["reason"]) for fault in record["faults"]]
     assert client == TWO
     assert "accuses without proof" in told
     assert reason in told
-    require_whole(tmp_path, federation, before, {TWO})
+    require_whole(tmp_path, federation, original, {TWO})
 
 
 def test_letters_of_another_stage_are_noticed(tmp_path: Path) -> None:
@@ -371,12 +371,12 @@ def test_letters_of_another_stage_are_noticed(tmp_path: Path) -> None:
     one = node(grid, TWO)
     one.round, one.change, one.also = "2", (2, stale), (3, stale)
     federation.step()
-    before = pool(federation)
+    original = pool(federation)
     record, _ = federation.step()
     ((client, told),) = [(fault["client"], fault["reason"]) for fault in record["faults"]]
     assert client == TWO
     assert "belongs to another stage or exchange" in told
-    require_whole(tmp_path, federation, before, {TWO})
+    require_whole(tmp_path, federation, original, {TWO})
 
 
 def test_a_site_that_fills_its_envelopes_with_garbage_spoils_only_what_it_was_to_upload(tmp_path: Path) -> None:

@@ -230,9 +230,9 @@ def test_many_pictures_keep_their_order(tmp_path: Path) -> None:
     values = np.arange(1203) % 251
     contents = [picture(np.full((2, 2), value, dtype=np.uint8)) for value in range(251)]
     table = pa.table({"image": [{"bytes": contents[value], "path": None} for value in values], "label": values % 10})
-    found = image_samples(table, "label", 10, 1, "table")
-    assert np.array_equal(found.inputs[:, 0, 1, 1].numpy(), values)
-    assert np.array_equal(found.labels.numpy(), values % 10)
+    samples = image_samples(table, "label", 10, 1, "table")
+    assert np.array_equal(samples.inputs[:, 0, 1, 1].numpy(), values)
+    assert np.array_equal(samples.labels.numpy(), values % 10)
 
 
 def test_unreadable_pictures_are_named(tmp_path: Path) -> None:
@@ -264,10 +264,10 @@ def test_parquet_of_pictures(tmp_path: Path) -> None:
     rows = [{"bytes": picture(image), "path": f"{at}.png"} for at, image in enumerate(pixels)]
     pq.write_table(pa.table({"img": rows, "label": [0, 1, 2, 1]}), tmp_path / "a.parquet", row_group_size=2)
     paths = [tmp_path / "a.parquet"] * 2
-    found = image_samples(read_parquet(paths), "label", 3, 3, "here")
-    assert np.array_equal(found.inputs.numpy(), np.concatenate([pixels, pixels]).transpose(0, 3, 1, 2))
+    samples = image_samples(read_parquet(paths), "label", 3, 3, "here")
+    assert np.array_equal(samples.inputs.numpy(), np.concatenate([pixels, pixels]).transpose(0, 3, 1, 2))
     plain = pa.table({"image": [row["bytes"] for row in rows], "label": [0, 1, 2, 1]})
-    assert torch.equal(image_samples(plain, "label", 3, 3, "here").inputs, found.inputs[:4])
+    assert torch.equal(image_samples(plain, "label", 3, 3, "here").inputs, samples.inputs[:4])
 
 
 def test_damaged_tables_are_named(tmp_path: Path) -> None:

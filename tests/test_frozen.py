@@ -135,10 +135,10 @@ def test_the_base_may_have_any_type_and_the_row_has_that_of_what_trains(kind: to
         task = replace(small_task(), model=Adapted(kind))
     tolerance = 1e-5 if kind == torch.float64 else 1e-3
     assert (task.layout.dtype, task.layout.size, task.layout.integers) == (torch.float32, 18, 0)
-    found = run(FedAvg(), task)
-    assert found.history[-1]["loss"] < found.history[0]["loss"]
+    federation = run(FedAvg(), task)
+    assert federation.history[-1]["loss"] < federation.history[0]["loss"]
     torch.testing.assert_close(
-        run(FedAvg(), task, stacked=True).algorithm.model(), found.algorithm.model(), rtol=0, atol=tolerance
+        run(FedAvg(), task, stacked=True).algorithm.model(), federation.algorithm.model(), rtol=0, atol=tolerance
     )
 
 

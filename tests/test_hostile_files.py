@@ -220,10 +220,10 @@ def test_a_parquet_file_is_counted_before_it_is_read(tmp_path: Path, monkeypatch
     assert (tmp_path / "t.parquet").stat().st_size < 300_000
     monkeypatch.setenv("FEDLOOM_DATA_GIB", "0.1")
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", None)  # which would be raised as damage
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(DataError, match=r"takes 0.4\d GiB of memory, more than the 0.10 GiB that it may take"):
         build(tmp_path / "t.parquet")
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30_000
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 30_000
 
 
 def test_a_csv_file_is_counted_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,10 +239,10 @@ def test_rows_of_one_long_text_are_not_unpacked(tmp_path: Path, monkeypatch: pyt
     pq.write_table(pa.table({"a": text.cast(pa.binary()), "label": [0] * 200}), tmp_path / "t.parquet")
     assert (tmp_path / "t.parquet").stat().st_size < 300_000
     monkeypatch.setenv("FEDLOOM_DATA_GIB", "0.05")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(DataError, match="GiB of memory, more than"):
         build(tmp_path / "t.parquet")
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 150_000
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 150_000
 
 
 @pytest.mark.parametrize("kind", ["t.csv", "t.parquet"])

@@ -219,9 +219,9 @@ def test_any_configuration_is_read_or_refused_in_one_short_line(given: dict[str,
                 inner = table.setdefault(above[0], {}) if above else table
                 if isinstance(inner, dict):
                     inner[last] = value
-        found = configuration(table)
-        for method in found.methods:
-            found.resolved(method, found.seed)
+        parsed = configuration(table)
+        for method in parsed.methods:
+            parsed.resolved(method, parsed.seed)
     except FedloomError as error:
         require_one_short_line(str(error))
 

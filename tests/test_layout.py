@@ -165,8 +165,8 @@ def test_segments_follow_the_formula(layers: int, percent: int) -> None:
     expected: dict[int, list[int]] = {}
     for j in range(1, layers + 1):
         expected.setdefault(-(-100 * j // (percent * layers)), []).append(j - 1)
-    found = [[k for part in unit for k in range(part.start, part.stop)] for unit in units]
-    assert found == [expected[s] for s in sorted(expected)]
+    indices = [[k for part in unit for k in range(part.start, part.stop)] for unit in units]
+    assert indices == [expected[s] for s in sorted(expected)]
     assert len(units) <= math.ceil(100 / percent)
 
 

@@ -59,16 +59,16 @@ def test_states_follow_from_records(
 ) -> None:
     printed = [cell.printed.mean for cell in (CELLS["FedAvg"], CELLS["FedDC"]) if cell.printed is not None]
     assert printed == [40, 22]
-    found = entry(tmp_path, record(values, *left_out))
-    assert (found.state, found.reason) == (state, "because")
-    page = to_markdown([found])
+    row = entry(tmp_path, record(values, *left_out))
+    assert (row.state, row.reason) == (state, "because")
+    page = to_markdown([row])
     assert f"| {STATES[state]} | {len(values)} of 264 |" in page
     assert ("because" in page) == (state != "within")
 
 
 def test_a_later_record_does_not_hide_that_an_earlier_one_differs(tmp_path: Path) -> None:
-    found = entry(tmp_path, record({"FedAvg": (40.6, 1.0)}), record({"FedAvg": (60.0, 1.0)}))
-    assert (found.state, len(found.judged)) == ("differs", 2)
+    row = entry(tmp_path, record({"FedAvg": (40.6, 1.0)}), record({"FedAvg": (60.0, 1.0)}))
+    assert (row.state, len(row.judged)) == ("differs", 2)
 
 
 def test_a_record_comes_back_from_its_file_without_the_folders_of_the_machine(tmp_path: Path) -> None:

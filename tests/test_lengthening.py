@@ -66,34 +66,36 @@ def assert_same(place: Path, whole: Path) -> None:
 def test_a_lengthened_run_equals_one_that_was_as_long_at_once(
     method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole, place = tmp_path / "whole", tmp_path / "place"
-    run(whole, LONG, method)
-    run(place, SHORT, method)
+    uninterrupted, lengthened = tmp_path / "whole", tmp_path / "place"
+    run(uninterrupted, LONG, method)
+    run(lengthened, SHORT, method)
     caplog.clear()
-    result = run(place, LONG, method)
-    assert [record.getMessage() for record in caplog.records] == [f"{place}: going on from round {SHORT} of {LONG}"]
-    assert_same(place, whole)
-    assert len(result.history) == LONG == json.loads((place / "result.json").read_text())["rounds"]
+    result = run(lengthened, LONG, method)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{lengthened}: going on from round {SHORT} of {LONG}"
+    ]
+    assert_same(lengthened, uninterrupted)
+    assert len(result.history) == LONG == json.loads((lengthened / "result.json").read_text())["rounds"]
     caplog.clear()
-    run(place, LONG, method)
+    run(lengthened, LONG, method)
     assert not caplog.records
 
 
 def test_it_is_finished_again_only_at_its_end(tmp_path: Path) -> None:
-    whole, place = tmp_path / "whole", tmp_path / "place"
+    uninterrupted, lengthened = tmp_path / "whole", tmp_path / "place"
     record = ["landscape(grid=3)"]
-    run(whole, LONG, record=record)
-    run(place, SHORT, record=record)
-    (place / "report.html").write_text("of the shorter run")
-    (place / "landscape.json").write_text("{}")
-    assert {path.name for path in place.iterdir()} >= OF_THE_END
+    run(uninterrupted, LONG, record=record)
+    run(lengthened, SHORT, record=record)
+    (lengthened / "report.html").write_text("of the shorter run")
+    (lengthened / "landscape.json").write_text("{}")
+    assert {path.name for path in lengthened.iterdir()} >= OF_THE_END
     with pytest.raises(KeyboardInterrupt):
-        run(place, LONG, record=record, stop=SHORT + 1)
-    assert not {path.name for path in place.iterdir()} & {*OF_THE_END, "report.html", "landscape.json"}
-    assert RunDirectory(place).rounds == LONG
-    run(place, LONG, record=record)
-    assert_same(place, whole)
-    assert (place / "recording.json").read_bytes() == (whole / "recording.json").read_bytes()
+        run(lengthened, LONG, record=record, stop=SHORT + 1)
+    assert not {path.name for path in lengthened.iterdir()} & {*OF_THE_END, "report.html", "landscape.json"}
+    assert RunDirectory(lengthened).rounds == LONG
+    run(lengthened, LONG, record=record)
+    assert_same(lengthened, uninterrupted)
+    assert (lengthened / "recording.json").read_bytes() == (uninterrupted / "recording.json").read_bytes()
 
 
 def test_nothing_of_the_shorter_run_is_lost_when_the_longer_one_cannot_start(
@@ -115,27 +117,27 @@ def test_nothing_of_the_shorter_run_is_lost_when_the_longer_one_cannot_start(
 
 @pytest.mark.parametrize("stop", [2, 4, 5])
 def test_a_run_under_way_is_lengthened_too(stop: int, tmp_path: Path) -> None:
-    whole, place = tmp_path / "whole", tmp_path / "place"
-    run(whole, LONG)
+    uninterrupted, lengthened = tmp_path / "whole", tmp_path / "place"
+    run(uninterrupted, LONG)
     with pytest.raises(KeyboardInterrupt):
-        run(place, SHORT, stop=stop)
+        run(lengthened, SHORT, stop=stop)
     if stop < SHORT:  # and has no evaluation of its own
-        run(place, LONG)
-        assert lines(place) == lines(whole)
-        assert (place / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+        run(lengthened, LONG)
+        assert lines(lengthened) == lines(uninterrupted)
+        assert (lengthened / "model.safetensors").read_bytes() == (uninterrupted / "model.safetensors").read_bytes()
     else:
-        run(place, LONG)
-        assert_same(place, whole)
+        run(lengthened, LONG)
+        assert_same(lengthened, uninterrupted)
 
 
 def test_without_the_checkpoint_of_the_last_round_it_goes_on_from_the_one_before(tmp_path: Path) -> None:
-    whole, place = tmp_path / "whole", tmp_path / "place"
-    run(whole, LONG)
-    run(place, SHORT)
-    (place / f"checkpoint-{SHORT:07d}.safetensors").unlink()
-    result = run(place, LONG)
-    assert lines(place) == lines(whole)
-    assert (place / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    uninterrupted, lengthened = tmp_path / "whole", tmp_path / "place"
+    run(uninterrupted, LONG)
+    run(lengthened, SHORT)
+    (lengthened / f"checkpoint-{SHORT:07d}.safetensors").unlink()
+    result = run(lengthened, LONG)
+    assert lines(lengthened) == lines(uninterrupted)
+    assert (lengthened / "model.safetensors").read_bytes() == (uninterrupted / "model.safetensors").read_bytes()
     assert len(result.history) == LONG
 
 
@@ -161,17 +163,17 @@ def test_fewer_rounds_than_are_done_are_refused(tmp_path: Path) -> None:
 
 
 def test_fewer_rounds_than_were_asked_for_are_enough_where_they_are_not_done(tmp_path: Path) -> None:
-    whole, place = tmp_path / "whole", tmp_path / "place"
-    run(whole, SHORT)
+    uninterrupted, lengthened = tmp_path / "whole", tmp_path / "place"
+    run(uninterrupted, SHORT)
     with pytest.raises(KeyboardInterrupt):
-        run(place, LONG, stop=3)
+        run(lengthened, LONG, stop=3)
     with pytest.raises(
         CheckpointError, match=f"has done 3 of {LONG} rounds, so that rounds must be more than 3, not 3:"
     ):
-        run(place, 3)
-    run(place, SHORT)
+        run(lengthened, 3)
+    run(lengthened, SHORT)
     for name in ("model.safetensors", "metrics.jsonl", "configuration.json"):
-        assert (place / name).read_bytes() == (whole / name).read_bytes(), name
+        assert (lengthened / name).read_bytes() == (uninterrupted / name).read_bytes(), name
 
 
 def test_without_any_checkpoint_a_finished_run_stays_what_it_is(tmp_path: Path) -> None:

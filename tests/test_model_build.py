@@ -49,10 +49,10 @@ def test_wrong_options_are_named(name: str, spec: DataSpec, options: dict[str, A
 
 
 def test_an_error_leaves_the_random_state_unchanged() -> None:
-    before = torch.get_rng_state()
+    random_state = torch.get_rng_state()
     with pytest.raises(InvalidValue):
         make_model("fedmr_vgg16", MNIST, 0, {"variant": "cifar"})
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), random_state)
 
 
 NETS = """
@@ -97,8 +97,8 @@ def test_model_from_an_import_path() -> None:
     net = make_model("my_nets:Net", spec, 5, {"width": 4})
     assert torch.equal(torch.get_rng_state(), state)
     assert net.get_parameter("head.weight").shape == (4, 6)
-    again = make_model("my_nets:Net", spec, 5, {"width": 4})
-    assert torch.equal(net.get_parameter("head.weight"), again.get_parameter("head.weight"))
+    repeated = make_model("my_nets:Net", spec, 5, {"width": 4})
+    assert torch.equal(net.get_parameter("head.weight"), repeated.get_parameter("head.weight"))
     plain = make_model("my_nets:plain", spec, 5, {"features": 7})
     assert plain.get_parameter("weight").shape == (2, 7)
 

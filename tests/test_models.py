@@ -83,10 +83,10 @@ light_case = pytest.mark.parametrize("case", [case for case in CASES if case.par
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(threads)
 
 
 @functools.lru_cache(maxsize=4)
@@ -150,13 +150,13 @@ def test_gradient_reaches_every_parameter(case: Case) -> None:
 @light_case
 def test_seed_alone_decides_the_initial_weights(case: Case) -> None:
     torch.manual_seed(1)
-    before = torch.get_rng_state()
-    again = make_model(case.name, case.spec, 0, case.options)
-    assert torch.equal(torch.get_rng_state(), before)
+    random_state = torch.get_rng_state()
+    repeated = make_model(case.name, case.spec, 0, case.options)
+    assert torch.equal(torch.get_rng_state(), random_state)
     other = make_model(case.name, case.spec, 1, case.options)
     for name, value in built(case).state_dict().items():
-        assert torch.equal(value, again.state_dict()[name]), name
-    assert not torch.equal(again.get_parameter("head.weight"), other.get_parameter("head.weight"))
+        assert torch.equal(value, repeated.state_dict()[name]), name
+    assert not torch.equal(repeated.get_parameter("head.weight"), other.get_parameter("head.weight"))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name != "resnet18" or case.options], ids=str)

@@ -20,8 +20,8 @@ from fedloom.models.structure import head_name
 
 
 def make(name: str, folder: Path, **options: Any) -> Dataset:
-    made: Dataset = datasets.build(Call(name, named={"folder": str(folder), **options}))
-    return made
+    dataset: Dataset = datasets.build(Call(name, named={"folder": str(folder), **options}))
+    return dataset
 
 
 def letters(numbers: torch.Tensor) -> str:
@@ -42,18 +42,18 @@ def test_the_alphabet_is_leafs() -> None:
 def test_leafs_files_of_shakespeare(tmp_path: Path) -> None:
     leaf(tmp_path / "train" / "a.json", {"ROMEO": (["abc", "bcd"], ["d", "e"]), "JULIET": (["xy~"], ["z"])})
     leaf(tmp_path / "test" / "a.json", {"JULIET": (["zzz"], ["!"])})
-    made = make("shakespeare", tmp_path, length=3)
-    assert (made.vocabulary, made.spec.shape, made.spec.outputs, made.objective.metric.name) == (
+    dataset = make("shakespeare", tmp_path, length=3)
+    assert (dataset.vocabulary, dataset.spec.shape, dataset.spec.outputs, dataset.objective.metric.name) == (
         82,
         (3,),
         82,
         "perplexity",
     )
-    assert [letters(row) for row in made.train.inputs] == ["abc", "bcd", "xy?"]
-    assert [letters(row) for row in made.train.labels] == ["bcd", "cde", "y?z"]
-    assert made.train.groups is not None
-    assert made.test.groups is not None
-    assert (made.train.groups.tolist(), made.test.groups.tolist()) == ([0, 0, 1], [1])
+    assert [letters(row) for row in dataset.train.inputs] == ["abc", "bcd", "xy?"]
+    assert [letters(row) for row in dataset.train.labels] == ["bcd", "cde", "y?z"]
+    assert dataset.train.groups is not None
+    assert dataset.test.groups is not None
+    assert (dataset.train.groups.tolist(), dataset.test.groups.tolist()) == ([0, 0, 1], [1])
     last = make("shakespeare", tmp_path, length=3, places="last")
     assert [letters(row) for row in last.train.labels] == ["..d", "..e", "..z"]
     assert [letters(row) for row in make("shakespeare", tmp_path, length=2).train.inputs] == ["bc", "cd", "y?"]
@@ -64,11 +64,11 @@ PLAY = "ROMEO:\nabcdefgh\n\nJULIET:\nijklmnopq\nr\n\nExeunt\n\nROMEO:\nst\n"
 
 def test_plays_are_cut_by_speaker_and_their_ends_test(tmp_path: Path) -> None:
     (tmp_path / "play.txt").write_text(PLAY)
-    made = make("shakespeare", tmp_path, length=4, test_fraction=0.33)
-    assert [letters(row).replace("\n", "/") for row in made.train.inputs] == ["abcd", "efgh", "ijkl", "mnop"]
-    assert [letters(row).replace("\n", "/") for row in made.train.labels] == ["bcde", "fgh/", "jklm", "nopq"]
-    assert [letters(row).replace("\n", "/") for row in made.test.inputs] == ["/s__", "q/__"]
-    assert [letters(row).replace("\n", "/") for row in made.test.labels] == ["st..", "/r.."]
+    dataset = make("shakespeare", tmp_path, length=4, test_fraction=0.33)
+    assert [letters(row).replace("\n", "/") for row in dataset.train.inputs] == ["abcd", "efgh", "ijkl", "mnop"]
+    assert [letters(row).replace("\n", "/") for row in dataset.train.labels] == ["bcde", "fgh/", "jklm", "nopq"]
+    assert [letters(row).replace("\n", "/") for row in dataset.test.inputs] == ["/s__", "q/__"]
+    assert [letters(row).replace("\n", "/") for row in dataset.test.labels] == ["st..", "/r.."]
     (tmp_path / "play.txt").write_text("no names here, just text\n\nand more")
     assert make("shakespeare", tmp_path, length=4).train.groups is not None
 
@@ -82,25 +82,25 @@ def test_lines_of_users(tmp_path: Path) -> None:
     users = [{"user": 7, "texts": ["How do I sort a list?", "a list"]}, {"user": "b", "text": "sort a set"}]
     lines(tmp_path / "train.jsonl", *users)
     lines(tmp_path / "test.jsonl", {"user": "b", "text": "a tuple"})
-    made = make("stackoverflow", tmp_path, length=5)
-    assert made.train.groups is not None
-    assert made.test.groups is not None
-    assert (made.train.groups.tolist(), made.test.groups.tolist()) == ([0, 0, 1], [1])
-    begin, a, end = int(made.test.inputs[0, 0]), int(made.test.inputs[0, 1]), int(made.test.labels[0, 2])
-    assert made.test.inputs.tolist() == [[begin, a, 1, 0, 0]]  # begin a ?
-    assert made.test.labels.tolist() == [[a, 1, end, -100, -100]]
-    assert made.train.inputs[0, 1:].tolist() == made.train.labels[0, :4].tolist()
-    assert made.vocabulary == 2 + 2 + 8  # how do i sort a list ? set
+    dataset = make("stackoverflow", tmp_path, length=5)
+    assert dataset.train.groups is not None
+    assert dataset.test.groups is not None
+    assert (dataset.train.groups.tolist(), dataset.test.groups.tolist()) == ([0, 0, 1], [1])
+    begin, a, end = int(dataset.test.inputs[0, 0]), int(dataset.test.inputs[0, 1]), int(dataset.test.labels[0, 2])
+    assert dataset.test.inputs.tolist() == [[begin, a, 1, 0, 0]]  # begin a ?
+    assert dataset.test.labels.tolist() == [[a, 1, end, -100, -100]]
+    assert dataset.train.inputs[0, 1:].tolist() == dataset.train.labels[0, :4].tolist()
+    assert dataset.vocabulary == 2 + 2 + 8  # how do i sort a list ? set
     assert make("stackoverflow", tmp_path, max_vocabulary=5).vocabulary == 5
 
 
 def test_the_vocabulary_is_of_the_training_texts_and_each_user_keeps_some_for_testing(tmp_path: Path) -> None:
     lines(tmp_path / "train.jsonl", *({"user": user, "text": f"word{user}{row}"} for user in "ab" for row in range(5)))
-    made = make("stackoverflow", tmp_path)
-    assert made.test.groups is not None
-    assert sorted(made.test.groups.tolist()) == [0, 1]
-    assert made.vocabulary == 2 + 2 + 8
-    assert made.test.inputs[:, 1].tolist() == [1, 1]  # unknown to the training texts
+    dataset = make("stackoverflow", tmp_path)
+    assert dataset.test.groups is not None
+    assert sorted(dataset.test.groups.tolist()) == [0, 1]
+    assert dataset.vocabulary == 2 + 2 + 8
+    assert dataset.test.inputs[:, 1].tolist() == [1, 1]  # unknown to the training texts
 
 
 def test_a_tokenizer_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

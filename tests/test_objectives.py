@@ -416,15 +416,15 @@ def test_a_configuration_that_does_not_fit_is_refused(keys: dict[str, Any], word
 
 
 def test_a_bare_target_is_a_value_of_whatever_the_data_are_judged_by(tmp_path: Path) -> None:
-    told = configuration(job(tmp_path, algorithm="fedavg", rounds=1, targets=[60, 1e-9]))
-    run = run_configured(told, RunName("fedavg", 0), lambda event: None)
-    assert [rounds_to(run, target) for target in (*told.targets, "rmse <= 60")] == [1, None, 1]
+    configured = configuration(job(tmp_path, algorithm="fedavg", rounds=1, targets=[60, 1e-9]))
+    run = run_configured(configured, RunName("fedavg", 0), lambda event: None)
+    assert [rounds_to(run, target) for target in (*configured.targets, "rmse <= 60")] == [1, None, 1]
 
 
 def test_a_configuration_names_the_objective(tmp_path: Path) -> None:
-    told = configuration(job(tmp_path, algorithm="fedavg", objective="regression(kind=huber)", targets=[60.0]))
-    assert told.task(0).objective == Regression("huber")
-    assert told.resolved("fedavg", 0)["objective"] == "regression(kind=huber)"
+    configured = configuration(job(tmp_path, algorithm="fedavg", objective="regression(kind=huber)", targets=[60.0]))
+    assert configured.task(0).objective == Regression("huber")
+    assert configured.resolved("fedavg", 0)["objective"] == "regression(kind=huber)"
 
 
 # --- metrics beside the objective's figures ---
@@ -506,10 +506,10 @@ def test_metrics_by_name_say_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_configuration_names_metrics_and_targets_of_them(tmp_path: Path) -> None:
-    told = configuration(
+    configured = configuration(
         job(tmp_path, algorithm="fedavg", metrics=["pearson_corrcoef"], targets=["pearson_corrcoef >= 0.2"])
     )
-    assert [one.name for one in told.task(0).dataset.metrics] == ["pearson_corrcoef"]
+    assert [one.name for one in configured.task(0).dataset.metrics] == ["pearson_corrcoef"]
     for objective in ("regression", None):  # what the data are
         with pytest.raises(FedloomError, match="unknown metric 'pearson_corcoef': did you mean 'pearson_corrcoef'"):
             configuration(job(tmp_path, algorithm="fedavg", objective=objective, metrics=["pearson_corcoef"]))

@@ -52,9 +52,9 @@ def test_a_saved_partition_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "split.npz"
     partition.save(path)
     for clients in (0, 5):
-        again = make("fixed", labels, clients, 99, file=str(path))
-        assert np.array_equal(again.indices, partition.indices)
-        assert np.array_equal(again.offsets, partition.offsets)
+        repeated = make("fixed", labels, clients, 99, file=str(path))
+        assert np.array_equal(repeated.indices, partition.indices)
+        assert np.array_equal(repeated.offsets, partition.offsets)
     assert [entry.name for entry in tmp_path.iterdir()] == ["split.npz"]
 
 

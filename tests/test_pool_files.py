@@ -112,9 +112,9 @@ def test_what_has_not_changed_is_not_written_again(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(
         fedloom.state.pool_files, "_checksum", lambda tensor: digested.append(1) or digest(tensor)  # type: ignore[func-returns-value]
     )  # fmt: skip
-    before = files(tmp_path)
+    original = files(tmp_path)
     run.save()
-    assert (digested, files(tmp_path)) == ([], before)
+    assert (digested, files(tmp_path)) == ([], original)
     run.algorithm.state["pool"][0] += 1
     run.save()
     assert digested == [1]
@@ -236,7 +236,7 @@ def test_a_full_disk_is_said_in_one_line_and_leaves_the_round_before(
 ) -> None:
     run = federation("fedmr", tmp_path)
     run.step()
-    before = outcome(run)
+    original = outcome(run)
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -247,7 +247,7 @@ def test_a_full_disk_is_said_in_one_line_and_leaves_the_round_before(
             DiskFull, match=rf"rows-\d+ cannot be written: the disk is full, and the file needs {6 * ROW:,}"
         ):
             run.step()
-    assert outcome(run) == before
+    assert outcome(run) == original
     run.run()
     uninterrupted = federation("fedmr", tmp_path / "whole")
     uninterrupted.run()
@@ -283,8 +283,8 @@ def test_a_run_that_goes_on_without_a_budget_leaves_no_files(tmp_path: Path) -> 
 
 def test_a_folder_among_the_files_stays_and_disturbs_nothing(tmp_path: Path) -> None:
     (tmp_path / "pool" / "rows-0000002").mkdir(parents=True)
-    run, whole = federation("fedmr", tmp_path), federation("fedmr", tmp_path / "whole")
+    run, uninterrupted = federation("fedmr", tmp_path), federation("fedmr", tmp_path / "whole")
     run.run()
-    whole.run()
-    assert outcome(run) == outcome(whole)
+    uninterrupted.run()
+    assert outcome(run) == outcome(uninterrupted)
     assert (tmp_path / "pool" / "rows-0000002").is_dir()

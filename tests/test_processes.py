@@ -179,11 +179,11 @@ def test_blocks_are_folded_where_their_clients_train_to_the_same_bits(
 def test_a_worker_that_dies_is_replaced_and_its_client_trains_again(engine: ProcessesEngine, tmp_path: Path) -> None:
     list(engine.train(set_up(engine, FedAvg()), *client_tasks(engine)))
     times = 2
-    before = set(engine.processes)
+    processes = set(engine.processes)
     federation = run(Deadly(victim=2, times=times, directory=str(tmp_path)), engine)
     died = {int(mark.name) for mark in tmp_path.iterdir()}
     assert len(died) == times
-    assert died & before
+    assert died & processes
     assert not died & set(engine.processes)
     expected = run(KeepsClientMemory(), RowsEngine(TASK))
     assert_same(federation, expected)
@@ -460,7 +460,7 @@ def shared_files() -> set[str]:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_workers_end_with_their_parent_however_it_ends(tmp_path: Path, how: signal.Signals) -> None:
-    before = shared_files()
+    original = shared_files()
     command = script(tmp_path, GUARDED, seconds=0.3, workers=2)
     with subprocess.Popen(
         command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -472,13 +472,13 @@ def test_workers_end_with_their_parent_however_it_ends(tmp_path: Path, how: sign
         assert all(is_alive(worker) for worker in workers)
         assert parent.stdout.readline() == "trained\n"
         parent.send_signal(how)
-        said = parent.stderr.read()
+        output = parent.stderr.read()
         assert parent.wait() == -how
     assert gone_soon(workers), "a worker outlived its parent"
-    assert said.count("Traceback") == (1 if how == signal.SIGINT else 0)  # the script's own
-    assert "leaked" not in said
-    assert "Warning" not in said
-    assert shared_files() <= before
+    assert output.count("Traceback") == (1 if how == signal.SIGINT else 0)  # the script's own
+    assert "leaked" not in output
+    assert "Warning" not in output
+    assert shared_files() <= original
 
 
 def is_alive(process: int) -> bool:

@@ -288,9 +288,11 @@ def test_a_notice_reaches_the_terminal_and_the_runs_record_once(
 ) -> None:
     task = task_of(build_module(("spectral norm",)))
     result = run("fedavg", task, rounds=3, participation=1.0, engine="stacked", directory=tmp_path)
-    said = [record.message for record in caplog.records if "one by one" in record.message]
-    assert len(said) == 1
-    assert said[0].startswith("clients train one by one, since models of this kind cannot be stacked: RuntimeError: ")
+    messages = [record.message for record in caplog.records if "one by one" in record.message]
+    assert len(messages) == 1
+    assert messages[0].startswith(
+        "clients train one by one, since models of this kind cannot be stacked: RuntimeError: "
+    )
     lines = [json.loads(line) for line in (tmp_path / "timings.jsonl").read_text().splitlines()]
-    assert [line.get("notices") for line in lines] == [said, None, None]
-    assert result.timings[0]["notices"] == said
+    assert [line.get("notices") for line in lines] == [messages, None, None]
+    assert result.timings[0]["notices"] == messages

@@ -63,10 +63,10 @@ def test_streams_are_uniform_and_have_nothing_to_do_with_each_other() -> None:
 
 
 def test_the_global_generator_is_a_stream_for_a_while() -> None:
-    before = torch.get_rng_state()
+    random_state = torch.get_rng_state()
     with global_stream(3, "layers", client=5):
         drawn = torch.rand(4)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), random_state)
     assert torch.equal(drawn, torch.rand(4, generator=stream(3, "layers", client=5)))
 
 

@@ -280,10 +280,10 @@ def test_actors_that_no_node_has_room_for_are_not_waited_for(
 
 def test_an_actor_killed_in_a_round_is_replaced_and_its_clients_train_again(engine: RayEngine, tmp_path: Path) -> None:
     list(engine.train(set_up(engine, FedAvg()), *client_tasks(engine)))
-    before = set(engine.processes)
+    processes = set(engine.processes)
     federation = run(Deadly(victim=2, times=1, directory=str(tmp_path)), engine)
     (died,) = ({int(mark.name)} for mark in tmp_path.iterdir())
-    assert died < before
+    assert died < processes
     assert not died & set(engine.processes)
     assert_same(federation, run(KeepsClientMemory(), RowsEngine(TASK)))
 
@@ -439,9 +439,9 @@ def test_the_command_runs_on_ray_and_goes_on_elsewhere(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.toml").write_text(JOB)
     assert main(["run", "job.toml"]) == 0
-    told = capsys.readouterr()
-    assert "3 rounds" in told.out
-    assert "ray" not in told.err.lower()
+    captured = capsys.readouterr()
+    assert "3 rounds" in captured.out
+    assert "ray" not in captured.err.lower()
     assert main(["run", "job.toml", "engine=ray(workers=2)"]) == 0  # the same run: it is finished
     monkeypatch.chdir(tmp_path.parent)
     assert main(["run", str(tmp_path / "job.toml"), "engine=rows", f"directory={tmp_path / 'rows'}"]) == 0

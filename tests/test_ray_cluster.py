@@ -105,8 +105,8 @@ def test_a_node_killed_in_a_round_changes_no_bit(runs: Runs, cluster: Any, expec
     run = begin(runs, tmp_path, cluster, workers=3)
     at_round(2, tmp_path, run)
     cluster.remove_node(sorted(cluster.worker_nodes, key=id)[0], allow_graceful=False)
-    _, told = run.communicate(timeout=600)
-    assert run.returncode == 0, told
+    _, output = run.communicate(timeout=600)
+    assert run.returncode == 0, output
     assert model(tmp_path) == expected
 
 
@@ -116,16 +116,16 @@ def test_after_the_loss_of_the_head_the_same_command_goes_on(
     run = begin(runs, tmp_path, cluster, workers=2)
     at_round(2, tmp_path, run)
     cluster.remove_node(cluster.head_node, allow_graceful=False)
-    _, told = run.communicate(timeout=600)
+    _, output = run.communicate(timeout=600)
     assert run.returncode == 1
-    assert told.count("start it again, and the same command goes on from the last checkpoint") == 1
+    assert output.count("start it again, and the same command goes on from the last checkpoint") == 1
     reached = max(rounds_saved(tmp_path))
     assert 2 <= reached < 9
     another = start(1)
     try:
         run = begin(runs, tmp_path, another, workers=1)
-        _, told = run.communicate(timeout=600)
+        _, output = run.communicate(timeout=600)
     finally:
         another.shutdown()
-    assert run.returncode == 0, told
+    assert run.returncode == 0, output
     assert model(tmp_path) == expected

@@ -184,8 +184,8 @@ def test_the_same_landscape_comes_out_later_of_the_model_alone(tmp_path: Path) -
     task = small_task()
     result = fl.run("fedmr", task, rounds=2, directory=tmp_path, record=["landscape(grid=3)"])
     federation = result.federation
-    again = Landscape(grid=3).around(federation.algorithm.model(), task, federation.integers)
-    assert again == json.loads((tmp_path / "recording.json").read_text())[0]
+    recomputed = Landscape(grid=3).around(federation.algorithm.model(), task, federation.integers)
+    assert recomputed == json.loads((tmp_path / "recording.json").read_text())[0]
 
 
 @pytest.mark.parametrize(

@@ -158,10 +158,10 @@ def test_rounds_that_are_repeated_over_sites_are_counted_again(expression: str, 
     interrupted(expression, tmp_path / "run")
     for path in sorted((tmp_path / "run").glob("checkpoint-*"), reverse=True)[:damaged]:
         path.write_bytes(path.read_bytes()[:-1])
-    again = sites(expression, tmp_path / "run")
-    assert again.finished == 2 - damaged
-    assert len(_finished(again).history) == 4
-    assert again.history[-1]["epsilon"] == costs[4 + damaged]  # four rounds, one that was killed, the repeated ones
+    resumed = sites(expression, tmp_path / "run")
+    assert resumed.finished == 2 - damaged
+    assert len(_finished(resumed).history) == 4
+    assert resumed.history[-1]["epsilon"] == costs[4 + damaged]  # four rounds, one that was killed, the repeated ones
     assert _finished(sites(expression, tmp_path / "run", rounds=5)).history[-1]["epsilon"] == costs[5 + damaged]
 
 

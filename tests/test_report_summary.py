@@ -249,5 +249,5 @@ def test_figures_of_runs_do_not_wait_for_scipys_statistics() -> None:
     code = (
         "import sys, fedloom.report, fedloom.report.sheet, fedloom.report.export; print('scipy.stats' in sys.modules)"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "False"
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert completed.stdout.strip() == "False"

@@ -204,11 +204,11 @@ def test_scaffold_takes_equal_steps_on_unbalanced_clients_alone_and_fewer_of_few
 
 
 def test_what_is_compared_with_is_run_too() -> None:
-    asked = ReproduceOptions(rows=("Ditto+ALA",), columns=("CIFAR-100 Dir(0.1) improvement",), seeds=(0,))
-    wanted = plan(exhibit("fedala.table-4"), asked)
+    options = ReproduceOptions(rows=("Ditto+ALA",), columns=("CIFAR-100 Dir(0.1) improvement",), seeds=(0,))
+    wanted = plan(exhibit("fedala.table-4"), options)
     assert [parse(job.name.algorithm).name for job in wanted.jobs] == ["ditto", "ala"]
-    asked = ReproduceOptions(rows=("SCAFFOLD",), columns=("MNIST unbalanced 15% to 95% speed-up",))
-    wanted = plan(exhibit("fedumf.table-a2"), asked)
+    options = ReproduceOptions(rows=("SCAFFOLD",), columns=("MNIST unbalanced 15% to 95% speed-up",))
+    wanted = plan(exhibit("fedumf.table-a2"), options)
     assert [(job.name.setting, parse(job.name.algorithm).name) for job in wanted.jobs] == [
         ("MNIST unbalanced 15%", "fedavg"),
         ("MNIST unbalanced 15% (SCAFFOLD)", "scaffold"),
@@ -222,10 +222,10 @@ def test_changes_are_partial_unless_they_change_nothing_of_what_is_measured() ->
     whole = plan(exhibit("fedala.table-7"), ReproduceOptions(rows=("FedALA",), changes=("threads=1", "engine=rows")))
     assert whole.reasons == []
     assert len(whole.jobs) == 10
-    asked = ReproduceOptions(
+    options = ReproduceOptions(
         rows=("FedALA",), columns=("MNIST",), seeds=(3,), rounds=5, samples=500, changes=("model=mlp",)
     )
-    part = plan(exhibit("fedala.table-7"), asked)
+    part = plan(exhibit("fedala.table-7"), options)
     assert part.reasons == ["5 of 2,000 rounds", "1 of 5 seeds", "500 samples of the data", "model=mlp"]
     [own] = part.configurations.values()
     assert parse(own.data.name).named == {"of": "mnist(normalise=half)", "samples": 500}
@@ -233,8 +233,8 @@ def test_changes_are_partial_unless_they_change_nothing_of_what_is_measured() ->
 
 
 def test_more_rounds_than_the_protocol_has_are_not_run() -> None:
-    asked = ReproduceOptions(columns=("MNIST IID 10% rate 0.01 to 92%",), rounds=10**6)
-    [own] = plan(exhibit("fedumf.table-1"), asked).configurations.values()
+    options = ReproduceOptions(columns=("MNIST IID 10% rate 0.01 to 92%",), rounds=10**6)
+    [own] = plan(exhibit("fedumf.table-1"), options).configurations.values()
     assert own.schedule.rounds == 150
 
 
@@ -246,10 +246,10 @@ def test_rows_and_columns_are_whole_labels_words_or_parts() -> None:
     assert rows("FedAvg, FedDC", "scaffold") == {"FedAvg", "FedDC", "SCAFFOLD"}
     assert rows("umf") == {"FedUmf+FedDC"}
     assert rows("FedAvg", name="fedala.table-2") == {"FedAvg"}
-    asked = ReproduceOptions(columns=("synthetic (0,1) 15%",))
-    assert {cell.column for cell in plan(exhibit("fedumf.figure-a5"), asked).cells} == {"synthetic (0,1) 15%"}
-    asked = ReproduceOptions(columns=("non-IID 15%,EMNIST-L IID",))
-    assert len({cell.column for cell in plan(exhibit("fedumf.table-a2"), asked).cells}) == 2 * (
+    options = ReproduceOptions(columns=("synthetic (0,1) 15%",))
+    assert {cell.column for cell in plan(exhibit("fedumf.figure-a5"), options).cells} == {"synthetic (0,1) 15%"}
+    options = ReproduceOptions(columns=("non-IID 15%,EMNIST-L IID",))
+    assert len({cell.column for cell in plan(exhibit("fedumf.table-a2"), options).cells}) == 2 * (
         4 + 2
     )  # with the speed-ups
     with pytest.raises(InvalidValue, match="no row has 'zzz' in its name"):

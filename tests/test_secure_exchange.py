@@ -63,10 +63,10 @@ def test_every_layer_of_every_model_stays_exactly_once(case: tuple[int, int, Rul
     moved = rows.clone()
     exchange_(moved, rows, slices, sources)
     assert torch.equal(rows, original)
-    for place in range(count):
+    for index in range(count):
         for unit, parts in enumerate(slices):
             for part in parts:
-                assert torch.equal(moved[place, part], rows[sources[unit][place], part])
+                assert torch.equal(moved[index, part], rows[sources[unit][index], part])
     center = torch.randint(-1000, 1000, (3 * units,), generator=stream(seed, "center")).double()
     assert torch.equal(moved.sum(0), rows.sum(0))  # whole numbers: sums are exact in any order
     assert torch.equal((moved - center).square().sum(), (rows - center).square().sum())

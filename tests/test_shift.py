@@ -55,8 +55,8 @@ def test_right_angles_are_exact_and_shared_out_evenly() -> None:
     drawn = [Rotation(angles).angle(client, 10, 0) for client in range(10)]
     assert sorted(map(drawn.count, angles)) == [2, 2, 3, 3]
     given = pictures(side=5)
-    made = shifted("rotation([90])", given)
-    assert torch.equal(made, given.rot90(1, (2, 3)))
+    shifted_inputs = shifted("rotation([90])", given)
+    assert torch.equal(shifted_inputs, given.rot90(1, (2, 3)))
 
 
 def test_other_angles_turn_about_the_centre() -> None:
@@ -76,18 +76,18 @@ def test_other_angles_turn_about_the_centre() -> None:
 
 def test_noise_grows_from_client_to_client() -> None:
     given = torch.zeros(40_000, 3)
-    made = shifted("noise(0.4)", given, clients=4).view(4, -1)
+    shifted_inputs = shifted("noise(0.4)", given, clients=4).view(4, -1)
     for client in range(4):
-        assert float(made[client].var()) == pytest.approx(0.4 * (client + 1) / 4, rel=0.05)
+        assert float(shifted_inputs[client].var()) == pytest.approx(0.4 * (client + 1) / 4, rel=0.05)
 
 
 def test_colour_is_a_gain_and_an_offset_of_each_channel() -> None:
     given = torch.rand(12, 3, 4, 4, generator=torch.Generator().manual_seed(0))
-    made = shifted("colour(0.4)", given).view(CLIENTS, 2, 3, 16)
+    shifted_inputs = shifted("colour(0.4)", given).view(CLIENTS, 2, 3, 16)
     given = given.view(CLIENTS, 2, 3, 16)
     for client in range(CLIENTS):
         for channel in range(3):
-            x, y = given[client, :, channel].flatten(), made[client, :, channel].flatten()
+            x, y = given[client, :, channel].flatten(), shifted_inputs[client, :, channel].flatten()
             gain, offset = np.polyfit(x.numpy(), y.numpy(), 1)
             assert np.allclose(gain * x + offset, y, atol=1e-4)
             assert 0.6 - 1e-4 <= gain <= 1.4 + 1e-4

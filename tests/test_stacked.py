@@ -184,10 +184,10 @@ def test_dropout_draws_each_clients_own_masks(method: str) -> None:
     task = small_task()
     schedule = Schedule(rounds=3, participation=0.8, seed=2, evaluate_every=1, personal_every=1)
     runs = [Federation(build(method), task, engine(task), schedule) for engine in (RowsEngine, StackedEngine)]
-    before = torch.get_rng_state()
+    random_state = torch.get_rng_state()
     for run in runs:
         run.run()
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), random_state)
     assert_same(*runs, tolerance=1e-5)
     assert "personal_accuracy" in runs[0].history[-1]
 

@@ -69,15 +69,15 @@ def test_settings_that_fail_or_do_nothing_are_refused_in_one_line(settings: dict
 def test_the_optimizers_own_options_are_taken(optimizer: Optimizer, options: dict[str, Any]) -> None:
     momentum = 0.5 if optimizer in ("sgd", "rmsprop") else 0.0
     settings = Training(optimizer=optimizer, momentum=momentum, optimizer_options=options)
-    made = settings.torch_optimizer([torch.nn.Parameter(torch.ones(2))], 0.3)
-    assert type(made).__name__.lower() == optimizer
+    built = settings.torch_optimizer([torch.nn.Parameter(torch.ones(2))], 0.3)
+    assert type(built).__name__.lower() == optimizer
     for name, value in {**options, "lr": 0.3, **({"momentum": momentum} if momentum else {})}.items():
-        found = made.defaults[name]
+        found = built.defaults[name]
         assert (list(found) if isinstance(found, tuple) else found) == value
 
 
 @pytest.mark.parametrize("optimizer", get_args(Optimizer))
 def test_no_optimizer_decays_weights_unless_it_is_told_to(optimizer: Optimizer) -> None:
     """torch's AdamW would by default."""
-    made = Training(optimizer=optimizer).torch_optimizer([torch.nn.Parameter(torch.ones(2))], 0.3)
-    assert made.defaults.get("weight_decay", 0) == 0
+    built = Training(optimizer=optimizer).torch_optimizer([torch.nn.Parameter(torch.ones(2))], 0.3)
+    assert built.defaults.get("weight_decay", 0) == 0

@@ -80,10 +80,10 @@ def test_the_page_draws_both_ways_once_also_when_it_is_written_anew(folder: Path
 
 def test_ways_of_other_runs_are_not_shown(folder: Path) -> None:
     kept = folder / "trajectories.json"
-    before = kept.read_text()
+    original = kept.read_text()
     write_json(kept, read_json(kept, dict) | {"of": "others"})
     try:
         shown = with_trajectories(folder, read_runs(folder))
     finally:
-        kept.write_text(before)
+        kept.write_text(original)
     assert not any(one["kind"] == "trajectories" for run in shown for one in run.summary.recorded)

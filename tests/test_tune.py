@@ -89,8 +89,8 @@ def test_validation_data_are_training_data_of_the_clients_and_nothing_else(seed:
             assert set(validation.local_test[client].tolist()) == held
     assert (validation.local_test is None) == (not own)
     assert torch.equal(validation.test.inputs, task.train.inputs[torch.tensor(sorted(kept))])
-    again = withhold(task, share, seed)
-    assert (again.partition.indices == validation.partition.indices).all()
+    repeated = withhold(task, share, seed)
+    assert (repeated.partition.indices == validation.partition.indices).all()
     other = withhold(task, share, seed + 1)
     assert not np.array_equal(other.partition.indices, validation.partition.indices)
 
@@ -194,9 +194,9 @@ def test_a_search_goes_on_and_repeats_nothing(tmp_path: Path) -> None:
     _, first = grid(table(tmp_path), RATES, events=events)
     assert [event.kind for event in events if event.kind in ("skipped", "started")] == ["skipped", "started"]
     events.clear()
-    _, again = grid(table(tmp_path), RATES, "training.momentum=[0, 0.5]", events=events)
+    _, repeated = grid(table(tmp_path), RATES, "training.momentum=[0, 0.5]", events=events)
     assert sum(event.kind == "skipped" for event in events) == 2  # without momentum is how the others were
-    assert [trial.score for trial in again[::2]] == [trial.score for trial in first]
+    assert [trial.score for trial in repeated[::2]] == [trial.score for trial in first]
 
 
 def test_a_trial_that_fails_is_not_chosen_and_stops_no_other(tmp_path: Path) -> None:

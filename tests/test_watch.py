@@ -182,7 +182,7 @@ def test_no_request_reaches_a_file(folder: Path, path: str) -> None:
 
 
 def test_nothing_can_be_changed(folder: Path) -> None:
-    before = sorted((path, path.stat().st_mtime_ns) for path in folder.rglob("*"))
+    original = sorted((path, path.stat().st_mtime_ns) for path in folder.rglob("*"))
     with served(folder) as (_, ask):
         for method in ("POST", "PUT", "DELETE", "OPTIONS"):
             assert ask("/", method)[0] == 501
@@ -190,7 +190,7 @@ def test_nothing_can_be_changed(folder: Path) -> None:
         state = json.loads(ask("/state")[1])
         ask("/?group=job")
     assert len(runs_of(state)) == 3
-    assert sorted((path, path.stat().st_mtime_ns) for path in folder.rglob("*")) == before
+    assert sorted((path, path.stat().st_mtime_ns) for path in folder.rglob("*")) == original
 
 
 def test_a_port_that_is_taken_is_told_in_one_line(folder: Path) -> None:
