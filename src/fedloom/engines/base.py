@@ -45,8 +45,7 @@ class Choice:
 
 
 def load_integers(cohort: Cohort, inbox: Message, initial: Tensor) -> bool:
-    """Load the integer buffers that were sent, and take them out of the inbox; or else those that each client remembers, at first
-    `initial [Z]`. Return True if they were sent."""
+    """Load the integer buffers of the inbox, or else those that clients remember (at first `initial`); True if sent."""
     sent = inbox.pop(INTEGERS, None)
     if cohort.layout.integers:
         integers = cohort.memory.get(INTEGERS, initial.unsqueeze(0)) if sent is None else sent
@@ -114,11 +113,7 @@ class LocalEngine(Engine):
 
 
 def run_training(algorithm: Algorithm, cohort: Cohort, inbox: Message) -> Message:
-    """Return the message of `algorithm.train`.
-
-    Raises `InvalidValue` if that is no message with one row a client, or if `train` changed its inbox in place, whose tensors
-    other clients are sent too.
-    """
+    """Return the message of `algorithm.train`; `InvalidValue` if it has not one row a client, or the inbox was changed."""
     versions = [(name, rows, rows._version) for name, rows in inbox.items()]
     message = algorithm.train(cohort, inbox)
     fault = _message_fault(message, len(cohort.clients))
@@ -155,8 +150,7 @@ def _message_fault(message: object, clients: int) -> str:
 def inspect_reply(
     algorithm: Algorithm, round: Round, tensors: Mapping[str, Tensor], expected: Mapping[str, TensorSpec]
 ) -> None:
-    """Raise `RefusedReply` unless a client's reply has exactly the expected names, shapes and types and is finite, also when it
-    is decoded."""
+    """Raise `RefusedReply` unless a reply has the expected names, shapes and types and is finite, decoded too."""
     kind = type(algorithm).__name__
     if tensors.keys() != expected.keys():
         lacking = [f"lacks {name!r}" for name in sorted(expected.keys() - tensors.keys())]

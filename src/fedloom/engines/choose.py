@@ -64,10 +64,7 @@ def make_engine(
 
 
 def read_engine(text: str, **options: Any) -> tuple[Entry[Any], dict[str, Any]]:
-    """Return the engine that `text` names, and its options together with `options`.
-
-    Raises `UnknownName` or `InvalidValue`, in one line, for anything that does not fit.
-    """
+    """Return the engine that `text` names, and its options with `options`; `UnknownName` or `InvalidValue` in one line."""
     call = Call("ray", named={"address": text}) if text.startswith("ray://") else parse(text)
     named = {**call.named, **options}
     if call.name == "auto":

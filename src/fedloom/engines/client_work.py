@@ -75,8 +75,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Folding:
-    """Data for folding the replies of a block: the method's server state before the round, the round's exchange, the number of
-    slots of the round and of a block."""
+    """Data to fold a block's replies: server state before the round, the round's exchange, slots of round and of block."""
 
     state: Tensors
     exchange: Exchange
@@ -95,8 +94,7 @@ class ClientWork:
 
 @dataclass(frozen=True)
 class Work:
-    """One piece of work: clients that train, or whose models are evaluated. With `fold` they are a full block, whose replies are
-    folded."""
+    """Clients that train or are evaluated; with `fold` they are a full block, whose replies are folded."""
 
     kind: Literal["train", "evaluate"]
     clients: tuple[ClientWork, ...]
@@ -105,8 +103,7 @@ class Work:
 
 @dataclass(frozen=True)
 class ClientResult:
-    """A trained client: tensors that are sent back, names of those written into shared memory, and its writes to its own
-    memory."""
+    """A trained client: tensors sent back, names of those in shared memory, metrics, writes to its memory."""
 
     tensors: Tensors
     shared: tuple[str, ...]
@@ -116,8 +113,7 @@ class ClientResult:
 
 @dataclass(frozen=True)
 class Answers:
-    """Results of a piece of work: one for each client that trained, in order, or the tallies of an evaluation, in any order; new
-    notices; and the aggregate of a folded block, whose results have no tensors."""
+    """Results of a piece of work, of training in order; new notices; and the aggregate of a folded block."""
 
     results: tuple[ClientResult | Fault | Tally, ...]
     notices: tuple[str, ...]
@@ -125,10 +121,7 @@ class Answers:
 
 
 class ClientTrainer:
-    """The worker's side. The next `work` returns an error of `begin` or `assign`, since only that has an answer.
-
-    With a `device`, the task and the clients' inboxes are copied to it.
-    """
+    """The worker's side. The next `work` returns an error of `begin` or `assign`, since only that has an answer."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device

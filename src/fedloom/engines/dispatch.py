@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Algorithm, Exchange
+from fedloom.algorithm import Algorithm, Exchange
 from fedloom.engines.base import LocalEngine
 from fedloom.engines.client_work import Answers, Assignment, ClientResult, ClientWork, Folding, Setup, Work
 from fedloom.engines.proof import Proof
@@ -76,8 +76,7 @@ class WorkerHandle(ABC):
         self.send("work", work)
 
     def listen(self) -> Answers | Exception:
-        """Receive its answers, or the exception that prevented them. Its initial answer only says that it has started. Raises
-        `WorkerDied`."""
+        """Receive its answers, the first of which only says that it has started. Raises `WorkerDied`."""
         answers = self.receive()
         self.group, self.busy, self.ready = (), False, True
         return answers
@@ -176,8 +175,7 @@ class WorkerEngine(LocalEngine, ABC):
         """Return the groups in which clients are handed out, in order."""
 
     def _proof_and_chunk(self, task: Task, chunk: int | None = None, proof: Proof | None = None) -> tuple[Proof, int]:
-        """Return the proof of a task, so that workers need none of their own, and the number of clients that may advance
-        together: one if models of this task cannot be stacked."""
+        """Return a task's proof, so that workers need none of their own, and how many clients may advance together."""
         stack = StackedEngine(task, proof, chunk=chunk) if self.inside == "stacked" else None
         engine = stack or RowsEngine(task, proof)
         for text in engine.notices:
@@ -201,9 +199,7 @@ class WorkerEngine(LocalEngine, ABC):
     def train_folding(
         self, algorithm: Algorithm, exchange: Exchange, client_tasks: Sequence[ClientTask]
     ) -> Iterator[Reply | Fault | FoldedBlock]:
-        """Train with whole blocks of slots per worker, if there are at least two for each, and let workers fold them. The bits
-        are the same, and one row comes back instead of one for each client. Workers do not fold where each client is sent
-        another model, all of which every worker would need."""
+        """Train; workers fold whole blocks of slots, to the same bits, where all clients are sent one model."""
         fold = exchange if self.workers_fold and exchange.shared else None
         yield from self._train(algorithm, exchange.round, client_tasks, fold)
 
@@ -228,7 +224,7 @@ class WorkerEngine(LocalEngine, ABC):
         assignment = Assignment(algorithm, round, expected, _common(client_tasks), folding)
         for group, answers, folded in self._answers("train", assignment, blocks, matrices):
             if folded is not None:
-                yield replace(folded, aggregate=_copied(folded.aggregate), integers=_copy(folded.integers))
+                yield _copied(folded)
             for client_task, answer in zip(group, answers, strict=True):
                 if isinstance(answer, Fault):
                     yield Fault(client_task, answer.reason, answer.error)
@@ -266,11 +262,7 @@ class WorkerEngine(LocalEngine, ABC):
         blocks: Mapping[int, Sequence[ClientTask]],
         matrices: ReplyMatrices,
     ) -> Iterator[tuple[Sequence[ClientTask], tuple[ClientResult | Fault | Tally, ...], FoldedBlock | None]]:
-        """Yield each group of clients with its results, as they arrive, and the aggregate if a worker has folded a block. If the
-        caller stops early, later results are ignored.
-
-        Blocks are handed out in order, and no more of them are begun at a time than keep the workers busy.
-        """
+        """Yield each group with its results as they arrive. Blocks are handed out in order, few of them at a time."""
         self._forget()
         common = {id(rows): index for index, rows in enumerate(assignment.common)}
         announced = self._publish(self._packed(assignment))
@@ -384,11 +376,9 @@ class WorkerEngine(LocalEngine, ABC):
 
 
 def grouped(client_tasks: Sequence[ClientTask], sizes: Tensor, count: int, most: int) -> list[list[ClientTask]]:
-    """Split the clients into about `count` groups of at most `most`, largest clients first; `sizes [n]` are their numbers of
-    samples.
+    """Split the clients into about `count` groups of at most `most`, with about equally many samples (`sizes [n]`).
 
-    A long group that starts late would leave the other workers idle; short ones fill the gaps at the end. Clients of similar
-    sizes share a group, so that few wait in lock step. Groups have about equally many samples.
+    Largest clients come first, since short groups fill the gaps at the end, and clients of similar sizes share a group.
     """
     groups: list[list[ClientTask]] = []
     current: list[ClientTask] = []
@@ -417,17 +407,13 @@ def _common(client_tasks: Sequence[ClientTask]) -> tuple[Tensor, ...]:
     return tuple(rows for key, rows in by_id.items() if counts[key] > 1)
 
 
-def _copy(tensor: Tensor | None) -> Tensor | None:
-    """Return a copy in this process's memory: that of an answer is reused later, or read-only."""
-    return None if tensor is None else tensor.clone()
-
-
-def _copied(aggregate: AggregatedReplies | None) -> AggregatedReplies | None:
-    """Return the same of an aggregate."""
-    if aggregate is None:
-        return None
-    mean, total = ({name: t.clone() for name, t in tensors.items()} for tensors in (aggregate.mean, aggregate.total))
-    return replace(aggregate, mean=mean, total=total)
+def _copied(folded: FoldedBlock) -> FoldedBlock:
+    """Return a block in this process's memory: that of an answer is reused later, or read-only."""
+    aggregate, integers = folded.aggregate, None if folded.integers is None else folded.integers.clone()
+    if aggregate is not None:
+        mean, total = ({n: t.clone() for n, t in tensors.items()} for tensors in (aggregate.mean, aggregate.total))
+        aggregate = replace(aggregate, mean=mean, total=total)
+    return replace(folded, aggregate=aggregate, integers=integers)
 
 
 def _tensors(answer: ClientResult, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -40,8 +40,7 @@ def load(data: bytes, tensors: Sequence[Tensor], common: Sequence[Tensor] = (), 
 
 
 def unexpanded(tensor: Tensor) -> Tensor:
-    """Return the tensor with size 1 in every expanded dimension. Sending that saves memory; the receiver expands it, since sums
-    over a contiguous copy may round differently."""
+    """Return the tensor with size 1 in expanded dimensions: sums over a contiguous copy of them may round differently."""
     if 0 not in tensor.stride():
         return tensor
     return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]

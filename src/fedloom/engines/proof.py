@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.optim.sgd import sgd
 
 from fedloom.config.rates import CONSTANT, rate_factor
 from fedloom.data.dataset import Dataset, Samples
@@ -246,8 +247,7 @@ class _Comparison:
 
 
 def _optimizer(settings: Training, parameters: Sequence[Tensor]) -> Callable[[float], object]:
-    """Return a step of the optimizer at a learning rate. SGD is written out, as an independent definition and since torch's
-    optimizers import its compiler, which takes seconds."""
+    """Return a step of the optimizer at a learning rate."""
     if settings.optimizer != "sgd":
         optimizer = settings.torch_optimizer(parameters, RATE)
 
@@ -257,19 +257,20 @@ def _optimizer(settings: Training, parameters: Sequence[Tensor]) -> Callable[[fl
             optimizer.step()
 
         return step_of_torch
-    nesterov = bool(settings.optimizer_options.get("nesterov", False))
-    dampening = float(settings.optimizer_options.get("dampening", 0.0))
-    velocities: dict[Tensor, Tensor] = {}
+    velocities: list[Tensor | None] = [None] * len(parameters)
+    options = {"nesterov": False, "dampening": 0.0, **settings.optimizer_options, "momentum": settings.momentum}
 
     @torch.no_grad()
-    def step(rate: float) -> None:
-        for parameter in parameters:
-            assert parameter.grad is not None
-            gradient = parameter.grad + settings.weight_decay * parameter
-            previous = velocities.get(parameter)
-            velocity = gradient if previous is None else settings.momentum * previous + (1 - dampening) * gradient
-            if settings.momentum:
-                velocities[parameter] = velocity
-            parameter -= rate * (gradient + settings.momentum * velocity if nesterov else velocity)
+    def step(rate: float) -> None:  # a function, since the class `torch.optim.SGD` imports PyTorch's compiler
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        sgd(
+            list(parameters),
+            gradients,
+            velocities,
+            lr=rate,
+            weight_decay=settings.weight_decay,
+            maximize=False,
+            **options,
+        )
 
     return step

@@ -113,10 +113,7 @@ class StackedEngine(RowsEngine):
     def _attempt(
         self, algorithm: Algorithm, client_tasks: Sequence[ClientTask], work: Callable[[], list[T]]
     ) -> tuple[list[T], list[Sequence[ClientTask]]]:
-        """Return the results of `work` on several clients together, or else the smaller chunks in which to try once more.
-
-        The caller tries after this has returned: while an exception is handled, its frames hold the tensors of the failed step.
-        """
+        """Return the results of `work`, or the smaller chunks to try after this: an exception's frames hold tensors."""
         try:
             return work(), []
         except FedloomError:
@@ -169,8 +166,7 @@ def default_chunk(task: Task, flat_module: FlatModule) -> int:
 
 
 def bytes_of_training(task: Task, flat_module: FlatModule) -> int:
-    """Return the bytes that one model needs while it trains: its rows, and the tensors that a step's forward pass saves for its
-    backward pass (measured on one sample, or two for batch norm)."""
+    """Return the bytes that one model needs while it trains: its rows, and what a forward pass saves (measured)."""
     count = 2 if flat_module.needs_pairs else 1
     samples = task.train[:count]
     saved: dict[int, int] = {}

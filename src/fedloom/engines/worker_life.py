@@ -23,10 +23,7 @@ WATCH_SECONDS = 0.25
 def start_python(
     arguments: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start another Python with this one's import path; it inherits the file `descriptors`.
-
-    Ctrl-C in the terminal does not reach it. Raises `OSError` if the system cannot start it.
-    """
+    """Start another Python with this one's import path, out of reach of Ctrl-C, which inherits the `descriptors`."""
     return subprocess.Popen(
         [sys.executable, "-P", *arguments],
         stdin=subprocess.DEVNULL,

@@ -38,10 +38,7 @@ def processor() -> str:
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device called `name`: `cpu`, `cuda` (the first), `cuda:1`, or `auto`, the first GPU if there is one.
-
-    Raises `InvalidValue`, with the present devices, for a device that this machine lacks.
-    """
+    """Return the device called cpu, cuda (the first), cuda:1 or auto; `InvalidValue` if this machine lacks it."""
     require_device(name)
     devices = present()
     device = {"auto": devices[min(1, len(devices) - 1)], "cuda": "cuda:0"}.get(name, name)

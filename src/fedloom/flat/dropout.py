@@ -51,8 +51,7 @@ class _Dropout(TorchFunctionMode):
 
 
 class _Masks(torch.autograd.Function):
-    """The masks of several clients: 0 with chance p, else 1 / (1 - p). Under `vmap`, where a function of one sample's tensor
-    cannot tell whose it is, its rule sees all of them."""
+    """Masks of several clients, 0 with chance p, else 1 / (1 - p): the rule for `vmap` sees all of them."""
 
     @staticmethod
     def forward(input: Tensor, shape: tuple[int, ...], p: float, streams: Sequence[torch.Generator]) -> Tensor:

@@ -176,8 +176,7 @@ class Layout:
         return self.copy(module, shared)
 
     def copy(self, module: nn.Module, shared: dict[int, Tensor] | None = None) -> nn.Module:
-        """Return a copy of the module that shares its frozen parameters, and the tensors that `shared` gives by the ids of those
-        they replace."""
+        """Return a copy that shares the frozen parameters, and the tensors that `shared` gives by ids of those they replace."""
         frozen = {id(t): t for t in self.frozen_tensors(module).values() if isinstance(t, nn.Parameter)}
         return copied(module, {**frozen, **(shared or {})})
 

@@ -27,10 +27,7 @@ class LinearLayer:
 
 
 def linear_layers(module: nn.Module, layout: Layout) -> list[LinearLayer]:
-    """Return the layers of a module that flattens its sample and passes it through linear layers, each with or without a ReLU.
-
-    The list is empty for any other module, such as one with hooks, parametrizations, frozen weights or shared weights.
-    """
+    """Return the layers of a plain chain of linear layers, each with or without a ReLU; empty for other modules."""
     if layout.frozen or any(_has_hooks(submodule) for submodule in module.modules()):
         return []
     try:

@@ -197,8 +197,7 @@ class FlatModule:
     def gradient(
         self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss `[k]` and its gradient `[k, T]` at `rows [k, P]`; the next call overwrites the gradient. Statistics in
-        `rows[:, T:]` are updated, as in training mode."""
+        """Return the loss `[k]` and its gradient `[k, T]`, valid until the next call. Statistics of `rows` are updated."""
         loss, gradients = self.tensor_gradients(rows, batch, loss_fn, context)
         buffer = self._gradient[: len(rows)]
         if len(gradients) == len(self._slices):
@@ -236,8 +235,7 @@ class FlatModule:
     def tensor_gradients(
         self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return the loss `[k]` and the gradient of each tensor of `pieces(rows)`, zero if the loss does not use it. Do not
-        change gradients in place: they may share memory."""
+        """Return the loss `[k]` and the gradient of each tensor of `pieces(rows)`, which may share memory."""
         self.bind(rows)
         client_batch = Batch(self._laid_out(batch.inputs[0]), batch.labels[0], batch.step)
         with autocast(self.autocast, rows.device):
@@ -249,8 +247,7 @@ class FlatModule:
     def sample_gradients(
         self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss `[b]` of each sample of one client's batch, as a batch of its own, and its gradient `[b, n]`. It takes
-        `vmap`, or one sample after another if an operation does not support that."""
+        """Return the loss `[b]` of each sample of a client's batch alone, and its gradient `[b, n]`, by `vmap` if it can."""
         tensors, client_context = self.layout.tensors(rows[0].detach()), {n: value[0] for n, value in context.items()}
 
         def loss_of_one(trained: Mapping[str, Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
@@ -286,11 +283,7 @@ class FlatModule:
 
     @torch.no_grad()
     def features(self, rows: Tensor, inputs: Tensor) -> Tensor | None:
-        """Return the features that enter the classifier in training mode, `[1, n, ...]` for `inputs [1, n, ...]`.
-
-        They are None if they are not a function of each sample alone (a layer draws, normalises by the batch or keeps
-        statistics), or if the classifier is not the model's last operation.
-        """
+        """Return the features that enter the classifier, or None if they depend on more than each sample alone."""
         if self.needs_pairs or self.layout.trainable < self.layout.size or self.layout.integers:
             return None
         self.bind(rows)
@@ -323,8 +316,7 @@ def piece(rows: Tensor, entry: TensorSlice) -> Tensor:
 
 @torch.no_grad()
 def convolutions_weigh_little(module: nn.Module, image: Tensor) -> bool:
-    """Return True if the module has 2d convolutions with few weights compared with their outputs for one image `[1, c, h, w]`. On
-    a CPU these are faster in channels-last memory format, which each layer passes on to the next."""
+    """Return True if 2d convolutions have few weights for their outputs: these are faster with the channels last."""
     convolutions = [layer for layer in module.modules() if isinstance(layer, nn.Conv2d)]
     if not convolutions:
         return False

@@ -30,10 +30,7 @@ _LONG = frozenset({
 
 
 def autocast(kind: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
-    """Compute one model's forward pass and loss in `kind`, inside the block, in operations that tolerate it (None: in none).
-
-    Autocast's cache of converted weights is off, since each step changes the weights.
-    """
+    """Compute one model's forward pass and loss in `kind` (None: in none); weights change, so none are cached."""
     return nullcontext() if kind is None else torch.autocast(device.type, kind, cache_enabled=False)
 
 

@@ -81,11 +81,7 @@ class ClientLoader:
 
 
 class _ClientPlan:
-    """Order of all samples of one client, draws of the augmentation for each, and sizes of its batches. `send` moves these to the
-    device of the samples, once for all steps.
-
-    Batch i holds the samples from `starts[i]` on, and batches up to `until[i]` have the same size. `share [n]` of a `padded`
-    client is each sample's share of the mean over its batch, 0 for padding."""
+    """Order, augmentation and batches of a client: `starts` of batches, and `until` which they are equally large."""
 
     def __init__(self, loader: ClientLoader, epochs: Epochs, noise: torch.Generator | None) -> None:
         self.loader = loader

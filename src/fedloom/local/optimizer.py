@@ -26,8 +26,7 @@ GradientFn = Callable[[Tensor, Batch, Context], tuple[Tensor, Tensor]]
 
 
 class StepRates:
-    """Learning rates of k clients' next steps: `base`, one for all or one each `[k]`, times the factor of the local schedule for
-    clients that make `totals [k]` steps."""
+    """Learning rates of k clients' next steps: `base` times the factor of the local schedule for `totals [k]` steps."""
 
     def __init__(self, base: float | Tensor, schedule: str, totals: Tensor) -> None:
         count = len(totals)
@@ -83,8 +82,7 @@ class LocalOptimizer:
         self.optimizers = None if sgd else TorchOptimizers(settings, rates.base[0], self._moved(weights), joint)
 
     def take(self, group: LockStep, state: Mapping[str, Tensor], context: Context) -> list[Tensor]:
-        """Take the steps of a group of clients and return the loss of each step, `[g]`. Their rows of the state move:
-        `weights [g, P]` and with momentum `velocity [g, T]`."""
+        """Take the steps of a group, whose rows of the state move, and return the loss of each step, `[g]`."""
         rows, velocity = state["weights"], state.get("velocity")
         if self.folded is not None:
             return [self.folded(rows, velocity, batch) for batch in group.batches]
@@ -134,8 +132,7 @@ first step)."""
 
 
 class SGD:
-    """SGD over `weights`, with a `velocity` for each if there is momentum, which the first step overwrites. Gradients stay as
-    they are: they may share memory."""
+    """SGD over `weights`, with a `velocity` for each if there is momentum. Gradients may share memory and stay."""
 
     def __init__(self, settings: Training, weights: list[Tensor], velocity: list[Tensor]) -> None:
         self.weights, self.velocity = weights, velocity
@@ -186,8 +183,7 @@ class TorchOptimizers:
         self._separate = [_Optimizer(settings, rate, [tensor[k] for tensor in tensors]) for k in separate]
 
     def of(self, members: Sequence[int], tensors: Sequence[Tensor], alike: bool) -> Update:
-        """Return the update of `tensors [g, ...]`, those of the clients in the rows `members`; `alike` if their rates are
-        equal."""
+        """Return the update of `tensors [g, ...]` of the clients `members`; `alike` if their rates are equal."""
         if self._joint is not None:
             if alike and list(members) == list(range(self.clients)):
                 self._joint.attach(tensors)

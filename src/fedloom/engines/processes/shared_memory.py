@@ -37,8 +37,7 @@ class Region:
 
 
 class SharedMemory:
-    """The regions that this process opened. A region is reused once its last tensor is freed, since new pages would cost several
-    times the copy that fills them."""
+    """The regions that this process opened, reused when their tensors are freed: new pages cost more than a copy."""
 
     def __init__(self) -> None:
         self.regions: dict[int, Region] = {}

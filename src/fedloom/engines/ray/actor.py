@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 
 class TrainingActor:
-    """Trains clients in a process of its own, on whichever node has room.
-
-    It copies the clients' inboxes, which a method may write to: the object store ends a process that writes to its memory.
-    """
+    """Trains clients in a process of its own. Inboxes are copied: the object store ends whoever writes to it."""
 
     def __init__(self, paths: Sequence[str], threads: int, gpu: bool) -> None:
         exit_with_parent()  # Ray's agent of the node; Ray's own watch may need more than five seconds on a busy machine

@@ -173,8 +173,7 @@ class RayEngine(WorkerEngine):
         return ActorHandle(self._ray, kind.remote(paths, max(1, int(self.cpus)), self.gpus > 0))
 
     def _wait(self, handles: Sequence[WorkerHandle]) -> Sequence[WorkerHandle]:
-        """Wait without a limit for actors that are starting, however slow the machine is. Raises `FedloomError` if the cluster
-        has no node that is large enough for one."""
+        """Wait without a limit for actors that are starting; `FedloomError` if no node is large enough for one."""
         calls = {handle.call: handle for handle in handles if isinstance(handle, ActorHandle)}
         start = noticed = time.monotonic()
         while True:

@@ -207,8 +207,7 @@ def _runs(process: Any) -> bool:
 
 
 def start_guard(raylet: int, message: str, folder: str, python: str = "", probe: str = "") -> subprocess.Popen[bytes]:
-    """Start a process that outlives this one, to say how to go on and to remove the node's folder: Ray leaves no time for it here
-    when the raylet dies, and there is none when this process is killed."""
+    """Start a process that outlives this one, to say how to go on and to remove the node's folder."""
     command = ["/bin/sh", "-c", _GUARD, "fedloom", str(raylet), message, folder, python, probe]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0)
 
@@ -241,8 +240,7 @@ def _connected(ray: Any, address: str) -> Session:
 
 
 def _guard_of(ray: Any, address: str) -> subprocess.Popen[bytes] | None:
-    """Start a guard for a cluster that others started. It watches the node on this machine, whose death makes Ray end this
-    process, and the head. There is none for a client (`ray://`), whose calls fail instead."""
+    """Start a guard of a cluster of others: of the node here, and the head. Calls of a client (`ray://`) fail instead."""
     if address.startswith("ray://") or not hasattr(socket, "SO_PEERCRED"):
         return None
     context = ray.get_runtime_context()
