@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from fedloom.cli.options import Overrides
 from fedloom.errors import InvalidValue
-
-if TYPE_CHECKING:
-    from fedloom.checker.check import CheckResult
 
 Subject = Annotated[str, typer.Argument(metavar="METHOD|FILE.toml", hidden=True)]
 
@@ -25,6 +22,7 @@ def check(subject: Subject, overrides: Overrides = None) -> None:
     """
     from fedloom.checker.check import examine
     from fedloom.experiment.configuration import load
+    from fedloom.report.units import byte_text
 
     if subject.endswith(".toml"):
         configuration = load(Path(subject), overrides or [])
@@ -37,19 +35,13 @@ def check(subject: Subject, overrides: Overrides = None) -> None:
     else:
         results = [examine(subject)]
     for result in results:
-        _show(result)
+        count = len(result.findings)
+        print(f"{result.method}: {f'{count} to mend' if count else 'nothing to mend'}")
+        for finding in result.findings:
+            print(f"  {finding.location or 'somewhere'}: {finding.problem}")
+            if finding.remedy:
+                print(f"      {finding.remedy}")
+        if result.sizes:
+            print(f"  {', '.join(f'{name}: {byte_text(size)}' for name, size in result.sizes.items())}")
     if any(result.findings for result in results):
         raise typer.Exit(1)
-
-
-def _show(result: CheckResult) -> None:
-    from fedloom.report.units import byte_text
-
-    count = len(result.findings)
-    print(f"{result.method}: {f'{count} to mend' if count else 'nothing to mend'}")
-    for finding in result.findings:
-        print(f"  {finding.location or 'somewhere'}: {finding.problem}")
-        if finding.remedy:
-            print(f"      {finding.remedy}")
-    if result.sizes:
-        print(f"  {', '.join(f'{name}: {byte_text(size)}' for name, size in result.sizes.items())}")

@@ -58,23 +58,19 @@ def this_command() -> str:
 
 
 @contextmanager
-def shown(runs: int, rounds: Rounds, quiet: bool) -> Iterator[Display]:
-    """Show progress on stderr: stdout holds the result alone. Garbage is collected with Python's thresholds from now on."""
+def shown(runs: int, rounds: Rounds, quiet: bool) -> Iterator[tuple[Display, Callable[[], bool]]]:
+    """Yield a display on stderr, where stdout holds the result alone, and a function that says whether Ctrl-C was pressed.
+
+    The round under way is then to finish; a second Ctrl-C, or one before the first round, stops at once.
+    """
     from rich.console import Console
 
     from fedloom.experiment.progress import display
 
-    if gc.get_threshold() != USUAL:
+    if gc.get_threshold() != USUAL:  # from now on garbage is collected with Python's thresholds
         gc.freeze()
         gc.set_threshold(*USUAL)
     console: Console = Console(stderr=True, quiet=quiet, highlight=False)
-    with display(console, runs, rounds) as watch:
-        yield watch
-
-
-@contextmanager
-def patient(watch: Display) -> Iterator[Any]:
-    """Let the round under way finish on Ctrl-C; stop at once on another one, or before the first round."""
     stopping = False
 
     def stop(number: int, frame: object) -> None:
@@ -85,12 +81,13 @@ def patient(watch: Display) -> Iterator[Any]:
         watch.line("finishing the round; Ctrl-C again stops at once")
 
     takes_signals = threading.current_thread() is threading.main_thread()
-    handler = signal.signal(signal.SIGINT, stop) if takes_signals else None
-    try:
-        yield lambda: stopping
-    finally:
-        if takes_signals:
-            signal.signal(signal.SIGINT, handler)
+    with display(console, runs, rounds) as watch:
+        handler = signal.signal(signal.SIGINT, stop) if takes_signals else None
+        try:
+            yield watch, lambda: stopping
+        finally:
+            if takes_signals:
+                signal.signal(signal.SIGINT, handler)
 
 
 def first_line(command: Callable[..., Any]) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedloom.cli.options import Fresh, Quiet, patient, require_finished, shown, this_command
+from fedloom.cli.options import Fresh, Quiet, require_finished, shown, this_command
 from fedloom.errors import InvalidValue, quoted
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _run(plan: ReproducePlan, configuration: Configuration, fresh: bool, quiet: 
 
     tasks = execute.require_data(plan, fresh)
     rounds = {job.name: job.configuration.rounds for job in execute.waiting(plan, fresh)}
-    with shown(len(rounds), rounds, quiet) as watch, patient(watch) as stopped:
+    with shown(len(rounds), rounds, quiet) as (watch, stopped):
         failed = execute.execute(plan, configuration, watch, tasks, fresh=fresh, stopped=stopped)
     summaries = {job.name: job.summary() for job in plan.jobs if job.finished}
     table = execute.lines(plan, summaries, failed)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fedloom.cli.options import File, Fresh, Overrides, Quiet, patient, require_finished, shown, this_command
+from fedloom.cli.options import File, Fresh, Overrides, Quiet, require_finished, shown, this_command
 
 if TYPE_CHECKING:
     from fedloom.report.sheet import Sheet
@@ -31,7 +31,7 @@ def run(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Qu
     algorithm = configuration.only_method("run")
     name = RunName(str(parse(algorithm)), configuration.seed)
     path = run_directory(configuration, algorithm, configuration.seed).path
-    with shown(1, configuration.rounds, quiet) as watch, patient(watch) as stopped:
+    with shown(1, configuration.rounds, quiet) as (watch, stopped):
 
         def watch_or_stop(event: Any) -> None:
             watch(event)
@@ -73,7 +73,7 @@ def compare(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet
     workers = runs_side_by_side(configuration, runs)
     comparison = replace(comparison, configuration=replace(configuration, workers=workers))
     rounds = {name: configuration.settings[name.setting].rounds for name in comparison.names}
-    with shown(runs, rounds, quiet) as watch, patient(watch) as stopped:
+    with shown(runs, rounds, quiet) as (watch, stopped):
         if workers > 1:
             threads = threads_each(configuration, runs)
             watch.line(f"up to {workers} runs at a time, threads of each: {threads} (workers=1: one after another)")

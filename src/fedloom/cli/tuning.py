@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedloom.cli.options import File, Overrides, Quiet, patient, shown
+from fedloom.cli.options import File, Overrides, Quiet, shown
 from fedloom.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def tune(
     from fedloom.experiment.pools import make_pool
     from fedloom.experiment.suggest import TRIALS, search_optuna
     from fedloom.experiment.tune import Runner, Search, best_of, score_on_test, search_grid, write_trials
+    from fedloom.report.sheet import measure_name
 
     if trials is not None and trials < 1:
         raise InvalidValue(f"--trials must be at least 1, not {trials}")
@@ -65,9 +67,8 @@ def tune(
     runs = count * len(plan.seeds or [plan.seed])
     tasks = Tasks()
     workers = plan.runs_at_a_time if optuna else runs_side_by_side(plan, runs)  # Optuna waits for the trials under way
-    pool = make_pool(replace(plan, workers=workers), workers if optuna else runs, runs, tasks)
-    try:
-        with shown(runs, plan.rounds, quiet) as watch, patient(watch) as stopped:
+    with closing(make_pool(replace(plan, workers=workers), workers if optuna else runs, runs, tasks)) as pool:
+        with shown(runs, plan.rounds, quiet) as (watch, stopped):
             runner = Runner(pool, watch, stopped)
             made = search_optuna(space, runner, count, workers) if optuna else search_grid(space, runner, tasks, trials)
         best = best_of(made)
@@ -75,10 +76,11 @@ def tune(
         _print(space, made, best)
         _print_choice(space, best, path, [str(file), *(overrides or [])])
         if test:
-            with shown(len(best.seeds), plan.rounds, quiet) as watch, patient(watch) as stopped:
-                _print_test(score_on_test(space, best, Runner(pool, watch, stopped)))
-    finally:
-        pool.close()
+            with shown(len(best.seeds), plan.rounds, quiet) as (watch, stopped):
+                tested = score_on_test(space, best, Runner(pool, watch, stopped))
+            seeds = f" over {len(tested.values)} seeds" if len(tested.values) > 1 else ""
+            measure = measure_name(tested.configuration.measure, tested.configuration.last, tested.metric)
+            print(f"test:   {_score(tested)}{tested.metric.unit}{seeds}, {measure}, trained on all training data")
 
 
 def _print(search: Search, trials: Sequence[Trial], best: Trial) -> None:
@@ -112,14 +114,6 @@ def _print_choice(search: Search, best: Trial, path: Path, arguments: Sequence[s
     print(f"trials: {search.folder / 'trials.csv'}")
     print(f"best:   {shlex.join(['fedloom', 'run', *arguments, *settings])}")
     print(f"or:     fedloom run {shlex.quote(str(path))}")
-
-
-def _print_test(tested: Trial) -> None:
-    from fedloom.report.sheet import measure_name
-
-    seeds = f" over {len(tested.values)} seeds" if len(tested.values) > 1 else ""
-    measure = measure_name(tested.configuration.measure, tested.configuration.last, tested.metric)
-    print(f"test:   {_score(tested)}{tested.metric.unit}{seeds}, {measure}, trained on all training data")
 
 
 def _score(trial: Trial) -> str:

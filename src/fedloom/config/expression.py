@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -61,7 +62,8 @@ def parse_value(text: str) -> Any:
     """Read one value. Raise `InvalidValue`, which quotes the text from the first character that does not fit."""
     parser = _Parser(text)
     value = parser.value()
-    parser.expect_end()
+    if parser.tokens[parser.next][0] != "end":
+        raise parser.fail()
     return value
 
 
@@ -85,6 +87,7 @@ class _Parser:
                 raise self._error(position)
             self.tokens.append((match.lastgroup, match[match.lastgroup], match.start(match.lastgroup)))
             position = match.end()
+        self.tokens += 2 * [("end", "", len(text))]  # so that there are always two to look at
         self.next = 0
         self.depth = 0
 
@@ -92,75 +95,62 @@ class _Parser:
         remainder = quoted(self.text[position:])
         return InvalidValue(f"cannot read {quoted(self.text)} from character {position + 1} on: {remainder}")
 
-    def _fail(self) -> InvalidValue:
-        return self._error(self.tokens[self.next][2] if self.next < len(self.tokens) else len(self.text))
+    def fail(self) -> InvalidValue:
+        return self._error(self.tokens[self.next][2])
 
     def _take(self, mark: str) -> bool:
-        matches = self.next < len(self.tokens) and self.tokens[self.next][:2] == ("mark", mark)
+        matches = self.tokens[self.next][:2] == ("mark", mark)
         self.next += matches
         return matches
 
-    def expect_end(self) -> None:
-        if self.next < len(self.tokens):
-            raise self._fail()
+    def _until(self, mark: str) -> Iterator[None]:
+        """Yield before each of the entries that stand with commas between them in front of a mark."""
+        while not self._take(mark):
+            yield
+            if not self._take(",") and self.tokens[self.next][:2] != ("mark", mark):
+                raise self.fail()
 
     def value(self) -> Any:
         self.depth += 1
         if self.depth > DEEPEST:
             raise InvalidValue(f"{quoted(self.text)} nests more than {DEEPEST} levels deep")
-        value = self._value()
+        value = [self.value() for _ in self._until("]")] if self._take("[") else self._word()
         self.depth -= 1
         return value
 
-    def _value(self) -> Any:
-        if self._take("["):
-            items: list[Any] = []
-            while not self._take("]"):
-                items.append(self.value())
-                if not self._take(",") and not (self.next < len(self.tokens) and self.tokens[self.next][1] == "]"):
-                    raise self._fail()
-            return items
-        if self.next >= len(self.tokens) or self.tokens[self.next][0] == "mark":
-            raise self._fail()
+    def _word(self) -> Any:
         kind, token, _ = self.tokens[self.next]
-        self.next += 1
-        if kind in ("number", "text"):
-            return self._literal(kind, token)
-        if token.lower() in _WORDS:
-            return _WORDS[token.lower()]
-        return self._call(token)
-
-    def _literal(self, kind: str, token: str) -> Any:
+        if kind in ("mark", "end"):
+            raise self.fail()
         try:
             if kind == "number":
-                return int(token) if re.fullmatch(r"[-+]?\d+", token) else float(token)
-            with warnings.catch_warnings(action="ignore"):  # a backslash before any other character stands for itself
-                return ast.literal_eval(token)
+                value = int(token) if re.fullmatch(r"[-+]?\d+", token) else float(token)
+            elif kind == "text":
+                with warnings.catch_warnings(
+                    action="ignore"
+                ):  # a backslash before any other character stands for itself
+                    value = ast.literal_eval(token)
         except (SyntaxError, ValueError):  # a broken escape, thousands of digits
-            self.next -= 1
-            raise self._fail() from None
+            raise self.fail() from None
+        self.next += 1
+        if kind == "name":
+            return _WORDS[token.lower()] if token.lower() in _WORDS else self._call(token)
+        return value
 
     def _call(self, name: str) -> Call:
-        following = self.tokens[self.next + 1][1] if self.next + 1 < len(self.tokens) else ""
+        following = self.tokens[self.next + 1][1]
         if re.fullmatch(r"([\w.]+\.)?_*[A-Z]\w*", following) and self._take(":"):
             name = f"{name}:{following}"
             self.next += 1
         positional: list[Any] = []
         named: dict[str, Any] = {}
-        if self._take("("):
-            while not self._take(")"):
-                self._argument(positional, named)
-                if not self._take(",") and not (self.next < len(self.tokens) and self.tokens[self.next][1] == ")"):
-                    raise self._fail()
-        until = None
-        if self._take(":"):
-            until = plain(self.value())
-        return Call(name, tuple(positional), named, until)
+        for _ in self._until(")") if self._take("(") else ():
+            self._argument(positional, named)
+        return Call(name, tuple(positional), named, plain(self.value()) if self._take(":") else None)
 
     def _argument(self, positional: list[Any], named: dict[str, Any]) -> None:
-        following = self.tokens[self.next + 1][1] if self.next + 1 < len(self.tokens) else ""
-        if self.next < len(self.tokens) and self.tokens[self.next][0] == "name" and following == "=":
-            name = self.tokens[self.next][1]
+        (kind, name, _), (_, following, _) = self.tokens[self.next : self.next + 2]
+        if kind == "name" and following == "=":
             if name in named:
                 raise InvalidValue(f"{quoted(self.text)} gives {quoted(name)} twice")
             self.next += 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -76,11 +77,8 @@ class Comparison:
         for job in jobs:
             if job not in waiting:
                 watch(Event("skipped", job.name, job.configuration.rounds))
-        pool = make_pool(self.configuration, len(jobs), len(waiting), tasks)
-        try:
+        with closing(make_pool(self.configuration, len(jobs), len(waiting), tasks)) as pool:
             failed = pool.run(waiting, watch, fresh, stopped)
-        finally:
-            pool.close()
         self.write(failed)
         return failed
 
@@ -145,9 +143,12 @@ class Comparison:
             f"best_{summary.metric.name}": figures.best(summary),
             "mean_of_last": figures.mean_of_last(summary, self.configuration.last),
             f"personal_{summary.metric.name}": figures.personal(summary),
-            "rounds_to": {figures.target_key(target): figures.rounds_to(summary, target) for target in targets},
-            "bytes_to": {figures.target_key(target): figures.bytes_to(summary, target) for target in targets},
-            "seconds_to": {figures.target_key(target): figures.seconds_to(summary, target) for target in targets},
+            **{
+                f"{cost}_to": {
+                    figures.target_key(target): figures.measured(summary, cost, target=target) for target in targets
+                }
+                for cost in figures.TO_TARGET
+            },
             "bytes_down": figures.bytes_down(summary),
             "bytes_up": figures.bytes_up(summary),
             "seconds": figures.seconds(summary),

@@ -220,13 +220,9 @@ class Configuration(Schedule):
             "data": dataclasses.asdict(self.data),
             "training": dataclasses.asdict(self.training),
             "record": [expression(recorder) for recorder in self._recorders],
-            "engine": self._engine,
+            "engine": settled_by(self.engine),
             "device": self.device,
         }
-
-    @cached_property
-    def _engine(self) -> str:
-        return settled_by(self.engine)
 
 
 def schedule_values(schedule: Schedule) -> dict[str, Any]:

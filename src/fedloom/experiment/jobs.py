@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from fedloom.data.dataset import Dataset
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue, error_text, located
 from fedloom.experiment.configuration import Configuration
@@ -22,9 +20,6 @@ from fedloom.recording.run_recording import Recording
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.federation import Federation
 from fedloom.task import Task, make_dataset
-
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
 
 _CACHED = 4
 """Tasks and data sets that stay in memory for the next run."""
@@ -97,28 +92,19 @@ class Tasks:
     """Cache of the latest tasks by setting and seed, and of their data sets."""
 
     def __init__(self) -> None:
-        self._tasks: OrderedDict[tuple[str, int], Task] = OrderedDict()
-        self._sets: OrderedDict[str, Dataset] = OrderedDict()
+        self._tasks: dict[tuple[str, int], Task] = {}
+        self._dataset = lru_cache(_CACHED)(make_dataset)
 
     def of(self, configuration: Configuration, seed: int) -> Task:
         """Return the task of a seed. Raises as `make_task`."""
         key = (f"{configuration.data} {configuration.model} {configuration.training}", seed)
-        if key not in self._tasks:
-            self._tasks[key] = configuration.task(seed, self._dataset(configuration.data.name))
-        return _latest(self._tasks, key)
-
-    def _dataset(self, name: str) -> Dataset:
-        if name not in self._sets:
-            self._sets[name] = make_dataset(name)
-        return _latest(self._sets, name)
-
-
-def _latest(cache: OrderedDict[_Key, _Value], key: _Key) -> _Value:
-    """Return the value of a key, which becomes the latest; the oldest are forgotten."""
-    cache.move_to_end(key)
-    while len(cache) > _CACHED:
-        cache.popitem(last=False)
-    return cache[key]
+        task = self._tasks.pop(key, None)
+        if task is None:
+            task = configuration.task(seed, self._dataset(configuration.data.name))
+        self._tasks[key] = task  # the latest
+        if len(self._tasks) > _CACHED:
+            del self._tasks[next(iter(self._tasks))]
+        return task
 
 
 def attempt(job: Job, watch: Watch, fresh: bool, tasks: Tasks) -> str | None:

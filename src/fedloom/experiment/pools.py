@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from fedloom.engines.dispatch import WorkerDied
 from fedloom.engines.ray.driver import ending
@@ -34,19 +34,6 @@ STORE = 128 * 1024**2
 """Bytes for objects on a Ray cluster that is started here: jobs and events are small."""
 
 
-class RunPool(Protocol):
-    """Makes runs."""
-
-    def run(self, jobs: Sequence[Job], watch: Watch, fresh: bool, stopped: Callable[[], bool]) -> dict[RunName, str]:
-        """Make the runs and return the reason of each that failed. A failed run does not stop the others.
-
-        When `stopped` returns True, every run in progress finishes its round and `KeyboardInterrupt` is raised.
-        """
-
-    def close(self) -> None:
-        """Release workers and clusters."""
-
-
 class SerialPool:
     """Makes one run after another in this process."""
 
@@ -54,7 +41,10 @@ class SerialPool:
         self.tasks, self.threads = tasks or Tasks(), threads
 
     def run(self, jobs: Sequence[Job], watch: Watch, fresh: bool, stopped: Callable[[], bool]) -> dict[RunName, str]:
-        """Make the runs; see `RunPool.run`."""
+        """Make the runs and return the reason of each that failed, which stops no other.
+
+        When `stopped` returns True, every run in progress finishes its round and `KeyboardInterrupt` is raised.
+        """
 
         def watch_or_stop(event: Event) -> None:
             watch(event)
@@ -69,36 +59,21 @@ class SerialPool:
         """Do nothing."""
 
 
-class RunWorker(Protocol):
-    """The pool's side of a process or actor that makes one run at a time."""
-
-    def make(self, job: Job, fresh: bool, watch: Watch) -> str | None:
-        """Make a run; return why it failed, or None (also when it was stopped). Raise `WorkerDied`."""
-
-    def stop(self) -> None:
-        """End the run after the round in progress."""
-
-    def end(self, busy: bool) -> None:
-        """End the worker; if busy, at once."""
-
-
 class WorkerPool:
-    """At most `size` workers, each with a thread of this process that waits for it.
+    """At most `size` workers, each with a thread that waits for it. If a worker dies, only its run fails."""
 
-    They start when there is work and stay until the pool is closed, which ends with `release`. If a worker dies, only its run
-    fails.
-    """
-
-    def __init__(self, size: int, start: Callable[[], RunWorker], release: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, size: int, start: Callable[[], RunProcess | RunActorHandle], release: Callable[[], None] = lambda: None
+    ) -> None:
         self._start, self._release = start, release
         self._executor = ThreadPoolExecutor(size)
         self._lock = threading.Lock()
-        self._idle: list[RunWorker] = []
-        self._busy: list[RunWorker] = []
+        self._idle: list[RunProcess | RunActorHandle] = []
+        self._busy: list[RunProcess | RunActorHandle] = []
         self._stopping = False
 
     def run(self, jobs: Sequence[Job], watch: Watch, fresh: bool, stopped: Callable[[], bool]) -> dict[RunName, str]:
-        """Make the runs; see `RunPool.run`."""
+        """Make the runs; see `SerialPool.run`."""
         news: SimpleQueue[Event | Future[str | None]] = SimpleQueue()
         self._stopping = False
         futures = {self._executor.submit(self._make, job, fresh, news.put): job.name for job in jobs}
@@ -163,7 +138,7 @@ class RunProcess:
         remote.close()
 
     def make(self, job: Job, fresh: bool, watch: Watch) -> str | None:
-        """Make a run; see `RunWorker.make`."""
+        """Make a run; return why it failed, or None (also when it was stopped). Raise `WorkerDied`."""
         try:
             self.connection.send((job, fresh))
             while isinstance(message := self.connection.recv(), Event):
@@ -201,7 +176,7 @@ class RunActorHandle:
         self.stopping = False
 
     def make(self, job: Job, fresh: bool, watch: Watch) -> str | None:
-        """Make a run; see `RunWorker.make`. Paths are made absolute, since an actor has a working folder of its own."""
+        """Make a run; see `RunProcess.make`. Paths become absolute, since an actor has a working folder of its own."""
         folder = str(job.configuration.folder.resolve())
         configuration = dataclasses.replace(job.configuration, directory=folder)
         job = dataclasses.replace(job, configuration=configuration, path=job.path.resolve())
@@ -231,7 +206,7 @@ class RunActorHandle:
         return bool(done)
 
     def stop(self) -> None:
-        """End the run after the round in progress."""
+        """End the run after its round."""
         self.stopping = True
         self.actor.stop.remote()
 
@@ -248,22 +223,16 @@ def process_pool(size: int, threads: int) -> WorkerPool:
     return WorkerPool(size, lambda: RunProcess(threads))
 
 
-def ray_pool(size: int, threads: int, address: str = LOCAL) -> WorkerPool:
-    """Return a pool of Ray actors on the cluster at `address`, or on a local one that is started here. Raises as `join`."""
-    ray = load_ray()
-    session = join(address, size * threads, 0, STORE)
-    return WorkerPool(size, lambda: RunActorHandle(ray, session, threads), lambda: leave(session))
+RunPool = SerialPool | WorkerPool
 
 
 def make_pool(configuration: Configuration, runs: int, waiting: int, tasks: Tasks) -> RunPool:
-    """Return the pool for those of `runs` runs that are waiting.
-
-    They are made in this process, in worker processes where several may go on at a time, or in Ray actors. Raises
-    `MissingExtra` without Ray.
-    """
+    """Return the pool for those of `runs` runs that are waiting. Raises as `load_ray` and `join`."""
     size, threads = configuration.runs_at_a_time, threads_each(configuration, runs)
     if configuration.pool != "processes" and waiting > 0:
-        return ray_pool(size, threads, LOCAL if configuration.pool == "ray" else configuration.pool)
+        ray = load_ray()
+        session = join(LOCAL if configuration.pool == "ray" else configuration.pool, size * threads, 0, STORE)
+        return WorkerPool(size, lambda: RunActorHandle(ray, session, threads), lambda: leave(session))
     if size > 1 and waiting > 1:
         return process_pool(min(size, waiting), threads)
     return SerialPool(tasks, threads)

@@ -28,8 +28,7 @@ def search_optuna(search: Search, runner: Runner, trials: int = TRIALS, batch_si
     """
     optuna = _optuna()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
         sampler = optuna.samplers.TPESampler(seed=search.configuration.seed, constant_liar=batch_size > 1)
     study = optuna.create_study(
         direction="maximize", sampler=sampler, pruner=optuna.pruners.MedianPruner(n_startup_trials=STARTUP)
@@ -92,12 +91,10 @@ def _space(optuna: Any, axis: Axis) -> tuple[Any, Callable[[Any], Any]]:
     if isinstance(axis, Range) and axis.integral:
         return optuna.distributions.IntDistribution(int(axis.low), int(axis.high), log=axis.logarithmic), int
     if isinstance(axis, Range):
-        return optuna.distributions.FloatDistribution(axis.low, axis.high, log=axis.logarithmic), _six_digits
+        return optuna.distributions.FloatDistribution(axis.low, axis.high, log=axis.logarithmic), lambda value: float(
+            f"{value:.6g}"
+        )
     return optuna.distributions.CategoricalDistribution(tuple(range(len(axis)))), axis.__getitem__
-
-
-def _six_digits(value: float) -> float:
-    return float(f"{value:.6g}")
 
 
 def _optuna() -> Any:

@@ -6,8 +6,7 @@ import hashlib
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ class MLflow:
         """Make the run, or find it by its tag; return the last round that MLflow has."""
         self._run, self._waiting = run, list[Any]()
         self._sent = time.monotonic()
-        with _quiet(), self._alone():
+        with warnings.catch_warnings(action="ignore"), self._alone():
             import mlflow
 
             self._client = mlflow.MlflowClient(self.uri)
@@ -85,7 +84,7 @@ class MLflow:
         time_ms = int(1000 * time.time())
         self._waiting += [Metric(f"final_{name}", value, time_ms, 0) for name, value in (result or {}).items()]
         self._send()
-        with _quiet():
+        with warnings.catch_warnings(action="ignore"):
             if result is not None and self._run.directory is not None:
                 for path in (self._run.directory / name for name in _FILES):
                     if path.exists():
@@ -96,21 +95,11 @@ class MLflow:
         """Send one request, which MLflow takes as a whole or not at all."""
         waiting, self._waiting = self._waiting, []
         if waiting:
-            with _quiet():
+            with warnings.catch_warnings(action="ignore"):  # MLflow's own, about which a user of fedloom can do nothing
                 self._client.log_batch(self._id, metrics=waiting)
         self._sent = time.monotonic()
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Hold a lock: processes must not make the same new database or experiment at the same time."""
+    def _alone(self) -> FileLock:
+        """Return a lock: processes must not make the same new database or experiment at the same time."""
         digest = hashlib.sha256(f"{self.uri} {Path.home()} {Path.cwd()}".encode()).hexdigest()[:16]
-        with FileLock(Path(tempfile.gettempdir()) / f"fedloom-mlflow-{digest}.lock", timeout=60):
-            yield
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Ignore the warnings of MLflow and its dependencies, about which a user of fedloom can do nothing."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+        return FileLock(Path(tempfile.gettempdir()) / f"fedloom-mlflow-{digest}.lock", timeout=60)

@@ -72,8 +72,7 @@ def _last_round(path: Path) -> int:
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     number = 0
-    with warnings.catch_warnings():  # the loader's own
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):  # the loader's own
         for event in LegacyEventFileLoader(str(path)).Load():
             for value in event.summary.value:
                 if value.tag == _LAST:

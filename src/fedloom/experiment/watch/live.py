@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -30,27 +29,6 @@ QUIET = 60.0
 _PACE = 20  # rounds whose mean time is the pace
 _LIVE = ("configuration.json", "metrics.jsonl", "timings.jsonl", "result.json", "recording.json", "model.safetensors")
 _NO_NETWORK = "default-src 'none';"
-
-
-@dataclass(frozen=True)
-class Standing:
-    """The progress of a run, as the page's script reads it.
-
-    `left` are the seconds of the remaining rounds at the pace of the latest ones (None: not known), `quiet` the seconds since
-    its files changed.
-    """
-
-    group: str
-    algorithm: str
-    seed: int
-    state: str  # "finished", "running", "quiet", or of a finished run with damaged files "damaged"
-    rounds: int
-    total: int
-    score: str
-    best: str
-    pace: float | None
-    left: float | None
-    quiet: float
 
 
 class Watched:
@@ -75,9 +53,7 @@ class Watched:
                         "version": self._version(paths),
                         "refresh": self._refresh(name),
                         "heads": self._heads(paths),
-                        "runs": [
-                            asdict(standing) for path in paths if (standing := self._standing(name, path, time_now))
-                        ],
+                        "runs": [row for path in paths if (row := self._progress(name, path, time_now))],
                     }
                     for name, paths in groups.items()
                 ],
@@ -141,34 +117,39 @@ class Watched:
         metric = next((run.metric for path in paths if (run := self._summary(path)) is not None), ACCURACY)
         return [f"{word},{metric.unit}" if metric.unit else word for word in (metric.title, "Best")]
 
-    def _standing(self, group: str, path: Path, time_now: float) -> Standing | None:
+    def _progress(self, group: str, path: Path, time_now: float) -> dict[str, Any] | None:
+        """Return the progress of a run as the page's script reads it; `left` and `quiet` are seconds."""
         run, ended = self._summary(path), (path / "result.json").exists()
+        seed = path.name.removeprefix("seed-")
+        row = {
+            "group": group,
+            "algorithm": path.parent.name,
+            "seed": int(seed) if seed.isdecimal() else 0,
+            "state": "damaged",
+            **dict.fromkeys(("rounds", "total", "quiet"), 0),
+            **dict.fromkeys(("score", "best"), "–"),
+            **dict.fromkeys(("pace", "left")),
+        }
         if run is None:
-            seed = path.name.removeprefix("seed-")
-            number = int(seed) if seed.isdecimal() else 0
-            damaged = Standing(group, path.parent.name, number, "damaged", 0, 0, "–", "–", None, None, 0.0)
-            return damaged if ended else None
-        measured = [figures.final(run), figures.best(run)]
-        final, best = ("–" if value is None else run.metric.text(value) for value in measured)
+            return row if ended else None
         rounds, configured = len(run.records), run.configuration.get("rounds")
         total = configured if isinstance(configured, int) else rounds
         seconds = [float(timing["seconds"]) for timing in run.timings[-_PACE:] if "seconds" in timing]
         pace = sum(seconds) / len(seconds) if seconds else None
         quiet = max(0.0, time_now - max((stamp[0] for stamp in _stamp(path) if stamp), default=0) / 1e9)
         state = "finished" if ended else "running" if quiet < max(QUIET, 10 * (pace or 0)) else "quiet"
-        return Standing(
-            group,
-            run.algorithm,
-            run.seed,
-            state,
-            rounds,
-            total,
-            final,
-            best,
-            pace,
-            None if pace is None or ended else pace * max(0, total - rounds),
-            quiet,
-        )
+        scores = {"score": figures.final(run), "best": figures.best(run)}
+        return row | {
+            "algorithm": run.algorithm,
+            "seed": run.seed,
+            "state": state,
+            "rounds": rounds,
+            "total": total,
+            **{name: run.metric.text(value) for name, value in scores.items() if value is not None},
+            "pace": pace,
+            "left": None if pace is None or ended else pace * max(0, total - rounds),
+            "quiet": quiet,
+        }
 
 
 def _rendered(title: str, runs: Sequence[RunSummary]) -> str:
