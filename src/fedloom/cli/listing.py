@@ -35,11 +35,7 @@ KINDS = {
 
 
 class Listed(TypedDict):
-    """An entry of a list.
-
-    It has the title of a method's family, the parameters with their defaults, the docstring without its sections, and the
-    description of each parameter by name.
-    """
+    """An entry: its family, parameters with defaults, the docstring, and the parameters' descriptions."""
 
     family: str
     parameters: list[str]

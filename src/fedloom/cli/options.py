@@ -59,10 +59,7 @@ def this_command() -> str:
 
 @contextmanager
 def shown(runs: int, rounds: Rounds, quiet: bool) -> Iterator[tuple[Display, Callable[[], bool]]]:
-    """Yield a display on stderr, where stdout holds the result alone, and a function that says whether Ctrl-C was pressed.
-
-    The round under way is then to finish; a second Ctrl-C, or one before the first round, stops at once.
-    """
+    """Yield a display on stderr, and a function that says whether Ctrl-C asked to stop after the round."""
     from rich.console import Console
 
     from fedloom.experiment.progress import display

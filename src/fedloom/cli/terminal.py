@@ -31,11 +31,7 @@ _SHORTEST = 8
 
 
 def comparison_tables(sheet: Sheet, width: int, *, explained: bool = True) -> list[Table]:
-    """Return the comparison of one setting, the best values bold.
-
-    Accuracies and costs are tables that fit a narrow terminal, or one table on a wide terminal; the files have everything. The
-    caption says how often clients failed and, where `explained`, how to read the tables.
-    """
+    """Return the comparison of one setting, in tables that fit the width, `explained` in the caption."""
     rows = sheet.rows
     seeds, rounds = max(row.seeds for row in rows), max(row.rounds for row in rows)
     notes = [(f"mean ± std over {seeds} seeds, " if seeds > 1 else "") + f"{rounds} rounds"] if explained else []

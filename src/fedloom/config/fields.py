@@ -68,10 +68,7 @@ def require_fields(instance: Any) -> None:
 
 
 def checked(make: Any, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return values for options of a function, fields of a dataclass or keys of a `TypedDict`, converted to their types.
-
-    Raises `InvalidValue`, which begins with `prefix` and the name, for the first that is not allowed.
-    """
+    """Return the values converted to their types. Raise `InvalidValue`, which begins with `prefix`."""
     plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
     for name, value in plain.items():
         require_plain(value, f"{prefix}{name}")
@@ -110,11 +107,7 @@ def require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def require_plain(value: object, name: str, level: int = 1) -> None:
-    """Raise `InvalidValue` for a value that no option can have.
-
-    That is text that no file's name may hold, a whole number beyond the floats, and lists and tables that nest deeper than
-    `DEEPEST`.
-    """
+    """Raise `InvalidValue` for odd text, numbers beyond the floats, and lists that nest too deep."""
     if isinstance(value, str) and (odd := re.search("[\0\ud800-\udfff]", value)):
         kind = "NUL characters" if odd[0] == "\0" else "halves of characters"
         raise InvalidValue(f"{name} must be text without {kind}, not {quoted(value)}")

@@ -32,11 +32,7 @@ def import_from_environment() -> None:
 
 
 def found_at(path: str, key: str, allowed: str = "'package.module:name'") -> Callable[..., Any]:
-    """Return the function or class at `package.module:name`.
-
-    Raises `InvalidValue`, in one line that begins with `key` and the path, where there is none; `allowed` describes the values
-    that the key may have.
-    """
+    """Return the function or class at `package.module:name`. Raise `InvalidValue` where there is none."""
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
         raise InvalidValue(f"{key} {quoted(path)} must be {allowed}")

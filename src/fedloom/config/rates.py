@@ -89,10 +89,7 @@ def warmup(*, over: Count, then: RateSchedule = constant()) -> RateSchedule:  # 
 
 
 def build_rate_schedule(expression: str | Call) -> RateSchedule:
-    """Return the schedule of an expression such as `warmup(5, then=cosine)`, or of `module:function`.
-
-    Raises `UnknownName` or `InvalidValue`, in one line, for what does not fit.
-    """
+    """Return the schedule of an expression or `module:function`. Raise `UnknownName` or `InvalidValue`."""
     call = parse(expression) if isinstance(expression, str) else expression
     if not isinstance(call, Call):
         raise InvalidValue(f"a learning-rate schedule is a name or 'module:function', not {quoted(call)}")

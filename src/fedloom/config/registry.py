@@ -65,10 +65,7 @@ class Entry(Generic[T]):
         return parameters(self.make)
 
     def options(self, positional: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-        """Return positional and named arguments as one dictionary of parameters.
-
-        Raises `InvalidValue` for too many positional arguments, an unknown name (with the nearest) or a repeated one.
-        """
+        """Return arguments by name. Raise `InvalidValue` for too many, an unknown or a repeated one."""
         names = list(self.parameters)
         if len(positional) > len(names):
             raise InvalidValue(
@@ -148,10 +145,7 @@ class Registry(Generic[T]):
         return None if expression.strip().lower() == "none" else self.build(expression)
 
     def read(self, expression: str | Call) -> tuple[Entry[T], dict[str, Any]]:
-        """Return the entry that an expression names, and its checked options; none without a default is missing.
-
-        Raises `UnknownName` or `InvalidValue`, in one line, for whatever does not fit.
-        """
+        """Return the entry of an expression and its checked options. Raise `UnknownName` or `InvalidValue`."""
         call = parse(expression) if isinstance(expression, str) else expression
         entry = self[call.name]
         if call.until is not None:

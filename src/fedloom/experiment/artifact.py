@@ -16,10 +16,7 @@ from fedloom.state.tensors import read_tensors, write_tensors
 
 
 def save_model(path: Path, module: nn.Module, expression: str, spec: DataSpec, about: Mapping[str, str]) -> None:
-    """Write the module's parameters and buffers, and as metadata the model's expression, its data and `about`.
-
-    The same module gives the same bytes.
-    """
+    """Write the module's tensors with its expression, its data and `about`: the same bytes for the same module."""
     tensors = {name: t for name, t in module.state_dict().items() if isinstance(t, Tensor)}
     architecture = {
         "model": expression,

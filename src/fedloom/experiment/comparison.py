@@ -56,18 +56,7 @@ class Comparison:
         fresh: bool = False,
         stopped: Callable[[], bool] = lambda: False,
     ) -> dict[RunName, str]:
-        """Run what is not finished yet and write the figures of all.
-
-        A run that fails does not stop the others. Errors in the configuration of any run are raised before the first round.
-
-        Args:
-            watch: Hears of every round.
-            fresh: Start again, whatever is finished.
-            stopped: When it returns True, every run under way finishes its round, and `KeyboardInterrupt` is raised.
-
-        Returns:
-            The reasons of the runs that failed.
-        """
+        """Run what is not finished, write the figures of all, and return why runs failed, which stops no other."""
         jobs = placed(self.configuration, self.names, reuse=not fresh)
         if not fresh:
             for job in jobs:
@@ -99,11 +88,7 @@ class Comparison:
         return compared(self.stored(failed), self._options)
 
     def write(self, failed: Failures) -> None:
-        """Write the figures as `comparison.json`, `.csv`, `.md` and `.tex`, the tests as `differences.csv`, and `report.html`.
-
-        Each setting has a report in its folder, too. Another process that writes here is waited for, so that the files always
-        belong together.
-        """
+        """Write tables, tests and reports. One process at a time does, so that the files belong together."""
         folder, title = self.configuration.folder, self.configuration.name
         with locked(folder / REPORT_LOCK, wait=True):
             remove_unfinished(folder)

@@ -53,11 +53,7 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 
 @dataclass(frozen=True)
 class Data:
-    """The table `[data]`: what is learned, how clients share it, how well it is labelled, how inputs differ (see `make_task`).
-
-    With `validation`, such as 0.2, that share of each client's training samples replaces all test data, which is then read
-    nowhere (see `withhold`).
-    """
+    """The table `[data]` (see `make_task`). A `validation` share replaces all test data (see `withhold`)."""
 
     name: str = "digits"
     clients: NonNegativeInt = 20
@@ -232,11 +228,7 @@ def schedule_values(schedule: Schedule) -> dict[str, Any]:
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Configuration:
-    """Read and check a configuration file, with `key=value` overrides (`training.learning_rate=0.1`).
-
-    The experiment is called like the file unless the file says otherwise. Raises `InvalidValue` or `UnknownName`, in one
-    line, for anything that is not allowed.
-    """
+    """Read and check a configuration file with `key=value` overrides. Raise `InvalidValue` or `UnknownName`."""
     return configuration(read_table(path, overrides))
 
 

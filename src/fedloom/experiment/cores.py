@@ -21,10 +21,7 @@ def usable_cores() -> int:
 
 
 def runs_side_by_side(configuration: Configuration, runs: int) -> int:
-    """Return how many of `runs` runs go on at a time: `workers`, or with "auto" one on each core, as far as memory reaches.
-
-    With "auto" it is 1 where the runs use several cores or a GPU themselves, and on a cluster of unknown size.
-    """
+    """Return how many runs go on at a time: `workers`, or one on each core that is free, as memory allows."""
     if configuration.workers != "auto":
         return configuration.workers
     if _spreads_itself(configuration) or configuration.pool not in ("processes", "ray"):
@@ -33,11 +30,7 @@ def runs_side_by_side(configuration: Configuration, runs: int) -> int:
 
 
 def threads_each(configuration: Configuration, runs: int) -> int:
-    """Return the threads of each of `runs` runs: `threads`, or else PyTorch's number divided by the runs.
-
-    It does not depend on how many of them go on at a time, so the results do not either, down to the last digit. Only engines
-    that use several cores themselves share them with the runs under way.
-    """
+    """Return the threads of each run, which do not depend on `workers`, so that no last digit does."""
     sharing = configuration.runs_at_a_time if _spreads_itself(configuration) else runs
     return configuration.threads or max(1, torch.get_num_threads() // max(1, sharing))
 

@@ -138,10 +138,7 @@ class RunDirectory:
         return {**configuration, "engine": self.configuration["engine"]}
 
     def begin(self, configuration: dict[str, Any], method: Algorithm, fresh: bool = False) -> list[str]:
-        """Prepare the directory for a run of this configuration; `settle` writes it once the run is sure to start.
-
-        With `fresh`, an earlier run's files are removed. Returns notices about going on. Raises as `require`.
-        """
+        """Prepare the directory for a run, which `settle` begins. Return notices. Raises as `require`."""
         if fresh:
             self.clear()
         remove_unfinished(self.path)
@@ -164,10 +161,7 @@ class RunDirectory:
         return [f"{self.path} was begun with {changes}: the last digits may differ"] if changes else []
 
     def require(self, configuration: dict[str, Any], method: Algorithm) -> None:
-        """Raise `CheckpointError` unless the directory is empty or holds a run of `method` with this configuration.
-
-        Only the number of rounds may differ. The text names the first key that does.
-        """
+        """Raise `CheckpointError` where the run here differs in more than the number of rounds."""
         if not (self.path / "configuration.json").exists():
             return
         stored, asked_for = dotted(self.configuration), dotted(self.with_engine(configuration))
@@ -209,10 +203,7 @@ class RunDirectory:
                     path.unlink()
 
     def summary(self, algorithm: str | None = None) -> RunSummary:
-        """Return the figures so far; `algorithm` is the method's name in reports (default: its expression).
-
-        Raises `CheckpointError` when a file is missing or damaged.
-        """
+        """Return the figures so far, of `algorithm` by name. Raise `CheckpointError` for a damaged file."""
         self.require_intact()
         configuration, task = self.configuration, read_json(self.path / "task.json", dict)
         recorded = self.path / RECORDED
@@ -242,10 +233,7 @@ class RunDirectory:
 
 @contextmanager
 def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold a lock file alone, making its folder if need be. The system releases it when the process dies.
-
-    Where another process holds it, `wait` for it, or else raise `CheckpointError`.
-    """
+    """Hold a lock file alone. Where another process does, `wait` for it or raise `CheckpointError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
     try:
@@ -261,10 +249,7 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
 
 
 def read_json(path: Path, kind: type[_Json], remedy: str = "start again with --fresh") -> _Json:
-    """Return the object (as `write_json` wrote it) or list in a file.
-
-    Raises `CheckpointError`, with the remedy, when the file is missing or damaged.
-    """
+    """Return the JSON in a file. Raise `CheckpointError`, with the remedy, when the file is missing or damaged."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(value, kind) and (isinstance(value, list) or _intact(value)):
@@ -313,10 +298,7 @@ def fingerprint(configuration: Mapping[str, Any]) -> str:
 
 
 def folder_name(expression: str) -> str:
-    """Return a method's expression as the name of a folder: `stages(fedavg:20, fedmr)` is `stages-fedavg_20-fedmr`.
-
-    Expressions that are long or nest get a digest at the end, so that different ones stay different.
-    """
+    """Return a method's expression as a folder's name, with a digest where it is long or nests."""
     plain = re.sub(r"(?<=\d)e\+(?=\d)", "e", expression.replace("'", "").replace('"', ""))  # 1e+38 is not 1e-38
     name = slug(plain.replace(":", "_"))
     if plain.count("(") < 2 and len(name) <= _LONGEST:

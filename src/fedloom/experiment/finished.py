@@ -71,10 +71,7 @@ class StoredRun:
 
 
 def read_runs(folder: Path) -> list[StoredRun]:
-    """Read the runs in a run's folder or a comparison's, in the comparison's order; unfinished ones too until it is over.
-
-    Raises `InvalidValue` when there are none, and `CheckpointError` when a file is missing or damaged.
-    """
+    """Read the runs of a folder. Raise `InvalidValue` without any, `CheckpointError` for a damaged file."""
     if not folder.is_dir():
         raise InvalidValue(f"{folder} is {'no folder' if folder.exists() else 'not there'}: give a folder of runs")
     runs = [StoredRun(setting, path, _summary(path, name), changes) for setting, path, name, changes in _paths(folder)]
@@ -146,10 +143,7 @@ def write_reports(folder: Path, runs: Sequence[StoredRun], options: ReportOption
 
 
 def rewrite_reports(folder: Path, runs: Sequence[StoredRun]) -> list[Path]:
-    """Write the reports again and return the files.
-
-    Title, targets, measure and command are those of the report that exists, where one does.
-    """
+    """Write the reports again, with the options of the present ones, and return the files."""
     options = (
         options_of(folder / PAGE)
         or _options_by_setting(folder, list(by_setting(runs)))

@@ -26,10 +26,7 @@ _DECIDING = ("python", "torch", "numpy", "fedloom", "threads", "machine")
 
 
 def identity(task: Task, described: Mapping[str, Any], method: Algorithm, clock: Clock) -> str:
-    """Return a digest of settings, split, labels, initial model with its frozen part, a sample of inputs, and clock trace.
-
-    The number of rounds is left out, so that a run can be lengthened, unless the method needs to know it.
-    """
+    """Return a digest of the run, without its number of rounds unless the method needs to know it."""
     if not method.needs_total_rounds:
         described = {key: value for key, value in described.items() if key != "rounds"}
     digest = Digest(json.dumps(described, sort_keys=True).encode())

@@ -52,11 +52,7 @@ class Job:
 
 
 def placed(configuration: Configuration, names: Iterable[RunName], *, reuse: bool = True) -> list[Job]:
-    """Return the jobs of these runs.
-
-    With `reuse`, a run that finished with the same resolved configuration, in whatever setting of this experiment, is read
-    from its directory.
-    """
+    """Return the jobs of these runs. With `reuse`, a finished run with the same configuration stands for one."""
     finished = finished_runs(configuration.folder) if reuse else {}
     return [job_of(configuration.settings[name.setting], name, finished) for name in names]
 
@@ -69,10 +65,7 @@ def job_of(configuration: Configuration, name: RunName, finished: Mapping[str, S
 
 
 def require_possible(jobs: Sequence[Job], tasks: Tasks) -> None:
-    """Make the task of every setting and seed, and set up every method in every setting.
-
-    Raises whatever is wrong with any run, with its setting, before the first round of any.
-    """
+    """Make the task of every setting and seed, and set up every method. Raise what is wrong with any."""
     seeds: dict[str, int] = {}
     for job in jobs:
         configuration, name = job.configuration, job.name

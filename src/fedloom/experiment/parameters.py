@@ -25,10 +25,7 @@ def parameter_keys(expression: str) -> list[str]:
 
 
 def with_parameters(expression: str, changes: Mapping[str, Any]) -> str:
-    """Return the expression with some parameters set, as `str` of the method writes it.
-
-    Text is read as a value where it is one. Raises `InvalidValue` or `UnknownName` for a value that is not allowed.
-    """
+    """Return the expression with parameters set. Raise `InvalidValue` or `UnknownName` for a wrong one."""
     outer = build(expression)
     for method in outer.nested():
         for name, keys in _parameters(method).items():

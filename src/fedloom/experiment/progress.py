@@ -27,11 +27,7 @@ Rounds = int | Mapping[RunName, int]
 
 
 class Display:
-    """Base of both displays: shows the engines of the runs, a line when a run ends, and notices.
-
-    `finished` holds the rounds that are done, by run; all of them for a run that is over, whichever way, since it takes no more
-    time. `live` is the context in which the screen is updated.
-    """
+    """Base of both displays. It prints a line when a run ends; `finished` are the rounds done, by run."""
 
     live: AbstractContextManager[Any] = nullcontext()
 

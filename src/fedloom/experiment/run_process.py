@@ -21,10 +21,7 @@ STOP = "stop"
 
 
 def serve(connection: Connection, threads: int) -> None:
-    """Make the runs that the parent sends. Ctrl-C also reaches this process, but the parent decides what it means.
-
-    Importing PyTorch takes seconds, in which the parent may end: the thread that watches it starts before that.
-    """
+    """Make the runs that the parent sends. It is watched before PyTorch is imported, which takes seconds."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     exit_with_parent(parent.pid if parent else None)

@@ -72,11 +72,7 @@ Axis = list[Any] | Range
 
 
 def read_axes(table: object, keys: Sequence[str], prefix: str = "", *, steps_needed: bool = True) -> dict[str, Axis]:
-    """Return the keys of a (nested) table with the values of each.
-
-    `keys` are the full keys that may vary; `prefix` is put before a key in errors. Raises `InvalidValue` for an unknown key,
-    with the nearest, and for anything that is no list or range.
-    """
+    """Return the keys of a nested table with their values. Raise `InvalidValue` for other keys than `keys`."""
     if not isinstance(table, Mapping):
         raise InvalidValue(
             f"{prefix.rstrip('.')} must be a table of keys, each with {_EXAMPLE}, not {quoted(table, show)}"
@@ -131,10 +127,7 @@ def plain_text(value: Any) -> str:
 
 
 def with_changes(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a nested table with the values of some full keys replaced; tables on the way are made.
-
-    Raises `InvalidValue` where a value stands in the way.
-    """
+    """Return a copy of a nested table with some values set. Raise `InvalidValue` where a value is in the way."""
     result = copy.deepcopy(dict(table))
     for key, value in changes.items():
         *tables, name_in_table = key.split(".")

@@ -81,10 +81,7 @@ def _trial(search: Search, number: int, changes: Changes) -> Trial:
 
 
 def _space(optuna: Any, axis: Axis) -> tuple[Any, Callable[[Any], Any]]:
-    """Return Optuna's distribution, and the function from its values to ours.
-
-    Lists and steps are searched by index: some values (lists, methods) Optuna does not take, and steps have an order.
-    """
+    """Return Optuna's distribution, of indices for lists and steps, and the function from its values to ours."""
     if isinstance(axis, Range) and axis.steps is not None:
         values = axis.values()
         return optuna.distributions.IntDistribution(0, len(values) - 1), values.__getitem__

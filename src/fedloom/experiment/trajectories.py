@@ -66,10 +66,7 @@ def context_of(configuration: Configuration, seed: int) -> RunContext:
 
 
 def _groups(runs: Sequence[Run]) -> dict[int, list[Run]]:
-    """Return, by client, the runs of the first seed with which two methods or more recorded its trajectory.
-
-    One of them must be long enough to span a plane by itself.
-    """
+    """Return the runs of the first seed with which several methods recorded a client's trajectory, by client."""
     for seed in dict.fromkeys(run.seed for _, run in runs):
         clients: dict[int, list[Run]] = {}
         for path, run in runs:

@@ -86,11 +86,7 @@ class Trial:
 
 
 class Search:
-    """The space of a search: the table of a configuration, and the values of some of its keys.
-
-    `searched` is a (nested) table like `[settings]`, with keys `algorithm.PARAMETER` beside the configuration's. `steps_needed`
-    says whether ranges must name their steps. Raises `InvalidValue` or `UnknownName`, in one line, for what is not allowed.
-    """
+    """The space of a search: a configuration's table and the values of some keys, such as `algorithm.mu`."""
 
     def __init__(self, table: Mapping[str, Any], searched: Mapping[str, Any], *, steps_needed: bool = True) -> None:
         if "settings" in table:
@@ -236,11 +232,7 @@ def write_trials(search: Search, trials: Sequence[Trial]) -> Path:
 
 
 def score_on_test(search: Search, best: Trial, runner: Runner) -> Trial:
-    """Train the best choice on all training data and score it on the test data, which a search may look at once.
-
-    Called again, it reads the figure. Raises `InvalidValue` when the test data were used for another choice: a second figure
-    would be chosen by the first.
-    """
+    """Train the best choice on all training data and score it on the test data, which may be done once."""
     path = search.folder / "tested.json"
     choice = {key: plain_text(value) for key, value in best.changes.items()}
     if path.exists() and (tested := read_json(path, dict, f"remove {path}")) != choice:

@@ -20,10 +20,7 @@ FILE = "trackers.jsonl"
 
 
 class Tracking:
-    """Tells trackers of a run from `begin` to the end of the `with` block. A tracker that fails is left out from then on.
-
-    `say` is given one line about each that failed.
-    """
+    """Passes a run on to its trackers. One that fails is left out from then on, and `say` hears of it."""
 
     def __init__(
         self, expressions: Sequence[str | Tracker], directory: Path | None, say: Callable[[str], None]
