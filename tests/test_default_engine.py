@@ -260,7 +260,7 @@ def test_the_choice_is_told_first_and_stands_in_the_report(tmp_path: Path) -> No
     assert text.getvalue().count("engine:") == 1
     assert reason in (tmp_path / "report.html").read_text()
     name = RunName("fedmr", 0)
-    assert own.resolved(*name)["engine"] == "default"
+    assert own.resolved(*name[:2])["engine"] == "default"
     assert run_directory(own, *name).engine == Choice("stacked", reason="linear layers train fastest in stacks")
     events: list[Event] = []
     run_configured(own, name, events.append, fresh=True)

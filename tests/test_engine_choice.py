@@ -55,8 +55,8 @@ def test_a_configuration_names_its_engine(tmp_path: Path) -> None:
     assert told[0] == "stacked (linear layers train fastest in stacks)"
     choice = json.loads((run_directory(experiment, *name).path / "engine.json").read_text())
     assert choice["name"] == "stacked"
-    assert experiment.resolved(*name)["engine"] == "auto"
-    assert configuration({**table, "engine": "rows"}).resolved(*name)["engine"] == "rows"
+    assert experiment.resolved(*name[:2])["engine"] == "auto"
+    assert configuration({**table, "engine": "rows"}).resolved(*name[:2])["engine"] == "rows"
     with pytest.raises(UnknownName, match=r"engine 'stackd'.*did you mean 'stacked'"):
         configuration({**table, "engine": "stackd"})
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from fedloom.cli.options import Folder, first_line
 from fedloom.errors import InvalidValue
-
-if TYPE_CHECKING:
-    from fedloom.sites.keys import Keys
 
 app = typer.Typer(
     name="flower",
@@ -41,11 +38,7 @@ def keys(
 
     if sites is None:
         raise InvalidValue("how many sites? Give --sites, such as --sites 3")
-    _print_keys(make_keys(folder, sites, host or [], days, fresh), host or [])
-
-
-def _print_keys(keys: Keys, hosts: list[str]) -> None:
-    """Print which files are new and the machine that each folder belongs to."""
+    keys = make_keys(folder, sites, host or [], days, fresh)
     folders = f"{keys.site(0)}" + (f" ... {keys.site(keys.sites - 1)}" if keys.sites > 1 else "")
     print(
         f"{len(keys.written)} files made in {keys.folder}"
@@ -55,7 +48,9 @@ def _print_keys(keys: Keys, hosts: list[str]) -> None:
     print(f"  {keys.authority_key.parent}: signs certificates; keep it away from every machine of the federation")
     print(f"  {keys.server}: to the machine of the server (ca.crt, server.crt, server.key, the sites' public keys)")
     print(f"  {folders}: each to its site alone (ca.crt, site.key, all public keys in peers.pub)")
-    print(f"The certificate is good for {', '.join(('localhost', '127.0.0.1', *hosts))}. Files *.key are secrets.")
+    print(
+        f"The certificate is good for {', '.join(('localhost', '127.0.0.1', *(host or ())))}. Files *.key are secrets."
+    )
 
 
 def init(

@@ -70,7 +70,7 @@ def _fitting(table: Plain, room: int, caption: str = "", *, brief: bool = True, 
 def _sizes(table: Plain, brief: bool) -> list[int]:
     """Return the columns of a terminal that each column takes."""
     texts = [
-        [*_title(column, brief).splitlines(), *(_text(line[k], brief) for line in table.lines)]
+        [*_text(column, brief).splitlines(), *(_text(line[k], brief) for line in table.lines)]
         for k, column in enumerate(table.columns)
     ]
     return [max(map(len, column), default=0) + 2 for column in texts]
@@ -121,16 +121,13 @@ def _shown(table: Plain, caption: str, *, brief: bool = False, wrap: bool = Fals
     """Return a table of the report for the terminal, with `brief` titles and cells; titles may `wrap`."""
     shown = _frame(table.columns[0].title, caption)
     for column in table.columns[1:]:
-        shown.add_column(Text(_title(column, brief)), justify="right", no_wrap=not wrap, overflow="fold")
+        shown.add_column(Text(_text(column, brief)), justify="right", no_wrap=not wrap, overflow="fold")
     best = table.best_lines
     for number, line in enumerate(table.lines):
         shown.add_row(*(Text(_text(cell, brief), "bold" if number in best[k] else "") for k, cell in enumerate(line)))
     return shown
 
 
-def _title(column: Column, brief: bool) -> str:
-    return column.brief if brief and column.brief else column.title
-
-
-def _text(cell: Cell, brief: bool) -> str:
-    return cell.brief if brief and cell.brief else cell.text
+def _text(entry: Column | Cell, brief: bool) -> str:
+    text = entry.title if isinstance(entry, Column) else entry.text
+    return entry.brief if brief and entry.brief else text

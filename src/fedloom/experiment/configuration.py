@@ -70,12 +70,9 @@ class Data:
 
 @dataclass(frozen=True)
 class Configuration(Schedule):
-    """A whole experiment. `fedloom run` takes `algorithm` and `seed`, `fedloom compare` takes `algorithms` and `seeds`.
+    """A whole experiment; `docs/configuration.md` explains every key.
 
-    The keys of a `Schedule` stand beside these at the top of a file. Results lie in `directory`, by default `runs/<name>`.
-    `docs/configuration.md` explains every key. `workers` runs go on at a time: "auto" means one on each core with
-    `fedloom compare`, one after another in Python. `variants` are the settings of the table `[settings]` by their labels, each
-    a whole configuration whose `changes` say what it changed.
+    `variants` are the settings of the table `[settings]` by their labels, each a whole configuration with its `changes`.
     """
 
     name: str = "experiment"
@@ -203,10 +200,8 @@ class Configuration(Schedule):
         )
         return task if self.data.validation is None else withhold(task, self.data.validation, seed)
 
-    def resolved(self, algorithm: str, seed: int, setting: str = "") -> dict[str, Any]:
+    def resolved(self, algorithm: str, seed: int) -> dict[str, Any]:
         """Return everything that the figures of a run depend on, with defaults filled in; plain values, ready for JSON."""
-        if setting:
-            return self.settings[setting].resolved(algorithm, seed)
         return {
             "algorithm": self.described(algorithm),
             **schedule_values(self.seeded(seed)),

@@ -22,11 +22,9 @@ class RunName(NamedTuple):
 
 @dataclass(frozen=True)
 class Event:
-    """An event of a run.
+    """An event of a run: `started`, also when it goes on, with `finished` rounds and in `text` an engine that a rule chose.
 
-    `started` (also when it goes on; `finished` rounds are done, and `text` is an engine that a rule chose), `round` (with its
-    figures in `record` and its times in `timing`), `ended`, `skipped` (it was finished already), `failed` and `notice` (with
-    a line of `text`).
+    A `round` has its figures in `record`, `skipped` was finished already, `failed` and `notice` have a line of `text`.
     """
 
     kind: Literal["started", "round", "ended", "skipped", "failed", "notice"]

@@ -144,11 +144,12 @@ def write_reports(folder: Path, runs: Sequence[StoredRun], options: ReportOption
 
 def rewrite_reports(folder: Path, runs: Sequence[StoredRun]) -> list[Path]:
     """Write the reports again, with the options of the present ones, and return the files."""
-    options = (
-        options_of(folder / PAGE)
-        or _options_by_setting(folder, list(by_setting(runs)))
-        or ReportOptions(_default_title(folder, runs))
+    stored = (
+        dataclasses.replace(options, title=options.title.removesuffix(f", {setting}"))
+        for setting in ("", *by_setting(runs))
+        if (options := options_of(setting_folder(folder, setting) / PAGE))
     )
+    options = next(stored, None) or ReportOptions(_default_title(folder, runs))
     targets = options.targets or tuple(runs[0].summary.configuration.get("targets", ()))
     with locked(folder / REPORT_LOCK, wait=True):
         return write_reports(folder, runs, dataclasses.replace(options, targets=targets))
@@ -160,21 +161,9 @@ def add_landscapes(
     recorder: Landscape,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[StoredRun]:
-    """Compute the loss around final models, and keep it in the runs' folders.
+    """Compute the loss around final models of `names`: methods (their first run in each setting), `all`, or folders of runs.
 
-    Of a method it is the first run in each setting.
-
-    Args:
-        runs: All runs that are shown.
-        names: Methods, `all`, or folders of runs.
-        recorder: The grid of the landscape.
-        say: Is given a line about each run before it begins.
-
-    Returns:
-        All runs, with landscapes of these runs alone.
-
-    Raises:
-        InvalidValue: An unknown method, a run that is not finished, or one whose task was made in Python.
+    Returns all runs, with landscapes of these alone. Raises `InvalidValue` for an unknown method or a run that is not finished.
     """
     chosen = _chosen(runs, names)
     shown = []
@@ -248,14 +237,6 @@ def _without_landscape(summary: RunSummary) -> list[dict[str, Any]]:
     return [entry for entry in summary.recorded if entry["kind"] != "landscape"]
 
 
-def _options_by_setting(folder: Path, settings: Sequence[str]) -> ReportOptions | None:
-    """Return the options of the first setting's report, with the title that all of them have."""
-    for setting in filter(None, settings):
-        if options := options_of(setting_folder(folder, setting) / PAGE):
-            return dataclasses.replace(options, title=options.title.removesuffix(f", {setting}"))
-    return None
-
-
 def _default_title(folder: Path, runs: Sequence[StoredRun]) -> str:
     summary = runs[0].summary
     single = (folder / "configuration.json").exists()
@@ -264,13 +245,11 @@ def _default_title(folder: Path, runs: Sequence[StoredRun]) -> str:
 
 def _chosen(runs: Sequence[StoredRun], names: Sequence[str]) -> list[StoredRun]:
     methods = list(dict.fromkeys(run.summary.algorithm for run in runs))
-    representatives: dict[tuple[str, str], StoredRun] = {}
-    for run in runs:
-        representatives.setdefault((run.setting, run.summary.algorithm), run)
+    firsts = {(run.setting, run.summary.algorithm): run for run in reversed(runs)}
     chosen: list[StoredRun] = []
     for name in names:
         in_folder = [run for run in runs if run.path.resolve() == Path(name).resolve()]
-        of_method = [run for (_, method), run in representatives.items() if name in (method, ALL)]
+        of_method = [run for (_, method), run in firsts.items() if name in (method, ALL)]
         if not in_folder and not of_method:
             raise InvalidValue(
                 f"unknown method {name!r}{suggestion(name, methods)} (there are: {', '.join((*methods, ALL))})"
@@ -288,13 +267,11 @@ def _task(path: Path) -> Task:
     except FedloomError as error:
         raise InvalidValue(f"{path}: its task cannot be made again ({error})") from None
     split = Partition.load(path / "split.npz")
-    same_split = np.array_equal(task.partition.indices, split.indices) and np.array_equal(
-        task.partition.offsets, split.offsets
-    )
-    if not same_split or (
-        task.true_labels is not None
-        and not torch.equal(task.train.labels, read_tensors(path / "labels.safetensors")[0]["given"])
-    ):
+    same = np.array_equal(task.partition.indices, split.indices)
+    same = same and np.array_equal(task.partition.offsets, split.offsets)
+    if same and task.true_labels is not None:
+        same = torch.equal(task.train.labels, read_tensors(path / "labels.safetensors")[0]["given"])
+    if not same:
         raise InvalidValue(f"{path}: its task cannot be made again (other samples or labels)")
     return task
 

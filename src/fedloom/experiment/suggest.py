@@ -21,10 +21,8 @@ STARTUP = 5
 def search_optuna(search: Search, runner: Runner, trials: int = TRIALS, batch_size: int = 1) -> list[Trial]:
     """Make `trials` trials, `batch_size` at a time, as Optuna's TPE sampler suggests them.
 
-    With several seeds, a trial whose mean so far is below the median of the others at the same seed is given up (Optuna's
-    `MedianPruner`). The sampler draws by the configuration's seed, so the same search suggests the same trials, whose
-    finished runs are only read: it goes on where it stopped, as long as `batch_size` and Optuna's version stay the same.
-    Raises `MissingExtra` without Optuna.
+    The sampler draws by the configuration's seed: the same search suggests the same trials, whose finished runs are only read,
+    as long as `batch_size` and Optuna's version stay the same. Raises `MissingExtra` without Optuna.
     """
     optuna = _optuna()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -77,7 +75,7 @@ def _trial(search: Search, number: int, changes: Changes) -> Trial:
     try:
         return search.trial(number, changes)
     except FedloomError as error:
-        return Trial(number, changes, search.trial(number, search.corner).configuration, reason=str(error))
+        return Trial(number, changes, search.trial(number, next(search.corners())).configuration, reason=str(error))
 
 
 def _space(optuna: Any, axis: Axis) -> tuple[Any, Callable[[Any], Any]]:

@@ -34,9 +34,7 @@ Run = tuple[Path, RunSummary]
 def draw_joint_trajectories(folder: Path, runs: Sequence[Run], context: Callable[[int], RunContext]) -> None:
     """Write the joint trajectories of these runs to `folder`, unless they are there.
 
-    All models of a client that the methods recorded with one seed span the plane (`principal_plane`); its surface is as of one
-    trajectory (`Trajectory`), with the mean of all these models' floating-point buffers. `context` returns that of a seed, and
-    is called only where two methods recorded the same client's trajectory.
+    All models of a client that the methods recorded with one seed span the plane; its surface has the mean of their buffers.
     """
     groups = _groups(runs)
     if not groups or _stored(folder, groups) is not None:

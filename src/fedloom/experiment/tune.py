@@ -107,13 +107,8 @@ class Search:
             raise InvalidValue(
                 "measure = 'personal' needs test data of the clients' own: give data.local_test, such as 0.25"
             )
-        for changes in self._corners():
+        for changes in self.corners():
             self.trial(0, changes)
-
-    @property
-    def corner(self) -> Changes:
-        """The first value of each key."""
-        return next(self._corners())
 
     @property
     def folder(self) -> Path:
@@ -151,7 +146,7 @@ class Search:
             ]
         return [self.trial(number, changes) for number, changes in enumerate(every, start=1)]
 
-    def _corners(self) -> Iterator[Changes]:
+    def corners(self) -> Iterator[Changes]:
         """Yield choices with every value of the lists and both ends of the ranges, each at least once."""
         ends = [[axis.low, axis.high] if isinstance(axis, Range) else axis for axis in self.axes.values()]
         for k in range(max(map(len, ends))):

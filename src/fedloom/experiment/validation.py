@@ -16,12 +16,8 @@ from fedloom.task import Task
 def withhold(task: Task, share: float, seed: int) -> Task:
     """Return the task with `share` of each client's training samples held out, in place of all its test data.
 
-    Of a client's n training samples floor((1 - share) n) go on training, but at least one, and at most n - 1 where n >= 2.
-    The global test set becomes the union of all clients' held-out samples; where clients had test samples, each tests on its
-    own held-out ones. Nothing computed on the new task depends on the task's test data. The samples are drawn by the stream
-    (seed, "validation split"), as `split_train_test` draws: a client's own samples decide. Like all test data, they have their
-    true labels where the training samples have label noise.
-    Raises `InvalidValue` unless 0 < share < 1, and where every client has a single sample.
+    Each client keeps at least one sample to train on, and tests on its own held-out ones where it had test samples. These have
+    their true labels. Raises `InvalidValue` unless 0 < share < 1, and where every client has a single sample.
     """
     training, validation = split_train_test(task.partition, stream_seed(seed, "validation split"), share)
     if not len(validation.indices):

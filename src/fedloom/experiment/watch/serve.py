@@ -61,29 +61,24 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 30
 
     def do_GET(self) -> None:
-        self._answer(body=True)
-
-    def do_HEAD(self) -> None:
-        self._answer(body=False)
-
-    def _answer(self, body: bool) -> None:
         if self.headers.get("Host", "").lower() not in self.server.hosts:
-            self._send(
-                HTTPStatus.MISDIRECTED_REQUEST, "text/plain", "This server answers to its own address alone.\n", body
-            )
+            self._send(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", "This server answers to its own address alone.\n")
             return
         url = urlsplit(self.path)
         if url.path == "/state":
-            self._send(HTTPStatus.OK, "application/json", json.dumps(self.server.watched.state()), body)
+            self._send(HTTPStatus.OK, "application/json", json.dumps(self.server.watched.state()))
             return
         group = parse_qs(url.query).get("group", [None])[0]
         page = self.server.watched.page(group) if url.path == "/" else None
         if page is None:
-            self._send(HTTPStatus.NOT_FOUND, "text/plain", "There is no such page.\n", body)
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", "There is no such page.\n")
         else:
-            self._send(HTTPStatus.OK, "text/html", page, body)
+            self._send(HTTPStatus.OK, "text/html", page)
 
-    def _send(self, status: HTTPStatus, kind: str, text: str, body: bool) -> None:
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
         data = text.encode()
         self.send_response(status)
         for name, value in _HEADERS.items():
@@ -91,7 +86,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        if body:
+        if self.command != "HEAD":
             self.wfile.write(data)
 
     def log_message(self, format: str, *arguments: Any) -> None:
