@@ -62,7 +62,7 @@ def algorithms(name: Name = None) -> None:
         table.add_column(style="bold", no_wrap=True, width=13)
         table.add_column()
         for method, entry in methods:
-            table.add_row(method, Text(_first_line(entry)))
+            table.add_row(method, Text(entry["text"].partition("\n")[0]))
         console.print(table)
     console.print("\nfedloom algorithms NAME shows a method's parameters.")
 
@@ -153,9 +153,5 @@ def _list(kind: str, name: str | None) -> None:
     table.add_column("What it is", ratio=3)
     table.add_column("Parameters", ratio=2)
     for title, entry in entries.items():
-        table.add_row(title, Text(_first_line(entry)), Text(", ".join(entry["parameters"])))
+        table.add_row(title, Text(entry["text"].partition("\n")[0]), Text(", ".join(entry["parameters"])))
     Console().print(table)
-
-
-def _first_line(entry: Listed) -> str:
-    return entry["text"].partition("\n")[0]

@@ -14,8 +14,6 @@ from fedloom.cli.options import File, Overrides, Quiet, shown
 from fedloom.errors import InvalidValue
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from fedloom.experiment.tune import Search, Trial
 
 Searched = Annotated[
@@ -51,7 +49,9 @@ def tune(
     from fedloom.experiment.configuration import put, read_table
     from fedloom.experiment.cores import runs_side_by_side
     from fedloom.experiment.jobs import Tasks
+    from fedloom.experiment.parameters import PREFIX
     from fedloom.experiment.pools import make_pool
+    from fedloom.experiment.settings import plain_text
     from fedloom.experiment.suggest import TRIALS, search_optuna
     from fedloom.experiment.tune import Runner, Search, best_of, score_on_test, search_grid, write_trials
     from fedloom.report.sheet import measure_name
@@ -74,7 +74,11 @@ def tune(
         best = best_of(made)
         path = write_trials(space, made)
         _print(space, made, best)
-        _print_choice(space, best, path, [str(file), *(overrides or [])])
+        keys = [f"{key}={plain_text(value)}" for key, value in best.changes.items() if not key.startswith(PREFIX)]
+        settings = [f"algorithm={best.algorithm}", *keys, f"name={plan.name}-best"]
+        print(f"trials: {space.folder / 'trials.csv'}")
+        print(f"best:   {shlex.join(['fedloom', 'run', str(file), *(overrides or []), *settings])}")
+        print(f"or:     fedloom run {shlex.quote(str(path))}")
         if test:
             with shown(len(best.seeds), plan.rounds, quiet) as (watch, stopped):
                 tested = score_on_test(space, best, Runner(pool, watch, stopped))
@@ -102,18 +106,6 @@ def _print(search: Search, trials: Sequence[Trial], best: Trial) -> None:
         caption = f"{len(ranked)} best of {len(trials)} trials; {caption}"
     console = Console(highlight=False)
     console.print(trial_table(["Trial", *keys, "Validation"], lines, ranked.index(best), caption))
-
-
-def _print_choice(search: Search, best: Trial, path: Path, arguments: Sequence[str]) -> None:
-    """Print the best choice as a command and as a file."""
-    from fedloom.experiment.parameters import PREFIX
-    from fedloom.experiment.settings import plain_text
-
-    keys = [f"{key}={plain_text(value)}" for key, value in best.changes.items() if not key.startswith(PREFIX)]
-    settings = [f"algorithm={best.algorithm}", *keys, f"name={search.configuration.name}-best"]
-    print(f"trials: {search.folder / 'trials.csv'}")
-    print(f"best:   {shlex.join(['fedloom', 'run', *arguments, *settings])}")
-    print(f"or:     fedloom run {shlex.quote(str(path))}")
 
 
 def _score(trial: Trial) -> str:

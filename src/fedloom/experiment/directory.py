@@ -144,7 +144,13 @@ class RunDirectory:
         remove_unfinished(self.path)
         self.require(configuration, method)
         self.require_intact()
-        return [] if self.ended(configuration) else self._note_environment()
+        if self.ended(configuration):
+            return []
+        present, path = environment(), self.path / "environment.json"
+        earlier = read_json(path, dict) if path.exists() else present
+        write_json(path, present)
+        changes = version_changes(earlier, present)
+        return [f"{self.path} was begun with {changes}: the last digits may differ"] if changes else []
 
     def settle(self, configuration: Mapping[str, Any]) -> None:
         """Write the configuration. A run that finished with fewer rounds is unfinished from now on."""
@@ -152,13 +158,6 @@ class RunDirectory:
             for name in _END:
                 (self.path / name).unlink(missing_ok=True)
         write_json(self.path / "configuration.json", configuration)
-
-    def _note_environment(self) -> list[str]:
-        present, path = environment(), self.path / "environment.json"
-        earlier = read_json(path, dict) if path.exists() else present
-        write_json(path, present)
-        changes = version_changes(earlier, present)
-        return [f"{self.path} was begun with {changes}: the last digits may differ"] if changes else []
 
     def require(self, configuration: dict[str, Any], method: Algorithm) -> None:
         """Raise `CheckpointError` where the run here differs in more than the number of rounds."""
@@ -222,7 +221,10 @@ class RunDirectory:
                 task["wrong_labels"],
                 Metric(**task["metric"]),
             )
-            _require_shown(summary)
+            summarise([summary])  # tables show only what a run wrote
+            client_table([summary])
+            for entry in summary.recorded:
+                entry["kind"]
             return summary
 
     def provenance(self, engine: Choice | None) -> dict[str, str]:
@@ -257,14 +259,6 @@ def read_json(path: Path, kind: type[_Json], remedy: str = "start again with --f
     except (OSError, ValueError, RecursionError):
         pass
     raise CheckpointError(f"{path} is missing or damaged: {remedy}")
-
-
-def _require_shown(run: RunSummary) -> None:
-    """Raise some error where the figures of a run are none that tables could show."""
-    summarise([run])
-    client_table([run])
-    for entry in run.recorded:
-        entry["kind"]
 
 
 @contextmanager

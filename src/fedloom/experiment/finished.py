@@ -149,8 +149,11 @@ def rewrite_reports(folder: Path, runs: Sequence[StoredRun]) -> list[Path]:
         for setting in ("", *by_setting(runs))
         if (options := options_of(setting_folder(folder, setting) / PAGE))
     )
-    options = next(stored, None) or ReportOptions(_default_title(folder, runs))
-    targets = options.targets or tuple(runs[0].summary.configuration.get("targets", ()))
+    first = runs[0].summary
+    single = (folder / "configuration.json").exists()
+    title = f"{first.algorithm}, seed {first.seed}" if single else folder.resolve().name
+    options = next(stored, None) or ReportOptions(title)
+    targets = options.targets or tuple(first.configuration.get("targets", ()))
     with locked(folder / REPORT_LOCK, wait=True):
         return write_reports(folder, runs, dataclasses.replace(options, targets=targets))
 
@@ -235,12 +238,6 @@ def _summary(path: Path, name: str | None) -> RunSummary:
 
 def _without_landscape(summary: RunSummary) -> list[dict[str, Any]]:
     return [entry for entry in summary.recorded if entry["kind"] != "landscape"]
-
-
-def _default_title(folder: Path, runs: Sequence[StoredRun]) -> str:
-    summary = runs[0].summary
-    single = (folder / "configuration.json").exists()
-    return f"{summary.algorithm}, seed {summary.seed}" if single else folder.resolve().name
 
 
 def _chosen(runs: Sequence[StoredRun], names: Sequence[str]) -> list[StoredRun]:

@@ -148,8 +148,9 @@ class Bars(Display):
     def __call__(self, event: Event) -> None:
         super().__call__(event)
         if event.kind == "started":
+            setting = f", {event.run.setting}" if event.run.setting else ""  # at the end, where it may be cut
             self._bars[event.run] = self._progress.add_task(
-                Text(_short(event.run)).markup,
+                Text(f"seed {event.run.seed}: {event.run.algorithm}{setting}").markup,
                 total=self.rounds(event.run),
                 completed=event.finished,
                 accuracy="",
@@ -172,8 +173,3 @@ def display(console: Console, runs: int, rounds: Rounds) -> Iterator[Display]:
     progress = Bars(console, runs, rounds) if console.is_terminal else Lines(console, runs, rounds)
     with progress.live:
         yield progress
-
-
-def _short(run: RunName) -> str:
-    """Return the text beside a bar, with the setting at its end, where it may be cut."""
-    return f"seed {run.seed}: {run.algorithm}" + (f", {run.setting}" if run.setting else "")

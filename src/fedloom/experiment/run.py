@@ -300,20 +300,10 @@ def run_configured(
     engine: Callable[[Task], Engine] | None = None,
     alone: bool = True,
 ) -> RunSummary:
-    """Run one method with one seed in its directory, or go on with it, or read its figures when it is finished.
+    """Make one run, or go on with it, or read it when it is finished; return its figures. Raises as `run`.
 
-    Args:
-        configuration: The configuration of the run's setting.
-        name: Method, seed and label of the setting.
-        watch: Hears of every round; whatever it raises stops the run after that round.
-        fresh: Start again, whatever is in the directory.
-        make_task: Makes the task of a seed (default: as configured).
-        path: The run's directory (default: `run_directory`).
-        engine: Makes the engine (default: as configured).
-        alone: False when other runs share the cores.
-
-    Returns:
-        The figures of the finished run. Raises as `run`.
+    Whatever `watch` raises stops the run after the round. `alone` is False when other runs share the cores. Task, path and
+    engine are those of the configuration unless they are given.
     """
     import_plugins(configuration.plugins)  # in worker processes too
     resolved = configuration.resolved(name.algorithm, name.seed)

@@ -39,7 +39,7 @@ def serve(connection: Connection, threads: int) -> None:
         if connection.poll() and connection.recv() == STOP:
             raise KeyboardInterrupt
 
-    def work() -> None:
+    with suppress(EOFError, Terminated), sigterm_interrupts():
         while True:
             message = connection.recv()
             if message == STOP:
@@ -51,9 +51,6 @@ def serve(connection: Connection, threads: int) -> None:
                 raise
             except KeyboardInterrupt:
                 connection.send(None)
-
-    with suppress(EOFError, Terminated), sigterm_interrupts():
-        work()
 
 
 class RunActor:

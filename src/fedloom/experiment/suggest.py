@@ -24,7 +24,10 @@ def search_optuna(search: Search, runner: Runner, trials: int = TRIALS, batch_si
     The sampler draws by the configuration's seed: the same search suggests the same trials, whose finished runs are only read,
     as long as `batch_size` and Optuna's version stay the same. Raises `MissingExtra` without Optuna.
     """
-    optuna = _optuna()
+    try:
+        optuna: Any = importlib.import_module("optuna")
+    except ImportError as error:
+        raise MissingExtra("optuna", "tune", "fedloom tune --optuna") from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
         sampler = optuna.samplers.TPESampler(seed=search.configuration.seed, constant_liar=batch_size > 1)
@@ -90,10 +93,3 @@ def _space(optuna: Any, axis: Axis) -> tuple[Any, Callable[[Any], Any]]:
             f"{value:.6g}"
         )
     return optuna.distributions.CategoricalDistribution(tuple(range(len(axis)))), axis.__getitem__
-
-
-def _optuna() -> Any:
-    try:
-        return importlib.import_module("optuna")
-    except ImportError as error:
-        raise MissingExtra("optuna", "tune", "fedloom tune --optuna") from error

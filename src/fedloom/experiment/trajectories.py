@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fedloom.errors import CheckpointError
 from fedloom.experiment.configuration import Configuration
@@ -102,7 +101,11 @@ def _digest(groups: Mapping[int, Sequence[Run]]) -> str:
 def _in_one_plane(client: int, group: Sequence[Run], context: RunContext) -> dict[str, Any] | None:
     """Return the trajectories of a client's models with all these methods; None where the models span no plane."""
     entries = [_entry(run, client) for _, run in group]
-    models = [_models(path, entry["rounds"], client) for (path, _), entry in zip(group, entries, strict=True)]
+    name = Trajectory(client).name
+    models = [
+        [recorded_tensors(path, name, number) for number in entry["rounds"]]
+        for (path, _), entry in zip(group, entries, strict=True)
+    ]
     rows = torch.stack([tensors["model"] for states in models for tensors in states])
     plane = principal_plane(rows[:, : context.task.layout.trainable].cpu())
     if plane is None:
@@ -120,8 +123,3 @@ def _in_one_plane(client: int, group: Sequence[Run], context: RunContext) -> dic
 
 def _entry(run: RunSummary, client: int) -> Mapping[str, Any]:
     return next(entry for entry in run.recorded if entry["kind"] == "trajectory" and entry["client"] == client)
-
-
-def _models(path: Path, rounds: Sequence[int], client: int) -> list[dict[str, Tensor]]:
-    """Read the client's models of these rounds. Raise `DamagedCheckpoint` when one cannot be read."""
-    return [recorded_tensors(path, Trajectory(client).name, number) for number in rounds]

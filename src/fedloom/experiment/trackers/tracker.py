@@ -72,15 +72,9 @@ trackers: Registry[type[Tracker]] = Registry("tracker", "fedloom.experiment.trac
 
 
 def build_tracker(expression: str | Tracker) -> Tracker:
-    """Make a tracker.
+    """Make a tracker, such as `tensorboard` or `module:Class(option=1)`; one that is made already is returned as it is.
 
-    Args:
-        expression: Such as `tensorboard`, `mlflow(uri='sqlite:///mlflow.db')` or `module:Class`; a tracker is returned as it is.
-
-    Raises:
-        UnknownName: There is no such tracker.
-        InvalidValue: It does not take these options.
-        FedloomError: Its package is not installed.
+    Raises `UnknownName` or `InvalidValue`, and `FedloomError` where its package is not installed.
     """
     if not isinstance(expression, str):
         return expression

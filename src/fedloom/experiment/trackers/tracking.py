@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from fedloom.errors import error_text
@@ -34,9 +33,7 @@ class Tracking:
     def __enter__(self) -> Tracking:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for name, tracker in list(self._trackers.items()):
             self._attempt(name, lambda tracker=tracker: tracker.end(self._result))  # type: ignore[misc]
 
