@@ -34,8 +34,8 @@ class Tracking:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for name, tracker in list(self._trackers.items()):
-            self._attempt(name, lambda tracker=tracker: tracker.end(self._result))  # type: ignore[misc]
+        for name in list(self._trackers):
+            self._attempt(name, "end", self._result)
 
     def begin(
         self,
@@ -52,14 +52,10 @@ class Tracking:
         directory = None if self._path is None else self._path.parent
         method, seed = str(configuration["algorithm"]), int(configuration["seed"])
         run = TrackedRun(experiment, label, method, seed, configuration, token, directory)
-        for name, tracker in list(self._trackers.items()):
-
-            def start(name: str = name, tracker: Tracker = tracker) -> None:
-                recorded = tracker.begin(run)
-                if recorded is not None:
-                    self._latest[name] = recorded
-
-            self._attempt(name, start)
+        for name in list(self._trackers):
+            recorded = self._attempt(name, "begin", run)
+            if recorded is not None:
+                self._latest[name] = recorded
         seconds = {timing["round"]: timing for timing in timings}
         for record in records:
             self.record(record, seconds.get(record["round"], {}))
@@ -68,9 +64,9 @@ class Tracking:
         """Pass a round on to the trackers that have not recorded it."""
         number, informed = int(record["round"]), []
         figures = _figures(record, timing)
-        for name, tracker in list(self._trackers.items()):
+        for name in list(self._trackers):
             if self._latest.get(name, 0) < number:
-                self._attempt(name, lambda tracker=tracker: tracker.record(number, figures))  # type: ignore[misc]
+                self._attempt(name, "record", number, figures)
                 self._latest[name] = number
                 informed.append(name)
         if informed and self._path is not None:
@@ -81,12 +77,13 @@ class Tracking:
         """Note the figures at the end of a finished run."""
         self._result = {name: float(value) for name, value in result.items() if _is_number(value)}
 
-    def _attempt(self, name: str, act: Callable[[], None]) -> None:
+    def _attempt(self, name: str, method: str, *arguments: Any) -> Any:
         try:
-            act()
+            return getattr(self._trackers[name], method)(*arguments)
         except Exception as error:  # whatever a tracker does, the run is worth more
             self._trackers.pop(name, None)
             self._say(f"tracker {name} failed and hears no more of this run: {error_text(error)}")
+            return None
 
     def _resume(self) -> str:
         """Read the file of an earlier start. Return the run's token, a new one where it starts afresh."""
