@@ -1,6 +1,7 @@
 # The names of `import fedloom as fl`, for type checkers and, through `lazy_loader`, at run time.
 
 from .algorithm import Algorithm as Algorithm
+from .algorithms.afl import AFL as AFL
 from .algorithms.ala import Ala as Ala
 from .algorithms.ala import FedALA as FedALA
 from .algorithms.apple import Apple as Apple
@@ -8,6 +9,7 @@ from .algorithms.asynchronous import FedAsync as FedAsync
 from .algorithms.asynchronous import FedBuff as FedBuff
 from .algorithms.asynchronous import FedMRAsync as FedMRAsync
 from .algorithms.building import build as build
+from .algorithms.cfl import CFL as CFL
 from .algorithms.clustered import CluSamp as CluSamp
 from .algorithms.clustered import Clustered as Clustered
 from .algorithms.compression import LowRank as LowRank
@@ -19,18 +21,24 @@ from .algorithms.fedamp import FedAMP as FedAMP
 from .algorithms.fedasam import FedASAM as FedASAM
 from .algorithms.fedasam import FedSAM as FedSAM
 from .algorithms.fedavg import FedAvg as FedAvg
+from .algorithms.fedcross import FedCross as FedCross
+from .algorithms.feddecorr import FedDecorr as FedDecorr
 from .algorithms.feddyn import FedDC as FedDC
 from .algorithms.feddyn import FedDyn as FedDyn
 from .algorithms.fedfomo import FedFomo as FedFomo
 from .algorithms.fedgen import FedGen as FedGen
+from .algorithms.fedkdmr import FedKDMR as FedKDMR
+from .algorithms.fedlc import FedLC as FedLC
 from .algorithms.fedmr import FedMR as FedMR
 from .algorithms.fedmr import Indep as Indep
 from .algorithms.fedmut import FedMut as FedMut
 from .algorithms.fednova import FedNova as FedNova
+from .algorithms.fedntd import FedNTD as FedNTD
 from .algorithms.fedphp import FedPHP as FedPHP
 from .algorithms.fedprox import FedProx as FedProx
 from .algorithms.finetune import FedAvgC as FedAvgC
 from .algorithms.finetune import FedProxC as FedProxC
+from .algorithms.ifca import IFCA as IFCA
 from .algorithms.kept_layers import FedBN as FedBN
 from .algorithms.kept_layers import FedPer as FedPer
 from .algorithms.kept_layers import FedRep as FedRep
@@ -40,8 +48,10 @@ from .algorithms.moon import Moon as Moon
 from .algorithms.partialfed import PartialFed as PartialFed
 from .algorithms.perfedavg import PerFedAvg as PerFedAvg
 from .algorithms.pfedme import PFedMe as PFedMe
+from .algorithms.power_of_choice import PowerOfChoice as PowerOfChoice
 from .algorithms.private import LocalPrivate as LocalPrivate
 from .algorithms.private import Private as Private
+from .algorithms.qfedavg import QFedAvg as QFedAvg
 from .algorithms.robust import Robust as Robust
 from .algorithms.scaffold import Scaffold as Scaffold
 from .algorithms.secure_recombination import Secure as Secure
