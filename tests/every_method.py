@@ -22,5 +22,9 @@ WRAPPERS = {
     "private": "private(fedavg, clip=none, noise=0)",
     "local_private": "local_private(fedmr, clip=none, noise=0)",
     "dp_sgd": "dp_sgd(fedavg, clip=none, noise=0)",
+    "fedntd": "fedntd(fedmr)",
+    "fedlc": "fedlc(fedavg)",
+    "feddecorr": "feddecorr(scaffold)",
+    "power_of_choice": "power_of_choice(fedavg)",
 }
 EVERY_METHOD = sorted(WRAPPERS.get(entry.name, entry.name) for entry in algorithms)

@@ -292,10 +292,10 @@ def test_methods_are_listed_by_family(fed: Say) -> None:
         family: re.findall(r"^  (\w+) ", "\n".join(lines[first:last]), re.MULTILINE)
         for family, first, last in zip(FAMILIES, heads, [*heads[1:], len(lines)], strict=True)
     }
-    assert listed["recombination"] == ["fedmr", "fedmr_async", "fedmut", "indep"]
+    assert listed["recombination"] == ["fedcross", "fedkdmr", "fedmr", "fedmr_async", "fedmut", "indep"]
     assert listed["composing"] == [
-        "ala", "clustered", "dp_sgd", "fedasync", "fedbuff", "local_private", "lowrank", "private", "quantised", "robust",
-        "secure", "sparse", "stages", "umf",
+        "ala", "clustered", "dp_sgd", "fedasync", "fedbuff", "feddecorr", "fedlc", "fedntd", "local_private", "lowrank",
+        "power_of_choice", "private", "quantised", "robust", "secure", "sparse", "stages", "umf",
     ]  # fmt: skip
     assert {"fedala", "fedrep", "ditto"} <= set(listed["personal"])
     assert {"fedavg", "scaffold", "clusamp"} <= set(listed["global"])
