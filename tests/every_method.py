@@ -26,5 +26,9 @@ WRAPPERS = {
     "fedlc": "fedlc(fedavg)",
     "feddecorr": "feddecorr(scaffold)",
     "power_of_choice": "power_of_choice(fedavg)",
+    "qfedavg": "qfedavg(q=0.1)",  # tests are too short for larger ones, which make smaller steps
+    "cfl": "cfl(mean_norm=1000.0, client_norm=0.0, first_round=0)",  # so that it splits in a short test
 }
 EVERY_METHOD = sorted(WRAPPERS.get(entry.name, entry.name) for entry in algorithms)
+EVERYBODY = ("afl", "apple", "cfl", "fedamp")
+"""Beginnings of methods that need all clients in every round."""

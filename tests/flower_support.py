@@ -20,6 +20,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from torch import Tensor, nn
 
 import fedloom
+from every_method import EVERYBODY
 from fedloom.algorithm import uniform
 from fedloom.algorithms.building import build
 from fedloom.round import Round
@@ -86,11 +87,9 @@ steps = 2
 batch_size = 8
 """
 
-EVERYBODY = ("apple", "fedamp")
-
 
 def run_config(algorithm: str, output: Path, rounds: int = 5, model: str = "NormNet", **more: Any) -> dict[str, Any]:
-    participation = 1.0 if algorithm in EVERYBODY else 0.5
+    participation = 1.0 if algorithm.startswith(EVERYBODY) else 0.5
     text = CONFIGURATION.format(algorithm=algorithm, rounds=rounds, participation=participation, model=model)
     return {"configuration": text, "output": str(output), **more}
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from every_method import EVERY_METHOD
+from every_method import EVERY_METHOD, EVERYBODY, WRAPPERS
 from fedloom.algorithm import Plan, Replies, Selection
 from fedloom.algorithms.building import build
 from fedloom.config.registry import Entry
@@ -280,6 +280,7 @@ def test_a_client_trains_on_another_device_and_reads_nothing_back(method: str, s
 
 SERVER_READS = {
     "clusamp": "distances between clients are clustered on the CPU",
+    WRAPPERS["cfl"]: "updates of clients are clustered on the CPU",
     "clustered(fedmr)": "distances between clients are clustered on the CPU",
     "fedfomo": "what clients think of each other's models is kept on the CPU",
     "fedgen": "labels that some client holds are looked up before the generator trains",
@@ -293,7 +294,7 @@ SERVER_VARIANTS = ["feddyn(evaluate=all)", "feddc(evaluate=all)", "feddyn(evalua
 def test_a_server_works_on_another_device_and_reads_nothing_back(method: str) -> None:
     task = small_task().to(torch.device("meta"))
     clients = task.clients
-    participants = clients if method in ("apple", "fedamp") else 3
+    participants = clients if method.startswith(EVERYBODY) else 3
     algorithm = build(method)
     plan = Plan(task.layout, task.initial, clients, participants, 5, 0, task.dataset.classes, task.sizes, task.model)
     algorithm.setup(plan)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from every_method import WRAPPERS
+from every_method import EVERYBODY, WRAPPERS
 from fedloom.algorithm import Message, algorithms
 from fedloom.algorithms.building import build
 from fedloom.algorithms.fedavg import FedAvg
@@ -55,7 +55,6 @@ METHODS = sorted(
         "fedper(buffers='average')",
     }
 )
-EVERYBODY = ("apple", "fedamp")
 
 
 def federated(engine: type[RowsEngine], task: Task, method: str, rounds: int = 3, **options: Any) -> Federation:

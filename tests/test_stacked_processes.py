@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from every_method import EVERYBODY
 from fedloom.algorithm import Algorithm
 from fedloom.algorithms.building import build
 from fedloom.engines.dispatch import grouped
@@ -22,7 +23,7 @@ from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from process_support import Deadly, Failing, OneByOne
 from small_task import KeepsClientMemory
-from test_stacked import EVERYBODY, METHODS, SIZES, assert_same, world
+from test_stacked import METHODS, SIZES, assert_same, world
 
 TASK = world()
 

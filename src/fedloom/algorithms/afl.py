@@ -41,16 +41,17 @@ class AFL(Algorithm):
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         require_everybody(self, plan)
-        shares = torch.full((plan.clients,), 1 / plan.clients, dtype=torch.float64)
+        shares = torch.full((plan.clients,), 1 / plan.clients, dtype=torch.float64, device=plan.initial.device)
         self.state |= {"shares": shares, "mean": plan.initial.clone()}
 
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
         return {"model": (self.layout.size,), "loss": ()}
 
     def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
-        rows, clients = replies["model"], replies.clients
-        step = self.state["shares"][clients].to(rows) @ (rows - self.state["model"])
-        losses = torch.zeros_like(self.state["shares"]).index_copy_(0, clients, replies["loss"].double().cpu())
+        rows, shares = replies["model"], self.state["shares"]
+        clients = replies.clients.to(shares.device)
+        step = shares[clients].to(rows) @ (rows - self.state["model"])
+        losses = torch.zeros_like(shares).index_copy_(0, clients, replies["loss"].double())
         return replies.aggregate(mean={}, total={"step": step.unsqueeze(0), "losses": losses.unsqueeze(0)})
 
     def update(self, round: Round, aggregate: AggregatedReplies) -> None:
@@ -70,6 +71,6 @@ class AFL(Algorithm):
 def on_simplex(values: Tensor) -> Tensor:
     """Return the point of the simplex that is nearest to `values [n]`: max(values - theta, 0), of sum 1."""
     ordered = values.sort(descending=True).values
-    excess = (ordered.cumsum(0) - 1) / torch.arange(1, len(values) + 1, dtype=values.dtype)
-    last = int((ordered > excess).nonzero()[-1])
+    excess = (ordered.cumsum(0) - 1) / torch.arange(1, len(values) + 1, dtype=values.dtype, device=values.device)
+    last = (ordered > excess).sum().unsqueeze(0) - 1
     return (values - excess[last]).clamp_min(0)

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, algorithms
 from fedloom.config.fields import Count
-from fedloom.flat.layout import Layout
 from fedloom.local.cohort import Cohort
-from fedloom.models.structure import copied
+from fedloom.models.structure import drawn_again
 from fedloom.randomness import global_stream
 from fedloom.round import Round
 
@@ -41,7 +40,11 @@ class IFCA(Algorithm):
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        models = [plan.initial, *(_drawn_again(plan, number) for number in range(1, self.k))]
+        models = [plan.initial]
+        for number in range(1, self.k):
+            with global_stream(plan.seed, f"ifca {number}"):
+                module = drawn_again(plan.module)
+            models.append(plan.layout.flatten(module).to(plan.initial))
         self.state = {"models": torch.stack(models), "chosen": torch.ones(self.k, dtype=torch.int64)}
 
     def send(self, round: Round) -> Message:
@@ -58,7 +61,8 @@ class IFCA(Algorithm):
         return {"choice": torch.int64}
 
     def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
-        members = torch.arange(self.k).unsqueeze(1) == replies["choice"].cpu()
+        choice = replies["choice"]
+        members = torch.arange(self.k, device=choice.device).unsqueeze(1) == choice
         total = {"models": (members.to(replies["model"]) @ replies["model"]), "chosen": members.sum(1)}
         return replies.aggregate(mean={}, total={name: rows.unsqueeze(0) for name, rows in total.items()})
 
@@ -85,14 +89,3 @@ class IFCA(Algorithm):
 def _best(cohort: Cohort, models: Tensor) -> Tensor:
     """Return the index of the model of least training loss among `[c, k, P]`, for each client, `[c]`."""
     return torch.stack([cohort.loss(rows) for rows in models.unbind(1)], 1).argmin(1)
-
-
-def _drawn_again(plan: Plan, number: int) -> Tensor:
-    """Return the task's model with the weights of every layer that can draw them drawn anew, `[P]`."""
-    with global_stream(plan.seed, f"ifca {number}"):
-        module = copied(plan.module)
-        for layer in module.modules():
-            draw = getattr(layer, "reset_parameters", None)
-            if callable(draw):
-                draw()
-    return Layout(module).flatten(module).to(plan.initial)

@@ -50,7 +50,10 @@ def require_model(name: str, method: LossTerm, plan: Plan) -> None:
 
 def label_counts(cohort: Cohort) -> Tensor:
     """Return the number of training samples of each class at each client, `[k, Y]`."""
-    return torch.stack([labels.flatten().bincount(minlength=cohort.classes) for labels in cohort.labels])
+    # bincount would wait for the device to know how many there are.
+    classes = [torch.arange(cohort.classes, device=labels.device) for labels in cohort.labels]
+    pairs = zip(classes, cohort.labels, strict=True)
+    return torch.stack([(labels.flatten() == numbers.unsqueeze(1)).sum(1) for numbers, labels in pairs])
 
 
 def label_prior(cohort: Cohort, absent: float = -1e9) -> Tensor:

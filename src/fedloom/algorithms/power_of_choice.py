@@ -57,6 +57,7 @@ class PowerOfChoice(Wrapper):
         return Selection(tuple(candidates[order[: round.participants]].tolist()))
 
     def receive(self, round: Round, replies: Replies) -> None:
-        losses = replies.metrics["training_loss"].double().cpu()
-        self.state["losses"] = self.state["losses"].index_copy(0, replies.clients, losses)
+        if "training_loss" in replies.metrics:
+            losses = replies.metrics["training_loss"]
+            self.state["losses"] = self.state["losses"].index_copy(0, replies.clients, losses)
         super().receive(round, replies)

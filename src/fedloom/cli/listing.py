@@ -59,7 +59,7 @@ def algorithms(name: Name = None) -> None:
     for family, methods in groupby(listed("algorithms").items(), lambda method: method[1]["family"]):
         title = Text(f"\n{family}", "bold")
         table = Table(box=None, show_header=False, padding=(0, 0, 0, 2), title=title, title_justify="left")
-        table.add_column(style="bold", no_wrap=True, width=13)
+        table.add_column(style="bold", no_wrap=True, width=15)
         table.add_column()
         for method, entry in methods:
             table.add_row(method, Text(entry["text"].partition("\n")[0]))

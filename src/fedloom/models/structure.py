@@ -27,6 +27,16 @@ def copied(module: Module, shared: Mapping[int, object] = MappingProxyType({})) 
     return copy.deepcopy(module, memo)
 
 
+def drawn_again(module: Module) -> Module:
+    """Return a copy of a module in which every layer that can draw its weights has drawn them anew, from torch's generator."""
+    drawn = copied(module)
+    for layer in drawn.modules():
+        draw = getattr(layer, "reset_parameters", None)
+        if callable(draw):
+            draw()
+    return drawn
+
+
 def layer_finder(module: nn.Module) -> Callable[[str], str]:
     """Return a function from a tensor's name to its layer: its owner, or one with `one_layer` around that."""
     # Neither factor of a low-rank update means anything without the other: a module with adapters of peft is one layer.
