@@ -251,7 +251,8 @@ def test_one_pass_over_all_clients_equals_client_by_client() -> None:
 
 GLOBAL = {
     "afl", "fedcross", "fedkdmr", "fedlc(fedavg)", "fedntd(fedmr)", "feddecorr(scaffold)", "power_of_choice(fedavg)",
-    "qfedavg(q=0.1)", "clusamp", "clustered(fedmr)", "clustered(silobn(buffers=average))", "fedadam", "fedasam", "fedavg", "fedavgm", "feddc",
+    "qfedavg(q=0.1)",
+    "clusamp", "clustered(fedmr)", "clustered(silobn(buffers=average))", "fedadam", "fedasam", "fedavg", "fedavgm", "feddc",
     "fedasync(fedavg)", "fedbuff(fedavg, k=2)", "fedmr_async(k=2)",
     "dp_sgd(fedavg, clip=none, noise=0)",
     "feddyn", "fedexp", "fedgen", "fedmr", "fedmr(local=moon)", "fedmut", "fednova", "fedprox", "fedsam", "fedyogi", "indep",
