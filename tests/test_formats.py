@@ -311,7 +311,7 @@ def test_leaf_gives_back_every_byte(tmp_path: Path) -> None:
     (tmp_path / "all_data_0.json").write_text(
         leaf_json({"f1": (every, [0, 61]), "f0": (random_pixels(1, 28, 28), [5])})
     )
-    (name, first), (second, _) = read_leaf_images(tmp_path / "all_data_0.json", 62)
+    (name, first), (second, _) = read_leaf_images(tmp_path / "all_data_0.json")
     assert (name, second) == ("f1", "f0")
     assert np.array_equal(first.inputs.numpy()[:, 0], every)
     assert first.labels.tolist() == [0, 61]
@@ -332,7 +332,7 @@ def test_leaf_gives_back_every_byte(tmp_path: Path) -> None:
 def test_damaged_leaf_files_are_named(text: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "data.json").write_text(text)
     with refused(tmp_path / "data.json", reason):
-        read_leaf_images(tmp_path / "data.json", 62)
+        read_leaf_images(tmp_path / "data.json")
 
 
 # --- text ---

@@ -273,7 +273,7 @@ def read_texts(path: Path) -> Any:
 
 
 def read_leaf(path: Path) -> Any:
-    return read_leaf_images(path, 62)
+    return read_leaf_images(path)
 
 
 def read_batch(path: Path) -> Any:

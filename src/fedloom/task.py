@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypedDict, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
 from fedloom.config.expression import Call
 from fedloom.data.convert import require_finite
@@ -26,7 +25,6 @@ from fedloom.flat.layout import Layout, require_no_tensor_hooks
 from fedloom.models.build import build_model
 from fedloom.models.structure import copied
 from fedloom.objectives import Objective
-from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.objectives.custom import build_objective
 from fedloom.objectives.metrics import build_metrics
 from fedloom.training import Training
@@ -152,9 +150,7 @@ def make_dataset(expression: str | Call) -> Dataset:
     return cast(Dataset, datasets.build(expression))
 
 
-def make_partition(
-    expression: str | Call, samples: Samples, clients: int, seed: int, objective: Objective = CLASSIFICATION
-) -> Partition:
+def make_partition(expression: str, samples: Samples, clients: int, seed: int, objective: Objective) -> Partition:
     """Return the partition of an expression such as `dirichlet(0.1)` over the samples.
 
     It goes by the labels or the objective's substitute for them. Without either all samples are of one class, so that
@@ -164,44 +160,6 @@ def make_partition(
     strata = objective.strata(samples.labels)
     labels = torch.zeros(len(samples), dtype=torch.int64) if strata is None else strata.cpu()
     return cast(Partition, partitions.build(expression, labels.numpy(), clients, seed, groups))
-
-
-class SharingOptions(TypedDict, total=False):
-    """Keywords of `make_task` for the clients' shares of the data."""
-
-    clients: int
-    partition: str | Partition
-    local_test: float | None
-    merge: bool
-    label_noise: str
-    shift: str
-
-
-@dataclass(frozen=True)
-class _Sharing:
-    """`SharingOptions` with their defaults."""
-
-    clients: int = 20
-    partition: str | Partition = "dirichlet(0.5)"
-    local_test: float | None = None
-    merge: bool = False
-    label_noise: str = "none"
-    shift: str = "none"
-
-    def checked(self, dataset: Dataset) -> tuple[LabelNoise | None, InputShift | None]:
-        """Return label noise and shift. Raise `InvalidValue` where the data set does not allow them."""
-        noise: LabelNoise | None = label_noises.build_unless_none(self.label_noise)
-        shift: InputShift | None = shifts.build_unless_none(self.shift)
-        if noise is not None and not dataset.objective.classes:
-            raise InvalidValue(f"label_noise={self.label_noise!r}: the targets of {dataset.name} are no classes")
-        if isinstance(dataset.train.inputs, LazyInputs) and (self.merge or shift is not None):
-            option = "merge=true" if self.merge else f"shift={self.shift!r}"
-            raise InvalidValue(
-                f"{option} needs data in memory, and {dataset.name} is read where clients train: set {VARIABLE}"
-            )
-        if self.merge and self.local_test is None:
-            raise InvalidValue("merge=true leaves no test data: give local_test, such as 0.25")
-        return noise, shift
 
 
 def make_task(
@@ -215,7 +173,12 @@ def make_task(
     metrics: Sequence[str | Callable[..., Any]] = (),
     seed: int = 0,
     device: str = "cpu",
-    **sharing: Unpack[SharingOptions],
+    clients: int = 20,
+    partition: str | Partition = "dirichlet(0.5)",
+    local_test: float | None = None,
+    merge: bool = False,
+    label_noise: str = "none",
+    shift: str = "none",
 ) -> Task:
     """Make a task from names or from your own data and model.
 
@@ -232,12 +195,14 @@ def make_task(
             `f1(average='macro')`, `module:function` or functions (outputs, targets) -> a number.
         seed: Draws the partition, the label noise, the shift and the initial weights, and nothing else.
         device: The device of data and models: `cpu`, `cuda`, `cuda:1`, or `auto`, a GPU where there is one.
-        **sharing: How clients share the data. `clients` (20) is their number; `partition` (`dirichlet(0.5)`) a `Partition` or an
-            expression. `local_test`, in (0, 1), is the share of each client's samples that it keeps for testing (FedALA: 0.25).
-            `merge` joins the training and test part of the data first, as FedALA does; the global test set is then the union of
-            the clients' own. `label_noise`, such as `symmetric(0.4)` or `paired([0.0, 0.6])`, makes some of the clients' training
-            labels wrong and leaves all test data as they are. `shift`, such as `rotation(45)` or `colour(0.3)`, changes each
-            client's inputs in a way of its own, those it tests on too.
+        clients: Their number.
+        partition: How they share the data, as an expression or a `Partition`.
+        local_test: The share of each client's samples that it keeps for testing, in (0, 1) (FedALA: 0.25).
+        merge: Join the training and test part of the data first, as FedALA does; the global test set is then the union of the
+            clients' own.
+        label_noise: Such as `symmetric(0.4)` or `paired([0.0, 0.6])`: makes some of the clients' training labels wrong, and
+            leaves all test data as they are.
+        shift: Such as `rotation(45)` or `colour(0.3)`: changes each client's inputs in a way of its own, those it tests on too.
 
     Returns:
         The task.
@@ -251,15 +216,23 @@ def make_task(
     dataset = _dataset(data, target, group, None if objective is None else build_objective(objective))
     if metrics:
         dataset = replace(dataset, metrics=build_metrics(metrics, dataset.objective, dataset.spec.outputs))
-    share = _Sharing(**sharing)
-    noise, shifted = share.checked(dataset)
-    pool = dataset.train.concatenate(dataset.test) if share.merge else dataset.train
-    partition = share.partition
+    noise: LabelNoise | None = label_noises.build_unless_none(label_noise)
+    shifted: InputShift | None = shifts.build_unless_none(shift)
+    if noise is not None and not dataset.objective.classes:
+        raise InvalidValue(f"label_noise={label_noise!r}: the targets of {dataset.name} are no classes")
+    if isinstance(dataset.train.inputs, LazyInputs) and (merge or shifted is not None):
+        option = "merge=true" if merge else f"shift={shift!r}"
+        raise InvalidValue(
+            f"{option} needs data in memory, and {dataset.name} is read where clients train: set {VARIABLE}"
+        )
+    if merge and local_test is None:
+        raise InvalidValue("merge=true leaves no test data: give local_test, such as 0.25")
+    pool = dataset.train.concatenate(dataset.test) if merge else dataset.train
     if not isinstance(partition, Partition):
-        partition = make_partition(partition, pool, share.clients, seed, dataset.objective)
-    train, local_test, test = partition, None, dataset.test
-    if share.local_test is not None:
-        train, local_test = split_train_test(partition, seed, share.local_test)
+        partition = make_partition(partition, pool, clients, seed, dataset.objective)
+    train, tests, test = partition, None, dataset.test
+    if local_test is not None:
+        train, tests = split_train_test(partition, seed, local_test)
     if isinstance(model, nn.Module):
         require_no_tensor_hooks(model)
     module = build_model(model, dataset.spec, seed) if isinstance(model, str) else copied(model)
@@ -267,10 +240,10 @@ def make_task(
         pool, test = standardise(dataset.standardised, pool, test, pool.inputs[torch.from_numpy(train.indices)])
     if shifted is not None:
         pool = shifted.apply(pool, partition, seed)
-    if share.merge and local_test is not None:
-        test = pool[torch.from_numpy(np.sort(local_test.indices))]
+    if merge and tests is not None:
+        test = pool[torch.from_numpy(np.sort(tests.indices))]
     pool, test = (in_type_of(module, samples) for samples in (pool, test))
-    task = Task(dataset, pool, test, train, module, settings, local_test)
+    task = Task(dataset, pool, test, train, module, settings, tests)
     task = task if noise is None else mislabelled(task, noise, seed)
     return task if target_device.type == "cpu" else task.to(target_device)
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from fedloom.config.expression import show
 from fedloom.config.fields import BelowOne, Count, ImportPath, NonNegative, Positive, Share, require_fields
@@ -218,26 +219,13 @@ class Training:
         """The type of the forward pass and the loss, if it is not that of the weights."""
         return None if self.autocast == "none" else torch.bfloat16
 
-    def passes(
-        self,
-        *,
-        epochs: int | None = None,
-        steps: int | None = None,
-        batch_size: int | None = None,
-        drop_last: bool | None = None,
-        smallest: int = 1,
-    ) -> Passes:
-        """Return the length of a local training, with a method's own values in place of the settings. Either of `epochs` and
-        `steps` replaces both."""
-        if epochs is None and steps is None:
-            steps = self.steps
-        return Passes(
-            self.epochs if epochs is None else epochs,
-            steps,
-            self.batch_size if batch_size is None else batch_size,
-            self.drop_last if drop_last is None else drop_last,
-            smallest,
-        )
+    def passes(self, *, smallest: int = 1, **options: Unpack[PassOptions]) -> Passes:
+        """Return the length of a local training, with a method's values in place of the settings; `epochs` replaces `steps`."""
+        length = Passes(self.epochs, self.steps, self.batch_size, self.drop_last, smallest)
+        chosen: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        if "epochs" in chosen:
+            chosen.setdefault("steps", None)
+        return replace(length, **chosen)
 
     def local_steps(self, samples: Tensor, smallest: int = 1) -> Tensor:
         """Return the steps `[k]` in a round of clients with so many `samples [k]`."""

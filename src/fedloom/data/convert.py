@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.errors import InvalidValue, one_line, quoted, suggestion
+from fedloom.errors import InvalidValue, one_line, quoted
 
 Names = tuple[str, ...]
 Array = np.ndarray[Any, Any]
@@ -70,19 +70,6 @@ def require_finite(values: Tensor, name: str) -> None:
     if not bool(finite.all()):
         row = int((~finite).nonzero()[0])
         raise InvalidValue(f"{name} hold a NaN or infinity in row {row}: fill it in, or leave the sample out")
-
-
-def in_names(numbers: Tensor, names: Names | None, target: Sequence[str], field: str) -> Tensor:
-    """Renumber positions in `names` as positions in `target`; raises `InvalidValue` for a name that is not in it."""
-    if names is None or names == tuple(target):
-        return numbers
-    position = {name: index for index, name in enumerate(target)}
-    for name in names:
-        if name not in position:
-            raise InvalidValue(
-                f"{field}: {quoted(name)} is none of the {len(position)} names{suggestion(name, list(position))}"
-            )
-    return torch.tensor([position[name] for name in names], dtype=torch.int64, device=numbers.device)[numbers]
 
 
 def _array(values: Any, field: str) -> Array:

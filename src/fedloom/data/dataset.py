@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fedloom.config.registry import Registry
-from fedloom.data.convert import Names, as_groups, as_inputs, as_labels, in_names
+from fedloom.data.convert import Names, as_groups, as_inputs, as_labels
 from fedloom.data.lazy import LazyInputs, in_memory
-from fedloom.errors import InvalidValue
+from fedloom.errors import InvalidValue, quoted, suggestion
 from fedloom.objectives import Objective, on_device
 from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.objectives.metrics import NamedMetric
@@ -120,11 +120,18 @@ def _alike(splits: Sequence[Samples], kind: str) -> Sequence[Samples]:
 
 
 def _renumbered(samples: Samples, kind: str, names: Names) -> Samples:
-    values = getattr(samples, f"{kind}s")
-    if values is None:
+    numbers, texts = getattr(samples, f"{kind}s"), getattr(samples, f"{kind}_names")
+    if numbers is None or texts == names:
         return samples
-    numbers: Any = in_names(values, getattr(samples, f"{kind}_names"), names, f"{kind}s")
-    return replace(samples, **{f"{kind}s": numbers, f"{kind}_names": names})
+    position = {name: index for index, name in enumerate(names)}
+    for name in texts:
+        if name not in position:
+            raise InvalidValue(
+                f"{kind}s: {quoted(name)} is none of the {len(names)} names{suggestion(name, list(names))}"
+            )
+    ranks = torch.tensor([position[name] for name in texts], dtype=torch.int64, device=numbers.device)
+    fields: dict[str, Any] = {f"{kind}s": ranks[numbers], f"{kind}_names": names}
+    return replace(samples, **fields)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
@@ -28,13 +28,10 @@ Angle = Annotated[float, Field(ge=-360, le=360)]
 class InputShift:
     """Changes the inputs of each client's training and own test samples; labels and the global test set stay."""
 
+    pictures: ClassVar[bool] = False  # of pictures alone
+
     def __post_init__(self) -> None:
         require_fields(self)
-
-    def require(self, inputs: Tensor) -> None:
-        """Raise `InvalidValue` for inputs that cannot be shifted."""
-        if not (inputs.dtype == torch.uint8 or inputs.is_floating_point()):
-            raise InvalidValue(f"shift needs pictures or numbers, not {kind_of(inputs)}")
 
     def changed(self, inputs: Tensor, client: int, clients: int, seed: int) -> Tensor:
         """Return the shifted inputs `[n, ...]` of a client, float32 with pixels between 0 and 1 or float features."""
@@ -42,8 +39,12 @@ class InputShift:
 
     def apply(self, samples: Samples, partition: Partition, seed: int) -> Samples:
         """Return the samples with those of each client of `partition` shifted."""
-        self.require(samples.inputs)
-        inputs = samples.inputs.clone()
+        inputs = samples.inputs
+        if not (inputs.dtype == torch.uint8 or inputs.is_floating_point()):
+            raise InvalidValue(f"shift needs pictures or numbers, not {kind_of(inputs)}")
+        if self.pictures and inputs.dim() != 4:
+            raise InvalidValue(f"this shift needs pictures [n, channels, height, width], not {kind_of(inputs)}")
+        inputs = inputs.clone()
         pixels = inputs.dtype == torch.uint8
         for client in range(len(partition)):
             rows = torch.from_numpy(np.sort(partition[client]))  # whatever the order: noise is drawn sample by sample
@@ -55,21 +56,12 @@ class InputShift:
         return replace(samples, inputs=inputs)
 
 
-class PictureShift(InputShift):
-    """A shift of pictures alone."""
-
-    def require(self, inputs: Tensor) -> None:
-        super().require(inputs)
-        if inputs.dim() != 4:
-            raise InvalidValue(f"this shift needs pictures [n, channels, height, width], not {kind_of(inputs)}")
-
-
 shifts: Registry[type[InputShift]] = Registry("shift", "fedloom.data")
 
 
 @shifts.register("rotation")
 @dataclass(frozen=True)
-class Rotation(PictureShift):
+class Rotation(InputShift):
     """Pictures of client i are turned by an angle of its own about their centre, in degrees counter-clockwise.
 
     Pixels are interpolated linearly (exact at multiples of 90 of square pictures); those from outside are black, the lowest
@@ -82,6 +74,7 @@ class Rotation(PictureShift):
     Source: Ghosh et al., IFCA, NeurIPS 2020, section 6 (rotated MNIST and CIFAR).
     """
 
+    pictures: ClassVar[bool] = True
     degrees: Angle | list[Angle] = 45.0
 
     def angle(self, client: int, clients: int, seed: int) -> float:
@@ -134,7 +127,7 @@ class InputNoise(InputShift):
 
 @shifts.register("colour")
 @dataclass(frozen=True)
-class Colour(PictureShift):
+class Colour(InputShift):
     """Every channel c of client i has a gain and an offset of its own: a_ic x + b_ic, as cameras and scanners differ.
 
     a ~ U(1 - strength, 1 + strength) and b ~ U(-strength / 2, strength / 2), of pixels between 0 and 1, which stay there.
@@ -146,6 +139,7 @@ class Colour(PictureShift):
     that of torchvision's ColorJitter (brightness), by channel.
     """
 
+    pictures: ClassVar[bool] = True
     strength: Probability = 0.3
 
     def changed(self, inputs: Tensor, client: int, clients: int, seed: int) -> Tensor:

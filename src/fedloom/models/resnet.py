@@ -32,16 +32,11 @@ class BasicBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
-        return F.relu(y + self.shortcut(x))
-
-    def shortcut(self, x: Tensor) -> Tensor:
-        """Return the block's input in the shape of its output."""
         if self.downsample is not None:
-            projected: Tensor = self.downsample(x)
-            return projected
-        if self.stride == 1 and not self.added:
-            return x
-        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.added))
+            x = self.downsample(x)
+        elif self.stride != 1 or self.added:
+            x = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.added))
+        return F.relu(y + x)
 
 
 def stage(channels: int, out: int, stride: int, *, depth: int, project: bool) -> nn.Sequential:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -29,17 +27,13 @@ def stage(channels: int, out: int, depth: int) -> nn.Sequential:
 class Vgg16(nn.Module):
     """13 convolutions in five stages, 2x2 max pooling after each, two layers with dropout, then `head`."""
 
-    blocks: ClassVar[tuple[tuple[str, ...], ...]] = (
-        ("stage1",), ("stage2",), ("stage3",), ("stage4",), ("stage5",), ("fc1",), ("fc2",), ("head",)
-    )  # fmt: skip
-
     def __init__(self, channels: int, pixels: int, classes: int, dropout: float) -> None:
         super().__init__()
-        self.stage1 = stage(channels, 64, 2)
-        self.stage2 = stage(64, 128, 2)
-        self.stage3 = stage(128, 256, 3)
-        self.stage4 = stage(256, 512, 3)
-        self.stage5 = stage(512, 512, 3)
+        self.stages = tuple(f"stage{k}" for k in range(1, 6))
+        for name, width, depth in zip(self.stages, (64, 128, 256, 512, 512), (2, 2, 3, 3, 3), strict=True):
+            self.add_module(name, stage(channels, width, depth))
+            channels = width
+        self.blocks = tuple((name,) for name in (*self.stages, "fc1", "fc2", "head"))
         self.fc1 = nn.Linear(512 * pixels, 4096)
         self.dropout1 = nn.Dropout(dropout)
         self.fc2 = nn.Linear(4096, 4096)
@@ -47,8 +41,8 @@ class Vgg16(nn.Module):
         self.head = nn.Linear(4096, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        for convolutions in (self.stage1, self.stage2, self.stage3, self.stage4, self.stage5):
-            x = F.max_pool2d(convolutions(x), 2)
+        for name in self.stages:
+            x = F.max_pool2d(getattr(self, name)(x), 2)
         x = self.dropout1(F.relu(self.fc1(x.flatten(1))))
         x = self.dropout2(F.relu(self.fc2(x)))
         logits: Tensor = self.head(x)

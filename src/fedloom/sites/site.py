@@ -25,7 +25,7 @@ from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.noise import label_noises
 from fedloom.data.partition import Partition
-from fedloom.data.sets.own import call_source, own_samples, split_arrays, triple
+from fedloom.data.sets.own import function_data, own_samples, split_arrays
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.work import step_threads, using_threads
 from fedloom.errors import DamagedCheckpoint, DataError, InvalidValue, RefusedReply
@@ -255,7 +255,9 @@ def own_data(source: str) -> tuple[Samples, Samples | None]:
     such pairs, or `Samples`, two of them, or a `Dataset`. Raises `DataError` for samples that are missing or do not fit together.
     """
     if ":" in source and not Path(source).exists():
-        train, *held_out = _called(source)
+        data = function_data(source)
+        splits = [data.train, data.test] if isinstance(data, Dataset) else data
+        train, *held_out = (replace(samples, groups=None) for samples in splits)
     else:
         arrays = [(inputs, labels, None) for inputs, labels, _ in split_arrays(read_arrays(Path(source)), source)]
         train, *held_out = own_samples(arrays, "channels_first", source)
@@ -265,17 +267,6 @@ def own_data(source: str) -> tuple[Samples, Samples | None]:
     if test is not None and (test.inputs.shape[1:], test.inputs.dtype) != (train.inputs.shape[1:], train.inputs.dtype):
         raise DataError(f"{source}: samples for testing look different from those for training")
     return train, test
-
-
-def _called(source: str) -> list[Samples]:
-    data = call_source(source)
-    if isinstance(data, Dataset):
-        return [data.train, data.test]
-    is_pair = isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], (tuple, Samples))
-    splits = list(data) if is_pair else [data]
-    if all(isinstance(samples, Samples) for samples in splits):
-        return [replace(samples, groups=None) for samples in splits]
-    return own_samples([triple(samples, source) for samples in splits], "channels_first", source)
 
 
 def one_client_task(task: Task, index: int, client: int, clients: int) -> SiteTask:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from fedloom.data.sets.picture_set import Normalise, Scale, image_dataset
 from fedloom.errors import DataError, quoted
 from fedloom.randomness import numpy_stream
 
+Writer = TypeVar("Writer", Samples, Tensor)
 _CLASSES = 62
 _SIDE = 28
 _NAMES = tuple("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")
@@ -74,8 +75,8 @@ def femnist(
             return cached_files("femnist", "ready", [*ready, *tests], lambda: _read_preprocessed(ready, tests))
         if not raw or preprocessed:
             return None
-        files = ([writer for _, writer in read_leaf_images(path, _CLASSES)] for path in raw)
-        return cached_files("femnist", f"raw {key}", raw, lambda: split(_sample_files(files, fraction, sample_seed)))
+        files = ([writer for _, writer in read_leaf_images(path)] for path in raw)
+        return cached_files("femnist", f"raw {key}", raw, lambda: split(_sample(files, fraction, sample_seed)))
 
     def fetch() -> Split:
         return cached_split(
@@ -110,8 +111,8 @@ def take_writers(sizes: Sequence[int], fraction: float, seed: int, file: int) ->
     return taken
 
 
-def _sample_files(files: Iterable[Sequence[Samples]], fraction: float, seed: int) -> list[Samples]:
-    """Draw the sample of every file, copied, so that one file is in memory at a time."""
+def _sample(files: Iterable[Sequence[Writer]], fraction: float, seed: int) -> list[Writer]:
+    """Draw the samples of every file's writers, copied, so that one file is in memory at a time."""
     return [
         writers[position][torch.arange(count)]
         for number, writers in enumerate(files)
@@ -128,7 +129,7 @@ def _joined(writers: Sequence[Samples], numbers: Iterable[int]) -> Samples:
 
 def _read_preprocessed(train: Sequence[Path], test: Sequence[Path]) -> Split:
     """Read training and test samples as LEAF split them; a writer has one number in both."""
-    splits = [[writer for path in paths for writer in read_leaf_images(path, _CLASSES)] for paths in (train, test)]
+    splits = [[writer for path in paths for writer in read_leaf_images(path)] for paths in (train, test)]
     number: dict[str, int] = {}
     for name, _ in (*splits[0], *splits[1]):
         number.setdefault(name, len(number))
@@ -144,24 +145,21 @@ def _hub_writers(table: Any, fraction: float, seed: int) -> list[Samples]:
     rows: dict[Any, list[int]] = {}
     for row, name in enumerate(column(table, ("writer_id",), _REPOSITORY).to_numpy().tolist()):
         rows.setdefault(name, []).append(row)
-    writers = list(rows.values())
-    taken: list[list[int]] = []
-    for file, start in enumerate(range(0, len(writers), _WRITERS_A_FILE)):
-        group = writers[start : start + _WRITERS_A_FILE]
-        draws = take_writers([len(drawn) for drawn in group], fraction, seed, file)
-        taken += [group[position][:count] for position, count in draws]
-    chosen = np.array([row for drawn in taken for row in drawn], dtype=np.int64)
+    writers = list(map(torch.tensor, rows.values()))
+    files = (writers[start : start + _WRITERS_A_FILE] for start in range(0, len(writers), _WRITERS_A_FILE))
+    taken = _sample(files, fraction, seed)
+    chosen = torch.cat(taken) if taken else torch.empty(0, dtype=torch.int64)
     sizes = [len(drawn) for drawn in taken]
-    images = decode_column(table.take(chosen), 1, _REPOSITORY).split(sizes)
-    return list(map(Samples, images, labels[torch.from_numpy(chosen)].split(sizes)))
+    images = decode_column(table.take(chosen.numpy()), 1, _REPOSITORY).split(sizes)
+    return list(map(Samples, images, labels[chosen].split(sizes)))
 
 
-def read_leaf_images(path: Path, classes: int) -> list[tuple[str, Samples]]:
+def read_leaf_images(path: Path) -> list[tuple[str, Samples]]:
     """Read each writer's `x` (lists of 784 pixels, byte / 255, which become bytes again) and `y`."""
 
     def convert(user: dict[str, Any]) -> dict[str, Any]:
         if isinstance(user.get("x"), list) and isinstance(user.get("y"), list):
-            return {"x": _pixels(user["x"], path), "y": class_labels(user["y"] or np.empty(0, int), classes, path)}
+            return {"x": _pixels(user["x"], path), "y": class_labels(user["y"] or np.empty(0, int), _CLASSES, path)}
         return user
 
     writers: list[tuple[str, Samples]] = []

@@ -133,8 +133,8 @@ def python(
 ) -> Dataset:
     """Data from a function of your own: `source="my_package.data:load"`, called without arguments.
 
-    It returns (inputs, labels) or (inputs, labels, client ids); or two such tuples, for training and test; or a `Dataset`. Arrays
-    are as in the data set `arrays`, from NumPy or torch.
+    It returns (inputs, labels), (inputs, labels, client ids) or `Samples`; or two of these, for training and test; or a
+    `Dataset`. Arrays are as in the data set `arrays`, from NumPy or torch.
 
     Args:
         source: The function; its module is looked for among the installed ones and in the current folder.
@@ -148,12 +148,10 @@ def python(
         InvalidValue: If there is no such function.
         DataError: If it fails or returns something else.
     """
-    data = call_source(source)
+    data = function_data(source, layout)
     if isinstance(data, Dataset):
         return data
-    pair = isinstance(data, tuple) and len(data) == 2 and all(isinstance(split, tuple) for split in data)
-    samples = own_samples([triple(split, source) for split in (data if pair else (data,))], layout, source)
-    return _dataset("python", samples, classes, normalise, test_fraction, seed, source)
+    return _dataset("python", data, classes, normalise, test_fraction, seed, source)
 
 
 def split_arrays(arrays: Mapping[str, Any], path: Path | str) -> list[Arrays]:
@@ -165,23 +163,26 @@ def split_arrays(arrays: Mapping[str, Any], path: Path | str) -> list[Arrays]:
     return [(arrays[f"{key}inputs"], arrays[f"{key}labels"], arrays.get(f"{key}groups")) for key in prefixes]
 
 
-def triple(data: object, source: str) -> Arrays:
-    """Return the arrays that a function returned; raises `DataError` for anything else."""
-    if not isinstance(data, tuple) or len(data) not in (2, 3):
-        kind = f"{len(data)} values" if isinstance(data, tuple) else f"a {type(data).__name__}"
-        raise DataError(
-            f"{source}: returned {kind}; wanted (inputs, labels[, client ids]), or two of these, or a Dataset"
-        )
-    return data[0], data[1], data[2] if len(data) == 3 else None
-
-
-def call_source(source: str) -> Any:
-    """Call the function named by `source`; raises `DataError` for whatever it raises."""
+def function_data(source: str, layout: Layout = "channels_first") -> Dataset | Sequence[Samples]:
+    """Return the data of the function at `source`; raises `DataError` for whatever it raises, or if it returns none."""
     function = found_at(source, "source", "'module:function'")
     try:
-        return function()
+        data = function()
     except Exception as error:
         raise DataError(f"{source}: raised {one_line(f'{type(error).__name__}: {error}')}") from error
+    if isinstance(data, Dataset):
+        return data
+    pair = isinstance(data, tuple) and len(data) == 2 and all(isinstance(split, tuple | Samples) for split in data)
+    splits = data if pair else (data,)
+    if all(isinstance(split, Samples) for split in splits):
+        return same_names(*splits)
+    for split in splits:
+        if not isinstance(split, tuple) or len(split) not in (2, 3):
+            kind = f"{len(split)} values" if isinstance(split, tuple) else f"a {type(split).__name__}"
+            raise DataError(
+                f"{source}: returned {kind}; wanted (inputs, labels[, client ids]), or two of these, or a Dataset"
+            )
+    return own_samples([(*split, None)[:3] for split in splits], layout, source)
 
 
 def own_samples(splits: Sequence[Arrays], layout: Layout, source: str) -> list[Samples]:

@@ -49,8 +49,6 @@ def _read(folder: Path) -> Split | None:
     if not (folder / "wnids.txt").is_file():
         return None
     train, validation = _files(folder)
-    if len(_class_ids(folder)) > _CLASSES:
-        raise DataError(f"{folder / 'wnids.txt'}: more than {_CLASSES} classes")
     paths = [path for path, _ in (*train, *validation) if path.is_file()]
     return cached_files("tiny_imagenet", "folder", paths, lambda: (_read_pictures(train), _read_pictures(validation)))
 
@@ -67,6 +65,8 @@ def _class_ids(root: Path) -> list[str]:
     ids = sorted(set(_lines(root / "wnids.txt")))
     if not ids:
         raise DataError(f"{root / 'wnids.txt'}: no class ids")
+    if len(ids) > _CLASSES:
+        raise DataError(f"{root / 'wnids.txt'}: more than {_CLASSES} classes")
     for wnid in ids:
         if not wnid.isprintable() or "/" in wnid:
             raise DataError(f"{root / 'wnids.txt'}: {quoted(wnid)} is no class id")
