@@ -13,7 +13,7 @@ from torch import nn
 
 from fedloom.data import DataSpec
 from fedloom.errors import FedloomError, InvalidValue, UnknownName
-from fedloom.models.structure import block_parameters, blocks, head_name
+from fedloom.models.structure import block_parameters, head_name
 from model_support import make_model
 
 MNIST = DataSpec((1, 28, 28), 10)
@@ -147,11 +147,10 @@ class Tower(nn.Module):
 def test_blocks_and_head_of_a_module_that_declares_none() -> None:
     tower = Tower()
     assert head_name(tower) == "classifier"
-    assert blocks(tower) == (("",), ("blocks.0",), ("blocks.1.0",), ("classifier",))
-    assert block_parameters(tower)[0] == ("token",)
-    assert block_parameters(tower)[2] == ("blocks.1.0.weight", "blocks.1.0.bias")
+    layers = ("blocks.0", "blocks.1.0", "classifier")
+    assert block_parameters(tower) == (("token",), *((f"{layer}.weight", f"{layer}.bias") for layer in layers))
     assert head_name(nn.Linear(2, 2)) == ""
-    assert blocks(nn.Linear(2, 2)) == (("",),)
+    assert block_parameters(nn.Linear(2, 2)) == (("weight", "bias"),)
 
 
 def test_tied_parameters_are_in_one_block() -> None:
@@ -173,7 +172,7 @@ def test_wrong_blocks_are_named(declared: tuple[tuple[str, ...], ...], said: str
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     module.blocks = declared  # type: ignore[assignment]
     with pytest.raises(InvalidValue) as caught:
-        blocks(module)
+        block_parameters(module)
     assert said in one_line(caught.value)
 
 

@@ -43,7 +43,7 @@ def length(unit: Unit) -> int:
 
 
 def block_layers(module: nn.Module, blocks: slice) -> frozenset[str]:
-    """Return the layers in a slice of the module's blocks, which are ordered from bottom to top (`models.structure.blocks`)."""
+    """Return the layers in a slice of the module's blocks, which are ordered from bottom to top (`block_parameters`)."""
     return frozenset(map(layer_finder(module), itertools.chain(*block_parameters(module)[blocks])))
 
 

@@ -12,8 +12,6 @@ from torch import nn
 
 from fedloom.errors import InvalidValue
 
-# Dotted names of submodules, grouped. A parameter belongs to the longest listed name that its own name continues.
-Blocks = tuple[tuple[str, ...], ...]
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -66,12 +64,18 @@ def head_name(module: nn.Module) -> str:
     return layer_finder(module)(f"{owners[-1]}.weight")
 
 
-def blocks(module: nn.Module) -> Blocks:
-    """Return blocks of submodules, bottom to top: the module's attribute `blocks`, else one for each layer."""
+def block_parameters(module: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Return the names of the trainable parameters of each block that has any, from bottom to top.
+
+    The blocks are those of the module's attribute `blocks`, tuples of dotted names of submodules, of which a parameter belongs to
+    the longest that its own name continues; else one for each layer.
+    """
+    trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     declared = getattr(module, "blocks", None)
     # lists of submodules may have that name, too
     if not isinstance(declared, tuple) or not declared or not all(map(_are_names, declared)):
-        return tuple((layer,) for layer in dict.fromkeys(map(layer_finder(module), _trainable(module))))
+        layer = layer_finder(module)
+        declared = tuple((name,) for name in dict.fromkeys(map(layer, trainable)))
     kind = type(module).__name__
     present = {name for name, _ in module.named_modules()}
     for name, times in Counter(name for block in declared for name in block).items():
@@ -79,36 +83,17 @@ def blocks(module: nn.Module) -> Blocks:
             raise InvalidValue(f"the blocks of {kind} name {name!r}, which is no submodule of it")
         if times > 1:
             raise InvalidValue(f"the blocks of {kind} name {name!r} {times} times")
-    _assigned(module, declared)
-    return declared
-
-
-def block_parameters(module: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the trainable parameters in each of `blocks(module)` that has any, in `named_parameters`' order."""
-    grouping = blocks(module)
-    members: list[list[str]] = [[] for _ in grouping]
-    for name, block in _assigned(module, grouping).items():
-        members[block].append(name)
+    block_of = {name: number for number, block in enumerate(declared) for name in block}
+    members: list[list[str]] = [[] for _ in declared]
+    for parameter in trainable:
+        owner = parameter.rpartition(".")[0]
+        while owner not in block_of and owner:
+            owner = owner.rpartition(".")[0]
+        if owner not in block_of:
+            raise InvalidValue(f"the blocks of {kind} leave out the parameter {parameter!r}")
+        members[block_of[owner]].append(parameter)
     return tuple(tuple(names) for names in members if names)
 
 
 def _are_names(block: object) -> bool:
     return isinstance(block, tuple) and all(isinstance(name, str) for name in block)
-
-
-def _trainable(module: nn.Module) -> list[str]:
-    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-
-
-def _assigned(module: nn.Module, grouping: Blocks) -> dict[str, int]:
-    """Return the number of each parameter's block; raises `InvalidValue` for one that is in none."""
-    block_of = {name: number for number, block in enumerate(grouping) for name in block}
-    assigned: dict[str, int] = {}
-    for parameter in _trainable(module):
-        owner = parameter.rpartition(".")[0]
-        while owner not in block_of and owner:
-            owner = owner.rpartition(".")[0]
-        if owner not in block_of:
-            raise InvalidValue(f"the blocks of {type(module).__name__} leave out the parameter {parameter!r}")
-        assigned[parameter] = block_of[owner]
-    return assigned

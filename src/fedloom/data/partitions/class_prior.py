@@ -10,11 +10,10 @@ from fedloom.data.partitions.classes import (
     Concentration,
     class_sizes,
     deal,
-    require_clients,
+    partition_stream,
     shuffled_by_class,
 )
 from fedloom.errors import InvalidValue, quoted
-from fedloom.randomness import numpy_stream
 
 _CELLS = 4_000_000  # steps x classes at a time: 32 MB
 
@@ -46,8 +45,7 @@ def class_prior(
     Source: FedUmf appendix (non-IID, 0.6), after FedDC (Gao et al., CVPR 2022), experimental setup; with `sizes`, FedDyn (Acar et
     al., ICLR 2021), section 4, as Flower's InnerDirichletPartitioner.
     """
-    require_clients(clients, len(labels))
-    rng = numpy_stream(seed, "partition")
+    rng = partition_stream(labels, clients, seed)
     available = class_sizes(labels)
     room = partitions.build(sizes, labels, clients, seed, groups).sizes
     if room.sum() != len(labels) or len(room) != clients:

@@ -10,20 +10,22 @@ from pydantic import Field
 
 from fedloom.data.partition import Indices, Partition
 from fedloom.errors import InvalidValue
+from fedloom.randomness import numpy_stream
 
 Concentration = Annotated[float, Field(ge=1e-9, le=1e9)]
 """A Dirichlet distribution's alpha, in the range that double precision can draw with."""
 
 
-def require_clients(clients: int, samples: int, *, minimum: int = 1) -> None:
-    """Raise `InvalidValue` unless there is a client, and `minimum` samples for every client."""
+def partition_stream(labels: Indices, clients: int, seed: int, *, minimum: int = 1) -> np.random.Generator:
+    """Return the generator that draws a partition; raises `InvalidValue` unless every client can have `minimum` samples."""
     if clients < 1:
         raise InvalidValue(f"clients must be at least 1, not {clients}")
-    if clients * minimum > samples:
+    if clients * minimum > len(labels):
         raise InvalidValue(
             f"{clients} clients with at least {minimum} of the samples each need {clients * minimum}, "
-            f"but there are {samples}: at most {samples // minimum} clients"
+            f"but there are {len(labels)}: at most {len(labels) // minimum} clients"
         )
+    return numpy_stream(seed, "partition")
 
 
 def equal_sizes(samples: int, clients: int) -> Indices:

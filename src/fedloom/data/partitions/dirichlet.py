@@ -7,9 +7,8 @@ import numpy.typing as npt
 
 from fedloom.config.fields import Count
 from fedloom.data.partition import Indices, Partition, partitions
-from fedloom.data.partitions.classes import Concentration, class_sizes, cut_classes, require_clients
+from fedloom.data.partitions.classes import Concentration, class_sizes, cut_classes, partition_stream
 from fedloom.errors import InvalidValue
-from fedloom.randomness import numpy_stream
 
 _MOST_DRAWS = 10_000
 _MOST_SHARES = 200_000_000  # Dirichlet shares over all draws: some seconds
@@ -34,8 +33,7 @@ def dirichlet(
 
     Source: Hsu, Qi, Brown, arXiv 1909.06335; FedMR (arXiv 2305.10730) section 5.1; FedALA (AAAI 2023) section 5.1.
     """
-    require_clients(clients, len(labels), minimum=minimum)
-    rng = numpy_stream(seed, "partition")
+    rng = partition_stream(labels, clients, seed, minimum=minimum)
     sizes = class_sizes(labels)
     draws = int(np.clip(_MOST_SHARES // (clients * len(sizes)), 5, _MOST_DRAWS))
     best = 0

@@ -6,8 +6,7 @@ import numpy as np
 
 from fedloom.config.fields import Count, Probability
 from fedloom.data.partition import Indices, Partition, partitions
-from fedloom.data.partitions.classes import deal, equal_sizes, require_clients, shuffled_by_class
-from fedloom.randomness import numpy_stream
+from fedloom.data.partitions.classes import deal, equal_sizes, partition_stream, shuffled_by_class
 
 
 @partitions.register("iid")
@@ -20,8 +19,7 @@ def iid(labels: Indices, clients: int, seed: int, groups: Indices | None, *, bal
 
     Source: FedMR (arXiv 2305.10730), FedUmf, experimental setup.
     """
-    require_clients(clients, len(labels))
-    rng = numpy_stream(seed, "partition")
+    rng = partition_stream(labels, clients, seed)
     if not balanced:
         return Partition.from_sizes(rng.permutation(len(labels)), equal_sizes(len(labels), clients))
     seats = rng.permutation(clients)  # random, or the first clients would hold the odd samples of the first class
@@ -41,8 +39,7 @@ def shards(labels: Indices, clients: int, seed: int, groups: Indices | None, *, 
 
     Source: McMahan et al., AISTATS 2017, section 3; FedUmf, non-IID setting.
     """
-    require_clients(clients, len(labels), minimum=per_client)
-    rng = numpy_stream(seed, "partition")
+    rng = partition_stream(labels, clients, seed, minimum=per_client)
     holders = rng.permutation(np.repeat(np.arange(clients), per_client))
     owners = np.repeat(holders, equal_sizes(len(labels), len(holders)))
     return deal(shuffled_by_class(labels, rng), owners, clients, rng)
@@ -62,8 +59,7 @@ def similarity(
 
     Source: Hsu et al. 2019's measure as SCAFFOLD sets it (Karimireddy et al., ICML 2020, section 7.1: 0, 10 and 100 %).
     """
-    require_clients(clients, len(labels))
-    rng = numpy_stream(seed, "partition")
+    rng = partition_stream(labels, clients, seed)
     order = rng.permutation(len(labels))
     mixed = int(share * len(labels) + 1e-9)
     by_label = order[mixed:][np.argsort(labels[order[mixed:]], kind="stable")]

@@ -11,9 +11,8 @@ import numpy.typing as npt
 
 from fedloom.config.fields import Count
 from fedloom.data.partition import Indices, Partition, partitions
-from fedloom.data.partitions.classes import class_sizes, cut_classes, equal_sizes, require_clients
+from fedloom.data.partitions.classes import class_sizes, cut_classes, equal_sizes, partition_stream
 from fedloom.errors import InvalidValue
-from fedloom.randomness import numpy_stream
 
 
 @partitions.register("pathological")
@@ -45,9 +44,8 @@ def pathological(
 
     Source: FedALA (Zhang et al., AAAI 2023) section 5.1, pathological setting, and its authors' partition.
     """
-    holders = _no_holders(labels, clients, classes_per_client)
-    rng = numpy_stream(seed, "partition")
-    classes = holders.shape[1]
+    rng, classes = _start(labels, clients, seed, classes_per_client)
+    holders = np.zeros((clients, classes), dtype=bool)
     group = math.ceil(clients * classes_per_client / classes)
     for label in range(classes):
         holders[np.flatnonzero(holders.sum(axis=1) < classes_per_client)[:group], label] = True
@@ -73,23 +71,22 @@ def label_quantity(
 
     Source: Li, Diao, Chen, He, Federated Learning on Non-IID Data Silos, ICDE 2022, section IV (quantity-based label imbalance).
     """
-    holders = _no_holders(labels, clients, classes_per_client)
-    rng = numpy_stream(seed, "partition")
-    classes = np.arange(holders.shape[1])
+    rng, classes = _start(labels, clients, seed, classes_per_client)
+    holders = np.zeros((clients, classes), dtype=bool)
     for client in range(clients):
-        assigned = client % len(classes)
-        drawn = rng.choice(np.delete(classes, assigned), classes_per_client - 1, replace=False)
+        assigned = client % classes
+        drawn = rng.choice(np.delete(np.arange(classes), assigned), classes_per_client - 1, replace=False)
         holders[client, [assigned, *drawn]] = True
     return _shared(labels, holders, equal_sizes, rng)
 
 
-def _no_holders(labels: Indices, clients: int, classes_per_client: int) -> npt.NDArray[np.bool_]:
-    """Return a table of clients by classes that occur, all False, after a check of the numbers."""
-    require_clients(clients, len(labels))
+def _start(labels: Indices, clients: int, seed: int, classes_per_client: int) -> tuple[np.random.Generator, int]:
+    """Return the generator and the number of classes that occur, after a check of the numbers."""
+    rng = partition_stream(labels, clients, seed)
     classes = len(class_sizes(labels))
     if classes_per_client > classes:
         raise InvalidValue(f"classes_per_client must be at most {classes}, the classes, not {classes_per_client}")
-    return np.zeros((clients, classes), dtype=bool)
+    return rng, classes
 
 
 def _shared(

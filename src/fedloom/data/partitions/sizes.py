@@ -9,8 +9,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from fedloom.data.partition import Indices, Partition, partitions
-from fedloom.data.partitions.classes import Concentration, require_clients
-from fedloom.randomness import numpy_stream
+from fedloom.data.partitions.classes import Concentration, partition_stream
 
 Exponent = Annotated[float, Field(ge=0, le=100)]
 
@@ -26,8 +25,7 @@ def lognormal(labels: Indices, clients: int, seed: int, groups: Indices | None, 
 
     Source: FedUmf appendix (unbalanced, 0.3), after FedDC (Gao et al., CVPR 2022), experimental setup.
     """
-    require_clients(clients, len(labels))
-    rng = numpy_stream(seed, "partition")
+    rng = partition_stream(labels, clients, seed)
     # exp(ln(n / N) + sigma z) scaled to a given sum: the factor n / N cancels, and so does any other, such as the
     # largest draw, which keeps the exponential within double precision.
     exponents = sigma * rng.standard_normal(clients)
@@ -47,8 +45,7 @@ def quantity(
 
     Source: Li, Diao, Chen, He, Federated Learning on Non-IID Data Silos, ICDE 2022, section IV (quantity skew).
     """
-    require_clients(clients, len(labels))
-    rng = numpy_stream(seed, "partition")
+    rng = partition_stream(labels, clients, seed)
     return _dealt(labels, rng.dirichlet(np.full(clients, alpha)), rng)
 
 
@@ -63,9 +60,9 @@ def exponential(labels: Indices, clients: int, seed: int, groups: Indices | None
 
     Source: Flower's ExponentialPartitioner (rate 1), in flwr_datasets.
     """
-    require_clients(clients, len(labels))
+    rng = partition_stream(labels, clients, seed)
     # exp(rate i) over exp(rate N), which double precision holds.
-    return _dealt(labels, np.exp(rate * np.arange(1 - clients, 1)), numpy_stream(seed, "partition"))
+    return _dealt(labels, np.exp(rate * np.arange(1 - clients, 1)), rng)
 
 
 @partitions.register("polynomial")
@@ -81,8 +78,8 @@ def polynomial(
 
     Source: Flower's LinearPartitioner (degree 1) and SquarePartitioner (degree 2), in flwr_datasets.
     """
-    require_clients(clients, len(labels))
-    return _dealt(labels, (np.arange(1, clients + 1) / clients) ** degree, numpy_stream(seed, "partition"))
+    rng = partition_stream(labels, clients, seed)
+    return _dealt(labels, (np.arange(1, clients + 1) / clients) ** degree, rng)
 
 
 def _dealt(labels: Indices, weights: npt.NDArray[np.float64], rng: np.random.Generator) -> Partition:

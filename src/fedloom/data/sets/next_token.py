@@ -152,8 +152,7 @@ def _split(users: _Users, test_fraction: float, least: int) -> tuple[_Users, _Us
 def _held_out(users: _Users, test_fraction: float, seed: int) -> tuple[_Users, _Users]:
     """Return each user's sequences as (training, test), at random."""
     sequences = [(user, text) for user, texts in users.items() for text in texts]
-    position = {user: number for number, user in enumerate(users)}
-    owners = torch.tensor([position[user] for user, _ in sequences], dtype=torch.int64)
+    owners = torch.arange(len(users)).repeat_interleave(torch.tensor([len(texts) for texts in users.values()]))
     train, test = hold_out(Samples(torch.arange(len(sequences)), owners), test_fraction, seed, within=owners)
     splits: tuple[_Users, _Users] = {}, {}
     for users, samples in zip(splits, (train, test), strict=True):

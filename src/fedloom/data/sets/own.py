@@ -185,31 +185,22 @@ def function_data(source: str, layout: Layout = "channels_first") -> Dataset | S
     return own_samples([(*split, None)[:3] for split in splits], layout, source)
 
 
-def own_samples(splits: Sequence[Arrays], layout: Layout, source: str) -> list[Samples]:
-    """Check arrays to train on, and perhaps to test on, and number clients alike in every split."""
-    checked = [_checked(split, layout, source) for split in splits]
-    groups = [samples.groups for samples in checked if samples.groups is not None]
-    ids = torch.cat(groups).unique() if groups else torch.empty(0)
+def own_samples(splits: Sequence[Arrays], layout: Layout, source: str) -> Sequence[Samples]:
+    """Check arrays to train on, and perhaps to test on."""
     with _naming(source):
-        return [
-            samples if samples.groups is None else replace(samples, groups=torch.searchsorted(ids, samples.groups))
-            for samples in same_names(*checked)
-        ]
+        return same_names(*(_checked(split, layout, source) for split in splits))
 
 
 def _checked(split: Arrays, layout: Layout, source: str) -> Samples:
     inputs, labels, groups = (array.detach().cpu().numpy() if isinstance(array, Tensor) else array for array in split)
     if inputs is None or labels is None:
         raise DataError(f"{source}: inputs and labels are both needed")
-    with _naming(source):
-        inputs = np.asarray(inputs)
-        if inputs.dtype == np.uint8 and inputs.ndim not in (3, 4):
-            raise DataError(
-                f"{source}: uint8 inputs are pictures of 3 or 4 dimensions, not of shape {list(inputs.shape)}"
-            )
-        if inputs.dtype == np.uint8 and inputs.ndim == 4 and layout == "channels_last":
-            inputs = inputs.transpose(0, 3, 1, 2)
-        samples = Samples(inputs, class_labels(labels, _MOST_CLASSES, source), groups)
+    inputs = np.asarray(inputs)
+    if inputs.dtype == np.uint8 and inputs.ndim not in (3, 4):
+        raise DataError(f"{source}: uint8 inputs are pictures of 3 or 4 dimensions, not of shape {list(inputs.shape)}")
+    if inputs.dtype == np.uint8 and inputs.ndim == 4 and layout == "channels_last":
+        inputs = inputs.transpose(0, 3, 1, 2)
+    samples = Samples(inputs, class_labels(labels, _MOST_CLASSES, source), groups)
     if samples.inputs.dtype == torch.int64 and (samples.inputs.dim() != 2 or (samples.inputs < 0).any()):
         raise DataError(
             f"{source}: integer inputs are tokens [n, tokens] of at least 0, not of shape {list(inputs.shape)}"
