@@ -264,7 +264,7 @@ def _run(records: list[dict[str, Any]], seed: int = 0, **rest: Any) -> RunSummar
 
 
 def _cell(measure: Measure, paper: Printed | None = None) -> PaperCell:
-    return PaperCell("FedAvg", "somewhere", appendix("mnist", "iid"), "fedavg", measure, paper)
+    return PaperCell("FedAvg", appendix("mnist", "iid"), "fedavg", "somewhere", measure, paper)
 
 
 def test_the_end_is_the_mean_of_the_last_ten_with_the_deviation_within_a_run() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -97,13 +98,15 @@ def reproduce(
 def _run(plan: ReproducePlan, configuration: Configuration, fresh: bool, quiet: bool, command: str) -> None:
     from rich.console import Console
 
+    from fedloom.experiment.pools import make_pool
     from fedloom.papers import execute
     from fedloom.papers.result_table import to_table
 
-    tasks = execute.require_data(plan, fresh)
-    rounds = {job.name: job.configuration.rounds for job in execute.waiting(plan, fresh)}
-    with shown(len(rounds), rounds, quiet) as (watch, stopped):
-        failed = execute.execute(plan, configuration, watch, tasks, fresh=fresh, stopped=stopped)
+    tasks, jobs = execute.require_data(plan, fresh), plan.waiting(fresh)
+    rounds = {job.name: job.configuration.rounds for job in jobs}
+    pool = make_pool(configuration, len(plan.jobs), len(jobs), tasks)
+    with closing(pool), shown(len(jobs), rounds, quiet) as (watch, stopped):
+        failed = pool.run(jobs, watch, fresh, stopped)
     summaries = {job.name: job.summary() for job in plan.jobs if job.finished}
     table = execute.lines(plan, summaries, failed)
     Console().print(to_table(execute.title(plan), table, execute.notes(plan)))
@@ -123,20 +126,19 @@ def _print_estimate(plan: ReproducePlan, configuration: Configuration, explained
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     busy = min(configuration.runs_at_a_time, max(1, len(plan.jobs)))
     threads = threads_each(configuration, len(plan.jobs))
-    estimates = estimate(plan, threads)
-    unfinished = [setting for setting in estimates if setting.seconds > 0]
-    for setting in unfinished if len(unfinished) > 1 else []:
-        console.print(
-            f"{setting.setting}: {_runs(setting.runs - setting.finished)}, about {time_text(setting.seconds)}"
-        )
-    finished, runs = sum(setting.finished for setting in estimates), sum(setting.runs for setting in estimates)
-    seconds, steps = sum(setting.seconds for setting in unfinished) / busy, sum(setting.steps for setting in unfinished)
-    done = f" ({finished} finished before)" if finished else ""
-    if not unfinished:
-        console.print(f"{plan.exhibit.id}: {_runs(runs)}, all finished before" if runs else "nothing to run")
+    costs = estimate(plan, threads)
+    for setting, runs in costs.items() if len(costs) > 1 else ():
+        console.print(f"{setting}: {_runs(len(runs))}, about {time_text(sum(run.seconds for run in runs))}")
+    waiting = [run for runs in costs.values() for run in runs]
+    if not waiting:
+        done = f"{plan.exhibit.id}: {_runs(len(plan.jobs))}, all finished before"
+        console.print(done if plan.jobs else "nothing to run")
         return
+    finished = len(plan.jobs) - len(waiting)
+    before = f" ({finished} finished before)" if finished else ""
+    seconds, steps = sum(run.seconds for run in waiting) / busy, sum(run.steps for run in waiting)
     console.print(
-        f"{plan.exhibit.id}: {len(plan.cells)} cells, {_runs(runs)}{done}, {steps:,} local steps: "
+        f"{plan.exhibit.id}: {len(plan.cells)} cells, {_runs(len(plan.jobs))}{before}, {steps:,} local steps: "
         f"about {time_text(seconds)} on this machine" + (f" with {busy} workers" if busy > 1 else "")
     )
     if explained:

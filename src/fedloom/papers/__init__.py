@@ -10,5 +10,5 @@ plan            what a user wants of a table or figure, and the runs that it tak
 estimate        how long these will take here
 measure         a cell's value from finished runs
 result_table    paper and measurement, on the terminal, as CSV and as Markdown
-execute         the runs and the files
+execute         the data and the files
 """

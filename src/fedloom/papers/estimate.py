@@ -51,34 +51,16 @@ class Cost:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Runs of one setting, and the steps and seconds of those that are not finished."""
-
-    setting: str
-    runs: int
-    finished: int
-    steps: int
-    seconds: float
-
-
-def estimate(plan: ReproducePlan, threads: int) -> list[Estimate]:
-    """Return an estimate for each setting, with `threads` threads a run; runs that are finished cost nothing."""
-    estimates = []
-    for key, configuration in plan.configurations.items():
-        jobs = [job for job in plan.jobs if job.name.setting == key]
-        waiting = [job for job in jobs if not job.finished]
-        costs = []
-        if waiting:
-            data = _facts(configuration)
-            training = configuration.training
-            kind = (training.batch_size or 50, training.augmentation, training.optimizer)
-            step = _timed(configuration.model, data.spec, *kind, threads)
-            costs = [cost(configuration, job.name.algorithm, data, step) for job in waiting]
-        if jobs:
-            steps, seconds = sum(cost.steps for cost in costs), sum(cost.seconds for cost in costs)
-            estimates.append(Estimate(key, len(jobs), len(jobs) - len(waiting), steps, seconds))
-    return estimates
+def estimate(plan: ReproducePlan, threads: int) -> dict[str, list[Cost]]:
+    """Return the costs of the runs that are not finished, by setting, with `threads` threads a run."""
+    costs: dict[str, list[Cost]] = {}
+    for job in plan.waiting(fresh=False):
+        configuration, training = job.configuration, job.configuration.training
+        data = _facts(configuration.data.name)
+        kind = (training.batch_size or 50, training.augmentation, training.optimizer)
+        step = _timed(configuration.model, data.spec, *kind, threads)
+        costs.setdefault(job.name.setting, []).append(cost(configuration, job.name.algorithm, data, step))
+    return costs
 
 
 def cost(configuration: Configuration, algorithm: str, data: DataFacts, step: float) -> Cost:
@@ -114,8 +96,7 @@ def cost(configuration: Configuration, algorithm: str, data: DataFacts, step: fl
 
 def work(call: Call, participation: float) -> float:
     """Return the time of local training relative to plain SGD. Under `umf` the clients of the next round train as well."""
-    inner = [value for value in (*call.positional, *call.named.values()) if isinstance(value, Call)]
-    most = max((work(method, participation) for method in inner), default=1.0)
+    most = max((work(method, participation) for method in _methods_of(call)), default=1.0)
     if call.name == "umf":
         return most * (2 - participation)
     if call.name == "ala":
@@ -129,8 +110,13 @@ def work(call: Call, participation: float) -> float:
 
 def scoring(call: Call) -> float:
     """Return the work of a client before its own model is scored, relative to a local training."""
-    inner = [value for value in (*call.positional, *call.named.values()) if isinstance(value, Call)]
-    return float(call.named.get("finetune_epochs", SCORING.get(call.name, 0.0))) + sum(map(scoring, inner))
+    alone = float(call.named.get("finetune_epochs", SCORING.get(call.name, 0.0)))
+    return alone + sum(map(scoring, _methods_of(call)))
+
+
+def _methods_of(call: Call) -> list[Call]:
+    """Return the methods that a method is made of."""
+    return [value for value in (*call.positional, *call.named.values()) if isinstance(value, Call)]
 
 
 @cache
@@ -144,9 +130,7 @@ def _timed(model: str, spec: DataSpec, batch: int, augmentation: str, optimizer:
         task = make_task(data, clients=1, partition=everyone, model=model, training=settings)
         run = Federation(build("fedavg"), task, RowsEngine(task), Schedule(TIMED, 1.0, evaluate_every=TIMED))
         with using_threads(step_threads(task)):
-            while run.finished < 2 or (
-                run.finished < TIMED and sum(line["seconds"] for line in run.timings) < PATIENCE
-            ):
+            while run.finished < (TIMED if sum(line["seconds"] for line in run.timings) < PATIENCE else 2):
                 run.step()
         return min(float(line["train_seconds"]) for line in run.timings)
 
@@ -163,13 +147,14 @@ def _noise(spec: DataSpec, count: int) -> Samples:
     return Samples(inputs, torch.randint(0, spec.outputs, (count,), generator=generator))
 
 
-def _facts(configuration: Configuration) -> DataFacts:
+@cache
+def _facts(name: str) -> DataFacts:
     """Return shape and sizes of the data: of the papers' sets from the table of facts, of any different data from themselves."""
-    call = parse(configuration.data.name)
-    data_facts = facts().get(data_of(configuration.data.name))
+    data_facts = facts().get(data_of(name))
     if data_facts is None:
-        data = make_dataset(configuration.data.name)
+        data = make_dataset(name)
         return DataFacts(data.name, data.spec, len(data.train), len(data.test))
+    call = parse(name)
     if call.name != "part":
         return data_facts
     share = min(1.0, int(call.named["samples"]) / (data_facts.train + data_facts.test))

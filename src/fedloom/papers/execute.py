@@ -1,34 +1,26 @@
-"""The runs of a plan, and the files that they leave: CSV, Markdown, LaTeX and the report."""
+"""The data that a plan needs, and the files that its runs leave: CSV, Markdown, LaTeX and the report."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from fedloom.config.expression import parse
 from fedloom.errors import DataError, InvalidValue
-from fedloom.experiment.configuration import Configuration
-from fedloom.experiment.events import RunName, Watch
+from fedloom.experiment.events import RunName
 from fedloom.experiment.identity import environment
 from fedloom.experiment.jobs import Job, Tasks, require_possible
-from fedloom.experiment.pools import make_pool
 from fedloom.papers.ledger import ExhibitRecord, today
 from fedloom.papers.measure import judged, measured
 from fedloom.papers.paper_data import at_hand, data_of, facts, family
-from fedloom.papers.plan import ReproducePlan, setting_key
-from fedloom.papers.protocols import Baseline, PaperCell
+from fedloom.papers.plan import ReproducePlan
 from fedloom.papers.result_table import CellResult, to_csv, to_latex, to_markdown
 from fedloom.report.page import write_report
 from fedloom.report.summary import RunSummary
 from fedloom.state.files import write_text
 from fedloom.task import make_dataset
-
-
-def waiting(plan: ReproducePlan, fresh: bool) -> list[Job]:
-    """Return the runs that are not finished yet."""
-    return [job for job in plan.jobs if fresh or not job.finished]
 
 
 def require_data(plan: ReproducePlan, fresh: bool) -> Tasks:
@@ -38,10 +30,8 @@ def require_data(plan: ReproducePlan, fresh: bool) -> Tasks:
     """
     tasks = Tasks()
     for job in _job_by_setting(plan, fresh):
-        try:
+        with _remedy(job, plan):
             require_possible([job], tasks)
-        except (DataError, InvalidValue) as error:
-            raise _located(error, job, plan) from None
     return tasks
 
 
@@ -50,44 +40,29 @@ def require_files(plan: ReproducePlan, fresh: bool) -> None:
     for job in _job_by_setting(plan, fresh):
         name = data_of(job.configuration.data.name)
         if name in facts() and not at_hand(name, plan.options.folders.get(family(name))):
-            try:
+            with _remedy(job, plan):
                 make_dataset(job.configuration.data.name)
-            except (DataError, InvalidValue) as error:
-                raise _located(error, job, plan) from None
 
 
 def _job_by_setting(plan: ReproducePlan, fresh: bool) -> list[Job]:
     """Return an unfinished run of each setting."""
-    return list({job.name.setting: job for job in waiting(plan, fresh)}.values())
+    return list({job.name.setting: job for job in plan.waiting(fresh)}.values())
 
 
-def _located(error: DataError | InvalidValue, job: Job, plan: ReproducePlan) -> DataError | InvalidValue:
-    """Return the error with the remedy for missing data."""
-    name = data_of(job.configuration.data.name)
-    text = str(error).removeprefix(f"settings, {job.name.setting}: ")
-    if name not in facts() or facts()[name].generated or not any(word in text for word in ("put ", "no such folder")):
-        return InvalidValue(f"{job.name.setting}: {text}")
-    names = {parse(cell.setting.data).name for cell in plan.exhibit.cells}
-    instead = "; or choose other --columns" if names - {name} else ""
-    return DataError(f"{text}; here: --data {family(name)}=FOLDER{instead}")
-
-
-def execute(
-    plan: ReproducePlan,
-    configuration: Configuration,
-    watch: Watch,
-    tasks: Tasks,
-    *,
-    fresh: bool,
-    stopped: Callable[[], bool],
-) -> dict[RunName, str]:
-    """Make the runs that are not finished; return the errors, by run. A run that fails does not stop any of them.
-
-    The `configuration` holds the number of runs at a time and of their threads.
-    """
-    jobs = waiting(plan, fresh)
-    with closing(make_pool(configuration, len(plan.jobs), len(jobs), tasks)) as pool:
-        return pool.run(jobs, watch, fresh, stopped)
+@contextmanager
+def _remedy(job: Job, plan: ReproducePlan) -> Iterator[None]:
+    """Raise an error with the run's setting, and with the remedy for missing data."""
+    try:
+        yield
+    except (DataError, InvalidValue) as error:
+        name = data_of(job.configuration.data.name)
+        text = str(error).removeprefix(f"settings, {job.name.setting}: ")
+        missing = any(word in text for word in ("put ", "no such folder"))
+        if name not in facts() or facts()[name].generated or not missing:
+            raise InvalidValue(f"{job.name.setting}: {text}") from None
+        others = {parse(cell.setting.data).name for cell in plan.exhibit.cells} - {name}
+        instead = "; or choose other --columns" if others else ""
+        raise DataError(f"{text}; here: --data {family(name)}=FOLDER{instead}") from None
 
 
 def lines(
@@ -102,23 +77,22 @@ def lines(
         runs, base = ([summaries[job.name] for job in group if job.name in summaries] for group in (jobs, baseline))
         finished = sum(name in summaries for name in needed)
         short = (f"{finished} of {len(needed)} runs",) if finished < len(needed) else ()
-        left_out = (*plan.partial[setting_key(cell.setting)], *short)
+        left_out = (*plan.partial[cell.setting.key], *short)
         results.append(CellResult(cell, measured(cell, runs, base), left_out, reason))
     return results
 
 
 def title(plan: ReproducePlan) -> str:
     """Return a title such as `PARTIAL fedumf.table-a2: rounds to one accuracy a data set`."""
-    words = f"{plan.exhibit.id}: {plan.exhibit.shows}"
-    return f"{plan.label} {words}" if plan.label else words
+    return f"{'PARTIAL ' if plan.reasons else ''}{plan.exhibit.id}: {plan.exhibit.shows}"
 
 
 def notes(plan: ReproducePlan) -> list[str]:
     """Return notes for readers of the table."""
-    texts = [f"{plan.label}: {reason}" for reason in plan.reasons]
+    texts = [f"PARTIAL: {reason}" for reason in plan.reasons]
     if len(plan.cells) < len(plan.exhibit.cells):
         texts.append(f"{len(plan.cells)} of {len(plan.exhibit.cells)} cells")
-    if any(cell.measure.kind in ("rounds", "speedup") for cell in plan.cells):
+    if any(cell.measure.target is not None for cell in plan.cells):
         texts.append("*: never reached")
     if any(cell.measure.kind == "end" for cell in plan.cells):
         texts.append("mean ± std of the last 10 evaluations of a run")
@@ -145,30 +119,18 @@ def write(
         paths.append(plan.folder / "report.html")
         targets = sorted({cell.measure.target / 100 for cell in plan.cells if cell.measure.target})
         left_out = f" ({'; '.join(plan.reasons)})" if plan.reasons else ""
-        write_report(
-            paths[-1], title(plan) + left_out, runs, targets, command, opening=_opening(plan), by=judged(plan.cells)
-        )
+        # The page begins with the section that has the figure; for tables with the usual one.
+        opening = "recorded" if any(cell.setting.record for cell in plan.cells) else ""
+        opening = "clients" if any(cell.measure.kind == "classes" for cell in plan.cells) else opening
+        write_report(paths[-1], title(plan) + left_out, runs, targets, command, opening=opening, by=judged(plan.cells))
     return paths
-
-
-def _opening(plan: ReproducePlan) -> str:
-    """Return the section of the report that has the figure, so that the page begins with it; the usual order for tables."""
-    if any(cell.measure.kind == "classes" for cell in plan.cells):
-        return "clients"
-    return "recorded" if any(cell.setting.record for cell in plan.cells) else ""
 
 
 def _labelled(plan: ReproducePlan, summaries: Mapping[RunName, RunSummary]) -> list[RunSummary]:
     """Return the finished runs under the paper's names, with their setting where there are several."""
-    cells: dict[tuple[str, str], PaperCell | Baseline] = {}
     baselines = [cell.baseline for cell in plan.cells if cell.baseline]
-    every: list[PaperCell | Baseline] = [*plan.cells, *baselines]
-    for entry in every:
-        cells.setdefault((setting_key(entry.setting), str(parse(entry.algorithm))), entry)
+    labels: dict[tuple[str, str], str] = {}
     several = len({cell.setting.name for cell in plan.cells}) > 1
-    runs = []
-    for name, run in summaries.items():
-        cell = cells[name.setting, name.algorithm]
-        label = f"{cell.row}, {cell.setting.name}" if several else cell.row
-        runs.append(dataclasses.replace(run, algorithm=label))
-    return runs
+    for run in (*plan.cells, *baselines):
+        labels.setdefault(run.key, f"{run.row}, {run.setting.name}" if several else run.row)
+    return [replace(summary, algorithm=labels[name.setting, name.algorithm]) for name, summary in summaries.items()]

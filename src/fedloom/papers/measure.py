@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -45,32 +45,57 @@ def measured(cell: PaperCell, runs: Runs, base: Runs = ()) -> Measured | None:
 
     None when there is no run, or no figure of the kind in them.
     """
-    kind, target = cell.measure.kind, (cell.measure.target or 0.0) / 100
+    kind, by_seed = cell.measure.kind, {run.seed: run for run in base}
     if kind == "weights":
         return Measured(float(_weights(cell)), None, 1, 1, 0)
+    if kind == "speedup":
+        runs = [run for run in runs if run.seed in by_seed]
     if not runs:
         return None
+    rounds = max(len(run.records) for run in runs)
     if kind == "end":
-        return _end(runs)
-    if kind == "rounds":
-        best = max((share for run in runs if (share := figures.best(run)) is not None), default=None)
-        reach = crossing if cell.measure.interpolated else figures.rounds_to
-        return _reached([reach(run, target) for run in runs], runs, _percent(best))
-    if kind == "speedup":
-        return _speedup(runs, base, target)
-    values: dict[str, Callable[[RunSummary], float | None]] = {
-        "improvement": lambda run: _improvement(run, base),
-        "minutes": _minutes,
-        "total": _total,
-        "slower": lambda run: _slower(run, base),
-        "models": lambda run: _models(run, cell),
-        "classes": _classes,
-        **{name: lambda run: _percent(CRITERIA[kind].of(run)) for name in CRITERIA},
-    }
-    spread = Spread.of([value for run in runs if (value := values[kind](run)) is not None])
-    if spread is None:
+        return _end(runs, rounds)
+    values = [_value(cell, run, by_seed) for run in runs]
+    reached = [value for value in values if value is not None]
+    if not reached and cell.measure.target is None:
         return None
-    return Measured(spread.mean, spread.std if spread.count > 1 else None, len(runs), spread.count, _length(runs))
+    spread = Spread.of(reached) if cell.measure.target is None or len(reached) == len(values) else None
+    best = max((share for run in runs if (share := figures.best(run)) is not None), default=None)
+    return Measured(
+        None if spread is None else spread.mean,
+        None if spread is None or spread.count == 1 else spread.std,
+        len(runs),
+        len(reached),
+        rounds,
+        _percent(best) if kind == "rounds" else None,
+    )
+
+
+def _value(cell: PaperCell, run: RunSummary, base: Mapping[int, RunSummary]) -> float | None:
+    """Return the value of one run; None where it has none, or has not reached its target."""
+    kind, target, baseline = cell.measure.kind, (cell.measure.target or 0.0) / 100, base.get(run.seed)
+    match kind:
+        case "rounds":
+            return crossing(run, target) if cell.measure.interpolated else figures.rounds_to(run, target)
+        case "speedup":
+            theirs, ours = (figures.rounds_to(each, target) if each else None for each in (baseline, run))
+            return theirs / ours if theirs is not None and ours is not None else None
+        case "improvement":
+            before, after = (_best_personal(each) if each else None for each in (baseline, run))
+            return None if after is None or before is None else 100 * after - 100 * before
+        case "minutes":
+            return _minutes(run)
+        case "slower":
+            minutes, baselines = _minutes(run), [minutes for entry in base.values() if (minutes := _minutes(entry))]
+            return minutes / statistics.fmean(baselines) if minutes and baselines else None
+        case "total":
+            return _total(run)
+        case "models":
+            return _models(run, cell)
+        case "classes":
+            classes = [sum(count > 0 for count in counts) for counts in run.label_counts]
+            return statistics.fmean(classes) if classes else None
+    return _percent(CRITERIA[kind].of(run))
 
 
 def judged(cells: Sequence[PaperCell]) -> Criterion | None:
@@ -80,9 +105,8 @@ def judged(cells: Sequence[PaperCell]) -> Criterion | None:
 
 def difference(result: Measured | None, printed: Printed | None) -> float | None:
     """Return the measured minus the printed figure."""
-    if result is None or printed is None or result.mean is None or printed.mean is None:
-        return None
-    return result.mean - printed.mean
+    ours, theirs = (figure.mean if figure else None for figure in (result, printed))
+    return None if ours is None or theirs is None else ours - theirs
 
 
 def deviations(result: Measured | None, printed: Printed | None) -> float | None:
@@ -94,33 +118,18 @@ def deviations(result: Measured | None, printed: Printed | None) -> float | None
     return by / std if std > 0 else None
 
 
-def _length(runs: Runs) -> int:
-    return max(len(run.records) for run in runs)
-
-
 def _percent(share: float | None) -> float | None:
     return None if share is None else 100 * share
 
 
-def _end(runs: Runs) -> Measured | None:
+def _end(runs: Runs, rounds: int) -> Measured | None:
     """Return the mean over runs of the mean of the last evaluations, with the deviation within a run: sqrt(mean_r s_r^2)."""
     ends = [[100 * value for value in figures.accuracies(run)[-LAST:]] for run in runs]
     if not all(ends):
         return None
-    mean = statistics.fmean(statistics.fmean(values) for values in ends)
     within = [statistics.variance(values) for values in ends if len(values) > 1]
     std = math.sqrt(statistics.fmean(within)) if within else None
-    return Measured(mean, std, len(runs), len(runs), _length(runs))
-
-
-def _reached(values: Sequence[float | None], runs: Runs, best: float | None = None) -> Measured:
-    """Summarise a value that runs have only where they reached a target: no mean unless all did."""
-    reached = [value for value in values if value is not None]
-    complete = len(reached) == len(values)
-    std = statistics.stdev(reached) if complete and len(reached) > 1 else None
-    return Measured(
-        statistics.fmean(reached) if complete else None, std, len(values), len(reached), _length(runs), best
-    )
+    return Measured(statistics.fmean(map(statistics.fmean, ends)), std, len(runs), len(runs), rounds)
 
 
 def crossing(run: RunSummary, target: float) -> float | None:
@@ -134,22 +143,8 @@ def crossing(run: RunSummary, target: float) -> float | None:
     return None
 
 
-def _speedup(runs: Runs, base: Runs, target: float) -> Measured | None:
-    """Divide rounds of the baseline's run with the same seed by a run's rounds."""
-    theirs = {run.seed: figures.rounds_to(run, target) for run in base}
-    pairs = [(theirs[run.seed], figures.rounds_to(run, target)) for run in runs if run.seed in theirs]
-    return _reached([a / b if a is not None and b is not None else None for a, b in pairs], runs) if pairs else None
-
-
 def _best_personal(run: RunSummary) -> float | None:
     return max(figures.by_round(run, "personal_accuracy").values(), default=None)
-
-
-def _improvement(run: RunSummary, base: Runs) -> float | None:
-    """Return the points above the baseline's run with the same seed."""
-    best = _best_personal(run)
-    baseline = next((_best_personal(match) for match in base if match.seed == run.seed), None)
-    return None if best is None or baseline is None else 100 * best - 100 * baseline
 
 
 def _best_joining(run: RunSummary) -> float | None:
@@ -183,12 +178,6 @@ def _total(run: RunSummary) -> float | None:
     return sum(_seconds(line) for line in run.timings if line["round"] <= best) / 60
 
 
-def _slower(run: RunSummary, base: Runs) -> float | None:
-    baselines = [minutes for baseline in base if (minutes := _minutes(baseline))]
-    minutes = _minutes(run)
-    return minutes / statistics.fmean(baselines) if minutes and baselines else None
-
-
 def _models(run: RunSummary, cell: PaperCell) -> float:
     """Return bytes of the run's final round in models; by one client or by all of the round."""
     record, name = run.records[-1], str(run.configuration["data"]["name"])
@@ -211,11 +200,6 @@ def _weights(cell: PaperCell) -> int:
     """Return the number of ALA's weights, one for each parameter of the p highest blocks."""
     ranges = int(parse(cell.algorithm).named["p"])
     return sum(_sizes(cell.setting.model, facts()[parse(cell.setting.data).name].spec)[1][-ranges:])
-
-
-def _classes(run: RunSummary) -> float | None:
-    classes = [sum(count > 0 for count in counts) for counts in run.label_counts]
-    return statistics.fmean(classes) if classes else None
 
 
 CRITERIA = {

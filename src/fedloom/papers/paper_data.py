@@ -59,7 +59,7 @@ def in_folder(expression: str, folder: str | None) -> str:
 
 def family(name: str) -> str:
     """Return the name of the data's folder in options: CIFAR-100's two sets of labels share their files."""
-    return {"cifar100_coarse": "cifar100"}.get(name, name)
+    return name.removesuffix("_coarse")
 
 
 def families() -> list[str]:
@@ -73,8 +73,5 @@ def at_hand(name: str, folder: str | None = None) -> bool:
     Only reading the files tells if they are complete.
     """
     data = facts()[name]
-    if data.generated or any(
-        next(path.glob(pattern), None) for path in candidates(data.folders, folder) for pattern in data.files
-    ):
-        return True
-    return data.hub and folder is None and hub_installed()
+    paths = (path for base in candidates(data.folders, folder) for pattern in data.files for path in base.glob(pattern))
+    return data.generated or any(paths) or (data.hub and folder is None and hub_installed())

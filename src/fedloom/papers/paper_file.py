@@ -28,35 +28,32 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache
 from importlib.resources import files
 from itertools import product
 from typing import Any
 
 from fedloom.errors import InvalidValue, UnknownName, suggestion
-from fedloom.papers.protocols import Baseline, Exhibit, Measure, PaperCell, Printed, Setting
+from fedloom.papers.protocols import Exhibit, Measure, PaperCell, PaperRun, Printed, Setting
 
 FILES = ("fedmr", "fedumf", "fedala", "mcmahan", "niid-bench")
 
 Toml = Mapping[str, Any]
-"""A table of a TOML file."""
-
-Words = Mapping[str, Any]
+"""A table of a TOML file, or words with their values."""
 
 
 @dataclass(frozen=True)
 class _Description:
     """A value's words, the fields of its `Setting`, the expression of its method and its measure."""
 
-    words: Words
+    words: Toml
     fields: dict[str, Any]
     algorithm: str
     measure: str
 
-    @property
-    def setting(self) -> Setting:
-        """The experiment."""
-        return Setting(**self.fields)
+    def run(self) -> PaperRun:
+        """Return the method in its experiment."""
+        return PaperRun(self.words["method"], Setting(**self.fields), self.algorithm)
 
 
 class Paper:
@@ -69,27 +66,28 @@ class Paper:
         self.not_run: dict[str, str] = contents["not_run"]
         self.hour: Toml = contents["hour"]
 
-    @cached_property
-    def exhibits(self) -> dict[str, Exhibit]:
-        """All tables and figures that have something to run, by name."""
+    def exhibits(self) -> list[Exhibit]:
+        """Return all tables and figures that have something to run, version by version."""
         tables: dict[str, Toml] = {}
         for table in self.contents["exhibits"]:
             complete = {**tables[table["like"]], **table} if "like" in table else table
             tables |= dict.fromkeys(_listed(table["id"]), complete)
-        return {
-            name: Exhibit(name, table["shows"], partial(self._cells, name.partition(".")[0], table))
+        return [
+            Exhibit(name, table["shows"], self._cells(version, table))
+            for version in self.titles
             for name, table in tables.items()
-        }
+            if name.partition(".")[0] == version
+        ]
 
     def setting(self, **words: Any) -> Setting:
         """Return the experiment that words describe, such as `dataset="cifar100", heterogeneity="dir:0.1", clients=50`."""
-        return self._describe(words).setting
+        return self._describe(words).run().setting
 
     def algorithm(self, method: str, **words: Any) -> str:
         """Return the expression of a method in the experiment that words describe."""
         return self._describe({**words, "method": method}).algorithm
 
-    def _combinations(self, version: str, exhibit: Toml) -> Iterator[Words]:
+    def _combinations(self, version: str, exhibit: Toml) -> Iterator[Toml]:
         """Yield the words of each printed number, or of each combination in a figure, the methods innermost."""
         if "numbers" in exhibit:
             yield from printed(*f"{version}/{exhibit['numbers']}".split("/")[-2:])
@@ -103,14 +101,13 @@ class Paper:
     def _cells(self, version: str, exhibit: Toml) -> list[PaperCell]:
         combinations = list(self._combinations(version, exhibit))
         cells: dict[tuple[str, str], PaperCell] = {}
-        for template in exhibit.get("cells", [{}]):
-            for words in combinations:
-                cell = self._cell(template, words, exhibit, combinations)
-                if cell is not None:  # a number that is printed twice is one cell
-                    cells.setdefault((cell.row, cell.column), cell)
+        for template, words in product(exhibit.get("cells", [{}]), combinations):
+            cell = self._cell(template, words, exhibit, combinations)
+            if cell is not None:  # a number that is printed twice is one cell
+                cells.setdefault((cell.row, cell.column), cell)
         return list(cells.values())
 
-    def _describe(self, words: Words, exhibit: Toml | None = None) -> _Description:
+    def _describe(self, words: Toml, exhibit: Toml | None = None) -> _Description:
         """Return the description of a value in a table or figure, or in the whole paper, that follows from its words."""
         paper, exhibit = self.contents, exhibit or {}
         words = {"method": "", **paper.get("defaults", {}), **exhibit.get("words", {}), **words}
@@ -131,32 +128,29 @@ class Paper:
         setting |= {"paper": next(iter(self.titles)), "name": name, "only": only}
         return _Description({**words, **added}, setting, methods.get(method, ""), measure)
 
-    def _cell(self, template: Toml, words: Words, exhibit: Toml, combinations: Sequence[Words]) -> PaperCell | None:
-        """Return the cell of a template for the words of one of the combinations; None where there is none, as for a method and
-        itself."""
+    def _cell(self, template: Toml, words: Toml, exhibit: Toml, combinations: Sequence[Toml]) -> PaperCell | None:
+        """Return the cell of a template for one of the combinations; None where there is none, as for a method and itself."""
         described = self._describe(words, exhibit)
-        filled = {**described.words, "setting": described.setting.name}
+        run = described.run()
+        filled = {**described.words, "setting": run.setting.name}
         baseline = template.get("baseline", "").format(**filled)
-        if filled.get(template.get("needs", "method")) is None or baseline == filled["method"]:
+        if filled.get(template.get("needs", "method")) is None or baseline == run.row:
             return None
-        target = template.get("target")
-        compared = self._describe({**words, "method": baseline}, exhibit)
-        divisor = (
-            next(line for line in combinations if line["method"] == baseline) if template.get("relative") else None
-        )
+        relative = template.get("relative", False)
+        divisor = next(line for line in combinations if line["method"] == baseline) if relative else None
         return PaperCell(
-            row=template.get("row", "{method}").format(**filled),
-            column=template.get("column", "{setting}").format(**filled),
-            setting=described.setting,
-            algorithm=described.algorithm,
+            row=template.get("row", run.row).format(**filled),
+            setting=run.setting,
+            algorithm=run.algorithm,
+            column=template.get("column", run.setting.name).format(**filled),
             measure=Measure(
                 template.get("measure", described.measure),
-                None if target is None else float(filled[target]),
+                float(filled[template["target"]]) if "target" in template else None,
                 template.get("a_client", False),
                 template.get("interpolated", False),
             ),
             printed=_printed(template, filled, divisor),
-            baseline=Baseline(baseline, compared.setting, compared.algorithm) if baseline else None,
+            baseline=self._describe({**words, "method": baseline}, exhibit).run() if baseline else None,
         )
 
 
@@ -179,8 +173,7 @@ def titles() -> dict[str, str]:
 @cache
 def exhibits() -> dict[str, Exhibit]:
     """Return every table and figure that has something to run, paper by paper."""
-    entries = {name: exhibit for paper in papers() for name, exhibit in paper.exhibits.items()}
-    return {name: entries[name] for version in titles() for name in entries if name.partition(".")[0] == version}
+    return {exhibit.id: exhibit for paper in papers() for exhibit in paper.exhibits()}
 
 
 def exhibit(name: str) -> Exhibit:
@@ -207,17 +200,17 @@ def hour_of(name: str) -> Toml:
 
 
 @cache
-def _numbers() -> tuple[Words, ...]:
+def _numbers() -> tuple[Toml, ...]:
     return tuple(json.loads((files("fedloom.papers") / "numbers.json").read_text(encoding="utf-8")))
 
 
-def printed(version: str, table: str) -> list[Words]:
+def printed(version: str, table: str) -> list[Toml]:
     """Return the numbers of a paper's table (`fedumf`, `A2`) in the printed order: dataset, heterogeneity, method and so on, with
     the figures."""
     return [number for number in _numbers() if number["paper"] == version and number["table"] == table]
 
 
-def _printed(template: Toml, words: Words, divisor: Words | None) -> Printed | None:
+def _printed(template: Toml, words: Toml, divisor: Toml | None) -> Printed | None:
     """Return the printed number, divided by that of the baseline in `divisor`; None where the paper prints no number."""
     word = template.get("printed", "mean")
     value, std = words.get(word, ""), words.get("std") if word == "mean" else None
@@ -230,7 +223,7 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list) else [value]
 
 
-def _match(conditions: Toml, words: Words) -> bool:
+def _match(conditions: Toml, words: Toml) -> bool:
     """Return True if each of these words has its value, or one of its values."""
     return all(words.get(word) in _listed(values) for word, values in conditions.items())
 

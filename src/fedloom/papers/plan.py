@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedloom.config.expression import Call, parse
+from fedloom.config.expression import Call
 from fedloom.config.fields import require_at_least
 from fedloom.errors import InvalidValue, UnknownName, suggestion
 from fedloom.experiment.configuration import Configuration, configuration, put
@@ -16,19 +16,18 @@ from fedloom.experiment.events import RunName
 from fedloom.experiment.jobs import Job
 from fedloom.experiment.run import run_directory
 from fedloom.papers.paper_data import data_of, facts, families, family, in_folder
-from fedloom.papers.protocols import Baseline, Exhibit, PaperCell, Setting, folder_of
+from fedloom.papers.protocols import Exhibit, PaperCell, PaperRun, Setting
 from fedloom.rounds.schedule import NEUTRAL
+from fedloom.state.digest import digest_of_json
+from fedloom.state.files import slug
 
 PLACES = ("workers", "threads", "engine", *NEUTRAL)
 """Keys that change nothing in the figures but the last digits of sums."""
 
 _REFUSED = {
-    "name": "--directory",
-    "directory": "--directory",
-    "algorithm": "--rows",
-    "algorithms": "--rows",
-    "seed": "--seeds",
-    "seeds": "--seeds",
+    **dict.fromkeys(("name", "directory"), "--directory"),
+    **dict.fromkeys(("algorithm", "algorithms"), "--rows"),
+    **dict.fromkeys(("seed", "seeds"), "--seeds"),
     "rounds": "--rounds",
     "settings": "--columns",
 }
@@ -85,40 +84,37 @@ class ReproducePlan:
         return list(dict.fromkeys(reason for reasons in self.partial.values() for reason in reasons))
 
     @property
-    def label(self) -> str:
-        """`PARTIAL`, or nothing when every chosen cell follows the whole protocol."""
-        return "PARTIAL" if self.reasons else ""
-
-    @property
     def folder(self) -> Path:
         """The folder of the files about this table or figure."""
         return self.options.directory / self.exhibit.id
 
-    def jobs_of(self, cell: PaperCell | Baseline) -> list[Job]:
+    def jobs_of(self, run: PaperRun) -> list[Job]:
         """Return the runs of a cell, or of its baseline, a seed each."""
-        key = (setting_key(cell.setting), str(parse(cell.algorithm)))
-        return [job for job in self.jobs if (job.name.setting, job.name.algorithm) == key]
+        return [job for job in self.jobs if (job.name.setting, job.name.algorithm) == run.key]
 
-
-def setting_key(setting: Setting) -> str:
-    """Return a name that differs between the settings of one table: with the method that has a setting for itself."""
-    return f"{setting.name} ({setting.only})" if setting.only else setting.name
+    def waiting(self, fresh: bool) -> list[Job]:
+        """Return the runs that are not finished yet; all of them if they are made afresh."""
+        return [job for job in self.jobs if fresh or not job.finished]
 
 
 def plan(exhibit: Exhibit, options: ReproduceOptions) -> ReproducePlan:
     """Return the runs for a table or figure. Raises `InvalidValue`, in one line, for unknown rows or columns, or bad values."""
-    cells = chosen(exhibit, options)
+    rows = _matching("row", options.rows, [cell.row for cell in exhibit.cells])
+    columns = _matching("column", options.columns, [cell.column for cell in exhibit.cells])
+    cells = [cell for cell in exhibit.cells if cell.row in rows and cell.column in columns]
+    if not cells:
+        raise InvalidValue(f"{exhibit.id} has no cell in both the rows and the columns that were given")
     configurations: dict[str, Configuration] = {}
     partial: dict[str, tuple[str, ...]] = {}
     methods: dict[str, dict[str, None]] = {}
     for run in [run for cell in cells for run in (cell.baseline, cell) if run is not None]:
-        key = setting_key(run.setting)
+        key, method = run.key
         if key not in configurations:
             seeds = options.seeds or run.setting.seeds
-            configurations[key] = _configured(run.setting, key, options, seeds)
+            configurations[key] = _configured(run.setting, options, seeds)
             partial[key] = _left_out(run.setting, options, seeds)
-        if isinstance(run, Baseline) or run.measure.kind != "weights":
-            methods.setdefault(key, {})[str(parse(run.algorithm))] = None
+        if not isinstance(run, PaperCell) or run.measure.kind != "weights":
+            methods.setdefault(key, {})[method] = None
     jobs = [
         Job(configurations[key], RunName(text, seed, key), run_directory(configurations[key], text, seed).path)
         for key, texts in methods.items()
@@ -128,30 +124,20 @@ def plan(exhibit: Exhibit, options: ReproduceOptions) -> ReproducePlan:
     return ReproducePlan(exhibit, options, cells, configurations, partial, jobs)
 
 
-def chosen(exhibit: Exhibit, options: ReproduceOptions) -> list[PaperCell]:
-    """Return the cells in the rows and columns of the options."""
-    rows = _matching("row", options.rows, [cell.row for cell in exhibit.cells])
-    columns = _matching("column", options.columns, [cell.column for cell in exhibit.cells])
-    cells = [cell for cell in exhibit.cells if cell.row in rows and cell.column in columns]
-    if not cells:
-        raise InvalidValue(f"{exhibit.id} has no cell in both the rows and the columns that were given")
-    return cells
-
-
 def _matching(kind: str, texts: Sequence[str], labels: Sequence[str]) -> set[str]:
     """Return the labels that any of the texts matches; a text without a match may be several with commas between them."""
     unique = list(dict.fromkeys(labels))
-    if not texts:
-        return set(unique)
-    matches: set[str] = set()
+    matches = set() if texts else set(unique)
     for text in texts:
-        hits = _hits(text, unique)
-        for word in [] if hits else [word.strip() for word in text.split(",")]:
-            if not (word_hits := _hits(word, unique)):
+        for word in [text] if _hits(text, unique) else map(str.strip, text.split(",")):
+            hits = _hits(word, unique)
+            if not hits:
                 near = suggestion(word, [*unique, *(name for label in unique for name in label.split())])
-                raise InvalidValue(f"no {kind} has {word!r} in its name{near} (there are: {_few(unique)})")
-            hits |= word_hits
-        matches |= hits
+                more = f", and {len(unique) - 12} more" if len(unique) > 12 else ""
+                raise InvalidValue(
+                    f"no {kind} has {word!r} in its name{near} (there are: {', '.join(unique[:12])}{more})"
+                )
+            matches |= hits
     return matches
 
 
@@ -164,11 +150,7 @@ def _hits(text: str, labels: Sequence[str]) -> set[str]:
     return equal or words or inside
 
 
-def _few(labels: Sequence[str], most: int = 12) -> str:
-    return ", ".join(labels[:most]) + (f", and {len(labels) - most} more" if len(labels) > most else "")
-
-
-def _configured(setting: Setting, key: str, options: ReproduceOptions, seeds: Sequence[int]) -> Configuration:
+def _configured(setting: Setting, options: ReproduceOptions, seeds: Sequence[int]) -> Configuration:
     rounds = min(setting.rounds, options.rounds or setting.rounds)
     table = setting.table(rounds)
     data: dict[str, Any] = table["data"]
@@ -182,8 +164,11 @@ def _configured(setting: Setting, key: str, options: ReproduceOptions, seeds: Se
             table["training"]["steps"] = math.ceil(share * table["training"]["steps"])
     for change in options.changes:
         put(table, change)
-    # Folders and numbers of workers make no different experiment.
-    folder = options.directory / setting.paper / folder_of(key, {k: v for k, v in table.items() if k not in PLACES})
+    # Runs with fewer rounds, say, lie beside those of the whole protocol and are never taken for them; folders and numbers of
+    # workers make no different experiment.
+    name = f"{slug(setting.key.lower().replace('%', ''))}-"
+    name += digest_of_json({key: value for key, value in table.items() if key not in PLACES})[:8]
+    folder = options.directory / setting.paper / name
     return configuration({**table, "name": setting.paper, "directory": str(folder), "seeds": list(seeds)})
 
 

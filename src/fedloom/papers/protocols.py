@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from fedloom.state.digest import digest_of_json
-from fedloom.state.files import slug
+from fedloom.config.expression import parse
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,11 @@ class Setting:
     seeds: Sequence[int] = (0,)
     record: Sequence[str | Mapping[str, Any]] = ()
     only: str = ""
+
+    @property
+    def key(self) -> str:
+        """The name that differs between the settings of one table: with the method that has a setting for itself."""
+        return f"{self.name} ({self.only})" if self.only else self.name
 
     def table(self, rounds: int) -> dict[str, Any]:
         """Return the configuration of this setting for so many rounds, without methods, seeds and folders.
@@ -69,12 +72,6 @@ def _recorder(entry: str | Mapping[str, Any], rounds: int) -> str:
     if "times" in entry:
         return str(entry["recorder"].format(every=max(1, min(entry["every"], rounds // entry["times"]))))
     return str(entry["instead"] if rounds < entry["rounds"] else entry["recorder"])
-
-
-def folder_of(name: str, table: dict[str, Any]) -> str:
-    """Return the folder of a setting's runs: its name and a digest of everything in its configuration, so that runs with fewer
-    rounds, say, lie beside those of the whole protocol and are never taken for them."""
-    return f"{slug(name.lower().replace('%', ''))}-{digest_of_json(table)[:8]}"
 
 
 @dataclass(frozen=True)
@@ -125,40 +122,34 @@ class Printed:
 
 
 @dataclass(frozen=True)
-class Baseline:
-    """The run that a measure compares with: the method as the paper calls it, its setting and its expression."""
+class PaperRun:
+    """A method as the paper calls it (`row`), its setting and its expression."""
 
     row: str
     setting: Setting
     algorithm: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The names of setting and method in the runs of one table."""
+        return self.setting.key, str(parse(self.algorithm))
 
 
 @dataclass(frozen=True)
-class PaperCell:
-    """One value of a table or figure: `row` is the method as the paper calls it, `column` the setting with the target, if any.
+class PaperCell(PaperRun):
+    """One value of a table or figure: `column` is the setting with the target, if any; `printed` is None for a curve, of which
+    the paper prints no number. `baseline` is the run that is compared with, where the measure compares two."""
 
-    `setting` and `algorithm` give the run; `printed` is None for a curve, of which the paper prints no number. `baseline` is
-    the run that is compared with, where the measure compares two.
-    """
-
-    row: str
     column: str
-    setting: Setting
-    algorithm: str
     measure: Measure
     printed: Printed | None = None
-    baseline: Baseline | None = None
+    baseline: PaperRun | None = None
 
 
 @dataclass(frozen=True)
 class Exhibit:
-    """A table or figure; `shows` is a short description."""
+    """A table or figure; `shows` is a short description, `cells` are in the paper's order."""
 
     id: str
     shows: str
-    make: Callable[[], list[PaperCell]] = field(repr=False)
-
-    @cached_property
-    def cells(self) -> list[PaperCell]:
-        """All cells, in the paper's order."""
-        return self.make()
+    cells: list[PaperCell]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -15,9 +15,6 @@ from fedloom.report.cells import NEVER
 from fedloom.report.export import csv_text, escape_latex, latex_file, latex_table, markdown_table
 
 PARTIAL = "PARTIAL"
-NOT_RUN = "not run"
-COMPLETE = "complete"
-
 HEADS = ("Method", "Paper", "Here", "Difference", "In std", "Status")
 LEFT = (0, 5)
 """The columns of text."""
@@ -37,11 +34,9 @@ class CellResult:
         """The word `complete` or `PARTIAL`, or the reason why there is no value."""
         if self.failed:
             return f"failed: {self.failed}"
-        if self.cell.measure.kind == "weights":
-            return COMPLETE  # counted, not run
         if self.result is None:
-            return NOT_RUN
-        return PARTIAL if self.left_out else COMPLETE
+            return "not run"
+        return PARTIAL if self.left_out and self.cell.measure.kind != "weights" else "complete"  # weights are counted
 
 
 def to_table(title: str, lines: Sequence[CellResult], notes: Sequence[str]) -> Table:
@@ -62,13 +57,14 @@ def to_table(title: str, lines: Sequence[CellResult], notes: Sequence[str]) -> T
     for column, block in _by_column(lines).items():
         table.add_row(Text(f"{column}, {block[0].cell.measure.unit}", style="bold"))
         for line in block:
-            table.add_row(f"  {line.cell.row}", *map(Text, _cells(line)))
+            row, *values = _cells(line)
+            table.add_row(f"  {row}", *map(Text, values))
     return table
 
 
 def to_markdown(title: str, lines: Sequence[CellResult], notes: Sequence[str]) -> str:
     """Return a Markdown table, the notes below."""
-    rows = ([cell.replace("|", "/") for cell in (line.cell.column, line.cell.row, *_cells(line))] for line in lines)
+    rows = [[cell.replace("|", "/") for cell in (line.cell.column, *_cells(line))] for line in lines]
     listed = "".join(f"- {note}\n" for note in notes)
     return f"## {title}\n\n{markdown_table(('Setting', *HEADS), rows, texts=(0, 1, 6))}\n{listed}"
 
@@ -77,7 +73,7 @@ def to_latex(exhibit: str, title: str, lines: Sequence[CellResult], notes: Seque
     """Return LaTeX tables, one a column of the paper; the notes are below `tables[0]`."""
     tables: list[str] = []
     for number, (column, block) in enumerate(_by_column(lines).items(), start=1):
-        rows = ([escape_latex(cell) for cell in (line.cell.row, *_cells(line))] for line in block)
+        rows = [list(map(escape_latex, _cells(line))) for line in block]
         caption, note = f"{title}, {column}, {block[0].cell.measure.unit}.", "" if tables else "; ".join(notes)
         tables.append(latex_table(HEADS, rows, caption, f"{exhibit}-{number}", note, LEFT))
     return latex_file(tables)
@@ -85,34 +81,30 @@ def to_latex(exhibit: str, title: str, lines: Sequence[CellResult], notes: Seque
 
 def _by_column(lines: Sequence[CellResult]) -> dict[str, list[CellResult]]:
     """Return the cells of each column of the paper."""
-    columns: dict[str, list[CellResult]] = {}
-    for line in lines:
-        columns.setdefault(line.cell.column, []).append(line)
-    return columns
+    columns = dict.fromkeys(line.cell.column for line in lines)
+    return {column: [line for line in lines if line.cell.column == column] for column in columns}
 
 
 def to_csv(exhibit: str, lines: Sequence[CellResult]) -> str:
     """Return CSV with plain numbers; empty where there is none. `*` is a target that was never reached."""
-    return csv_text([_plain(exhibit, line) for line in lines], ["exhibit"])
+    return csv_text([{"exhibit": exhibit, **_plain(line)} for line in lines], ["exhibit"])
 
 
-def _plain(exhibit: str, line: CellResult) -> Mapping[str, object]:
+def _plain(line: CellResult) -> dict[str, object]:
     cell, result, printed = line.cell, line.result, line.cell.printed
-    never = cell.measure.kind in ("rounds", "speedup")
     return {
-        "exhibit": exhibit,
         "column": cell.column,
         "row": cell.row,
         "algorithm": cell.algorithm,
         "measure": cell.measure.kind,
         "unit": cell.measure.unit,
-        "paper": None if printed is None else NEVER if printed.mean is None else printed.mean,
-        "paper_std": None if printed is None else printed.std,
-        "here": None if result is None else NEVER if result.mean is None and never else result.mean,
-        "here_std": None if result is None else result.std,
+        "paper": printed and (NEVER if printed.mean is None else printed.mean),
+        "paper_std": printed and printed.std,
+        "here": result and (NEVER if result.mean is None else result.mean),
+        "here_std": result and result.std,
         "difference": difference(result, printed),
         "in_std": deviations(result, printed),
-        **{name: None if result is None else getattr(result, name) for name in ("runs", "reached", "best", "rounds")},
+        **{name: result and getattr(result, name) for name in ("runs", "reached", "best", "rounds")},
         "protocol_rounds": cell.setting.rounds,
         "status": line.status,
         "left_out": "; ".join(line.left_out),
@@ -120,10 +112,11 @@ def _plain(exhibit: str, line: CellResult) -> Mapping[str, object]:
 
 
 def _cells(line: CellResult) -> list[str]:
-    """Return printed and measured figure, difference, the same in standard deviations, and status."""
+    """Return method, printed and measured figure, difference, the same in standard deviations, and status."""
     measure, result = line.cell.measure, line.result
     by, deviating = difference(result, line.cell.printed), deviations(result, line.cell.printed)
     return [
+        line.cell.row,
         printed_text(line.cell.printed, measure),
         "" if result is None else measured_text(result, measure),
         "" if by is None else f"{by:+{_digits(measure, by)}}",
@@ -135,10 +128,8 @@ def _cells(line: CellResult) -> list[str]:
 def printed_text(printed: Printed | None, measure: Measure) -> str:
     """Return `46.12 ± 2.35`, `*` for a target that was never reached, `curve` where the paper prints no number."""
     if printed is None:
-        return "curve" if measure.kind in ("best", "end", "personal") else "–"
-    if printed.mean is None:
-        return NEVER
-    return _with_deviation(printed.mean, printed.std, measure)
+        return "curve" if measure.unit == "%" else "–"
+    return NEVER if printed.mean is None else _with_deviation(printed.mean, printed.std, measure)
 
 
 def measured_text(result: Measured, measure: Measure) -> str:
@@ -163,5 +154,4 @@ def _digits(measure: Measure, value: float) -> str:
         return ",.0f"
     if measure.kind in ("rounds", "total"):
         return ".0f" if value == round(value) else ".1f"
-    percent = measure.kind in ("best", "end", "personal", "joining", "improvement")
-    return ".2f" if percent or abs(value) >= 0.01 else ".2g"
+    return ".2f" if measure.unit in ("%", "points") or abs(value) >= 0.01 else ".2g"
