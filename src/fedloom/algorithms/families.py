@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 
 from fedloom.algorithm import Algorithm, Wrapper
-from fedloom.algorithms.fedmr import Indep
-from fedloom.algorithms.fedmut import FedMut
+from fedloom.algorithms.fedmr import FedMut, Indep
 from fedloom.config.registry import Entry
 
 FAMILIES = {

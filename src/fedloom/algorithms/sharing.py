@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from fedloom.algorithm import AggregatedReplies, Algorithm, AnyClient, Message, Plan, Replies, name_of
+from fedloom.algorithm import AggregatedReplies, Algorithm, AnyClient, Message, Plan, name_of
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout, Unit
 from fedloom.local.cohort import Cohort
@@ -171,28 +171,6 @@ class PartlyShared(Algorithm):
         overridden = any(getattr(type(self), name) is not getattr(PartlyShared, name) for name in names)
         private = bool(self.own_model) or length(self._unit) < self.layout.size
         return overridden or private or self.eval_point == "after_train"
-
-
-@dataclass
-class EveryModel(PartlyShared):
-    """Base of methods whose server keeps the last model of each client, `models [N, m]`; all take part in every round."""
-
-    averages: ClassVar[bool] = False
-
-    def setup(self, plan: Plan) -> None:
-        super().setup(plan)
-        require_everybody(self, plan)
-        initial = take(plan.initial.unsqueeze(0), self._unit)
-        # A view that takes no memory until the first models arrive.
-        self.state = {"initial": plan.initial.clone(), "models": initial.expand(plan.clients, -1)}
-
-    def receive(self, round: Round, replies: Replies) -> None:
-        models = self.state["models"].clone()
-        models[replies.clients] = replies["model"]
-        self.state["models"] = models
-
-    def model(self) -> Tensor:
-        return self.whole(self.state["initial"], self.state["models"].mean(0))
 
 
 def _private(stays: Unit) -> str:
