@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from every_method import EVERY_METHOD
+from every_method import EVERY_METHOD, WRAPPERS
 from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, Selection, block_slots
 from fedloom.algorithms.building import build
 from fedloom.algorithms.fedavg import FedAvg
@@ -35,6 +35,7 @@ VARIANTS = ["fedavg(weighted=false)", "fedexp(epsilon_by_clients=true)", "feddyn
             "umf(fednova)", "stages(scaffold:9, fedavg)", "robust(feddc)"]  # fmt: skip
 
 KEEP_ALL = {
+    "fedntd(fedmr)", "fedcross", "fedkdmr", "power_of_choice(fedavg)", WRAPPERS["cfl"],
     "ala(fedmr)", "apple", "clusamp", "clustered(fedmr)", "fedamp", "fedfomo", "fedgen", "fedmr", "indep",
     "fedasync(fedavg)", "fedbuff(fedavg, k=2)", "fedmr_async(k=2)",
     "local_private(fedmr, clip=none, noise=0)", "robust(fedavg)", "robust(feddc)", "secure(fedmr)", "feddyn(evaluate=all)",
