@@ -223,12 +223,13 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a module in the current folder that loads data in every allowed and some other ways."""
     name = "loads_data_for_the_test"
     (tmp_path / f"{name}.py").write_text(
-        "import numpy as np, torch\n"
+        "import fedloom as fl, numpy as np, torch\n"
         "x, y = np.arange(20.0).reshape(10, 2), np.arange(10) % 2\n"
         "def pair(): return x, y\n"
         "def clients(): return torch.from_numpy(x), torch.from_numpy(y), y + 5\n"
         "def parts(): return (x, y), (x[:2], y[:2])\n"
         "def parts_with_clients(): return (x, y, y + 3), (x[:2], y[1:3], y[1:3] + 3)\n"
+        "def samples(): return fl.Samples(x, y), fl.Samples(x[:2], y[:2])\n"
         "def four(): return x, y, y, y\n"
         "def nothing(): return None\n"
         "def fails(): raise KeyError('lost')\n"
@@ -248,12 +249,14 @@ def test_python_functions(module: str) -> None:
     assert (len(pair.train), len(pair.test), pair.classes, pair.spec.shape) == (8, 2, 2, (2,))
     clients = make("python", source=f"{module}:clients", test_fraction=0.4)
     assert clients.train.groups is not None
-    assert torch.equal(clients.train.groups, clients.train.labels)
+    assert torch.equal(clients.train.groups, clients.train.labels + 5)
     parts = make("python", source=f"{module}:parts")
     assert (len(parts.train), parts.test.inputs.tolist()) == (10, [[0, 1], [2, 3]])
     with_clients = make("python", source=f"{module}:parts_with_clients")
     assert with_clients.test.groups is not None
-    assert with_clients.test.groups.tolist() == [1, 0]
+    assert with_clients.test.groups.tolist() == [4, 3]
+    samples = make("python", source=f"{module}:samples")
+    assert (len(samples.train), samples.test.inputs.tolist()) == (10, [[0, 1], [2, 3]])
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,12 @@ def test_hold_out_takes_its_share_of_every_group_and_keeps_the_order() -> None:
     assert not torch.equal(train.inputs, hold_out(samples, 0.71, 5, within=groups)[0].inputs)
 
 
+def test_a_fifth_of_a_users_regression_is_held_out() -> None:
+    inputs, targets = np.random.default_rng(0).standard_normal((2, 50))
+    task = fl.make_task(fl.Samples(inputs[:, None], targets), objective="regression", clients=2)
+    assert (len(task.train), len(task.test)) == (40, 10)
+
+
 def test_synthetic_has_the_sizes_of_the_authors() -> None:
     data = make("synthetic", alpha=1.0, beta=1.0, seed=3)
     assert data.train.groups is not None

@@ -150,18 +150,6 @@ def make_dataset(expression: str | Call) -> Dataset:
     return cast(Dataset, datasets.build(expression))
 
 
-def make_partition(expression: str, samples: Samples, clients: int, seed: int, objective: Objective) -> Partition:
-    """Return the partition of an expression such as `dirichlet(0.1)` over the samples.
-
-    It goes by the labels or the objective's substitute for them. Without either all samples are of one class, so that
-    `dirichlet` makes sizes differ.
-    """
-    groups = None if samples.groups is None else samples.groups.cpu().numpy()
-    strata = objective.strata(samples.labels)
-    labels = torch.zeros(len(samples), dtype=torch.int64) if strata is None else strata.cpu()
-    return cast(Partition, partitions.build(expression, labels.numpy(), clients, seed, groups))
-
-
 def make_task(
     data: Any = "digits",
     *,
@@ -229,7 +217,11 @@ def make_task(
         raise InvalidValue("merge=true leaves no test data: give local_test, such as 0.25")
     pool = dataset.train.concatenate(dataset.test) if merge else dataset.train
     if not isinstance(partition, Partition):
-        partition = make_partition(partition, pool, clients, seed, dataset.objective)
+        # By the labels or the objective's substitute; without either `dirichlet` makes sizes differ.
+        strata = dataset.objective.strata(pool.labels)
+        labels = torch.zeros(len(pool), dtype=torch.int64) if strata is None else strata.cpu()
+        groups = None if pool.groups is None else pool.groups.cpu().numpy()
+        partition = cast(Partition, partitions.build(partition, labels.numpy(), clients, seed, groups))
     train, tests, test = partition, None, dataset.test
     if local_test is not None:
         train, tests = split_train_test(partition, seed, local_test)

@@ -171,7 +171,8 @@ class Training:
             if default is inspect.Parameter.empty or default is None:
                 continue
             items = value if isinstance(value, (list, tuple)) else [value]
-            if any(isinstance(item, bool) != isinstance(default, bool) or not _is_finite(item) for item in items):
+            infinite = any(isinstance(item, float) and not math.isfinite(item) for item in items)
+            if infinite or any(isinstance(item, bool) != isinstance(default, bool) for item in items):
                 raise InvalidValue(f"optimizer_options: {name} must be like {show(default)}, not {quoted(value, show)}")
         if self.optimizer == "sgd" and not self.momentum and any(self.optimizer_options.values()):
             raise InvalidValue(
@@ -243,19 +244,13 @@ class Training:
 
     def same_rates(self, rounds: int, total: int) -> bool:
         """Return True if runs of `rounds` and of `total` rounds have the same learning rates as far as both go."""
-        return all(
-            self.rate(number, rounds) == self.rate(number, total)
-            for number in (() if self.schedule == CONSTANT else range(1, min(rounds, total) + 1))
-        )
+        numbers = range(1, min(rounds, total) + 1)
+        return self.schedule == CONSTANT or all(self.rate(k, rounds) == self.rate(k, total) for k in numbers)
 
     def round_at(self, round: Round, number: int) -> Round:
         """Return round `number` of the same run, before its selection."""
         rate, previous = self.rate(number, round.rounds), self.rate(max(1, number - 1), round.rounds)
         return replace(round.at(number), learning_rate=rate, rate_change=rate / previous)
-
-
-def _is_finite(value: Any) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
 
 
 def poisson_orders(

@@ -35,18 +35,27 @@ def read_parquet(paths: Sequence[Path]) -> Any:
 
 
 def _read_all(paths: Sequence[Path], batches: Callable[[Path], Iterator[Any]], damage: str) -> Any:
+    """Return one table of files, of each of which `batches` yields the schema and then the batches."""
     import pyarrow as pa
 
     tables: list[Any] = []
     for path in paths:
         with reading(path, damage):
-            tables.append(_whole(batches(path), path, sum(table.nbytes for table in tables)))
+            stream = batches(path)
+            schema = next(stream)
+            unpacked: list[Any] = []
+            rows, content = 0, sum(table.nbytes for table in tables)
+            for batch in stream:  # stops as soon as it takes too much memory
+                unpacked.append(batch)
+                rows, content = rows + len(batch), content + batch.nbytes
+                require_room(_table_bytes(rows, len(schema), content), path)
+            tables.append(checked(pa.Table.from_batches(unpacked, schema), path))
     with reading(paths[0], "other columns than its sister files"):
         return pa.concat_tables(tables)
 
 
 def _parquet_batches(path: Path) -> Iterator[Any]:
-    """Yield the schema and then the batches of a parquet file, after a check of what its footer says that they take."""
+    """Yield the schema and the batches of a parquet file, after a check of what its footer says that they take."""
     import pyarrow as pa
     from pyarrow import parquet as pq
 
@@ -69,19 +78,6 @@ def _stream_batches(path: Path) -> Iterator[Any]:
     with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as stream:
         yield stream.schema
         yield from stream
-
-
-def _whole(batches: Iterator[Any], source: Path, content: int) -> Any:
-    """Return the table of a schema and its batches. Stops as soon as these and `content` bytes take too much memory."""
-    import pyarrow as pa
-
-    schema = next(batches)
-    unpacked, rows = [], 0
-    for batch in batches:
-        unpacked.append(batch)
-        rows, content = rows + len(batch), content + batch.nbytes
-        require_room(_table_bytes(rows, len(schema), content), source)
-    return checked(pa.Table.from_batches(unpacked, schema), source)
 
 
 def _table_bytes(rows: int, columns: int, content: int) -> int:

@@ -41,26 +41,19 @@ class _Array:
         self.values = np.frombuffer(raw, dtype=np.uint8).reshape(shape, order="F" if fortran else "C")
 
 
-def _reconstruct(kind: object, *_: object) -> _Array:
-    return _Array()
-
-
 def _from_buffer(raw: bytes, dtype: _Dtype, shape: tuple[int, ...], order: str) -> _Array:
     array = _Array()
     array.__setstate__((1, shape, dtype, order == "F", raw))
     return array
 
 
-def _encode(text: str, encoding: object) -> bytes:
-    return text.encode("latin1")  # Python 3 writes bytes in the old protocols as text to encode so
-
-
 # The names that a file may use, and their harmless stand-ins.
 _ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
     ("numpy", "ndarray"): _Array,
     ("numpy", "dtype"): _Dtype,
-    ("_codecs", "encode"): _encode,
-    **{(f"numpy.{core}.multiarray", "_reconstruct"): _reconstruct for core in ("core", "_core")},
+    # Python 3 writes bytes in the old protocols as text to encode so.
+    ("_codecs", "encode"): lambda text, encoding: text.encode("latin1"),
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): lambda *_: _Array() for core in ("core", "_core")},
     **{(f"numpy.{core}.numeric", "_frombuffer"): _from_buffer for core in ("core", "_core")},
 }
 

@@ -62,11 +62,8 @@ def _read(folder: Path) -> tuple[_Texts, _Texts] | None:
     files = files_named(folder, ("train.csv", "test.csv"))
     if files is not None:
         return _csv_texts(files[0]), _csv_texts(files[1])
-    tables = parquet_files(folder)
-    if tables is None:
-        return None
-    train, test = (_table_texts(read_parquet(paths), str(paths[0])) for paths in tables)
-    return train, test
+    tables = [_table_texts(read_parquet(paths), str(paths[0])) for paths in parquet_files(folder) or ()]
+    return (tables[0], tables[1]) if tables else None
 
 
 def _fetch() -> tuple[_Texts, _Texts]:

@@ -34,7 +34,7 @@ def digits(*, test_fraction: float = 0.2) -> Dataset:
     pixels, labels = _bundled()
     images = torch.from_numpy(pixels).to(torch.float32).div_(16).view(-1, 1, 8, 8)
     samples = Samples(images, torch.from_numpy(labels))
-    train, test = hold_out(samples, test_fraction, _SPLIT_SEED, within=samples.labels)
+    train, test = hold_out(samples, test_fraction, _SPLIT_SEED)
     return Dataset("digits", train, test, classes=10, class_names=tuple("0123456789"))
 
 
@@ -103,8 +103,7 @@ def _table(name: str, source: Any, test_fraction: float, objective: Objective) -
     inputs = torch.from_numpy(source.data).to(torch.float64)
     targets = torch.from_numpy(source.target)
     targets = targets.long() if objective.classes else targets.to(torch.float64)
-    within = targets if objective.classes else torch.zeros(len(targets), dtype=torch.int64)
-    train, test = hold_out(Samples(inputs, targets), test_fraction, _SPLIT_SEED, within=within)
+    train, test = hold_out(Samples(inputs, targets), test_fraction, _SPLIT_SEED)
     splits = [
         Samples(
             _scaled(split.inputs, train.inputs),

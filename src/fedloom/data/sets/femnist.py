@@ -130,9 +130,7 @@ def _joined(writers: Sequence[Samples], numbers: Iterable[int]) -> Samples:
 def _read_preprocessed(train: Sequence[Path], test: Sequence[Path]) -> Split:
     """Read training and test samples as LEAF split them; a writer has one number in both."""
     splits = [[writer for path in paths for writer in read_leaf_images(path)] for paths in (train, test)]
-    number: dict[str, int] = {}
-    for name, _ in (*splits[0], *splits[1]):
-        number.setdefault(name, len(number))
+    number = {name: k for k, name in enumerate(dict.fromkeys(name for name, _ in (*splits[0], *splits[1])))}
     if not all(any(len(samples) for _, samples in writers) for writers in splits):
         raise DataError(f"{train[0].parent.parent}: a part without samples")
     joined = (_joined([samples for _, samples in split], [number[name] for name, _ in split]) for split in splits)

@@ -43,8 +43,7 @@ def foreign_dataset(data: Any, target: str = "", group: str = "", objective: Obj
         raise InvalidValue(f"target and group name columns of a table, and a {name} has none")
     samples = [split if isinstance(split, Samples) else materialised(split) for split in splits]
     if len(samples) == 1:
-        labels = samples[0].labels
-        samples = list(hold_out(samples[0], _TEST_FRACTION, 0, within=labels if labels.dim() == 1 else None))
+        samples = list(hold_out(samples[0], _TEST_FRACTION, 0))
     train, test = same_names(*samples)
     return Dataset(name, train, test, objective=objective or CLASSIFICATION)
 

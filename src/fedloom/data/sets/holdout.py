@@ -13,11 +13,14 @@ from fedloom.randomness import stream
 
 
 def hold_out(samples: Samples, fraction: float, seed: int, *, within: Tensor | None = None) -> tuple[Samples, Samples]:
-    """Split samples at random into (training, test), the same share of each group of `within [n]`."""
+    """Split samples at random into (training, test), the same share of each group of `within [n]`, by default of each class."""
     if not 0 < fraction < 1:
         raise InvalidValue(f"test_fraction must lie between 0 and 1, not {fraction}")
     total = len(samples)
-    groups = torch.zeros(total, dtype=torch.long) if within is None else torch.unique(within, return_inverse=True)[1]
+    if within is None:
+        classes = samples.labels.dtype == torch.int64 and samples.labels.dim() == 1
+        within = samples.labels if classes else torch.zeros(total)
+    groups = torch.unique(within, return_inverse=True)[1]
     shuffled = torch.randperm(total, generator=stream(seed, "hold out"))
     order = shuffled[groups[shuffled].argsort(stable=True)]
     sizes = torch.bincount(groups)

@@ -153,7 +153,7 @@ def _held_out(users: _Users, test_fraction: float, seed: int) -> tuple[_Users, _
     """Return each user's sequences as (training, test), at random."""
     sequences = [(user, text) for user, texts in users.items() for text in texts]
     owners = torch.arange(len(users)).repeat_interleave(torch.tensor([len(texts) for texts in users.values()]))
-    train, test = hold_out(Samples(torch.arange(len(sequences)), owners), test_fraction, seed, within=owners)
+    train, test = hold_out(Samples(torch.arange(len(sequences)), owners), test_fraction, seed)
     splits: tuple[_Users, _Users] = {}, {}
     for users, samples in zip(splits, (train, test), strict=True):
         for row in samples.inputs.tolist():

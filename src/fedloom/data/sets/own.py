@@ -115,7 +115,7 @@ def images(
 
         train, test = cached_files("images", f"{channels} {size} {names}", files, read)
     if len(folders) == 1:
-        train, test = hold_out(train, test_fraction, seed, within=train.labels)
+        train, test = hold_out(train, test_fraction, seed)
     elif train.inputs.shape[1:] != test.inputs.shape[1:]:
         raise DataError(f"{folders[1]}: pictures of another size than in {folders[0]}; set size to scale them")
     return image_dataset("images", (train, test), len(names), normalise, None, names)
@@ -229,8 +229,7 @@ def _dataset(
     source: str,
 ) -> Dataset:
     """Return the data set of training and test samples; without the latter, of each class `test_fraction` is held out."""
-    train = splits[0]
-    train, test = splits if len(splits) > 1 else hold_out(train, test_fraction, seed, within=train.labels)
+    train, test = splits if len(splits) > 1 else hold_out(splits[0], test_fraction, seed)
     highest = int(max(samples.labels.max() for samples in (train, test) if len(samples)))
     with _naming(source):
         dataset = image_dataset(name, (train, test), classes or highest + 1, normalise)

@@ -108,11 +108,8 @@ def table_dataset(
     with reading(source, "unreadable table"):
         table = _joined(tables, columns)
         rows = _rows(table, columns, source)
-    if test is None:
-        within = rows.labels if rows.labels.dtype == torch.int64 else torch.zeros(len(rows), dtype=torch.int64)
-        splits = hold_out(rows, test_fraction, seed, within=within)
-    else:
-        splits = rows[: len(tables[0])], rows[len(tables[0]) :]
+    cut = len(tables[0])
+    splits = hold_out(rows, test_fraction, seed) if test is None else (rows[:cut], rows[cut:])
     training = splits[0].inputs.numpy()
     objective: Objective = CLASSIFICATION if rows.labels.dtype == torch.int64 else Regression()
     class_names = _class_names(table.schema.metadata, columns.target) if objective.classes else None

@@ -41,7 +41,7 @@ def tiny_imagenet(
     """
     split = _SET.load(folder, hub)
     if test == "held_out":
-        split = hold_out(split[0], test_fraction, 0, within=split[0].labels)
+        split = hold_out(split[0], test_fraction, 0)
     return image_dataset("tiny_imagenet", split, _CLASSES, normalise, _SET.scale)
 
 
@@ -50,7 +50,12 @@ def _read(folder: Path) -> Split | None:
         return None
     train, validation = _files(folder)
     paths = [path for path, _ in (*train, *validation) if path.is_file()]
-    return cached_files("tiny_imagenet", "folder", paths, lambda: (_read_pictures(train), _read_pictures(validation)))
+
+    def pictures_of(files: list[tuple[Path, int]]) -> Samples:
+        labels = torch.tensor([label for _, label in files], dtype=torch.long)
+        return Samples(read_files([path for path, _ in files], 3), labels)
+
+    return cached_files("tiny_imagenet", "folder", paths, lambda: (pictures_of(train), pictures_of(validation)))
 
 
 _SET = PictureSet(
@@ -95,12 +100,6 @@ def _files(root: Path) -> tuple[list[tuple[Path, int]], list[tuple[Path, int]]]:
         if not files:
             raise DataError(f"{root / name}: no pictures")
     return train, validation
-
-
-def _read_pictures(files: list[tuple[Path, int]]) -> Samples:
-    """Read the samples of (path, label) pairs; raises `DataError` for a picture that is unreadable or of another size."""
-    labels = torch.tensor([label for _, label in files], dtype=torch.long)
-    return Samples(read_files([path for path, _ in files], 3), labels)
 
 
 def _lines(path: Path) -> list[str]:
