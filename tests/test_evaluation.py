@@ -30,7 +30,7 @@ from fedloom.errors import InvalidValue
 from fedloom.local.cohort import Cohort
 from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.objectives.metrics import build_metrics
-from fedloom.report.page import write_report
+from fedloom.report.page import render
 from fedloom.round import Round
 from fedloom.rounds.engine import ClientTask
 from fedloom.rounds.evaluation import SHARE, TRAINING_PASSES, cadence, newcomers_last
@@ -445,7 +445,7 @@ def test_without_global_test_samples_a_run_ends_without_test_figures(
     assert "pool_cosine" in result.history[-1]
     found = json.loads((tmp_path / "result.json").read_text())
     assert (found["rounds"], found["accuracy"], found["best_accuracy"]) == (3, None, None)
-    write_report(tmp_path / "report.html", "no test samples", [result.summary], (0.5,), "fedloom run")
+    assert render("no test samples", [result.summary], (0.5,), "fedloom run")
     for figure in ("accuracy", "best_accuracy"):
         with pytest.raises(InvalidValue, match=r"^the test set of 'small' is empty, so there is no test accuracy$"):
             getattr(result, figure)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedloom.report.ablation import LINES
-from fedloom.report.page import write_report
+from fedloom.report.page import render, write_page
 from fedloom.report.summary import RunSummary
 from report_support import CHROMIUM, Browser, made_up_run
 
@@ -22,7 +22,7 @@ METHODS = ("fedavg", "fedmr", "stages(fedavg:10, fedmr)", "<script>window.broken
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "report.html"
     runs = [made_up_run(name, seed) for name in METHODS for seed in (0, 1)]
-    write_report(path, "Four methods", runs, (0.5, 0.8, 0.99, "loss <= 0.9"))
+    write_page(path, render("Four methods", runs, (0.5, 0.8, 0.99, "loss <= 0.9")))
     return path
 
 
@@ -61,7 +61,7 @@ def test_it_loads_without_a_complaint_or_a_request(
 @pytest.mark.parametrize(("width", "phone"), [(1280, False), (390, True)])
 def test_legends_are_read_to_their_ends(browser: Browser, tmp_path: Path, width: int, phone: bool) -> None:
     path = tmp_path / "ablation.html"
-    write_report(path, "Ablation", [run for share in (0.1, 0.5) for run in told_apart(share)], ())
+    write_page(path, render("Ablation", [run for share in (0.1, 0.5) for run in told_apart(share)], ()))
     browser.open(path, width, phone=phone)
     assert browser.errors == []
     place = "(e => { const r = e.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom]; })"
@@ -177,7 +177,7 @@ def test_it_prints_in_light_colours_with_all_figures(browser: Browser, page: Pat
 
 def test_twenty_runs_of_a_thousand_rounds_stay_light_and_are_drawn(browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "large.html"
-    write_report(path, "Large", [made_up_run(f"method{k}", 0, 1000, 100, 10) for k in range(20)], (0.5, 0.8))
+    write_page(path, render("Large", [made_up_run(f"method{k}", 0, 1000, 100, 10) for k in range(20)], (0.5, 0.8)))
     assert path.stat().st_size < 8_000_000
     browser.open(path)
     assert browser.errors == []

@@ -14,7 +14,7 @@ from plotly.offline import get_plotlyjs
 
 from fedloom.errors import InvalidValue
 from fedloom.objectives import ACCURACY
-from fedloom.report.page import render, write_report
+from fedloom.report.page import render, write_page
 from fedloom.report.sheet import difference_cells, reading, sheet
 from fedloom.report.summary import RunSummary
 from report_support import made_up_run
@@ -122,11 +122,11 @@ def test_targets_and_command_of_the_configuration_stand_in() -> None:
 
 def test_a_run_with_hardly_anything_still_has_a_report(tmp_path: Path) -> None:
     path = tmp_path / "new" / "report.html"
-    write_report(path, "Bare", [RunSummary("fedavg", 0, [{"round": 1, "bytes_down": 1, "bytes_up": 1}])])
+    write_page(path, render("Bare", [RunSummary("fedavg", 0, [{"round": 1, "bytes_down": 1, "bytes_up": 1}])]))
     text = path.read_text(encoding="utf-8")
     assert "<h1>Bare</h1>" in text
     assert [p.name for p in path.parent.iterdir()] == ["report.html"]
-    write_report(path, "No round yet", [RunSummary("fedavg", 0, [])])
+    write_page(path, render("No round yet", [RunSummary("fedavg", 0, [])]))
     assert "No round yet" in path.read_text(encoding="utf-8")
 
 
@@ -147,9 +147,9 @@ def test_the_same_runs_give_the_same_page() -> None:
     assert render("Twice", runs) == render("Twice", runs)
 
 
-def test_a_report_of_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_report_of_nothing_is_refused() -> None:
     with pytest.raises(InvalidValue, match="at least one run"):
-        write_report(tmp_path / "report.html", "Nothing", [])
+        render("Nothing", [])
 
 
 def labels_of(*runs: RunSummary) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def run(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Qu
     from fedloom.experiment.events import RunName
     from fedloom.experiment.run import run_configured, run_directory
     from fedloom.report import summary as figures
-    from fedloom.report.page import write_report
+    from fedloom.report.page import render, write_page
     from fedloom.report.units import byte_text, time_text
 
     configuration = load(file, overrides or [])
@@ -41,7 +41,7 @@ def run(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Qu
         summary = run_configured(configuration, name, watch_or_stop, fresh=fresh)
     page = path / "report.html"
     if fresh or not page.exists():
-        write_report(page, str(name), [summary], configuration.targets, this_command())
+        write_page(page, render(str(name), [summary], configuration.targets, this_command()))
     metric, seconds = summary.metric, figures.seconds(summary)
     scores = {
         f"test {metric.noun}": figures.final(summary),

@@ -23,7 +23,7 @@ from fedloom.experiment.directory import RunDirectory, folder_name, locked, read
 from fedloom.experiment.settings import label
 from fedloom.experiment.trajectories import with_joint_trajectories
 from fedloom.recording.landscape import Landscape
-from fedloom.report.page import ReportOptions, options_of, write_overview, write_report
+from fedloom.report.page import ReportOptions, options_of, render, render_overview, write_page
 from fedloom.report.sheet import Sheet, sheet
 from fedloom.report.summary import RunSummary
 from fedloom.state.digest import digest
@@ -92,13 +92,14 @@ def write_pages(
     settings = [(setting_folder(folder, sheet.setting), sheet, runs) for sheet, runs in sheets if sheet.setting]
     if not settings:
         for sheet, runs in sheets:
-            write_report(folder / PAGE, title, runs, command=command, sheet=sheet)
+            write_page(folder / PAGE, render(title, runs, command=command, sheet=sheet))
         return [folder / PAGE] if sheets else []
     for path, sheet, runs in settings:
-        write_report(path / PAGE, f"{title}, {sheet.setting}", runs, command=command, sheet=sheet)
+        write_page(path / PAGE, render(f"{title}, {sheet.setting}", runs, command=command, sheet=sheet))
     pages = {sheet.setting: f"{path.name}/{PAGE}" for path, sheet, _ in settings}
     runs_by_setting = {sheet.setting: runs for _, sheet, runs in settings}
-    write_overview(folder / PAGE, title, [sheet for _, sheet, _ in settings], runs_by_setting, pages, command)
+    overview = render_overview(title, [sheet for _, sheet, _ in settings], runs_by_setting, pages, command)
+    write_page(folder / PAGE, overview)
     return [folder / PAGE, *(path / PAGE for path, _, _ in settings)]
 
 

@@ -34,7 +34,7 @@ from fedloom.experiment.trackers.tracking import Tracking
 from fedloom.recording.recorder import Recorder, build_recorders, expression
 from fedloom.recording.run_recording import Recording
 from fedloom.report import summary as figures
-from fedloom.report.page import write_report
+from fedloom.report.page import render, write_page
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.clock import Clock
 from fedloom.rounds.engine import Engine
@@ -194,7 +194,7 @@ class Result:
         Args:
             path: The HTML file to write.
         """
-        write_report(Path(path), f"{self.summary.algorithm}, seed {self.summary.seed}", [self.summary])
+        write_page(Path(path), render(f"{self.summary.algorithm}, seed {self.summary.seed}", [self.summary]))
 
 
 def run(

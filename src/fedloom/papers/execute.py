@@ -17,7 +17,7 @@ from fedloom.papers.measure import judged, measured
 from fedloom.papers.paper_data import at_hand, data_of, facts, family
 from fedloom.papers.plan import ReproducePlan
 from fedloom.papers.result_table import CellResult, to_csv, to_latex, to_markdown
-from fedloom.report.page import write_report
+from fedloom.report.page import render, write_page
 from fedloom.report.summary import RunSummary
 from fedloom.state.files import write_text
 from fedloom.task import make_dataset
@@ -122,7 +122,8 @@ def write(
         # The page begins with the section that has the figure; for tables with the usual one.
         opening = "recorded" if any(cell.setting.record for cell in plan.cells) else ""
         opening = "clients" if any(cell.measure.kind == "classes" for cell in plan.cells) else opening
-        write_report(paths[-1], title(plan) + left_out, runs, targets, command, opening=opening, by=judged(plan.cells))
+        page = render(title(plan) + left_out, runs, targets, command, opening=opening, by=judged(plan.cells))
+        write_page(paths[-1], page)
     return paths
 
 

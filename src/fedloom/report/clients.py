@@ -61,11 +61,12 @@ def same_data(runs: Sequence[RunSummary]) -> list[RunSummary]:
     return list({run.algorithm: run for run in reversed(alike)}.values())[::-1]
 
 
-def client_table(runs: Sequence[RunSummary]) -> Table:
-    """Return a table of what each client holds and how well it is served, the worst first; empty where no client is known."""
-    clients, names, several = _clients(runs)
-    unit = ", %" if runs[0].metric.share else ""
-    listed = clients[:LISTED]
+def client_table(runs: Sequence[RunSummary]) -> tuple[str, Table, str]:
+    """Return a table of what each client holds and how well it is served, the worst first, between its title, which names its
+    order, and its caption; both are empty where no client is known."""
+    clients, comparable, metric = worst_first(runs), same_data(runs), runs[0].metric
+    names = list(dict.fromkeys(name for client in clients for name in client.accuracies))
+    listed, several = clients[:LISTED], len(comparable) > 1
     scores = [("Mean", [client.score for client in listed])] if several and names else []
     scores += [(name, [client.accuracies.get(name) for client in listed]) for name in names]
 
@@ -74,46 +75,29 @@ def client_table(runs: Sequence[RunSummary]) -> Table:
 
     columns = [counts("Client", [client.number for client in listed])]
     for name, values in scores:
-        cells = [Cell("", None) if value is None else Cell(runs[0].metric.text(value, 1), value) for value in values]
-        columns.append((Column(f"{name}{unit}", order="ascending"), cells))
+        cells = [Cell("", None) if value is None else Cell(metric.text(value, 1), value) for value in values]
+        columns.append((Column(name + (", %" if metric.share else ""), order="ascending"), cells))
     columns.append(counts("Samples", [sum(client.counts) for client in listed], ","))
-    if any(len(client.counts) > 1 for client in clients):
-        class_names = same_data(runs)[0].class_names
-        labels = [Cell(_labels(client.counts, class_names), None) for client in listed]
+    by_class = any(len(client.counts) > 1 for client in clients)
+    if by_class:
+        labels = [Cell(_labels(client.counts, comparable[0].class_names), None) for client in listed]
         columns.append(counts("Classes", [sum(count > 0 for count in client.counts) for client in listed]))
         columns.append((Column("Most frequent", order=""), labels))
-    return Table.of(columns)
+    title = f"Clients, the {f'worst {metric.noun}' if names else 'fewest samples'} first"
+    return title, Table.of(columns), _caption(comparable, len(clients), by_class, bool(names)) if clients else ""
 
 
-def client_title(runs: Sequence[RunSummary]) -> str:
-    """Return the title of the table, which names its order."""
-    measured = any(client.score is not None for client in worst_first(runs))
-    return f"Clients, the worst {runs[0].metric.noun} first" if measured else "Clients, the fewest samples first"
-
-
-def client_caption(runs: Sequence[RunSummary]) -> str:
-    """Return how to read the table; empty where nothing is known of the clients."""
-    clients, names, several = _clients(runs)
-    if not clients:
-        return ""
-    run = same_data(runs)[0]
+def _caption(comparable: Sequence[RunSummary], clients: int, by_class: bool, measured: bool) -> str:
+    run, models = comparable[0], "the global model and of the model that it would use"
+    if len(comparable) > 1:
+        models = "the model that it would use with each method"
     wrong = f", by the labels given, of which {run.wrong_labels:,} are wrong" if run.wrong_labels else ""
-    by_class = " of each class" if len(clients[0].counts) > 1 else ""
-    text = f"Training samples{by_class}{wrong}; seed {run.seed}."
-    if not names:
-        text += " No accuracies: they need local test data (local_test) and personal_every."
-    elif several:
-        text += f" {run.metric.title} on the client's own test data, of the model that it would use with each method."
+    text = f"Training samples{' of each class' if by_class else ''}{wrong}; seed {run.seed}. "
+    if measured:
+        text += f"{run.metric.title} on the client's own test data, of {models}."
     else:
-        text += f" {run.metric.title} on the client's own test data, of the global model and of the model that it would use."
-    return text + (f" The first {LISTED} of {len(clients):,} clients." if len(clients) > LISTED else "")
-
-
-def _clients(runs: Sequence[RunSummary]) -> tuple[list[Client], list[str], bool]:
-    """Return the clients, what their accuracies are of, and True if these are several methods."""
-    clients = worst_first(runs)
-    names = dict.fromkeys(name for client in clients for name in client.accuracies)
-    return clients, list(names), len(same_data(runs)) > 1
+        text += "No accuracies: they need local test data (local_test) and personal_every."
+    return text + (f" The first {LISTED} of {clients:,} clients." if clients > LISTED else "")
 
 
 def _accuracies(run: RunSummary, several: bool) -> dict[str, dict[int, float]]:

@@ -55,8 +55,12 @@ def setting_curves(by_setting: Mapping[str, Sequence[RunSummary]]) -> list[Repor
     """Draw accuracy by round in each of the first settings, by its label; then the share of wrong labels that was learned."""
     shown = list(by_setting.items())[: LIMIT["settings"]]
     curves = [(label, figure) for label, runs in shown for figure in _curves(runs)[:1]]
-    wrong = [(label, runs) for label, runs in shown if any(run.wrong_labels for run in runs)]
-    curves += [(label, figure) for label, runs in wrong for figure in memorisation_figures(runs)]
+    curves += [
+        (label, figure)
+        for label, runs in shown
+        if any(run.wrong_labels for run in runs)
+        for figure in memorisation_figures(runs)
+    ]
     return [
         replace(figure, name=slug(f"{label}-{figure.name}"), title=f"{label}: {figure.title}")
         for label, figure in curves
@@ -80,10 +84,12 @@ def _seeds(runs: Sequence[RunSummary]) -> list[ReportFigure]:
 def _curves(runs: Sequence[RunSummary]) -> list[ReportFigure]:
     """Draw learning curves of all that was recorded, over each axis that the runs have figures for."""
     usual = measures(runs[0].metric)
-    extra = _further_numbers(runs)[: LIMIT["curves"]]
+    records = [record for run in runs for record in run.records]
+    numbers = {key for record in records for key, value in record.items() if isinstance(value, float)}
+    extra = sorted(numbers - usual.keys())[: LIMIT["curves"]]
     curves: list[ReportFigure] = []
     for measure, (title, caption) in (usual | {name: (title_of(name), "as recorded.") for name in extra}).items():
-        if not any(measure in record for run in runs for record in run.records):
+        if not any(measure in record for record in records):
             continue
         drawn = {x: learning_curves(runs, measure, x) for x in AXES}
         if variants := {x: figure for x, figure in drawn.items() if figure.data}:
@@ -92,13 +98,6 @@ def _curves(runs: Sequence[RunSummary]) -> list[ReportFigure]:
             name = f"curve-{measure}" if measure in usual else f"other-{measure}"
             curves.append(ReportFigure(slug(name), title, caption, variants, "x"))
     return curves
-
-
-def _further_numbers(runs: Sequence[RunSummary]) -> list[str]:
-    """Return the names of further numbers in the records."""
-    records = [record for run in runs for record in run.records]
-    numbers = {key for record in records for key, value in record.items() if isinstance(value, float)}
-    return sorted(numbers - measures(runs[0].metric).keys())
 
 
 def _costs(runs: Sequence[RunSummary]) -> list[ReportFigure]:

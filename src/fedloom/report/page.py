@@ -24,7 +24,7 @@ from plotly.offline import get_plotlyjs
 from fedloom.errors import InvalidValue
 from fedloom.objectives import Metric
 from fedloom.report.cells import Table, score_cell, target_text
-from fedloom.report.clients import client_caption, client_table, client_title
+from fedloom.report.clients import client_table
 from fedloom.report.contents import effect_figures, report_figures, setting_curves
 from fedloom.report.curves import AXES, POINTS
 from fedloom.report.figures import ReportFigure, styles
@@ -89,8 +89,13 @@ def options_of(path: Path) -> ReportOptions | None:
         return None  # a page of something else
 
 
-def write_report(
-    path: Path,
+def write_page(path: Path, page: str) -> None:
+    """Write a page to `path`, atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, page)
+
+
+def render(
     title: str,
     runs: Sequence[RunSummary],
     targets: Sequence[TargetValue] | None = None,
@@ -98,11 +103,10 @@ def write_report(
     sheet: Sheet | None = None,
     opening: str = "",
     by: Criterion | None = None,
-) -> None:
-    """Write the report of `runs` (one run, or methods x seeds on the same task) to `path`, atomically.
+) -> str:
+    """Return the report of `runs` (one run, or methods x seeds on the same task) as a page.
 
     Args:
-        path: The page.
         title: Its title.
         runs: The runs, at least one.
         targets: Accuracies in (0, 1], or limits such as `loss <= 0.2`, whose rounds and bytes the table shows; by default those
@@ -115,28 +119,12 @@ def write_report(
     Raises:
         InvalidValue: Without runs, or for a target that is none (`Target.of`).
     """
-    text = render(title, runs, targets, command, sheet, opening, by)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, text)
-
-
-def render(
-    title: str,
-    runs: Sequence[RunSummary],
-    targets: Sequence[TargetValue] | None = None,
-    command: str = "",
-    sheet: Sheet | None = None,
-    opening: str = "",
-    by: Criterion | None = None,
-) -> str:
-    """Return the page as text; see `write_report`."""
     if not runs:
         raise InvalidValue("a report needs at least one run")
     settings = runs[0].configuration
     if sheet is None:
         sheet = sheet_of(runs, list(settings.get("targets", ()) if targets is None else targets))
     sections = report_figures(runs, by or sheet.criterion)
-    options = ReportOptions.of(title, sheet, command or str(settings.get("command", "")))
     thinned = (
         f"Long curves are drawn with about {POINTS} of their points: the lowest and the highest of each of equal stretches. "
         "Tables use every round."
@@ -144,7 +132,7 @@ def render(
     axes = [x for x in AXES if any(x in figure.variants for figure in sections["curves"])]
     return _page(
         "report.html",
-        options,
+        ReportOptions.of(title, sheet, command or str(settings.get("command", ""))),
         runs,
         [figure for figures in sections.values() for figure in figures],
         tiles=_result_tiles(runs, sheet),
@@ -160,32 +148,28 @@ def render(
         axes={x: x.capitalize() + "s" * (x == "round") for x in axes},
         thinned=thinned if max(len(run.records) for run in runs) > POINTS else "",
         label_choices={name: name for figure in sections["clients"] for name in figure.variants},
-        client_title=client_title(runs),
-        client_table=client_table(runs),
-        client_caption=client_caption(runs),
+        **dict(zip(("client_title", "client_table", "client_caption"), client_table(runs), strict=True)),
     )
 
 
-def write_overview(
-    path: Path,
+def render_overview(
     title: str,
     sheets: Sequence[Sheet],
     by_setting: Mapping[str, Sequence[RunSummary]],
     pages: Mapping[str, str],
     command: str,
-) -> None:
-    """Write the page over all settings to `path`, atomically.
+) -> str:
+    """Return the page over all settings.
 
     `sheets` are the settings, at least one, `by_setting` the runs of each by its label, `pages` the report of each likewise, as a
-    path relative to the folder of `path`.
+    path relative to the folder of this page.
     """
     runs = [run for group in by_setting.values() for run in group]
     curves = setting_curves(by_setting)
     rows = [row for sheet in sheets for row in sheet.rows]
     counts = (("Settings", len(sheets)), ("Methods", len({row.algorithm for row in rows})))
     drawn = effect_figures(runs, sheets[0].criterion)
-    shown = f"{_spread({row.seeds for row in rows})}{caption(sheets)}"
-    text = _page(
+    return _page(
         "overview.html",
         ReportOptions.of(title, sheets[0], command),
         runs,
@@ -193,12 +177,10 @@ def write_overview(
         curves=curves,
         tiles=[*((name, str(count), "") for name, count in counts), *_cost_tiles(len(runs), rows)],
         table=overall(sheets),
-        captions=[shown, *reading(sheets)],
+        captions=[f"{_spread(rows)}{caption(sheets)}", *reading(sheets)],
         pages=[(sheet.setting, pages[sheet.setting], faults_in(sheet)) for sheet in sheets],
         figures=drawn,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, text)
 
 
 @cache
@@ -213,7 +195,8 @@ def templates() -> Environment:
     )
     environment.globals |= {"asset": _asset}
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}  # without sorting the keys
-    environment.filters |= {"breakable": _breakable, "nobreak": _unbroken, "lines": _lines}
+    environment.filters |= {"breakable": _breakable, "lines": _lines}
+    environment.filters["nobreak"] = lambda text: text.replace(" ", NO_BREAK)
     return environment
 
 
@@ -222,14 +205,20 @@ def _page(
 ) -> str:
     return templates().get_template(template).render(
         options=dataclasses.asdict(options),
-        lead=_lead(_common([run.configuration for run in runs])),
+        lead=_lead([dotted(run.configuration) for run in runs]),
         unfinished=_unfinished(runs),
         notices=_notices(runs),
         looks=styles(runs),
         faults=_faults(runs),
         configuration=_facts([run.configuration for run in runs], {"algorithm", "seed", "command", "targets"}),
         environment=_facts([run.environment for run in runs], {"command"}),
-        drawn={figure.name: {"choice": figure.choice, "variants": _plain(figure)} for figure in drawn},
+        drawn={
+            figure.name: {
+                "choice": figure.choice,
+                "variants": {value: json.loads(variant.to_json()) for value, variant in figure.variants.items()},
+            }
+            for figure in drawn
+        },
         plotly=Markup(get_plotlyjs()),
         **contents,
     )  # fmt: skip
@@ -245,11 +234,6 @@ def _breakable(text: str) -> Markup:
     return Markup(re.sub(r"([_(=]|\.(?!\d))", r"\1<wbr>", str(escape(text))))
 
 
-def _unbroken(text: str) -> str:
-    """Return text that stays on one line."""
-    return text.replace(" ", NO_BREAK)
-
-
 def _lines(text: str) -> Markup:
     """Return a title with its line breaks, in which signs stay with their numbers."""
     return Markup("<br>").join(_with_signs(text).splitlines())
@@ -258,10 +242,6 @@ def _lines(text: str) -> Markup:
 def _with_signs(text: str) -> str:
     """Return text with `80 %` and `≤ 0.2` on one line each."""
     return re.sub(r"([≤≥]) ", rf"\1{NO_BREAK}", text.replace(" %", f"{NO_BREAK}%"))
-
-
-def _plain(figure: ReportFigure) -> dict[str, Any]:
-    return {value: json.loads(variant.to_json()) for value, variant in figure.variants.items()}
 
 
 def _result_tiles(runs: Sequence[RunSummary], sheet: Sheet) -> list[Tile]:
@@ -290,18 +270,17 @@ def _result_tiles(runs: Sequence[RunSummary], sheet: Sheet) -> list[Tile]:
             methods = [row.algorithm for spread, row in reached if spread.mean == fewest.mean]
             rounds = f"{fewest.mean:.1f}" if fewest.count > 1 else f"{fewest.mean:.0f}"
             title = _with_signs(f"Fewest rounds to {target_text(sheet.metric, target)}")
-            tiles.append((title, rounds, _listed(methods, 2, ", ") if several else ""))
+            tiles.append((title, rounds, _listed(methods, 2) if several else ""))
     return tiles + _cost_tiles(len(runs), rows)
 
 
 def _level(sheet: Sheet, measure: str, highest: str, metric: Metric) -> str:
     """Return the method with the best mean, and those that are not shown to differ from it."""
     word = "higher" if metric.higher_is_better else "lower"
-    level = {"equal": "equal", "not significant": f"not significantly {word} than"}
     texts = [highest]
-    for verdict, text in level.items():
-        tests = [test for test in sheet.tests[measure] if test.other == highest and test.verdict == verdict]
-        texts += [f"{text}: {_listed([test.method for test in tests], 2, ', ')}"] if tests else []
+    for verdict, text in (("equal", "equal"), ("not significant", f"not significantly {word} than")):
+        methods = [test.method for test in sheet.tests[measure] if (test.other, test.verdict) == (highest, verdict)]
+        texts += [f"{text}: {_listed(methods, 2)}"] if methods else []
     return "; ".join(texts)
 
 
@@ -321,25 +300,21 @@ def _score(spread: Spread, metric: Metric) -> str:
 
 def _worth_showing(table: Table) -> Table:
     """Return the table without uninformative columns: seeds and rounds that all methods share, faults of none."""
-    silent = {
-        k
-        for k, column in enumerate(table.columns)
-        if (column.title in ("Seeds", "Rounds") and len({line[k].text for line in table.lines}) == 1)
-        or (column.title == "Faults" and all(line[k].text == "0" for line in table.lines))
-    }
-    return table.select([k for k in range(len(table.columns)) if k not in silent])
+    texts = [{line[k].text for line in table.lines} for k in range(len(table.columns))]
+    uninformative = {"Seeds": len(texts[1]) == 1, "Rounds": len(texts[2]) == 1, "Faults": texts[-1] == {"0"}}
+    return table.select([k for k, column in enumerate(table.columns) if not uninformative.get(column.title)])
 
 
-def _spread(seeds: set[int]) -> str:
-    counts = " to ".join(str(count) for count in sorted({min(seeds), max(seeds)}))
-    return "" if seeds == {1} else f"Mean ± standard deviation over {counts} seeds. "
+def _spread(rows: Sequence[Row]) -> str:
+    counts = sorted({choose(row.seeds for row in rows) for choose in (min, max)})
+    return "" if counts == [1] else f"Mean ± standard deviation over {' to '.join(map(str, counts))} seeds. "
 
 
 def _explained(sheet: Sheet) -> list[str]:
     """Return captions that explain the figures of the comparison."""
     rows = sheet.rows
     captions = [
-        f"{_spread({row.seeds for row in rows})}{sheet.metric.title} on the test set: final after the last round, best of any "
+        f"{_spread(rows)}{sheet.metric.title} on the test set: final after the last round, best of any "
         f"evaluation (selected on the test data), mean of the last {sheet.last} evaluations."
     ]
     if any(row.personal is not None for row in rows):
@@ -358,14 +333,10 @@ def _explained(sheet: Sheet) -> list[str]:
     return captions
 
 
-def _common(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the keys whose value all of these tables share."""
-    flat = [dotted(table) for table in tables]
-    return {key: value for key, value in flat[0].items() if all(table.get(key) == value for table in flat)}
-
-
-def _lead(shared: Mapping[str, Any]) -> list[str]:
-    """Return the task in a few words, from the keys of the configuration that are there."""
+def _lead(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the task in a few words, from the keys that all configurations share."""
+    first, *others = configurations
+    shared = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
     clients, share = shared.get("data.clients", shared.get("clients")), shared.get("participation")
     words = [
         shared.get("data.name", shared.get("data")),
@@ -391,7 +362,7 @@ def _unfinished(runs: Sequence[RunSummary]) -> str:
     if not short:
         return ""
     return (
-        f"Not all runs have {f'{most} rounds' if alike else 'all their rounds'}: {_listed(short, 8, ', ')}. "
+        f"Not all runs have {f'{most} rounds' if alike else 'all their rounds'}: {_listed(short, 8)}. "
         "The figures below are of the rounds they have; a mean curve ends where its shortest run ends."
     )
 
@@ -403,7 +374,7 @@ def _notices(runs: Sequence[RunSummary]) -> list[str]:
         for timing in run.timings:
             for text in timing.get("notices", ()):
                 rounds.setdefault((run.algorithm, text), []).append(f"seed {run.seed} in round {timing['round']}")
-    notices = [f"{method} ({_listed(numbers, 6, ', ')}): {text}" for (method, text), numbers in rounds.items()]
+    notices = [f"{method} ({_listed(numbers, 6)}): {text}" for (method, text), numbers in rounds.items()]
     private = [run.algorithm for run in runs if re.search(r"\bprivate\(", str(run.configuration.get("algorithm", "")))]
     return notices + [f"{method}: {PRIVATE}" for method in dict.fromkeys(private)]
 
@@ -419,7 +390,7 @@ def _faults(runs: Sequence[RunSummary]) -> dict[str, Any]:
         clients = Counter(client for _, client in cases).most_common()
         names = [f"{client} ({times}×)" if times > 1 else str(client) for client, times in clients]
         span = " to ".join(map(str, sorted({min(cases)[0], max(cases)[0]})))
-        lines.append((method, reason, str(len(cases)), _listed(names, 6, ", "), span))
+        lines.append((method, reason, str(len(cases)), _listed(names, 6), span))
     return {"lines": lines, "unlisted": max(0, len(by_reason) - FAULTS)}
 
 
@@ -433,9 +404,9 @@ def _facts(tables: Sequence[Mapping[str, Any]], without: set[str]) -> dict[str, 
     return {key: _listed(list(texts), 5, "; ") for key, texts in values.items()}
 
 
-def _listed(texts: Sequence[str], most: int, separator: str) -> str:
-    comma = separator.rstrip() if separator == "; " else ""
-    return separator.join(texts[:most]) + (f"{comma} and {len(texts) - most} more" if len(texts) > most else "")
+def _listed(texts: Sequence[str], most: int, separator: str = ", ") -> str:
+    more = f"{separator.strip(', ')} and {len(texts) - most} more" if len(texts) > most else ""
+    return separator.join(texts[:most]) + more
 
 
 def _text(value: Any) -> str:

@@ -24,7 +24,7 @@ from fedloom.experiment.directory import SITES
 from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.run import run_configured
 from fedloom.flat.population import capped
-from fedloom.report.page import write_report
+from fedloom.report.page import render, write_page
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.evaluation import newcomers_last
 from fedloom.sites.agreement import Deployment, deployment, description, layout_digest
@@ -69,7 +69,7 @@ def serve(grid: Grid, run_config: Mapping[str, Any], pause: float = PAUSE) -> Ru
         configuration, name, _log_event, make_task=gathering.task, path=settings.output, engine=gathering.engine
     )
     page = settings.output / "report.html"
-    write_report(page, str(name), [summary], configuration.targets)
+    write_page(page, render(str(name), [summary], configuration.targets))
     folder = settings.output.resolve()
     _logger.info("the run is in %s: model.safetensors, metrics.jsonl, result.json, report.html", folder)
     return summary
