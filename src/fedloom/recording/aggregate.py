@@ -10,16 +10,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm
 from fedloom.config.fields import Count
-from fedloom.recording.recorder import (
-    ClientExchange,
-    Measurement,
-    Recorder,
-    RunContext,
-    Series,
-    Tensors,
-    recorders,
-    rounds_of,
-)
+from fedloom.recording.recorder import ClientExchange, Measurement, Recorder, RunContext, Series, Tensors, recorders
 
 
 @recorders.register("aggregate")
@@ -58,8 +49,9 @@ class Aggregate(Recorder):
             measure: [[dict(zip(value["slots"], value[measure], strict=True)).get(slot) for _, value in series] for slot in slots]
             for measure in _measures(context)
         }  # fmt: skip
-        aggregated = {measure: [value["global"][measure] for _, value in series] for measure in _measures(context)}
-        return {"rounds": rounds_of(series), "slots": slots, "models": models, "global": aggregated}
+        rounds, values = zip(*series, strict=True)
+        aggregated = {measure: [value["global"][measure] for value in values] for measure in _measures(context)}
+        return {"rounds": list(rounds), "slots": slots, "models": models, "global": aggregated}
 
 
 def _measures(context: RunContext) -> tuple[str, ...]:

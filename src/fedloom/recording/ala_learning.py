@@ -12,7 +12,7 @@ from fedloom.algorithm import Algorithm
 from fedloom.algorithms.ala import Ala, Blend
 from fedloom.config.fields import NonNegativeInt
 from fedloom.local.cohort import Cohort
-from fedloom.recording.recorder import Recorder, RunContext, Series, Tensors, recorders, rounds_of
+from fedloom.recording.recorder import Recorder, RunContext, Series, Tensors, recorders
 
 
 @recorders.register("ala")
@@ -56,4 +56,5 @@ class AlaLearning(Recorder):
         return lambda number: learned.pop(number, None)
 
     def result(self, series: Series, tensors: Tensors, context: RunContext) -> dict[str, Any]:
-        return {"client": self.client, "rounds": rounds_of(series), "losses": [value for _, value in series]}
+        rounds, losses = map(list, zip(*series, strict=True))
+        return {"client": self.client, "rounds": rounds, "losses": losses}

@@ -13,16 +13,7 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm
 from fedloom.config.fields import Count
 from fedloom.errors import InvalidValue
-from fedloom.recording.recorder import (
-    ClientExchange,
-    Measurement,
-    Recorder,
-    RunContext,
-    Series,
-    Tensors,
-    recorders,
-    rounds_of,
-)
+from fedloom.recording.recorder import ClientExchange, Measurement, Recorder, RunContext, Series, Tensors, recorders
 
 CURVES = ("right", "memorised", "corrected")
 
@@ -61,5 +52,8 @@ class Memorisation(Recorder):
 
     def result(self, series: Series, tensors: Tensors, context: RunContext) -> dict[str, Any]:
         """Return the numbers of `samples` with right and with wrong labels, and the curves that have samples."""
-        curves = {name: [value[name] for _, value in series] for name in CURVES if series[0][1][name] is not None}
-        return {"rounds": rounds_of(series), "samples": series[0][1]["samples"], **curves}
+        first, curves = series[0][1], super().result(series, tensors, context)
+        return {
+            **{name: values for name, values in curves.items() if first.get(name, 0) is not None},
+            "samples": first["samples"],
+        }

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FLAT = 1e-6
-"""A second component whose singular value is below this share of the first is rounding, not a direction."""
+FLAT = 1e-6  # a second component whose singular value is below this share of the first is rounding, not a direction
 
 
 class Plane(NamedTuple):

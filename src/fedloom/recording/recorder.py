@@ -60,10 +60,7 @@ class RunContext:
 
 @dataclass(frozen=True)
 class ClientExchange:
-    """The models `[P]` and integer buffers (if any) that a client received and uploaded in a round.
-
-    `slot` is its index among the round's selected clients.
-    """
+    """The models `[P]` and integer buffers (if any) that a client, the round's `slot`-th, received and uploaded."""
 
     slot: int
     client: int
@@ -131,23 +128,17 @@ class Recorder:
     def result(self, series: Series, tensors: Tensors, context: RunContext) -> dict[str, Any]:
         """Return all measurements as reports draw them: by default the rounds and, by name, the values of each."""
         names = series[0][1]
-        return {"rounds": rounds_of(series), **{name: [value[name] for _, value in series] for name in names}}
+        return {
+            "rounds": [number for number, _ in series],
+            **{name: [value[name] for _, value in series] for name in names},
+        }
 
 
 recorders: Registry[type[Recorder]] = Registry("recorder", "fedloom.recording")
 
 
-def rounds_of(series: Series) -> list[int]:
-    """Return the measured rounds."""
-    return [number for number, _ in series]
-
-
 def build_recorders(expressions: Sequence[str]) -> list[Recorder]:
-    """Return the recorders of expressions such as `objective(every=10)` or `ala(client=8)`.
-
-    Raises:
-        UnknownName, InvalidValue: For whatever does not fit, and for two that would record the same.
-    """
+    """Return the recorders of expressions such as `ala(client=8)`. Raises `InvalidValue` for two that would record the same."""
     built: list[Recorder] = []
     for text in expressions:
         recorder: Recorder = recorders.build(text)

@@ -110,21 +110,17 @@ class Recording:
         self._pending = {}
         for recorder in self.recorders:
             reported = self._hooks[recorder.name](round.number) if recorder.name in self._hooks else None
-            measurement = recorder.measure(round.number, exchanges, self._context) if reported is None else None
-            if reported is not None:
-                measurement = Measurement(reported)
-            if measurement is not None:
+            measurement = recorder.measure(round.number, exchanges, self._context)
+            if measurement := measurement if reported is None else Measurement(reported):
                 self._pending[recorder.name] = measurement
 
     def commit(self, number: int) -> None:
         """Store the measurements of a round that has succeeded, models before the line that refers to them."""
         method, integers = self._federation.algorithm, self._federation.integers
         values = {
-            recorder.name: _plain(
-                recorder.complete(self._pending[recorder.name].value, method, integers, self._context)
-            )
+            recorder.name: _plain(recorder.complete(pending.value, method, integers, self._context))
             for recorder in self.recorders
-            if recorder.name in self._pending
+            if (pending := self._pending.get(recorder.name)) is not None
         }
         tensors = {f"{name}/{key}": t for name, pending in self._pending.items() for key, t in pending.tensors.items()}
         line = {"round": number, "kept": bool(tensors), "values": values}

@@ -12,19 +12,9 @@ from torch import Tensor
 from fedloom.config.fields import Count, NonNegativeInt, require_at_least
 from fedloom.errors import InvalidValue
 from fedloom.recording.plane import Plane, principal_plane
-from fedloom.recording.recorder import (
-    ClientExchange,
-    Measurement,
-    Recorder,
-    RunContext,
-    Series,
-    Tensors,
-    recorders,
-    rounds_of,
-)
+from fedloom.recording.recorder import ClientExchange, Measurement, Recorder, RunContext, Series, Tensors, recorders
 
-MARGIN = 0.2
-"""Width of the surface beyond the path on each side, as a share of the path's extent."""
+MARGIN = 0.2  # width of the surface beyond the path on each side, as a share of the path's extent
 
 
 @recorders.register("trajectory")
@@ -68,22 +58,19 @@ class Trajectory(Recorder):
             return None
         loss, samples = context.training_loss(exchange.uploaded, client, exchange.uploaded_integers)
         tensors = {"model": exchange.uploaded, "integers": exchange.uploaded_integers}
-        return Measurement(
-            loss / samples, {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
-        )
+        copies = {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
+        return Measurement(loss / samples, copies)
 
     def result(self, series: Series, tensors: Tensors, context: RunContext) -> dict[str, Any]:
-        numbers = rounds_of(series)
-        losses = {"client": self.client, "rounds": numbers, "losses": [value for _, value in series]}
+        numbers, values = map(list, zip(*series, strict=True))
+        losses = {"client": self.client, "rounds": numbers, "losses": values}
         rows = torch.stack([tensors[number]["model"] for number in numbers])
         plane = principal_plane(rows[:, : context.task.layout.trainable].cpu())
         if plane is None:
             return losses
         buffers, integers = rows.double().mean(0).to(rows), tensors[numbers[-1]].get("integers")
-        return losses | {
-            "points": plane.points.tolist(),
-            **surroundings(plane, self.grid, buffers, integers, self.client, context),
-        }
+        surface = surroundings(plane, self.grid, buffers, integers, self.client, context)
+        return {**losses, "points": plane.points.tolist(), **surface}
 
 
 def surroundings(
@@ -94,7 +81,10 @@ def surroundings(
     `surface` has a line for each y, from the lowest up; the buffers are those of `model [P]`.
     """
     index, trainable = context.client(client), context.task.layout.trainable
-    x, y = (_ticks(plane.points[:, axis], grid) for axis in (0, 1))
+    low, high = plane.points.amin(0), plane.points.amax(0)
+    margin = MARGIN * (high - low)
+    low, high = low - margin, high + margin
+    x, y = (torch.linspace(float(low[k]), float(high[k]), grid, dtype=torch.float64).tolist() for k in (0, 1))
     row = model.clone()
 
     def loss_at(a: float, b: float) -> float:
@@ -104,10 +94,3 @@ def surroundings(
 
     surface = [[loss_at(a, b) for a in x] for b in y]
     return {"explained": plane.explained.tolist(), "x": x, "y": y, "surface": surface}
-
-
-def _ticks(values: Tensor, count: int) -> list[float]:
-    """Return `count` evenly spaced coordinates that reach beyond the values on both sides."""
-    low, high = float(values.min()), float(values.max())
-    margin = MARGIN * (high - low)
-    return torch.linspace(low - margin, high + margin, count, dtype=torch.float64).tolist()

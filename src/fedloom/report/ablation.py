@@ -16,20 +16,14 @@ from fedloom.report.figures import COLOURS, SHARES, Style, framed, wrapped
 from fedloom.report.sheet import Criterion
 from fedloom.report.summary import RunSummary, Spread, dotted
 
-LINES = 8
-"""Lines of one figure at most."""
+LINES = 8  # of one figure at most
+NAME = 34  # letters of a line's name on one line, so that a legend fits the screen of a phone
 
-NAME = 34
-"""Letters of a line's name on one line, so that a legend fits the screen of a phone."""
+METHOD = "method"  # the feature that names a run's method without its parameters
+STAGE = "last round of "  # begins the feature that says when a stage ends; the method's name follows
 
-METHOD = "method"
-"""The feature that names a run's method without its parameters."""
-
-STAGE = "last round of "
-"""Prefix of the feature that says when a stage ends; the method's name follows."""
-
+# Keys of a configuration that are no settings, or that change nothing that is measured.
 _IGNORED = ("algorithm", "seed", "command", "targets", "record", "engine", "name", "directory")
-"""Keys of a configuration that are no settings, or that change nothing that is measured."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +37,8 @@ class AblationLine:
 
 @dataclass(frozen=True)
 class Ablation:
-    """Accuracies over the values of one parameter, a line for each combination of the others.
-
-    `name` is the parameter: a configuration key (`data.partition`) or a method's (`fraction of fedmr`); `title` names the
-    criterion that gives the accuracies.
-    """
+    """Accuracies by the criterion `title` over the values of one parameter, a line for each combination of the others: `name` is
+    a configuration key (`data.partition`) or a method's parameter (`fraction of fedmr`)."""
 
     name: str
     title: str
@@ -97,12 +88,13 @@ def ablation_figure(ablation: Ablation, looks: Mapping[str, Style]) -> go.Figure
     """
     methods = [line.method for line in ablation.lines]
     by_method = None not in methods and len(set(methods)) == len(methods)
+    form = ".2%" if ablation.share else ".4~g"
     traces: list[go.Scatter | go.Bar] = []
     for k, line in enumerate(ablation.lines[:LINES]):
-        style = looks[line.method] if by_method and line.method else Style(COLOURS[k % len(COLOURS)], "solid")
-        name = wrapped(line.method if by_method and line.method else line.label, NAME)
-        form = ".2%" if ablation.share else ".4~g"
-        traces.append(_trace(line, name, style, ablation.numeric, line.method if by_method else None, form))
+        method = line.method if by_method else None
+        style = looks[method] if method else Style(COLOURS[k % len(COLOURS)], "solid")
+        trace = _trace(line.spreads, style, ablation.numeric, form)
+        traces.append(trace.update(name=wrapped(method or line.label, NAME), legendgroup=method))
     values = sorted(ablation.values) if ablation.numeric else []
     wide = bool(values) and values[0] > 0 and values[-1] / values[0] >= 20
     kind = "category" if not values else "log" if wide else "linear"
@@ -126,24 +118,19 @@ def ablation_figure(ablation: Ablation, looks: Mapping[str, Style]) -> go.Figure
     )
 
 
-def _trace(
-    line: AblationLine, name: str, style: Style, numeric: bool, group: str | None, form: str
-) -> go.Scatter | go.Bar:
-    spreads = list(line.spreads.values())
-    several = any(spread.count > 1 for spread in spreads)
-    error = {"type": "data", "array": [spread.std for spread in spreads], "visible": several}
+def _trace(by_value: Mapping[Any, Spread], style: Style, numeric: bool, form: str) -> go.Scatter | go.Bar:
+    spreads = list(by_value.values())
+    error = {"array": [spread.std for spread in spreads], "visible": any(spread.count > 1 for spread in spreads)}
     common: dict[str, Any] = {
         "y": [spread.mean for spread in spreads],
-        "error_y": {**error, "thickness": 1.5, "width": 4},
-        "name": name,
-        "legendgroup": group,
+        "error_y": {"type": "data", **error, "thickness": 1.5, "width": 4},
         "customdata": [spread.count for spread in spreads],
         "hovertemplate": f"%{{x}}: %{{y:{form}}}, %{{customdata}} seeds<extra>%{{fullData.name}}</extra>",
     }
     if not numeric:
-        return go.Bar(x=[wrapped(_text(value)) for value in line.spreads], marker={"color": style.colour}, **common)
+        return go.Bar(x=[wrapped(_text(value)) for value in by_value], marker={"color": style.colour}, **common)
     stroke = {"color": style.colour, "width": 2, "dash": style.dash}
-    return go.Scatter(x=list(line.spreads), mode="lines+markers", line=stroke, marker={"size": 8}, **common)
+    return go.Scatter(x=list(by_value), mode="lines+markers", line=stroke, marker={"size": 8}, **common)
 
 
 def _lines(name: str, varying: Sequence[str], trained: Sequence[_Trained]) -> list[AblationLine]:
@@ -160,11 +147,8 @@ def _lines(name: str, varying: Sequence[str], trained: Sequence[_Trained]) -> li
         shared = {(feature, value) for feature, value in shared if feature != METHOD}
     lines = []
     for group, line in groups.items():
-        label = [
-            value if feature == METHOD else f"{feature}={value}"
-            for feature, value in group
-            if (feature, value) not in shared
-        ]
+        differing = [(feature, value) for feature, value in group if (feature, value) not in shared]
+        label = [value if feature == METHOD else f"{feature}={value}" for feature, value in differing]
         values = sorted(line) if all(isinstance(value, int | float) for value in line) else list(line)
         spreads = {value: spread for value in values if (spread := Spread.of([run.accuracy for run in line[value]]))}
         methods = {run.run.algorithm for members in line.values() for run in members}
@@ -175,13 +159,12 @@ def _lines(name: str, varying: Sequence[str], trained: Sequence[_Trained]) -> li
 def _trained(runs: Sequence[RunSummary], by: Criterion) -> Iterator[_Trained]:
     """Yield each run with an accuracy; one that also takes the place of a run without a first stage comes twice."""
     calls = [_call(run) for run in runs]
-    staged = {str(call.positional[1]): call for call in calls if _two_staged(call)}
+    two_staged = [call for call in calls if call.name == "stages" and len(call.positional) == 2]
+    staged = {str(call.positional[1]): call for call in two_staged if {*map(type, call.positional)} == {Call}}
     for run, call in zip(runs, calls, strict=True):
         if (accuracy := by.of(run)) is None:
             continue
-        settings = {
-            key: value for key, value in dotted(run.configuration).items() if key.partition(".")[0] not in _IGNORED
-        }
+        settings = dotted({key: value for key, value in run.configuration.items() if key not in _IGNORED})
         yield _Trained(settings | _parameters(call), run, accuracy)
         if (like := staged.get(str(call))) is not None:
             stage = like.positional[0]
@@ -190,16 +173,11 @@ def _trained(runs: Sequence[RunSummary], by: Criterion) -> Iterator[_Trained]:
 
 
 def _call(run: RunSummary) -> Call:
-    """Return the run's method as its configuration resolves it; a name that is no expression stands for itself."""
+    """Return the run's method as its configuration gives it; a name that is no expression stands for itself."""
     try:
         return parse(str(run.configuration.get("algorithm", run.algorithm)))
     except FedloomError:
         return Call(run.algorithm)
-
-
-def _two_staged(call: Call) -> bool:
-    stages = call.positional
-    return call.name == "stages" and len(stages) == 2 and all(isinstance(stage, Call) for stage in stages)
 
 
 def _parameters(call: Call) -> dict[str, Any]:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fedloom.objectives import ACCURACY, Metric
 from fedloom.report.summary import LAST, Reach, Row, Spread, Target, TargetValue
 from fedloom.report.units import byte_text, percent, time_text
 
-NEVER = "*"
-"""Stands where a target was never reached."""
-
-SOME = "†"
-"""Follows, in brief, the mean of the seeds that reached a target where others did not."""
+NEVER = "*"  # stands where a target was never reached
+SOME = "†"  # follows, in brief, the mean of the seeds that reached a target where others did not
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The text to show and the value to sort by (None sorts last); `partial` when some seeds are missing from the value, `brief`
-    the text for a narrow terminal where that is shorter."""
+    """The text to show (in `brief` on a narrow terminal) and the value to sort by (None: last); `partial` without some seeds."""
 
     text: str
     value: float | str | None
@@ -87,12 +83,7 @@ def comparison(
     """Return rows of `summarise` as a table for people: per cent, bytes in decimal units, seconds; mean ± std over seeds.
 
     The rounds to a target carry their speed-up over the first method, `1.8×`, where every seed of both reached it, and
-    how many seeds did where not all. There are columns about the clients' own test data where these were measured.
-
-    Args:
-        rows: A line for each method.
-        marks: Texts to put behind the accuracies, by measure (`MEASURES`) and method.
-        evaluations: Number of evaluations in the mean of the last, for the title of its column.
+    how many seeds did where not all. `marks` go behind the accuracies, by measure and method.
     """
     metric, reaches = (rows[0].metric, rows[0].reaches) if rows else (ACCURACY, ())
     unit, in_percent = metric.unit, ", %" if metric.share else ""
@@ -127,12 +118,11 @@ def comparison(
     filled += [*to_targets("Rounds", "", _rounds_to), *to_targets("Bytes", "B ", _bytes_to)]
     if any(row.timed for row in rows):
         filled += to_targets("Seconds", "s ", _seconds_to)
+    epsilon, simulated = Column("Epsilon", order="ascending"), Column("Simulated time", brief="Sim. time")
     if any(row.epsilon is not None for row in rows):
-        filled.append((Column("Epsilon", order="ascending"), [_mean(row.epsilon, "{:.3g}".format) for row in rows]))
+        filled.append((epsilon, [_mean(row.epsilon, "{:.3g}".format) for row in rows]))
     if any(row.simulated is not None for row in rows):
-        filled.append(
-            (Column("Simulated time", brief="Sim. time"), [_mean(row.simulated, time_text, _clock) for row in rows])
-        )
+        filled.append((simulated, [_mean(row.simulated, time_text, _clock) for row in rows]))
     filled += [
         (Column("Bytes down", brief="Down"), [_mean(row.bytes_down, byte_text) for row in rows]),
         (Column("Bytes up", brief="Up"), [_mean(row.bytes_up, byte_text) for row in rows]),
@@ -145,11 +135,9 @@ def comparison(
 def halves(table: Table) -> tuple[Table, Table]:
     """Split a comparison into two tables that fit a page: accuracies, and what they cost. Seeds and rounds, which a caption says,
     are left out, and so are faults of none."""
-    titles = [column.title for column in table.columns]
     accuracy = [k for k, column in enumerate(table.columns) if column.score]
-    faultless = all(line[titles.index("Faults")].text == "0" for line in table.lines)
-    silent = {"Method", "Seeds", "Rounds", *(["Faults"] if faultless else [])}
-    cost = [k for k, title in enumerate(titles) if k not in accuracy and title not in silent]
+    last = len(table.columns) - all(line[-1].text == "0" for line in table.lines)  # faults
+    cost = [k for k in range(3, last) if k not in accuracy]
     return table.select([0, *accuracy]), table.select([0, *cost])
 
 
@@ -192,19 +180,17 @@ def _rounds_to(reach: Reach, baseline: Reach) -> Cell:
 
 
 def _bytes_to(reach: Reach, baseline: Reach) -> Cell:
-    if reach.bytes is None:
-        return _unreached(reach)
-    cell, partial = _mean(reach.bytes, byte_text), reach.reached < reach.seeds
-    return replace(cell, partial=partial, brief=cell.text + SOME if partial else "")
+    partial, text = reach.reached < reach.seeds, byte_text(reach.bytes.mean) if reach.bytes else ""
+    return Cell(text, reach.bytes.mean, partial, text + SOME if partial else "") if reach.bytes else _unreached(reach)
 
 
 def _seconds_to(reach: Reach, baseline: Reach) -> Cell:
     if reach.seconds is None:
         return _unreached(reach)
-    partial = reach.reached < reach.seeds
-    mean, std = f"{reach.seconds.mean:.3g}", f"{reach.seconds.std:.2g}"
-    text = mean if reach.seconds.count == 1 else f"{mean} ± {std}"
-    return Cell(text + SOME if partial else text, reach.seconds.mean, partial, mean + SOME if partial else mean)
+    partial, mean = reach.reached < reach.seeds, f"{reach.seconds.mean:.3g}"
+    text = mean if reach.seconds.count == 1 else f"{mean} ± {reach.seconds.std:.2g}"
+    mark = SOME if partial else ""
+    return Cell(text + mark, reach.seconds.mean, partial, mean + mark)
 
 
 def _unreached(reach: Reach) -> Cell:

@@ -9,11 +9,8 @@ from dataclasses import dataclass
 from fedloom.report.cells import Cell, Column, Filled, Table
 from fedloom.report.summary import RunSummary
 
-LISTED = 200
-"""Clients that the table lists."""
-
-LABELS = 4
-"""Classes of a client that are named, those with the most samples first."""
+LISTED = 200  # clients in the table
+LABELS = 4  # classes of a client that are named, those with the most samples first
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import plotly.graph_objects as go
-
 from fedloom.report import figures
 from fedloom.report.ablation import ablation_figure, ablations
 from fedloom.report.curves import AXES, learning_curves, measures, title_of
@@ -34,8 +32,7 @@ def report_figures(runs: Sequence[RunSummary], by: Criterion) -> dict[str, list[
 
 
 def image_figures(runs: Sequence[RunSummary], by: Criterion | None = None) -> list[ReportFigure]:
-    """Return every figure that the runs, judged `by` a criterion (None: the usual one), have data for; landscapes of several
-    methods also side by side in one."""
+    """Return every figure that the runs have data for; landscapes of several methods also side by side in one."""
     sections = report_figures(runs, by or criterion())
     return [*(figure for section in sections.values() for figure in section), *joint_landscapes(runs)]
 
@@ -45,7 +42,7 @@ def effect_figures(runs: Sequence[RunSummary], by: Criterion) -> list[ReportFigu
     spread = ", mean over seeds ± one standard deviation" if _seed_count(runs) > 1 else ""
     looks = figures.styles(runs)
     return [
-        _figure(f"ablation-{effect.name}", by.title, f"over {effect.name}, all else equal{spread}.", drawn)
+        ReportFigure.of(f"ablation-{effect.name}", by.title, f"over {effect.name}, all else equal{spread}.", drawn)
         for effect in ablations(runs, by)[: LIMIT["effects"]]
         for drawn in [ablation_figure(effect, looks)]
     ]
@@ -67,17 +64,15 @@ def setting_curves(by_setting: Mapping[str, Sequence[RunSummary]]) -> list[Repor
     ]
 
 
-def _figure(name: str, title: str, caption: str, figure: go.Figure) -> ReportFigure:
-    return ReportFigure(slug(name), title, caption, {"": figure})
-
-
 def _seeds(runs: Sequence[RunSummary]) -> list[ReportFigure]:
     """Draw the accuracy of each seed, where there are several."""
     if _seed_count(runs) < 2:
         return []
     drawn = figures.accuracy_by_seed(runs)
     return [
-        _figure("seeds", f"Final {runs[0].metric.noun} of each seed.", "A dot is a seed, the bar their mean.", drawn)
+        ReportFigure.of(
+            "seeds", f"Final {runs[0].metric.noun} of each seed.", "A dot is a seed, the bar their mean.", drawn
+        )
     ]
 
 
@@ -103,11 +98,11 @@ def _curves(runs: Sequence[RunSummary]) -> list[ReportFigure]:
 def _costs(runs: Sequence[RunSummary]) -> list[ReportFigure]:
     """Draw bytes and, where times were recorded, seconds of a run."""
     caption = "of a run; full colour down to the clients, pale up."
-    costs = [_figure("bytes", "Bytes", caption, figures.byte_bars(runs))]
+    costs = [ReportFigure.of("bytes", "Bytes", caption, figures.byte_bars(runs))]
     seconds = figures.second_bars(runs)
     if seconds.data:
         deviation = ", ± one standard deviation over seeds" if _seed_count(runs) > 1 else ""
-        costs.append(_figure("seconds", "Time", f"of a run, evaluation included{deviation}.", seconds))
+        costs.append(ReportFigure.of("seconds", "Time", f"of a run, evaluation included{deviation}.", seconds))
     return costs
 
 
@@ -144,8 +139,7 @@ def _recorded(runs: Sequence[RunSummary]) -> list[ReportFigure]:
     by_name: dict[str, ReportFigure] = {}
     for figure in recorded_figures(runs):
         if figure.variants[""].data:
-            name = slug(figure.name)
-            name = name if name not in by_name else f"{name}-{len(by_name)}"
+            name = figure.name if figure.name not in by_name else f"{figure.name}-{len(by_name)}"
             by_name[name] = replace(figure, name=name)
     return list(by_name.values())
 

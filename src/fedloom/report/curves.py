@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,11 +35,8 @@ MEASURES = {
 }  # fmt: skip
 """Title and caption of the figures that the records are known to have."""
 
-POINTS = 400
-"""Points of a curve that are drawn: about as many as a screen can show."""
-
-FEW = 8
-"""Up to so many methods share one hover box."""
+POINTS = 400  # of a curve that are drawn: about as many as a screen can show
+FEW = 8  # methods that share one hover box
 
 
 @dataclass(frozen=True)
@@ -67,11 +64,10 @@ class Curve:
 
 
 def curve(runs: Sequence[RunSummary], measure: str = "accuracy", x: str = "round") -> Curve | None:
-    """Return the curve of one method's `runs` for a figure of its records, such as `accuracy`, `loss` or `pool_cosine`.
+    """Return the curve of one method's `runs` for a figure of its records, over one of `AXES`.
 
     Runs without the measure are left out. A point is a round for which all the others have a finite value, so that a run
-    that stopped early does not bend the mean. None when there is no such round, or when x is `seconds` and a run kept no
-    times. Raises `InvalidValue` for an unknown `x`.
+    that stopped early does not bend the mean. None when there is no such round, or when a run kept no times for `x`.
     """
     require_one_of("x", x, tuple(AXES))
     recorded = {k: series for k, run in enumerate(runs) if (series := by_round(run, measure))}
@@ -111,17 +107,8 @@ def is_share(measure: str, metric: Metric = ACCURACY) -> bool:
 
 
 def learning_curves(runs: Sequence[RunSummary], measure: str = "", x: str = "round", points: int = POINTS) -> go.Figure:
-    """Draw a measure of the records: mean over seeds, with a band of ± one standard deviation.
-
-    Args:
-        runs: The runs of all methods; those that did not record the measure, or the axis, are left out.
-        measure: `accuracy`, `loss`, `training_loss`, `pool_cosine` or any other figure of the records; by default the metric.
-        x: The axis, one of `AXES`.
-        points: Number of points from which on a curve is thinned.
-
-    Raises:
-        InvalidValue: For an unknown `x`.
-    """
+    """Draw a measure of the records, by default the metric, over one of `AXES`: mean over seeds, with a band of ± one standard
+    deviation. A curve of more than `points` is thinned; runs without the measure or the axis are left out."""
     traces: list[go.Scatter] = []
     metric = runs[0].metric if runs else ACCURACY
     measure = measure or metric.name
@@ -135,8 +122,7 @@ def learning_curves(runs: Sequence[RunSummary], measure: str = "", x: str = "rou
     for name, line in curves.items():
         drawn = replace(line, x=line.x / size).thinned(points)
         traces += [
-            *([_band(name, looks[name], drawn)] if drawn.seeds > 1 else []),
-            _line(name, looks[name], drawn, form),
+            trace.update(name=html.escape(name), legendgroup=name) for trace in _traces(looks[name], drawn, form)
         ]
     simulated = x == "seconds" and simulated_seconds(runs[0]) is not None
     title = "Simulated seconds" if simulated else AXES[x].format(unit=unit)
@@ -162,31 +148,26 @@ def _positions(run: RunSummary, x: str) -> dict[int, float]:
     return dict(zip(numbers, spent.tolist(), strict=True))
 
 
-def _line(name: str, style: Style, drawn: Curve, form: str) -> go.Scatter:
-    deviation = f" ± %{{customdata:{form}}}" if drawn.seeds > 1 else ""
-    return go.Scatter(
-        x=drawn.x.astype(np.float32),
+def _traces(style: Style, drawn: Curve, form: str) -> Iterator[go.Scatter]:
+    """Yield a band of ± one standard deviation, with several seeds, and the mean."""
+    x, several = drawn.x.astype(np.float32), drawn.seeds > 1
+    if several:
+        low, high = drawn.mean - drawn.std, drawn.mean + drawn.std
+        yield go.Scatter(
+            x=np.concatenate([x, x[::-1]]),
+            y=np.concatenate([high, low[::-1]]).astype(np.float32),
+            mode="lines",
+            line={"width": 0},
+            fill="toself",
+            fillcolor=pale(style.colour, 0.16),
+            hoverinfo="skip",
+            showlegend=False,
+        )
+    yield go.Scatter(
+        x=x,
         y=drawn.mean.astype(np.float32),
-        customdata=drawn.std.astype(np.float32) if drawn.seeds > 1 else None,
-        mode="lines+markers" if len(drawn.x) <= 2 else "lines",
+        customdata=drawn.std.astype(np.float32) if several else None,
+        mode="lines+markers" if len(x) <= 2 else "lines",
         line={"color": style.colour, "width": 2, "dash": style.dash},
-        hovertemplate=f"%{{y:{form}}}{deviation}",
-        name=html.escape(name),
-        legendgroup=name,
-    )
-
-
-def _band(name: str, style: Style, drawn: Curve) -> go.Scatter:
-    low, high = drawn.mean - drawn.std, drawn.mean + drawn.std
-    return go.Scatter(
-        x=np.concatenate([drawn.x, drawn.x[::-1]]).astype(np.float32),
-        y=np.concatenate([high, low[::-1]]).astype(np.float32),
-        mode="lines",
-        line={"width": 0},
-        fill="toself",
-        fillcolor=pale(style.colour, 0.16),
-        hoverinfo="skip",
-        showlegend=False,
-        name=html.escape(name),
-        legendgroup=name,
+        hovertemplate=f"%{{y:{form}}}" + (f" ± %{{customdata:{form}}}" if several else ""),
     )

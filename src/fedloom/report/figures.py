@@ -20,12 +20,12 @@ from fedloom.errors import InvalidValue
 from fedloom.objectives import ACCURACY
 from fedloom.report.summary import RunSummary, Spread, by_algorithm, bytes_down, bytes_up, final, seconds
 from fedloom.report.units import byte_text, byte_unit, time_text
+from fedloom.state.files import slug
 
 # After Okabe and Ito (2008): distinguishable with any common colour blindness, on white and on near black alike.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d4f", "#8a8f98")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
-SEQUENCE = "Viridis"
-"""Colours from early to late, and from low to high; distinguishable with any common colour blindness."""
+SEQUENCE = "Viridis"  # from early to late, and from low to high
 
 SHARES = {"tickformat": ".2~%", "autorangeoptions": {"clipmin": -0.02, "clipmax": 1.02}}
 """An axis of shares in per cent. Plotly extends the range of a constant curve beyond 0 and 100 %; this prevents it."""
@@ -44,6 +44,11 @@ class ReportFigure:
     caption: str
     variants: Mapping[str, go.Figure]
     choice: str | None = None
+
+    @classmethod
+    def of(cls, name: str, title: str, caption: str, figure: go.Figure) -> ReportFigure:
+        """Return a figure without a choice."""
+        return cls(slug(name), title, caption, {"": figure})
 
     @property
     def height(self) -> int:
@@ -76,29 +81,20 @@ def accuracy_by_seed(runs: Sequence[RunSummary]) -> go.Figure:
         scores = {run.seed: value for run in group if (value := final(run)) is not None}
         if not scores:
             continue
-        colour = styles(runs)[name].colour
-        common: dict[str, Any] = {
-            "legendgroup": name,
-            "name": html.escape(name),
-            "showlegend": False,
-            "mode": "markers",
-        }
-        mean = go.Scatter(
-            x=[sum(scores.values()) / len(scores)],
-            y=[wrapped(name)],
-            marker={"symbol": "line-ns", "size": 22, "line": {"width": 3, "color": colour}},
-            hovertemplate=f"mean %{{x:{form}}}<extra>%{{fullData.name}}</extra>",
-            **common,
+        colour, shown, row = (
+            styles(runs)[name].colour,
+            f"%{{x:{form}}}<extra>%{{fullData.name}}</extra>",
+            [wrapped(name)],
         )
-        dots = go.Scatter(
-            x=list(scores.values()),
-            y=[wrapped(name)] * len(scores),
-            customdata=list(scores),
-            marker={"size": 10, "color": colour, "opacity": 0.55},
-            hovertemplate=f"seed %{{customdata}}: %{{x:{form}}}<extra>%{{fullData.name}}</extra>",
-            **common,
-        )
-        traces += [mean, dots]
+        bar = {"symbol": "line-ns", "size": 22, "line": {"width": 3, "color": colour}}
+        dot = {"size": 10, "color": colour, "opacity": 0.55}
+        pair = [
+            go.Scatter(x=[sum(scores.values()) / len(scores)], y=row, marker=bar, hovertemplate=f"mean {shown}"),
+            go.Scatter(x=list(scores.values()), y=row * len(scores), marker=dot, customdata=list(scores)),
+        ]
+        pair[1].hovertemplate = f"seed %{{customdata}}: {shown}"
+        look = {"legendgroup": name, "name": html.escape(name), "showlegend": False, "mode": "markers"}
+        traces += [trace.update(look) for trace in pair]
     ticks = {"tickformat": ".2~%"} if metric.share else {}
     return _by_method(traces, runs, {"title": f"Final test {metric.noun}", **ticks})
 
@@ -106,15 +102,9 @@ def accuracy_by_seed(runs: Sequence[RunSummary]) -> go.Figure:
 def label_distribution(
     label_counts: Sequence[Sequence[int]], class_names: Sequence[str] | None = None, limit: int = 60
 ) -> go.Figure:
-    """Draw a bubble for the samples that a client has of a class, its area proportional to their number.
+    """Draw a bubble for the samples `[clients][classes]` that a client has of a class, its area proportional to their number.
 
-    Args:
-        label_counts: Samples `[clients][classes]`.
-        class_names: A name for each class, by default its number.
-        limit: Number of clients to draw at most, evenly spaced.
-
-    Raises:
-        InvalidValue: When the names are not as many as the classes or the rows are not equally long.
+    At most `limit` clients are drawn, evenly spaced. Raises `InvalidValue` when rows or names do not match in length.
     """
     classes = len(label_counts[0]) if label_counts else 0
     if any(len(row) != classes for row in label_counts):
@@ -133,13 +123,8 @@ def label_distribution(
         customdata=samples,
         mode="markers",
         marker={
-            "size": samples,
-            "sizemode": "area",
-            "sizeref": 2 * float(samples.max(initial=1)) / largest**2,
-            "sizemin": 1,
-            "color": "#2a88c9",
-            "opacity": 0.7,
-            "line": {"width": 0},
+            **{"size": samples, "sizeref": 2 * float(samples.max(initial=1)) / largest**2},
+            **{"sizemode": "area", "sizemin": 1, "color": "#2a88c9", "opacity": 0.7, "line": {"width": 0}},
         },
         hovertemplate="client %{x}, class %{y}<br>%{customdata} samples<extra></extra>",
     )

@@ -23,14 +23,10 @@ from fedloom.report.sheet import Criterion
 from fedloom.report.summary import RunSummary
 
 FORMATS = ("png", "svg", "pdf")
-"""Formats that figures can be written in."""
-
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
 """Browsers that can draw, in the order in which they are looked for; BROWSER_PATH goes first."""
 
-WIDTH = 1000
-"""Width of an image, in CSS pixels; PNG files have twice as many pixels."""
-
+WIDTH = 1000  # of an image, in CSS pixels; PNG files have twice as many pixels
 INK, SOFT = "#1b2026", "#5b6570"
 
 
@@ -72,11 +68,7 @@ def save_figures(folder: Path, figures: Mapping[str, go.Figure], formats: Sequen
     kaleido = _kaleido()
     folder.mkdir(parents=True, exist_ok=True)
     images = [
-        {
-            "fig": figure,
-            "path": folder / f"{name}.{form}",
-            "opts": {"format": form, "scale": 2 if form == "png" else 1},
-        }
+        {"fig": figure, "path": folder / f"{name}.{form}", "opts": {"format": form, "scale": 1 + (form == "png")}}
         for name, figure in figures.items()
         for form in dict.fromkeys(formats)
     ]

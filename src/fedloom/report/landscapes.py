@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,8 @@ import plotly.graph_objects as go
 
 from fedloom.report.figures import SEQUENCE, Style, framed
 
-LEVELS = 24
-"""Contour lines from the lowest to the highest loss."""
-
-COLUMNS = 3
-"""Panels side by side; more go below."""
+LEVELS = 24  # contour lines from the lowest to the highest loss
+COLUMNS = 3  # panels side by side; more go below
 
 Entry = Mapping[str, Any]
 """The result of one recorder (`Recorder.result`)."""
@@ -28,14 +25,13 @@ _CONTOUR = {"width": 0.5, "color": "rgba(255,255,255,0.5)"}
 
 
 def landscapes(entries: Mapping[str, Entry], scale: Sequence[Entry] | None = None) -> go.Figure:
-    """Draw loss landscapes side by side, a panel for each name, with the same axes, contour lines and colours.
+    """Draw results of the recorder `landscape` side by side, each below its title, with the same axes, contour lines and colours.
 
-    Args:
-        entries: Results of the recorder `landscape` by the title of their panel.
-        scale: Entries whose lowest and highest loss bound the contour lines and colours, which follow the logarithm of the
-            loss; by default those that are drawn.
+    The lowest and the highest loss of `scale`, by default of all that are drawn, bound lines and colours, which follow the
+    logarithm of the loss.
     """
-    losses = [loss for entry in (scale or entries.values()) for loss in _losses(entry)] or [1.0]
+    lines = [line for entry in scale or entries.values() for line in entry["surface"]]
+    losses = [value for line in lines for value in line if value is not None] or [1.0]
     low, high = _log(min(losses)), _log(max(losses))
     high = max(high, low + 1e-3)
     traces: list[go.Contour | go.Scatter] = []
@@ -66,49 +62,50 @@ def cross_sections(entries: Mapping[str, Entry], looks: Mapping[str, Style]) -> 
         middle = len(entry["x"]) // 2
         cuts = entry["surface"][middle], [line[middle] for line in entry["surface"]]
         for direction, dash, values in zip(("first", "second"), ("solid", "dot"), cuts, strict=True):
-            traces.append(
-                go.Scatter(
-                    x=entry["x"],
-                    y=values,
-                    mode="lines",
-                    line={"color": looks[name].colour, "width": 2.5, "dash": dash},
-                    name=f"{html.escape(name)}, {direction}",
-                    legendgroup=name,
-                    hovertemplate="%{y:.4~g} at %{x:.3~g}<extra>%{fullData.name}</extra>",
-                )
-            )
+            line = {"color": looks[name].colour, "width": 2.5, "dash": dash}
+            label, hover = f"{html.escape(name)}, {direction}", "%{y:.4~g} at %{x:.3~g}<extra>%{fullData.name}</extra>"
+            cut = go.Scatter(x=entry["x"], y=values, mode="lines", line=line, name=label, hovertemplate=hover)
+            traces.append(cut.update(legendgroup=name))
     xaxis, yaxis = {"title": "Distance from the model, in filter norms"}, {"title": "Loss", "rangemode": "tozero"}
     return framed(traces, 380, xaxis=xaxis, yaxis=yaxis, hovermode="closest")
 
 
-def trajectory(method: str, recorded: Entry) -> go.Figure:
-    """Draw the trajectory of a client's models over its local loss in the plane of their two principal components; where they
-    span no plane, the loss of the models over the rounds."""
-    if "points" in recorded:
-        return _over([_surface(recorded, method), *_path(method, recorded, "#101010", _ORANGE)], recorded)
-    line = go.Scatter(
-        x=recorded["rounds"],
-        y=recorded["losses"],
-        mode="lines+markers",
-        line={"color": _ORANGE},
-        legendgroup=method,
-        showlegend=False,
-    )
+def losses_by_round(method: str, recorded: Entry) -> go.Figure:
+    """Draw the loss of a client's models over the rounds, where these span no plane."""
+    x, y, look = recorded["rounds"], recorded["losses"], {"line": {"color": _ORANGE}, "showlegend": False}
+    line = go.Scatter(x=x, y=y, mode="lines+markers", legendgroup=method, **look)
     return framed([line], 380, xaxis={"title": "Round"}, yaxis={"title": "Training loss"})
 
 
-def trajectories(recorded: Entry, looks: Mapping[str, Style]) -> go.Figure:
-    """Draw the trajectories of one client's models with several methods, in their colours, over one surface of its loss."""
-    paths = [
-        trace
-        for method, path in recorded["methods"].items()
-        for trace in _path(method, path, looks[method].colour, looks[method].colour)
-    ]
-    return _over([_surface(recorded), *paths], recorded)
-
-
-def _losses(entry: Entry) -> Iterator[float]:
-    return (value for line in entry["surface"] for value in line if value is not None)
+def trajectories(recorded: Entry, looks: Mapping[str, Style], method: str | None = None) -> go.Figure:
+    """Draw the trajectories of one client's models over its local loss in the plane of their two principal components: with
+    several methods, in their colours, or with one `method`."""
+    paths = recorded["methods"] if method is None else {method: recorded}
+    surface = go.Contour(
+        x=recorded["x"],
+        y=recorded["y"],
+        z=recorded["surface"],
+        colorscale=SEQUENCE,
+        reversescale=True,
+        ncontours=LEVELS,
+        line=_CONTOUR,
+        colorbar=_BAR,
+        hovertemplate="loss %{z:.4~g}<extra></extra>",
+        legendgroup=method,
+    )
+    traces = [surface]
+    for name, path in paths.items():
+        line, marker = (looks[name].colour, looks[name].colour) if method is None else ("#101010", _ORANGE)
+        traces += _path(name, path, line, marker)
+    axes = {
+        axis: {
+            "title": f"{name} component ({share:.0%} of the variance)",
+            "showgrid": False,
+            "range": [recorded[axis[0]][0], recorded[axis[0]][-1]],
+        }
+        for axis, name, share in zip(("xaxis", "yaxis"), ("First", "Second"), recorded["explained"], strict=True)
+    }
+    return framed(traces, 460, **axes, hovermode="closest")
 
 
 def _log(loss: float) -> float:
@@ -116,6 +113,7 @@ def _log(loss: float) -> float:
 
 
 def _panel(name: str, entry: Entry, axis: str, low: float, high: float) -> list[go.Contour | go.Scatter]:
+    accuracy = f", accuracy {100 * entry['accuracy']:.1f} %" if "accuracy" in entry else ""
     common: dict[str, Any] = {"xaxis": f"x{axis}", "yaxis": f"y{axis}", "legendgroup": name, "name": html.escape(name)}
     surface = go.Contour(
         x=entry["x"],
@@ -133,7 +131,7 @@ def _panel(name: str, entry: Entry, axis: str, low: float, high: float) -> list[
         y=[0],
         mode="markers",
         marker={"size": 10, "color": _ORANGE, "line": {"width": 1.5, "color": "#ffffff"}},
-        hovertemplate=f"the model: loss {entry['loss']:.4g}{_accuracy(entry)}<extra></extra>",
+        hovertemplate=f"the model: loss {entry['loss']:.4g}{accuracy}<extra></extra>",
         **common,
     )
     return [surface, model]
@@ -154,21 +152,6 @@ def _log_ticks(low: float, high: float) -> list[float]:
         if len(ticks) >= 4:
             return ticks
     return [float(f"{10**power:.3g}") for power in np.linspace(low, high, 5)]
-
-
-def _surface(recorded: Entry, method: str | None = None) -> go.Contour:
-    return go.Contour(
-        x=recorded["x"],
-        y=recorded["y"],
-        z=recorded["surface"],
-        colorscale=SEQUENCE,
-        reversescale=True,
-        ncontours=LEVELS,
-        line=_CONTOUR,
-        colorbar=_BAR,
-        hovertemplate="loss %{z:.4~g}<extra></extra>",
-        legendgroup=method,
-    )
 
 
 def _path(method: str, recorded: Entry, line: str, marker: str) -> list[go.Scatter]:
@@ -196,20 +179,3 @@ def _path(method: str, recorded: Entry, line: str, marker: str) -> list[go.Scatt
         **common,
     )
     return [outline, path, ends]
-
-
-def _over(traces: Sequence[go.Contour | go.Scatter], recorded: Entry) -> go.Figure:
-    """Return the traces on the axes of the recorded plane."""
-    axes = {
-        axis: {
-            "title": f"{name} component ({share:.0%} of the variance)",
-            "showgrid": False,
-            "range": [recorded[axis[0]][0], recorded[axis[0]][-1]],
-        }
-        for axis, name, share in zip(("xaxis", "yaxis"), ("First", "Second"), recorded["explained"], strict=True)
-    }
-    return framed(list(traces), 460, **axes, hovermode="closest")
-
-
-def _accuracy(entry: Entry) -> str:
-    return f", accuracy {100 * entry['accuracy']:.1f} %" if "accuracy" in entry else ""

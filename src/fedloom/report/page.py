@@ -46,9 +46,7 @@ from fedloom.report.units import byte_text, percent, time_text
 from fedloom.state.files import write_text
 
 NO_BREAK = "\u00a0"
-
-FAULTS = 60
-"""Kinds of faults that are listed; more are counted."""
+FAULTS = 60  # kinds of faults that are listed; more are counted
 
 PRIVATE = (
     "its epsilon counts on amplification by sampling, which publishing who took part in which round voids: keep to yourself "

@@ -14,20 +14,13 @@ from plotly.colors import sample_colorscale
 from fedloom.objectives import ACCURACY, Metric
 from fedloom.report.curves import is_share, learning_curves, title_of
 from fedloom.report.figures import SEQUENCE, SHARES, ReportFigure, Style, evenly_spaced, framed, pale, styles
-from fedloom.report.landscapes import Entry, cross_sections, landscapes, trajectories, trajectory
+from fedloom.report.landscapes import Entry, cross_sections, landscapes, losses_by_round, trajectories
 from fedloom.report.summary import RunSummary, by_algorithm
 
-LOCAL_MODELS = 10
-"""Local models of a method that are drawn as lines of their own."""
-
-ROUNDS = 12
-"""Rounds of ALA's learning that are drawn, evenly spaced, the first and the last among them."""
-
-LIMIT = 24
-"""Figures of recorded values on one page at most."""
-
-_EARLY, _LATE = 0.35, 0.88
-"""The part of the colour scale that is visible on white and on near black alike."""
+LOCAL_MODELS = 10  # of a method, drawn as lines of their own
+ROUNDS = 12  # of ALA's learning that are drawn, evenly spaced, the first and the last among them
+LIMIT = 24  # figures of recorded values on one page
+EARLY, LATE = 0.35, 0.88  # the part of the colour scale that is visible on white and on near black alike
 
 Recorded = tuple[RunSummary, Entry]
 """A run with the result of one of its recorders."""
@@ -72,44 +65,34 @@ def joint_landscapes(runs: Sequence[RunSummary]) -> list[ReportFigure]:
         return []
     figure = landscapes({run.algorithm: entry for run, entry in comparable})
     caption = f"around the final models, {_landscape_caption(comparable)}"
-    return [ReportFigure("landscapes", "Loss landscapes", caption, {"": figure})]
+    return [ReportFigure.of("landscapes", "Loss landscapes", caption, figure)]
 
 
 def _draw_local_models(
     method: str, recorded: Entry, style: Style, measure: str, limits: Sequence[float], metric: Metric
 ) -> go.Figure:
-    """Draw each uploaded model (thin) and the global model aggregated from them (thick), on the test set, over the rounds.
-
-    `recorded` is of the recorder `aggregate`, `measure` the metric or the loss, `limits` those of the vertical axis.
-    """
+    """Draw a measure of each uploaded model (thin) and of the global model aggregated from them (thick) over the rounds."""
     share = is_share(measure, metric)
-    form = ".1%" if share else ".4~g"
-    common: dict[str, Any] = {
-        "x": recorded["rounds"], "legendgroup": method, "connectgaps": True, "mode": "lines+markers",
-    }  # fmt: skip
-    thin = [
-        go.Scatter(
+
+    def line(label: str, values: Sequence[float | None], opacity: float, width: float, size: int) -> go.Scatter:
+        return go.Scatter(
+            x=recorded["rounds"],
             y=values,
-            name=f"model {slot + 1}",
-            line={"color": pale(style.colour, 0.35), "width": 1},
-            marker={"size": 4},
-            hovertemplate=f"model {slot + 1}, round %{{x}}: %{{y:{form}}}<extra></extra>",
-            showlegend=False,
-            **common,
+            line={"color": pale(style.colour, opacity) if opacity < 1 else style.colour, "width": width},
+            marker={"size": size},
+            hovertemplate=f"{label}, round %{{x}}: %{{y:{'.1%' if share else '.4~g'}}}<extra></extra>",
+            mode="lines+markers",
+            connectgaps=True,
+            legendgroup=method,
         )
-        for slot, values in zip(recorded["slots"][:LOCAL_MODELS], recorded["models"][measure], strict=False)
-    ]
-    thick = go.Scatter(
-        y=recorded["global"][measure],
-        name=f"global model of {html.escape(method)}",
-        line={"color": style.colour, "width": 3.5},
-        marker={"size": 7},
-        hovertemplate=f"global model, round %{{x}}: %{{y:{form}}}<extra></extra>",
-        **common,
-    )
+
+    slots = zip(recorded["slots"][:LOCAL_MODELS], recorded["models"][measure], strict=False)
+    labelled = {f"model {slot + 1}": values for slot, values in slots}
+    traces = [line(name, values, 0.35, 1, 4).update(name=name, showlegend=False) for name, values in labelled.items()]
+    thick = line("global model", recorded["global"][measure], 1, 3.5, 7)
+    traces.append(thick.update(name=f"global model of {html.escape(method)}"))
     yaxis = {"title": title_of(measure, metric), **(SHARES if share else {}), "range": list(limits)}
-    xaxis = {"title": "Round", "rangemode": "tozero"}
-    return framed([*thin, thick], 340, xaxis=xaxis, yaxis=yaxis, hovermode="closest")
+    return framed(traces, 340, xaxis={"title": "Round", "rangemode": "tozero"}, yaxis=yaxis, hovermode="closest")
 
 
 def _objective_steps(method: str, recorded: Entry, style: Style) -> list[go.Scatter]:
@@ -147,7 +130,7 @@ def _ala_losses(method: str, recorded: Entry, source: str) -> ReportFigure:
     rounds, losses = recorded["rounds"], recorded["losses"]
     shown = evenly_spaced(len(rounds), ROUNDS)
     low, high = rounds[shown[0]], rounds[shown[-1]]
-    shares = [_EARLY + (_LATE - _EARLY) * (rounds[k] - low) / max(1, high - low) for k in shown]
+    shares = [EARLY + (LATE - EARLY) * (rounds[k] - low) / max(1, high - low) for k in shown]
     lines = [
         go.Scatter(
             x=list(range(1, len(losses[k]) + 1)),
@@ -162,25 +145,15 @@ def _ala_losses(method: str, recorded: Entry, source: str) -> ReportFigure:
         for k, colour in zip(shown, sample_colorscale(SEQUENCE, shares), strict=True)
     ]
     xaxis = {"title": "Epoch of learning the weights", "dtick": 1 if max(map(len, losses)) <= 12 else None}
-    traces = [*lines, *([] if low == high else [_round_colour_bar(low, high, method)])]
-    figure = framed(traces, 380, xaxis=xaxis, yaxis={"title": "Training loss"}, hovermode="closest")
-    title = "Loss while learning ALA's weights"
-    caption = f"of client {recorded['client']} over the epochs, a line a round.{source}"
-    return ReportFigure(f"ala-{recorded['client']}-{method}", title, caption, {"": figure})
-
-
-def _round_colour_bar(low: int, high: int, method: str) -> go.Scatter:
-    """Return a trace without points whose colour bar gives the rounds by colour."""
-    marker = {
-        "color": [low],
-        "cmin": low,
-        "cmax": high,
-        "colorscale": sample_colorscale(SEQUENCE, np.linspace(_EARLY, _LATE, 9).tolist()),
-        "colorbar": {"title": {"text": "Round"}, "thickness": 12, "outlinewidth": 0},
-        "showscale": True,
-    }
+    colours = sample_colorscale(SEQUENCE, np.linspace(EARLY, LATE, 9).tolist())
+    bar = {"title": {"text": "Round"}, "thickness": 12, "outlinewidth": 0}
+    marker = {"color": [low], "cmin": low, "cmax": high, "colorscale": colours, "colorbar": bar, "showscale": True}
     hidden: dict[str, Any] = {"hoverinfo": "skip", "showlegend": False, "legendgroup": method}
-    return go.Scatter(x=[None], y=[None], mode="markers", marker=marker, **hidden)
+    if low != high:  # a trace without points, whose colour bar gives the rounds by colour
+        lines.append(go.Scatter(x=[None], y=[None], mode="markers", marker=marker, **hidden))
+    figure = framed(lines, 380, xaxis=xaxis, yaxis={"title": "Training loss"}, hovermode="closest")
+    caption = f"of client {recorded['client']} over the epochs, a line a round.{source}"
+    return ReportFigure.of(f"ala-{recorded['client']}-{method}", "Loss while learning ALA's weights", caption, figure)
 
 
 def _curves(
@@ -188,12 +161,11 @@ def _curves(
 ) -> go.Figure:
     """Draw the values of the recorder of this `kind` as curves of the `measure`; `lines` gives for each of its keys the ending of
     the method's name, and the dash."""
-    recorded = {id(run): entry for run, entry in of_kind(runs, kind)}
     traces: list[go.Scatter] = []
     for key, (ending, dash) in lines.items():
         series = []  # of every run, so that methods stay in their colours
         for run in runs:
-            entry = recorded.get(id(run), {})
+            entry = next((entry for _, entry in of_kind([run], kind)), {})
             pairs = zip(entry.get("rounds", ()), entry.get(key, ()), strict=False)
             series.append(replace(run, records=[{"round": k, measure: value} for k, value in pairs], timings=[]))
         for trace in learning_curves(series, measure).data:
@@ -215,8 +187,9 @@ def _objectives(chosen: Sequence[RunSummary], looks: Mapping[str, Style]) -> Ite
             f"dots, of the models uploaded. {_seeds(chosen)}"
         )
         axes = {"xaxis": {"title": "Round"}, "yaxis": {"title": "Training objective"}}
-        figure = framed(traces, 380, **axes, hovermode="closest")
-        yield ReportFigure("objective", "Training objective", caption, {"": figure})
+        yield ReportFigure.of(
+            "objective", "Training objective", caption, framed(traces, 380, **axes, hovermode="closest")
+        )
 
 
 def _similarity(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
@@ -226,7 +199,7 @@ def _similarity(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
         lines = {"uploaded": ("", "solid"), "pool": (", pool", "dot")}
         yaxis = {"title": "Mean cosine similarity", "hoverformat": ".5~g"}
         figure = _curves(runs, "similarity", lines, "pool_cosine", yaxis)
-        yield ReportFigure("similarity", "Mean cosine similarity", caption, {"": figure})
+        yield ReportFigure.of("similarity", "Mean cosine similarity", caption, figure)
 
 
 def memorisation_figures(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
@@ -237,7 +210,7 @@ def memorisation_figures(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
             f"; solid, those with right labels; of the up to {wrong:,} with wrong ones, the share that is classified by the "
             "true label (dashed) and as given, that is, memorised (dotted)."
         )
-        caption = (
+        samples = (
             f"of the global model on training samples{explained if wrong else ', all of which have right labels.'}"
         )
         lines = {
@@ -247,7 +220,7 @@ def memorisation_figures(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
         }
         yaxis = {"title": "Share of training samples", **SHARES}
         figure = _curves(runs, "memorisation", lines, "accuracy", yaxis)
-        yield ReportFigure("memorisation", "Right and wrong labels", f"{caption}{_band(runs)}", {"": figure})
+        yield ReportFigure.of("memorisation", "Right and wrong labels", f"{samples}{_band(runs)}", figure)
 
 
 def _local_models(chosen: Sequence[RunSummary], looks: Mapping[str, Style]) -> Iterator[ReportFigure]:
@@ -267,7 +240,7 @@ def _local_models(chosen: Sequence[RunSummary], looks: Mapping[str, Style]) -> I
                 f"Seed {run.seed}."
             )
             figure = _draw_local_models(name, entry, looks[name], measure, (low - margin, high + margin), metric)
-            yield ReportFigure(f"local-{measure}-{name}", f"Local models: test {measure}", caption, {"": figure})
+            yield ReportFigure.of(f"local-{measure}-{name}", f"Local models: test {measure}", caption, figure)
 
 
 def _landscapes(runs: Sequence[RunSummary], looks: Mapping[str, Style]) -> Iterator[ReportFigure]:
@@ -276,11 +249,12 @@ def _landscapes(runs: Sequence[RunSummary], looks: Mapping[str, Style]) -> Itera
     entries = {run.algorithm: entry for run, entry in comparable}
     for name, entry in entries.items():
         caption = f"around the final model of {name}, {_landscape_caption(comparable)}"
-        figure = landscapes({name: entry}, [*entries.values()])
-        yield ReportFigure(f"landscape-{name}", "Loss landscape", caption, {"": figure})
+        yield ReportFigure.of(
+            f"landscape-{name}", "Loss landscape", caption, landscapes({name: entry}, [*entries.values()])
+        )
     if entries:
         caption = "in cross-section through the model, along the first direction (solid) and the second (dotted)."
-        yield ReportFigure("landscape-cuts", "Loss landscape", caption, {"": cross_sections(entries, looks)})
+        yield ReportFigure.of("landscape-cuts", "Loss landscape", caption, cross_sections(entries, looks))
 
 
 def _comparable_landscapes(runs: Sequence[RunSummary]) -> list[Recorded]:
@@ -307,8 +281,10 @@ def _trajectory(method: str, entry: Entry, source: str) -> ReportFigure:
     if "points" in entry:
         plane = "over its training loss in the plane of their two principal components"
         caption = f"{plane}, from round {low} (circle) to {high} (star).{source}"
-    name, title = f"trajectory-{entry['client']}-{method}", f"Models of client {entry['client']}"
-    return ReportFigure(name, title, caption, {"": trajectory(method, entry)})
+    figure = trajectories(entry, {}, method) if "points" in entry else losses_by_round(method, entry)
+    return ReportFigure.of(
+        f"trajectory-{entry['client']}-{method}", f"Models of client {entry['client']}", caption, figure
+    )
 
 
 def _trajectories(entry: Entry, looks: Mapping[str, Style]) -> ReportFigure:
@@ -316,8 +292,8 @@ def _trajectories(entry: Entry, looks: Mapping[str, Style]) -> ReportFigure:
         f"with {', '.join(entry['methods'])} over its training loss in the plane of the two principal components of all, "
         f"each from its first recorded round (circle) to its last (star). Seed {entry['seed']}."
     )
-    title = f"Models of client {entry['client']}"
-    return ReportFigure(f"trajectories-{entry['client']}", title, caption, {"": trajectories(entry, looks)})
+    client, figure = entry["client"], trajectories(entry, looks)
+    return ReportFigure.of(f"trajectories-{client}", f"Models of client {client}", caption, figure)
 
 
 def _seeds(runs: Sequence[RunSummary]) -> str:

@@ -27,6 +27,8 @@ from fedloom.report.units import byte_text
 NOT_SIGNIFICANT, T_TEST_ONLY = "ⁿ", "ᵗ"
 """Follow an accuracy whose difference from the reference is not significant, or is so by the t-test only."""
 
+RANKED = 3  # settings from which on the ranks of a method have a mean
+
 DIFFERENCE_HEADS = ("Difference", "95 % interval", "p (t), Holm", "p (exact), Holm", "Verdict")
 """Titles of the `difference_cells`: both p are corrected by Holm's method, the interval is not."""
 
@@ -92,19 +94,10 @@ def sheet(
     setting: str = "",
     changes: Mapping[str, Any] | None = None,
 ) -> Sheet:
-    """Compare the runs of one setting.
+    """Compare the runs of one setting, which is labelled `setting` and sets the configuration keys `changes`.
 
-    Args:
-        runs: The runs; methods appear in the order of their first run.
-        targets: Values of the metric, or limits such as `loss <= 0.2`, to say the rounds, bytes and seconds to.
-        last: Number of evaluations in the mean of the last ones.
-        against: The reference of the differences, `best` or `first`.
-        measure: One of `MEASURES` or `TO_TARGET`, which a single table shows.
-        setting: Label of the setting.
-        changes: Configuration keys of the setting with their values.
-
-    Raises:
-        InvalidValue: As `summarise` does.
+    The reference of the differences is the `best` method or the `first`; a single table shows the `measure`, one of `MEASURES` or
+    `TO_TARGET`. Raises `InvalidValue` as `summarise` does.
     """
     rows = summarise(runs, targets, last)
     metric, target = rows[0].metric if rows else ACCURACY, next(iter(targets), None)
@@ -191,26 +184,22 @@ def overall(sheets: Sequence[Sheet]) -> Table:
         by_method = {row.algorithm: spread_of(row, sheet.measure) for row in sheet.rows}
         spreads = [by_method.get(method) for method in methods]
         cells = [score_cell(spread, metric, marks.get(name, "")) for name, spread in zip(methods, spreads, strict=True)]
-        columns.append((Column(_heading(sheet.changes), "largest" if metric.higher_is_better else "smallest"), cells))
-        sign, to_target = -1 if metric.higher_is_better else 1, sheet.measure in TO_TARGET
-        if to_target or all(spreads):
+        values = [str(value).lower() if isinstance(value, bool) else str(value) for value in sheet.changes.values()]
+        best, sign = ("largest", -1) if metric.higher_is_better else ("smallest", 1)
+        columns.append((Column("\n".join(values), best), cells))
+        if sheet.measure in TO_TARGET or all(spreads):
             ranks.append(rankdata([sign * spread.mean if spread else math.inf for spread in spreads]))
-    if _ranked(sheets):
+    if len(sheets) >= RANKED:
         means = [sum(float(rank[k]) for rank in ranks) / len(ranks) if ranks else None for k in range(len(methods))]
         cells = [Cell("–" if mean is None else f"{mean:.1f}", mean) for mean in means]
         columns.append((Column("Mean rank", "smallest", "ascending"), cells))
     return Table.of(columns)
 
 
-def _ranked(sheets: Sequence[Sheet]) -> bool:
-    """Return True if there are enough settings for a mean of a method's ranks."""
-    return len(sheets) > 2
-
-
 def caption(sheets: Sequence[Sheet]) -> str:
     """Return the caption of the table over several settings."""
     unit = ", in per cent" if sheets[0].criterion.metric.share else ""
-    ranks = " Rank 1 is the best." if _ranked(sheets) else ""
+    ranks = " Rank 1 is the best." if len(sheets) >= RANKED else ""
     return f"{sheets[0].criterion.title}{unit}, by {', '.join(keys(sheets))}.{ranks}"
 
 
@@ -220,32 +209,23 @@ def difference_title(sheet: Sheet) -> str:
 
 
 def difference_cells(test: Difference, metric: Metric) -> list[str]:
-    """Return difference and interval, of shares in points, corrected p of both tests, and the verdict."""
+    """Return difference and interval, of shares in points, corrected p of both tests (or –), and the verdict."""
 
     def signed(value: float) -> str:
         if metric.name == "bytes":
             return f"{'+' if value >= 0 else '-'}{byte_text(abs(value))}"
         return f"{100 * value:+.2f}" if metric.share else f"{value:+.3g}"
 
+    def digits(p: float | None) -> str:
+        return "–" if p is None else "< 0.001" if p < 0.001 else f"{p:.2g}" if p < 0.995 else "1"
+
     interval = "–" if test.low is None or test.high is None else f"{signed(test.low)} to {signed(test.high)}"
-    return [signed(test.mean), interval, *map(p_text, (test.t_test_corrected, test.exact_corrected)), test.verdict]
-
-
-def p_text(p: float | None) -> str:
-    """Return a p with two digits: `0.031`, `< 0.001`, or – for None."""
-    if p is None:
-        return "–"
-    return "< 0.001" if p < 0.001 else f"{p:.2g}" if p < 0.995 else "1"
+    return [signed(test.mean), interval, digits(test.t_test_corrected), digits(test.exact_corrected), test.verdict]
 
 
 def keys(sheets: Sequence[Sheet]) -> list[str]:
     """Return the configuration keys that the settings vary."""
     return list(dict.fromkeys(key for sheet in sheets for key in sheet.changes))
-
-
-def _heading(changes: Mapping[str, Any]) -> str:
-    """Return a setting's values, a line each."""
-    return "\n".join(str(value).lower() if isinstance(value, bool) else str(value) for value in changes.values())
 
 
 def spread_of(row: Row, measure: str) -> Spread | None:

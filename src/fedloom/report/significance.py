@@ -26,11 +26,8 @@ import numpy as np
 
 from fedloom.randomness import numpy_stream
 
-LEVEL = 0.05
-"""Differences with a corrected p below this are significant."""
-
-FLIPS = 2**12
-"""Sign flips that are counted: all of them up to 12 seeds, that many random ones beyond."""
+LEVEL = 0.05  # differences with a corrected p below this are significant
+FLIPS = 2**12  # sign flips that are counted: all of them up to 12 seeds, that many random ones beyond
 
 Verdict = Literal["significant", "t-test only", "not significant", "equal"]
 """`significant`: by both tests, or by the exact one where the t-test is undefined; `t-test only`: by the t-test, with too few

@@ -11,38 +11,33 @@ import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fedloom.config.fields import require_at_least, require_share
 from fedloom.errors import InvalidValue, quoted
 from fedloom.objectives import ACCURACY, Metric
 
-LAST = 10
-"""Evaluations that `mean_of_last` averages by default."""
+LAST = 10  # evaluations that `mean_of_last` averages by default
 
 MEASURES = ("final", "best", "last", "personal")
 """Measures of methods: test accuracy after the last round, the best of any, the mean of the last ones, or that of the clients'
 own models on their own test data."""
 
-REAL_SITES = "sites"
-"""Key in the environment of a run whose clients were sites of their own."""
-
-TO_TARGET = ("rounds", "bytes", "seconds")
-"""Costs until a target is reached, of which less is better."""
+TO_TARGET = ("rounds", "bytes", "seconds")  # costs until a target is reached, of which less is better
+REAL_SITES = "sites"  # key in the environment of a run whose clients were sites of their own
 
 
 @dataclass(frozen=True)
 class RunSummary:
     """Records of one run (a method with one seed), for tables and figures.
 
-    `records` and `timings` are the lines of `metrics.jsonl` and `timings.jsonl`, in the order of the rounds.
-    `label_counts` holds the training samples of each client and class, `[clients][classes]` (empty when unknown);
-    `environment` holds the versions and the machine. Of the `configuration` no key is required; the report shows `command`, the
-    line that repeats the run, and uses `targets` and `rounds`. `recorded` holds an entry for each recorder
-    (`Recording.results`), and `clients` the lines of `clients.jsonl`: the accuracy of each client in the rounds in which the
-    clients' own models were evaluated. Label counts are of the labels as the
-    clients have them, of which `wrong_labels` are wrong (label noise). Runs are judged by the task's `metric`; where it is not
-    the accuracy, it stands in its place in everything below.
+    `records`, `timings` and `clients` are the lines of `metrics.jsonl`, `timings.jsonl` and `clients.jsonl` (the accuracy of each
+    client whenever their own models were evaluated), in the order of the rounds. `label_counts` holds the training samples
+    `[clients][classes]` by the labels as the clients have them, of which `wrong_labels` are wrong (empty when unknown). Of the
+    `configuration` no key is required; the report shows `command`, the line that repeats the run, and uses `targets` and
+    `rounds`. `environment` holds the versions and the machine, `recorded` an entry for each recorder (`Recording.results`).
+    Where the task's `metric` is not the accuracy, it stands in its place in everything below.
     """
 
     algorithm: str
@@ -72,7 +67,9 @@ class Spread:
         """Return the spread of `values`; None when there are none."""
         if not values:
             return None
-        return cls(statistics.fmean(values), _deviation(values), len(values))
+        finite = all(map(math.isfinite, values))  # a diverged loss or an infinite figure has no deviation
+        std = 0.0 if len(values) < 2 else statistics.stdev(values) if finite else math.nan
+        return cls(statistics.fmean(values), std, len(values))
 
 
 TargetValue = float | str
@@ -89,11 +86,7 @@ class Target:
 
     @classmethod
     def of(cls, target: TargetValue, metric: Metric) -> Target:
-        """Return the limit that a target stands for.
-
-        Raises:
-            InvalidValue: For text that is no limit, and for accuracies (or other shares) that are none, such as 80.
-        """
+        """Return the limit that a target stands for. Raises `InvalidValue` for text that is none, and for shares such as 80."""
         if isinstance(target, str):
             match = re.fullmatch(r"\s*(\w+)\s*(<=|>=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*", target)
             try:
@@ -160,12 +153,7 @@ class Row:
 
 
 def summarise(runs: Sequence[RunSummary], targets: Sequence[TargetValue] = (), evaluations: int = LAST) -> list[Row]:
-    """Return one `Row` a method, in the order in which the methods first appear in `runs`.
-
-    Args:
-        runs: The runs of all methods.
-        targets: Values of the metric, such as test accuracies in (0, 1], or limits such as `loss <= 0.2`.
-        evaluations: Number of evaluations in the mean of the last ones, at least 1.
+    """Return one `Row` a method, in the order in which the methods first appear, with the mean of the last `evaluations`.
 
     Raises:
         InvalidValue: As `Target.of` does, or for too few evaluations.
@@ -190,11 +178,6 @@ def dotted(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def values(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    """Return a figure of every round that it was recorded in, in order."""
-    return [float(record[name]) for record in records if record.get(name) is not None]
-
-
 def by_round(run: RunSummary, figure: str) -> dict[int, float]:
     """Return a figure of the records by round, where it was recorded."""
     return {int(r["round"]): float(r[figure]) for r in run.records if r.get(figure) is not None}
@@ -202,7 +185,7 @@ def by_round(run: RunSummary, figure: str) -> dict[int, float]:
 
 def accuracies(run: RunSummary) -> list[float]:
     """Return the test accuracy (or whatever the metric is) of every round that was evaluated, in order."""
-    return values(run.records, run.metric.name)
+    return list(by_round(run, run.metric.name).values())
 
 
 def final(run: RunSummary) -> float | None:
@@ -259,7 +242,7 @@ def rounds_to(run: RunSummary, target: TargetValue) -> int | None:
 def bytes_to(run: RunSummary, target: TargetValue) -> int | None:
     """Return the bytes down and up until the round that first reaches `target` is over; None if there is none."""
     reached = rounds_to(run, target)
-    return None if reached is None else int(_total(run.records, ("bytes_down", "bytes_up"), reached))
+    return None if reached is None else int(_total(run.records, reached, "bytes_down", "bytes_up"))
 
 
 def seconds_to(run: RunSummary, target: TargetValue) -> float | None:
@@ -270,7 +253,7 @@ def seconds_to(run: RunSummary, target: TargetValue) -> float | None:
     reached = rounds_to(run, target)
     if reached is not None and simulated_seconds(run) is not None:
         return next(float(record["simulated_seconds"]) for record in run.records if record["round"] == reached)
-    return None if reached is None or not run.timings else _total(run.timings, ("seconds",), reached)
+    return None if reached is None or not run.timings else _total(run.timings, reached, "seconds")
 
 
 def simulated_seconds(run: RunSummary) -> float | None:
@@ -290,17 +273,17 @@ def _final_figure(run: RunSummary, name: str) -> float | None:
 
 def bytes_down(run: RunSummary) -> int:
     """Return the bytes sent to clients in the whole run."""
-    return int(_total(run.records, ("bytes_down",)))
+    return int(_total(run.records, None, "bytes_down"))
 
 
 def bytes_up(run: RunSummary) -> int:
     """Return the bytes received from clients in the whole run."""
-    return int(_total(run.records, ("bytes_up",)))
+    return int(_total(run.records, None, "bytes_up"))
 
 
 def seconds(run: RunSummary) -> float | None:
     """Return the seconds of the whole run, evaluation included; None when no times were recorded."""
-    return _total(run.timings, ("seconds",)) if run.timings else None
+    return _total(run.timings, None, "seconds") if run.timings else None
 
 
 def faults(run: RunSummary) -> list[tuple[int, int, str]]:
@@ -312,17 +295,10 @@ def faults(run: RunSummary) -> list[tuple[int, int, str]]:
     ]
 
 
-def _total(lines: Sequence[dict[str, Any]], names: Sequence[str], until: int | None = None) -> float:
+def _total(lines: Sequence[dict[str, Any]], until: int | None, *names: str) -> float:
     """Return the sum of the named figures over the rounds up to `until`."""
     counted = (line for line in lines if until is None or line["round"] <= until)
     return sum(float(line.get(name, 0)) for line in counted for name in names)
-
-
-def _deviation(values: Sequence[float]) -> float:
-    if len(values) < 2:
-        return 0.0
-    # a diverged loss or an infinite figure has no deviation
-    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def _row(name: str, runs: Sequence[RunSummary], targets: Sequence[TargetValue], evaluations: int) -> Row:
@@ -331,15 +307,9 @@ def _row(name: str, runs: Sequence[RunSummary], targets: Sequence[TargetValue], 
 
     def reach(target: TargetValue) -> Reach:
         figure = Target.of(target, runs[0].metric).figure
-        return Reach(
-            target,
-            spread(lambda run: rounds_to(run, target)),
-            spread(lambda run: bytes_to(run, target)),
-            spread(lambda run: seconds_to(run, target)),
-            sum(rounds_to(run, target) is not None for run in runs),
-            len(runs),
-            any(figure in record for run in runs for record in run.records),
-        )
+        recorded = any(figure in record for run in runs for record in run.records)
+        rounds, sent, lasted = (spread(partial(cost, target=target)) for cost in (rounds_to, bytes_to, seconds_to))
+        return Reach(target, rounds, sent, lasted, rounds.count if rounds else 0, len(runs), recorded)
 
     return Row(
         name,
