@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from fedloom.algorithm import Plan, Replies, Selection
 from fedloom.algorithms.building import build
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.flat.layout import Layout
-from fedloom.report.page import write_report
+from fedloom.report.page import render, write_page
 from outcome import tell
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -134,7 +133,7 @@ def report(runs: int, rounds: int) -> tuple[float, float]:
     made = [made_up_run(f"method{k % 10}", k // 10, rounds, 20, 10) for k in range(runs)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.html"
-        seconds = least(partial(write_report, path, "growth", made, (0.5, 0.8)), 1)
+        seconds = least(lambda: write_page(path, render("growth", made, (0.5, 0.8))), 1)
         return seconds, path.stat().st_size / 1e6
 
 

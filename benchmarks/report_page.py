@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from fedloom.report.page import write_report
+from fedloom.report.page import render, write_page
 from outcome import tell
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -29,7 +29,7 @@ def main() -> None:
             path = Path(folder) / "report.html"
             made = [made_up_run(f"method{k}", 0, rounds, clients, 10) for k in range(runs)]
             began = time.perf_counter()
-            write_report(path, name, made, (0.5, 0.8))
+            write_page(path, render(name, made, (0.5, 0.8)))
             written = time.perf_counter() - began
             loads = [browser.open(path) for _ in range(arguments.loads)]
             rows.append({

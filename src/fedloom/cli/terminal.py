@@ -10,15 +10,7 @@ from rich.text import Text
 
 from fedloom.report.cells import NEVER, SOME, Cell, Column, halves, target_text
 from fedloom.report.cells import Table as Plain
-from fedloom.report.sheet import (
-    DIFFERENCE_HEADS,
-    Sheet,
-    caption,
-    difference_cells,
-    difference_title,
-    faults_in,
-    overall,
-)
+from fedloom.report.sheet import DIFFERENCE_HEADS, Sheet, caption, faults_in, overall
 
 WIDE = 150
 """Columns of a terminal from which on the comparison's cells are shown with all that they say."""
@@ -88,14 +80,14 @@ def _blocks(sizes: Sequence[int], room: int) -> list[list[int]]:
 
 def difference_table(sheet: Sheet) -> Table:
     """Return the differences of the sheet's measure from the reference, with the corrected p of both tests."""
-    tests = sheet.tests[sheet.measure]
-    table = _frame(f"minus {tests[0].other}", difference_title(sheet))
+    lines = sheet.difference_lines
+    table = _frame(f"minus {lines[0][1]}", sheet.difference_title)
     *figures, verdict = DIFFERENCE_HEADS
     for title in ("Diff.", *figures[1:]):
         table.add_column(title.replace(", ", ",\n"), justify="right", no_wrap=True)
     table.add_column(verdict, no_wrap=True)
-    for test in tests:
-        table.add_row(Text(test.method), *map(Text, difference_cells(test, sheet.criterion.metric)))
+    for method, _, *cells in lines:
+        table.add_row(*map(Text, (method, *cells)))
     return table
 
 

@@ -131,7 +131,7 @@ class Result:
         return best
 
     def _scores(self, name: str) -> list[float]:
-        scores = figures.values(self.history, name)
+        scores = [float(record[name]) for record in self.history if record.get(name) is not None]
         if not scores and len(self.task.test):
             raise InvalidValue(
                 f"models of this task are judged by {self.task.objective.metric.name}: there is no {name}"

@@ -101,6 +101,17 @@ def comparison(
             column = Column(f"{unit} to {target}", *smallest, f"{brief}{target}")
             yield column, [cell(row.reaches[k], reach) for row in rows]
 
+    def means(
+        column: Column, name: str, text: Callable[[float], str], brief: Callable[[float], str] | None = None
+    ) -> Filled:
+        spreads: list[Spread | None] = [getattr(row, name) for row in rows]
+        return column, [
+            Cell(text(spread.mean), spread.mean, brief=brief(spread.mean) if brief else "")
+            if spread
+            else Cell("–", None)
+            for spread in spreads
+        ]
+
     filled: list[Filled] = [
         (Column("Method", order="ascending"), [Cell(row.algorithm, row.algorithm) for row in rows]),
         (Column("Seeds"), [Cell(str(row.seeds), row.seeds) for row in rows]),
@@ -118,15 +129,14 @@ def comparison(
     filled += [*to_targets("Rounds", "", _rounds_to), *to_targets("Bytes", "B ", _bytes_to)]
     if any(row.timed for row in rows):
         filled += to_targets("Seconds", "s ", _seconds_to)
-    epsilon, simulated = Column("Epsilon", order="ascending"), Column("Simulated time", brief="Sim. time")
     if any(row.epsilon is not None for row in rows):
-        filled.append((epsilon, [_mean(row.epsilon, "{:.3g}".format) for row in rows]))
+        filled.append(means(Column("Epsilon", order="ascending"), "epsilon", "{:.3g}".format))
     if any(row.simulated is not None for row in rows):
-        filled.append((simulated, [_mean(row.simulated, time_text, _clock) for row in rows]))
+        filled.append(means(Column("Simulated time", brief="Sim. time"), "simulated", time_text, _clock))
     filled += [
-        (Column("Bytes down", brief="Down"), [_mean(row.bytes_down, byte_text) for row in rows]),
-        (Column("Bytes up", brief="Up"), [_mean(row.bytes_up, byte_text) for row in rows]),
-        (Column("Time"), [_mean(row.seconds, time_text, _clock) for row in rows]),
+        means(Column("Bytes down", brief="Down"), "bytes_down", byte_text),
+        means(Column("Bytes up", brief="Up"), "bytes_up", byte_text),
+        means(Column("Time"), "seconds", time_text, _clock),
         (Column("Faults"), [Cell(str(row.faults), row.faults) for row in rows]),
     ]
     return Table.of(filled)
@@ -180,8 +190,10 @@ def _rounds_to(reach: Reach, baseline: Reach) -> Cell:
 
 
 def _bytes_to(reach: Reach, baseline: Reach) -> Cell:
-    partial, text = reach.reached < reach.seeds, byte_text(reach.bytes.mean) if reach.bytes else ""
-    return Cell(text, reach.bytes.mean, partial, text + SOME if partial else "") if reach.bytes else _unreached(reach)
+    if reach.bytes is None:
+        return _unreached(reach)
+    partial, text = reach.reached < reach.seeds, byte_text(reach.bytes.mean)
+    return Cell(text, reach.bytes.mean, partial, text + SOME if partial else "")
 
 
 def _seconds_to(reach: Reach, baseline: Reach) -> Cell:
@@ -195,10 +207,6 @@ def _seconds_to(reach: Reach, baseline: Reach) -> Cell:
 
 def _unreached(reach: Reach) -> Cell:
     return Cell(NEVER if reach.measured else "–", None)
-
-
-def _mean(spread: Spread | None, text: Callable[[float], str], brief: Callable[[float], str] = lambda mean: "") -> Cell:
-    return Cell("–", None) if spread is None else Cell(text(spread.mean), spread.mean, brief=brief(spread.mean))
 
 
 def _clock(seconds: float) -> str:

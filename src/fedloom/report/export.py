@@ -10,19 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 from fedloom.report.cells import Table, halves
-from fedloom.report.sheet import (
-    DIFFERENCE_HEADS,
-    NOT_SIGNIFICANT,
-    T_TEST_ONLY,
-    Sheet,
-    caption,
-    difference_cells,
-    difference_title,
-    keys,
-    overall,
-    reading,
-)
-from fedloom.report.summary import Row, target_key
+from fedloom.report.sheet import DIFFERENCE_HEADS, NOT_SIGNIFICANT, T_TEST_ONLY, Sheet, caption, keys, overall, reading
+from fedloom.report.summary import TO_TARGET, Row, target_key
 
 _ESCAPED = {
     "\\": r"\textbackslash{}",
@@ -42,23 +31,21 @@ _ESCAPED = {
 }
 """Characters that LaTeX would take for its own, and signs that older LaTeX does not know."""
 
+# Tables before a page break: LaTeX gives up where it has to hold back some more than twice as many for pages to come.
 _HELD_BACK = 8
-"""Tables before a page break: LaTeX gives up where it has to hold back some more than twice as many for pages to come."""
 
+# Before a box: smaller where it is wider than a line.
 _AT_MOST_A_LINE = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}"
-"""Before a box: smaller where it is wider than a line."""
 
 
 def to_csv(sheets: Sequence[Sheet]) -> str:
     """Return a line for each setting and method: accuracies as shares, bytes, seconds; empty where there is no value."""
-    names = keys(sheets)
-    return csv_text([_settings(sheet, names) | _plain(row) for sheet in sheets for row in sheet.rows], ["algorithm"])
+    return csv_text([line | _plain(row) for line, sheet in _settings(sheets) for row in sheet.rows], ["algorithm"])
 
 
 def differences_to_csv(sheets: Sequence[Sheet]) -> str:
     """Return a line for each setting, measure and difference, with both tests."""
-    names = keys(sheets)
-    return csv_text([_settings(sheet, names) | line for sheet in sheets for line in _differences(sheet)], ["measure"])
+    return csv_text([line | test for line, sheet in _settings(sheets) for test in _differences(sheet)], ["measure"])
 
 
 def to_data(sheets: Sequence[Sheet]) -> dict[str, Any]:
@@ -79,7 +66,9 @@ def to_markdown(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
     for sheet in sheets:
         blocks += [f"## {sheet.setting}\n"] if sheet.setting else []
         blocks += map(_markdown, halves(sheet.table))
-        blocks += [_markdown_differences(sheet)] if sheet.tests[sheet.measure] else []
+        if lines := [[*map(escape_markdown, line[:2]), *line[2:]] for line in sheet.difference_lines]:
+            differences = markdown_table(("Method", "minus", *DIFFERENCE_HEADS), lines, texts=(0, 1, 6))
+            blocks.append(f"{sheet.difference_title}:\n\n{differences}")
     blocks += [f"{text}\n" for text in (_explained(sheets), *reading(sheets)) if text]
     return "\n".join(blocks)
 
@@ -153,8 +142,8 @@ def escape_markdown(text: str) -> str:
     return re.sub(r"([|*_`\\])", r"\\\1", _flat(text))
 
 
-def _settings(sheet: Sheet, names: Sequence[str]) -> dict[str, Any]:
-    return {name: sheet.changes.get(name, "") for name in names}
+def _settings(sheets: Sequence[Sheet]) -> list[tuple[dict[str, Any], Sheet]]:
+    return [({name: sheet.changes.get(name, "") for name in keys(sheets)}, sheet) for sheet in sheets]
 
 
 def _differences(sheet: Sheet) -> Iterator[dict[str, Any]]:
@@ -170,8 +159,7 @@ def _plain(row: Row) -> dict[str, Any]:
     for reach in row.reaches:
         name = target_key(reach.target)
         line[f"reached_{name}"] = reach.reached
-        spreads |= {f"rounds_to_{name}": reach.rounds, f"bytes_to_{name}": reach.bytes}
-        spreads |= {f"seconds_to_{name}": reach.seconds}
+        spreads |= {f"{cost}_to_{name}": getattr(reach, cost) for cost in TO_TARGET}
     spreads |= {"bytes_down": row.bytes_down, "bytes_up": row.bytes_up, "seconds": row.seconds}
     spreads |= {"epsilon": row.epsilon, "simulated_seconds": row.simulated}
     for name, spread in spreads.items():
@@ -206,16 +194,6 @@ def _heads_and_lines(table: Table, escape: Callable[[str], str], bold: str) -> t
         for k, line in enumerate(table.lines)
     ]
     return [_flat(column.title) for column in table.columns], lines
-
-
-def _markdown_differences(sheet: Sheet) -> str:
-    """Return the differences of the sheet's measure as a table."""
-    lines = [
-        [escape_markdown(test.method), escape_markdown(test.other), *difference_cells(test, sheet.criterion.metric)]
-        for test in sheet.tests[sheet.measure]
-    ]
-    table = markdown_table(("Method", "minus", *DIFFERENCE_HEADS), lines, texts=(0, 1, 6))
-    return f"{difference_title(sheet)}:\n\n{table}"
 
 
 def _flat(text: str) -> str:

@@ -33,11 +33,8 @@ SHARES = {"tickformat": ".2~%", "autorangeoptions": {"clipmin": -0.02, "clipmax"
 
 @dataclass(frozen=True)
 class ReportFigure:
-    """A figure with its name (of the image file and of the page's element), title and caption.
-
-    `variants` are its Plotly figures by the value of the `choice`, a row of buttons that selects one; without a choice there is
-    only a variant "".
-    """
+    """A figure with its name (of the image file and of the page's element), title and caption, and its Plotly figures by the
+    value of the `choice`, a row of buttons that selects one; without a choice there is only a variant ""."""
 
     name: str
     title: str
@@ -81,20 +78,14 @@ def accuracy_by_seed(runs: Sequence[RunSummary]) -> go.Figure:
         scores = {run.seed: value for run in group if (value := final(run)) is not None}
         if not scores:
             continue
-        colour, shown, row = (
-            styles(runs)[name].colour,
-            f"%{{x:{form}}}<extra>%{{fullData.name}}</extra>",
-            [wrapped(name)],
-        )
-        bar = {"symbol": "line-ns", "size": 22, "line": {"width": 3, "color": colour}}
-        dot = {"size": 10, "color": colour, "opacity": 0.55}
-        pair = [
-            go.Scatter(x=[sum(scores.values()) / len(scores)], y=row, marker=bar, hovertemplate=f"mean {shown}"),
-            go.Scatter(x=list(scores.values()), y=row * len(scores), marker=dot, customdata=list(scores)),
-        ]
-        pair[1].hovertemplate = f"seed %{{customdata}}: {shown}"
+        style, shown = styles(runs)[name], f"%{{x:{form}}}<extra>%{{fullData.name}}</extra>"
+        bar = {"symbol": "line-ns", "size": 22, "line": {"width": 3, "color": style.colour}}
+        dot = {"size": 10, "color": style.colour, "opacity": 0.55}
+        mean = go.Scatter(x=[sum(scores.values()) / len(scores)], marker=bar, hovertemplate=f"mean {shown}")
+        hover = f"seed %{{customdata}}: {shown}"
+        dots = go.Scatter(x=list(scores.values()), marker=dot, customdata=list(scores), hovertemplate=hover)
         look = {"legendgroup": name, "name": html.escape(name), "showlegend": False, "mode": "markers"}
-        traces += [trace.update(look) for trace in pair]
+        traces += [trace.update(y=[wrapped(name)] * len(trace.x), **look) for trace in (mean, dots)]
     ticks = {"tickformat": ".2~%"} if metric.share else {}
     return _by_method(traces, runs, {"title": f"Final test {metric.noun}", **ticks})
 
@@ -117,15 +108,13 @@ def label_distribution(
     client, label = counts[shown].nonzero()
     samples = counts[shown][client, label]
     largest = 26 if len(shown) <= 30 else 18
+    area = {"size": samples, "sizemode": "area", "sizeref": 2 * float(samples.max(initial=1)) / largest**2}
     bubbles = go.Scatter(
         x=[str(shown[k]) for k in client],
         y=[names[k] for k in label],
         customdata=samples,
         mode="markers",
-        marker={
-            **{"size": samples, "sizeref": 2 * float(samples.max(initial=1)) / largest**2},
-            **{"sizemode": "area", "sizemin": 1, "color": "#2a88c9", "opacity": 0.7, "line": {"width": 0}},
-        },
+        marker={**area, "sizemin": 1, "color": "#2a88c9", "opacity": 0.7, "line": {"width": 0}},
         hovertemplate="client %{x}, class %{y}<br>%{customdata} samples<extra></extra>",
     )
     # Clients and classes without a bubble stay on the axes.
@@ -146,15 +135,14 @@ def evenly_spaced(count: int, limit: int = 60) -> list[int]:
 
 def byte_bars(runs: Sequence[RunSummary]) -> go.Figure:
     """Draw bytes of a whole run, mean over seeds: full colour down to the clients, pale up from them."""
-    totals = {
-        (name, direction): sum(sent(run) for run in group) / len(group)
+    totals = [
+        (name, sum(sent(run) for run in group) / len(group), direction, opacity)
         for name, group in by_algorithm(runs).items()
-        for direction, sent in (("down", bytes_down), ("up", bytes_up))
-    }
-    size, unit = byte_unit(max(totals.values(), default=0.0))
+        for direction, sent, opacity in (("down", bytes_down, 0.95), ("up", bytes_up, 0.5))
+    ]
+    size, unit = byte_unit(max((total for _, total, *_ in totals), default=0.0))
     traces = [
-        _bar(name, runs, 0.95 if direction == "down" else 0.5, total / size, f"{direction} {byte_text(total)}")
-        for (name, direction), total in totals.items()
+        _bar(name, runs, opacity, total / size, f"{way} {byte_text(total)}") for name, total, way, opacity in totals
     ]
     return _by_method(traces, runs, {"title": f"Sent in a run, {unit}", "rangemode": "tozero"})
 
@@ -192,9 +180,7 @@ def _bar(name: str, runs: Sequence[RunSummary], opacity: float, value: float, ho
     )
 
 
-def _by_method(
-    traces: Sequence[go.Bar | go.Scatter], runs: Sequence[RunSummary], xaxis: Mapping[str, Any]
-) -> go.Figure:
+def _by_method(traces: Sequence[Any], runs: Sequence[RunSummary], xaxis: Mapping[str, Any]) -> go.Figure:
     """Return a figure with the methods from top to bottom."""
     names = [wrapped(name) for name in by_algorithm(runs)]
     height = 110 + len(names) * (24 + 15 * max((name.count("<br>") for name in names), default=0))
@@ -213,12 +199,8 @@ def framed(traces: Sequence[Any], height: int, **layout: Any) -> go.Figure:
 
     The layout is made at once: changing a Plotly layout costs far more than making it.
     """
-    axis = {
-        "gridcolor": "rgba(128,128,128,0.22)",
-        "zeroline": False,
-        "automargin": True,
-        "title": {"standoff": 10, "font": {"size": 13}},
-    }
+    title = {"standoff": 10, "font": {"size": 13}}
+    axis = {"gridcolor": "rgba(128,128,128,0.22)", "zeroline": False, "automargin": True, "title": title}
     common = {
         "template": {"layout": {"xaxis": axis, "yaxis": axis}},
         "height": height,

@@ -38,17 +38,10 @@ def write_images(
     *,
     captions: bool = True,
 ) -> list[Path]:
-    """Write every figure that the runs have data for; return the files, such as `curve-accuracy.png` or `landscapes.svg`.
+    """Write every figure that the runs have data for, judged `by` a criterion; return the files, such as `curve-accuracy.png`.
 
-    Args:
-        folder: Where the files go.
-        runs: The runs.
-        formats: The formats to write each figure in, of `FORMATS`.
-        by: The criterion that the runs are judged by, by default the usual one.
-        captions: Put title and caption into the image.
-
-    Raises:
-        InvalidValue: For an unknown format, or when Kaleido or a Chromium is missing or fails.
+    Each is written in all `formats` (of `FORMATS`), by default with title and caption in the image. Raises `InvalidValue` for an
+    unknown format, or when Kaleido or a Chromium is missing or fails.
     """
     require_images(formats)
     images = {figure.name: standalone(figure, captions) for figure in image_figures(runs, by)}
@@ -94,9 +87,8 @@ def _kaleido() -> Any:
 def browser() -> str:
     """Return the browser that draws. Raises `InvalidValue` when there is none."""
     configured = os.environ.get("BROWSER_PATH")
-    for name in [configured] if configured else BROWSERS:
-        if path := shutil.which(name):
-            return path
+    if path := next(filter(None, map(shutil.which, [configured] if configured else BROWSERS)), None):
+        return path
     problem = f"BROWSER_PATH={configured!r} is no program" if configured else "there is none on the path"
     raise InvalidValue(f"images need a Chromium or Chrome, but {problem} (Debian's package: chromium)")
 

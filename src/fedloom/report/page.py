@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -28,20 +28,9 @@ from fedloom.report.clients import client_table
 from fedloom.report.contents import effect_figures, report_figures, setting_curves
 from fedloom.report.curves import AXES, POINTS
 from fedloom.report.figures import ReportFigure, styles
-from fedloom.report.sheet import (
-    DIFFERENCE_HEADS,
-    Criterion,
-    Sheet,
-    caption,
-    difference_cells,
-    difference_title,
-    faults_in,
-    overall,
-    reading,
-    spread_of,
-)
+from fedloom.report.sheet import DIFFERENCE_HEADS, Criterion, Sheet, caption, faults_in, overall, reading, spread_of
 from fedloom.report.sheet import sheet as sheet_of
-from fedloom.report.summary import LAST, TO_TARGET, Row, RunSummary, Spread, TargetValue, dotted, faults
+from fedloom.report.summary import LAST, TO_TARGET, Row, RunSummary, TargetValue, dotted, faults
 from fedloom.report.units import byte_text, percent, time_text
 from fedloom.state.files import write_text
 
@@ -138,10 +127,9 @@ def render(
         several=len(sheet.rows) > 1,
         table=_worth_showing(sheet.table),
         captions=[*_explained(sheet), *reading([sheet])],
-        differences=sheet.tests[sheet.measure],
-        difference_title=difference_title(sheet),
+        differences=sheet.difference_lines,
+        difference_title=sheet.difference_title,
         difference_heads=DIFFERENCE_HEADS,
-        difference_cells=partial(difference_cells, metric=sheet.criterion.metric),
         figures=sections,
         axes={x: x.capitalize() + "s" * (x == "round") for x in axes},
         thinned=thinned if max(len(run.records) for run in runs) > POINTS else "",
@@ -184,12 +172,9 @@ def render_overview(
 @cache
 def templates() -> Environment:
     """Return the templates of all pages, which escape their values."""
+    loader = PackageLoader("fedloom.report")
     environment = Environment(
-        loader=PackageLoader("fedloom.report"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
     environment.globals |= {"asset": _asset}
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}  # without sorting the keys
@@ -258,17 +243,16 @@ def _result_tiles(runs: Sequence[RunSummary], sheet: Sheet) -> list[Tile]:
             extreme = "Highest" if metric.higher_is_better else "Fewest" if measure in TO_TARGET else "Lowest"
             title = f"{extreme} {name}" if several else name[0].upper() + name[1:]
             level = _level(sheet, measure, row.algorithm, metric) if several else ""
-            tiles.append((title, _score(spread, metric), level))
+            score = f"{score_cell(spread, metric).brief.replace('±', ' ± ')}{metric.unit}"
+            tiles.append((title, score.replace(" ", NO_BREAK), level))
     for k, target in enumerate(reach.target for reach in rows[0].reaches):
-        reached = [
-            (spread, row) for row in rows if (spread := row.reaches[k].rounds) and row.reaches[k].reached == row.seeds
-        ]
-        if reached:
-            fewest = min((spread for spread, _ in reached), key=lambda spread: spread.mean)
-            methods = [row.algorithm for spread, row in reached if spread.mean == fewest.mean]
-            rounds = f"{fewest.mean:.1f}" if fewest.count > 1 else f"{fewest.mean:.0f}"
+        costs = {row.algorithm: row.reaches[k].rounds for row in rows if row.reaches[k].reached == row.seeds}
+        if rounds := {method: spread for method, spread in costs.items() if spread}:
+            fewest = min(rounds.values(), key=lambda spread: spread.mean)
+            methods = [method for method, spread in rounds.items() if spread.mean == fewest.mean]
+            number = f"{fewest.mean:.1f}" if fewest.count > 1 else f"{fewest.mean:.0f}"
             title = _with_signs(f"Fewest rounds to {target_text(sheet.metric, target)}")
-            tiles.append((title, rounds, _listed(methods, 2) if several else ""))
+            tiles.append((title, number, _listed(methods, 2) if several else ""))
     return tiles + _cost_tiles(len(runs), rows)
 
 
@@ -290,10 +274,6 @@ def _cost_tiles(runs: int, rows: Sequence[Row]) -> list[Tile]:
         total = sum(row.seconds.mean * row.seconds.count for row in rows if row.seconds)
         tiles.append(("Time in all", time_text(total), f"{runs} runs" if runs > 1 else ""))
     return tiles
-
-
-def _score(spread: Spread, metric: Metric) -> str:
-    return f"{score_cell(spread, metric).brief.replace('±', ' ± ')}{metric.unit}".replace(" ", NO_BREAK)
 
 
 def _worth_showing(table: Table) -> Table:

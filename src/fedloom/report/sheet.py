@@ -83,6 +83,17 @@ class Sheet:
         """The comparison of the methods, marked."""
         return comparison(self.rows, self.marks, self.last)
 
+    @property
+    def difference_title(self) -> str:
+        """The title of the table of differences in the measure."""
+        return f"Differences in the {self.criterion.name}{', in points' if self.criterion.metric.share else ''}"
+
+    @property
+    def difference_lines(self) -> list[list[str]]:
+        """The lines of that table: a method, the reference, and the `difference_cells`."""
+        metric = self.criterion.metric
+        return [[test.method, test.other, *difference_cells(test, metric)] for test in self.tests[self.measure]]
+
 
 def sheet(
     runs: Sequence[RunSummary],
@@ -201,11 +212,6 @@ def caption(sheets: Sequence[Sheet]) -> str:
     unit = ", in per cent" if sheets[0].criterion.metric.share else ""
     ranks = " Rank 1 is the best." if len(sheets) >= RANKED else ""
     return f"{sheets[0].criterion.title}{unit}, by {', '.join(keys(sheets))}.{ranks}"
-
-
-def difference_title(sheet: Sheet) -> str:
-    """Return the title of the table of a sheet's differences."""
-    return f"Differences in the {sheet.criterion.name}{', in points' if sheet.criterion.metric.share else ''}"
 
 
 def difference_cells(test: Difference, metric: Metric) -> list[str]:

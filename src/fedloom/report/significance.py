@@ -36,11 +36,8 @@ seeds for the exact test to reach the level; `equal`: the same figure with every
 
 @dataclass(frozen=True)
 class Difference:
-    """One method minus another in one measure, over the seeds that both have.
-
-    `mean` with its 95 % confidence interval `low` to `high` by the t distribution, and the p of both tests, plain and corrected;
-    None where they are undefined (one seed; for the t distribution also differences without any spread). Shares, not per cent.
-    """
+    """One method minus another in one measure, over the seeds that both have: `mean` with its 95 % confidence interval `low` to
+    `high` by the t distribution, and the p of both tests, plain and corrected; None where they are undefined."""
 
     method: str
     other: str
@@ -60,12 +57,9 @@ Values = Mapping[str, Mapping[int, float]]
 
 
 def differences(values: Values, against: str, higher_is_better: bool = True) -> list[Difference]:
-    """Return every other method minus the reference, in the order of the methods.
+    """Return every other method minus the reference, `best` (by its mean) or `first`, in the order of the methods.
 
-    Args:
-        values: A figure by method and seed. Methods without a seed in common with the reference are left out.
-        against: The reference: `best` (the largest mean, or the smallest where less is better) or `first`.
-        higher_is_better: The direction in which a mean is the best.
+    Methods without a seed in common with the reference are left out.
     """
     means = {method: float(np.mean([*by_seed.values()])) for method, by_seed in values.items() if by_seed}
     if len(means) < 2:
@@ -75,7 +69,8 @@ def differences(values: Values, against: str, higher_is_better: bool = True) -> 
     methods = [method for method in means if method != reference]
     shown = [(method, reference) for method in methods]
     pairs = shown if against == "first" else [*shown, *itertools.combinations(methods, 2)]
-    tested = {pair: paired for pair in pairs if (paired := _paired(values, *pair))}
+    seeds = {(left, right): sorted(values[left].keys() & values[right].keys()) for left, right in pairs}
+    tested = {pair: [values[pair[0]][k] - values[pair[1]][k] for k in both] for pair, both in seeds.items() if both}
     t_tests, exacts = [t_test(paired)[0] for paired in tested.values()], list(map(sign_flip_test, tested.values()))
     p_values = zip(t_tests, exacts, holm(t_tests), holm(exacts), strict=True)
     return [
@@ -87,17 +82,8 @@ def differences(values: Values, against: str, higher_is_better: bool = True) -> 
     ]
 
 
-def _paired(values: Values, method: str, reference: str) -> list[float]:
-    """Return the differences over the seeds that both methods have, in the order of the seeds."""
-    seeds = sorted(values[method].keys() & values[reference].keys())
-    return [values[method][seed] - values[reference][seed] for seed in seeds]
-
-
 def t_test(paired: Sequence[float]) -> tuple[float | None, float | None, float | None]:
-    """Return the two-sided p of the paired t-test and the 95 % confidence interval of the mean.
-
-    All None with fewer than two seeds or differences without any spread.
-    """
+    """Return the two-sided p of the paired t-test and the 95 % confidence interval of the mean; None where it is undefined."""
     if len(paired) < 2 or float(np.ptp(paired)) < 1e-12:
         return None, None, None
     from scipy.stats import ttest_1samp
@@ -113,11 +99,8 @@ def sign_flip_test(paired: Sequence[float]) -> float | None:
         return None
     from scipy.stats import permutation_test
 
-    draws = numpy_stream(0, "sign flips")
-    test = permutation_test(
-        (paired,), np.mean, permutation_type="samples", vectorized=True, n_resamples=FLIPS, random_state=draws
-    )
-    return float(test.pvalue)
+    options = {"permutation_type": "samples", "vectorized": True, "n_resamples": FLIPS}
+    return float(permutation_test((paired,), np.mean, random_state=numpy_stream(0, "sign flips"), **options).pvalue)
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
@@ -125,13 +108,10 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
 
     None counts as one of the m and stays None.
     """
-    corrected: list[float | None] = [None] * len(values)
-    largest = 0.0
-    ascending = sorted((value, index) for index, value in enumerate(values) if value is not None)
-    for rank, (value, index) in enumerate(ascending):
-        largest = max(largest, min(1.0, (len(values) - rank) * value))
-        corrected[index] = largest
-    return corrected
+    ascending = sorted(value for value in values if value is not None)
+    steps = [min(1.0, (len(values) - rank) * value) for rank, value in enumerate(ascending)]
+    corrected = dict(zip(ascending, itertools.accumulate(steps, max), strict=True))
+    return [None if value is None else corrected[value] for value in values]
 
 
 def smallest_exact(seeds: int) -> float:
