@@ -20,6 +20,7 @@ from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import InvalidValue
 from fedloom.flat.module import FlatModule
 from fedloom.randomness import stream
+from fedloom.rounds.engine import ClientTask, inbox_of
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.training import Training
@@ -359,13 +360,13 @@ def test_counters_of_batch_norm_stay_with_clients_whose_model_does_in_part(
         assert record["bytes_up"] == 4 * expected * len(record["clients"])
     assert run.integers.tolist() == [0]
     after = run._first.at(5)
-    for block in run.evaluation._client_tasks(run.algorithm, after, range(task.clients), run.integers):
-        for client_task in block:
-            _, counter = made.personalise(run.algorithm, after, client_task)
-            batches = uploads.count(client_task.client) * -(-TRAIN_SIZES[client_task.client] // 4)
-            skipped = uploads.count(client_task.client) * (TRAIN_SIZES[client_task.client] % 4 == 1)
-            assert counter is not None
-            assert counter.tolist() == [batches - skipped]
+    message = run.algorithm.deploy(after, tuple(range(task.clients)))
+    for client in range(task.clients):
+        _, counter = made.personalise(run.algorithm, after, ClientTask(client, None, inbox_of(message, client)))
+        batches = uploads.count(client) * -(-TRAIN_SIZES[client] // 4)
+        skipped = uploads.count(client) * (TRAIN_SIZES[client] % 4 == 1)
+        assert counter is not None
+        assert counter.tolist() == [batches - skipped]
 
 
 def test_counters_of_batch_norm_travel_with_whole_models() -> None:
