@@ -25,13 +25,12 @@ def as_inputs(values: Any) -> Tensor:
             f"inputs are text, such as {quoted(array.flat[0], str)}: give numbers, or a table with target=..., which makes "
             "columns of categories numbers"
         )
-    if array.dtype == np.uint8 and array.ndim == 3:
-        array = array[:, None]
-    if array.dtype == np.uint8 and array.ndim == 4 and array.shape[1] not in (1, 3, 4) and array.shape[3] in (1, 3, 4):
-        raise InvalidValue(
-            f"inputs of shape {list(array.shape)} have their channels last: give inputs.transpose(0, 3, 1, 2)"
-        )
     if array.dtype == np.uint8:
+        array = array[:, None] if array.ndim == 3 else array
+        if array.ndim == 4 and array.shape[1] not in (1, 3, 4) and array.shape[3] in (1, 3, 4):
+            raise InvalidValue(
+                f"inputs of shape {list(array.shape)} have their channels last: give inputs.transpose(0, 3, 1, 2)"
+            )
         return torch.from_numpy(array.copy())
     if array.dtype.kind in "iu":
         return _whole(array, "inputs")

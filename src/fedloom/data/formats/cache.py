@@ -17,11 +17,6 @@ from fedloom.state.tensors import read_tensors, write_tensors
 _FORMAT = "1"  # in every key: raise it when the content of the files changes
 
 
-def cache_folder() -> Path:
-    """Return the folder of decoded data: the environment variable FEDLOOM_CACHE, or ~/.cache/fedloom."""
-    return Path(os.environ.get("FEDLOOM_CACHE") or Path.home() / ".cache" / "fedloom")
-
-
 def file_stamp(paths: Iterable[Path]) -> str:
     """Return a key that changes with the path, size or time of change of any of `paths`."""
     stamp = Digest()
@@ -34,7 +29,8 @@ def file_stamp(paths: Iterable[Path]) -> str:
 def cached(name: str, key: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
     """Return `make()`, kept in a file of the cache folder for (`name`, `key`). A damaged file is made anew."""
     of = digest(f"{_FORMAT}\0{key}")[:24]
-    path = cache_folder() / f"{name}-{of}.safetensors"
+    folder = Path(os.environ.get("FEDLOOM_CACHE") or Path.home() / ".cache" / "fedloom")
+    path = folder / f"{name}-{of}.safetensors"
     if path.is_file():
         try:
             return read_tensors(path, of=of)[0]
@@ -42,7 +38,7 @@ def cached(name: str, key: str, make: Callable[[], dict[str, Tensor]]) -> dict[s
             path.unlink(missing_ok=True)
     tensors = make()
     with suppress(OSError, CheckpointError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(path.parent)
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(folder)
         write_tensors(path, tensors, {"of": of}, durable=False)
     return tensors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -104,13 +105,9 @@ def _table(name: str, source: Any, test_fraction: float, objective: Objective) -
     targets = torch.from_numpy(source.target)
     targets = targets.long() if objective.classes else targets.to(torch.float64)
     train, test = hold_out(Samples(inputs, targets), test_fraction, _SPLIT_SEED)
-    splits = [
-        Samples(
-            _scaled(split.inputs, train.inputs),
-            split.labels if objective.classes else _scaled(split.labels, train.labels),
-        )
-        for split in (train, test)
-    ]
+    splits = [replace(split, inputs=_scaled(split.inputs, train.inputs)) for split in (train, test)]
+    if not objective.classes:
+        splits = [replace(split, labels=_scaled(split.labels, train.labels)) for split in splits]
     names = tuple(map(str, source.target_names)) if objective.classes else None
     return Dataset(name, splits[0], splits[1], len(names or ()), class_names=names, objective=objective)
 

@@ -25,7 +25,6 @@ ALPHABET = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklm
 """LEAF's 80 characters; their numbers begin at 2."""
 
 _OBJECTIVE = NextToken()
-_INPUTS, _TARGETS = slice(-1), slice(1, None)
 _NUMBERS = {character: number for number, character in enumerate(ALPHABET, start=2)}
 _Users = dict[str, list[Sequence[str]]]
 """The sequences of each user: their tokens, of which each but the one at the beginning is predicted from the earlier ones."""
@@ -127,7 +126,8 @@ def _dataset(
     for users in (train, test):
         texts = [text for sequences in users.values() for text in sequences]
         require_room(16 * len(texts) * length, f"{len(texts):,} sequences of {length}")
-        inputs, targets = (encode([text[part] for text in texts], numbers, length) for part in (_INPUTS, _TARGETS))
+        inputs = encode([text[:-1] for text in texts], numbers, length)
+        targets = encode([text[1:] for text in texts], numbers, length)
         targets[targets == PAD] = _OBJECTIVE.padding
         if places == "last" and len(texts):
             ends = (targets != _OBJECTIVE.padding).sum(1, keepdim=True) - 1
@@ -152,7 +152,8 @@ def _split(users: _Users, test_fraction: float, least: int) -> tuple[_Users, _Us
 def _held_out(users: _Users, test_fraction: float, seed: int) -> tuple[_Users, _Users]:
     """Return each user's sequences as (training, test), at random."""
     sequences = [(user, text) for user, texts in users.items() for text in texts]
-    owners = torch.arange(len(users)).repeat_interleave(torch.tensor([len(texts) for texts in users.values()]))
+    counts = torch.tensor([len(texts) for texts in users.values()], dtype=torch.int64)
+    owners = torch.arange(len(users)).repeat_interleave(counts)
     train, test = hold_out(Samples(torch.arange(len(sequences)), owners), test_fraction, seed)
     splits: tuple[_Users, _Users] = {}, {}
     for users, samples in zip(splits, (train, test), strict=True):

@@ -72,13 +72,13 @@ def image_dataset(
 ) -> Dataset:
     """Return the data set of samples whose bytes are normalised, by default by their own figures."""
     train, test = split
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
+    scale: Scale | None = None
     # `Dataset.prepare` scales bytes alone, so other inputs have nothing to normalise.
     if train.inputs.dtype == torch.uint8 and normalise != "none":
         half = ((0.5,) * train.inputs.shape[1],) * 2
-        mean, std = half if normalise == "half" else standard or channel_scale(train.inputs)
+        scale = half if normalise == "half" else standard or channel_scale(train.inputs)
     names = None if class_names is None else tuple(class_names)
+    mean, std = scale or (None, None)
     return Dataset(name, train, test, classes, mean=mean, std=std, class_names=names)
 
 

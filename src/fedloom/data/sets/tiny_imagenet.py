@@ -65,24 +65,16 @@ _SET = PictureSet(
 )  # fmt: skip
 
 
-def _class_ids(root: Path) -> list[str]:
-    """Return the WordNet ids in `wnids.txt`, sorted; label k is the k-th. Raises `DataError` if there are none."""
-    ids = sorted(set(_lines(root / "wnids.txt")))
-    if not ids:
-        raise DataError(f"{root / 'wnids.txt'}: no class ids")
-    if len(ids) > _CLASSES:
-        raise DataError(f"{root / 'wnids.txt'}: more than {_CLASSES} classes")
-    for wnid in ids:
-        if not wnid.isprintable() or "/" in wnid:
-            raise DataError(f"{root / 'wnids.txt'}: {quoted(wnid)} is no class id")
-    return ids
-
-
 def _files(root: Path) -> tuple[list[tuple[Path, int]], list[tuple[Path, int]]]:
     """Return (path, label) of every picture to train and to test; raises `DataError` for what is wrong."""
-    label = {wnid: number for number, wnid in enumerate(_class_ids(root))}
+    listing = root / "wnids.txt"
+    label = {wnid: number for number, wnid in enumerate(sorted(set(_lines(listing))))}
+    if not 0 < len(label) <= _CLASSES:
+        raise DataError(f"{listing}: {f'more than {_CLASSES} classes' if label else 'no class ids'}")
     train: list[tuple[Path, int]] = []
     for wnid, number in label.items():
+        if not wnid.isprintable() or "/" in wnid:
+            raise DataError(f"{listing}: {quoted(wnid)} is no class id")
         folder = root / "train" / wnid / "images"
         if not folder.is_dir():
             raise DataError(f"{folder}: no such folder, though {wnid} is in wnids.txt")
