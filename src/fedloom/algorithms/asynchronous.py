@@ -110,6 +110,8 @@ class Buffered(Asynchronous, Wrapper):
     Stale replies are discounted by s(tau) = (1 + tau)^-`staleness`, with tau the versions by which the server's model is ahead.
     """
 
+    k = 1  # replies in a step
+
     def setup(self, plan: Plan) -> None:
         Wrapper.setup(self, plan)
         opening = plan.opening()
@@ -125,12 +127,7 @@ class Buffered(Asynchronous, Wrapper):
         rows = plan.initial.new_zeros(plan.participants, plan.layout.size)
         weights, version = torch.zeros(plan.participants, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         stored = {"replies": rows, "sent": rows.clone(), "weights": weights, "version": version}
-        self.state = self.waiting(plan, self.goal) | stored
-
-    @property
-    def goal(self) -> int:
-        """k, the number of replies in a step."""
-        return 1
+        self.state = self.waiting(plan, self.k) | stored
 
     def receive(self, round: Round, replies: Replies) -> None:
         rows, weights = replies["model"], replies.weights.to(torch.int64)
@@ -138,7 +135,7 @@ class Buffered(Asynchronous, Wrapper):
         self.store(slots, replies=rows, sent=replies.sent("model").expand(len(rows), -1), weights=weights)
 
     def finish(self, round: Round, exchange: Exchange) -> None:
-        clients, slots = self.state["client"], self.arrived(round, self.goal)
+        clients, slots = self.state["client"], self.arrived(round, self.k)
         if len(slots):
             index, clients = slots.to(self.state["sent"].device), clients[slots]
             model, rows = exchange.sent["model"], self.state["replies"][index]
@@ -177,10 +174,6 @@ class FedBuff(Buffered):
 
     k: Count = 10
     staleness: NonNegative = 0.5
-
-    @property
-    def goal(self) -> int:
-        return self.k
 
     def moved(self, model: Tensor, sent: Tensor, rows: Tensor, stale: Tensor) -> Tensor:
         weight = (1 + stale) ** -self.staleness

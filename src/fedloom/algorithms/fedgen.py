@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms
+from fedloom.algorithms.loss_terms import label_counts, require_classes
 from fedloom.config.fields import Count, NonNegative, Positive, Share
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout, TensorSlice
@@ -93,10 +94,7 @@ class FedGen(Algorithm):
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        if not plan.classes:
-            raise InvalidValue(
-                "fedgen needs class labels, by which it makes features: the targets of this task are none"
-            )
+        require_classes("fedgen", plan)
         with global_stream(plan.seed, "generator"):
             generator = self._generator(classifier(plan.layout, plan.module, plan.classes)[0]).to(plan.initial)
         self.state["generator"] = Layout(generator).flatten(generator)
@@ -159,9 +157,8 @@ class FedGen(Algorithm):
     # --- the client half ---
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        counts = torch.stack([torch.bincount(labels, minlength=cohort.classes) for labels in cohort.labels])
         model = self._distilled(cohort, inbox) if "generator" in inbox else cohort.fit(inbox["model"]).model
-        return {"model": model, "labels": counts.to(torch.int32)}
+        return {"model": model, "labels": label_counts(cohort).to(torch.int32)}
 
     def _distilled(self, cohort: Cohort, inbox: Message) -> Tensor:
         """Train locally beside the generator."""

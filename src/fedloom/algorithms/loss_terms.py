@@ -46,12 +46,6 @@ def require_classes(name: str, plan: Plan) -> None:
         raise InvalidValue(f"{name} needs class labels: the targets of this task are none")
 
 
-def require_model(name: str, method: LossTerm, plan: Plan) -> None:
-    """Raise `InvalidValue` unless the clients of the wrapped method are sent one model each round."""
-    if not method.single_download or "model" not in method.send(plan.opening()):
-        raise InvalidValue(f"{name}: clients of {method.method} are not sent one model, which is the teacher")
-
-
 def label_counts(cohort: Cohort) -> Tensor:
     """Return the number of training samples of each class at each client, `[k, Y]`."""
     # bincount would wait for the device to know how many there are.
@@ -103,7 +97,8 @@ class FedNTD(LossTerm):
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         require_classes("fedntd", plan)
-        require_model("fedntd", self, plan)
+        if not self.single_download or "model" not in self.send(plan.opening()):
+            raise InvalidValue(f"fedntd: clients of {self.method} are not sent one model, which is the teacher")
 
     def context(self, cohort: Cohort, inbox: Message) -> dict[str, Tensor]:
         return {"teacher": self.complete(cohort, server_model(inbox))}

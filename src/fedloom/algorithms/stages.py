@@ -235,8 +235,9 @@ class Stages(Algorithm):
         (method, end), message = self._read_stage(cohort, inbox)
         if end != "auto":
             return method.train(cohort, message)
-        loss = cohort.subset(held_out, "held_out", lasting=True).loss(server_model(inbox))
-        reply = method.train(cohort.subset(not_held_out, "held_out", lasting=True), message)
+        loss = cohort.subset(lambda *drawn: divided(*drawn)[0], "held_out", lasting=True).loss(server_model(inbox))
+        training = cohort.subset(lambda *drawn: divided(*drawn)[1], "held_out", lasting=True)
+        reply = method.train(training, message)
         return reply | {HELD_OUT_LOSS: loss.to(inbox["model"].dtype)}
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
@@ -271,11 +272,6 @@ def _contains(end: int | str | None, number: int) -> bool:
     return not isinstance(end, int) or number <= end
 
 
-def held_out(samples: Samples, generator: torch.Generator) -> Samples:
-    """Return the tenth of a client's samples that is held out; at least one sample."""
-    return divided_samples(samples, generator, max(1, round(HELD_OUT * len(samples))))[0]
-
-
-def not_held_out(samples: Samples, generator: torch.Generator) -> Samples:
-    """Return the samples to train on; a client with a single sample trains on it."""
-    return divided_samples(samples, generator, max(1, round(HELD_OUT * len(samples))))[1]
+def divided(samples: Samples, generator: torch.Generator) -> tuple[Samples, Samples]:
+    """Return the tenth of a client's samples that is held out, at least one sample, and those to train on."""
+    return divided_samples(samples, generator, max(1, round(HELD_OUT * len(samples))))
