@@ -11,9 +11,9 @@ from typing import Any
 from fedloom.config.expression import parse
 from fedloom.errors import InvalidValue
 from fedloom.experiment.configuration import Configuration
-from fedloom.experiment.directory import locked, write_json
+from fedloom.experiment.directory import locked, setting_folder, write_json
 from fedloom.experiment.events import Event, RunName, Watch
-from fedloom.experiment.finished import REPORT_LOCK, StoredRun, by_setting, compared, setting_folder, write_reports
+from fedloom.experiment.finished import REPORT_LOCK, StoredRun, by_setting, compared, write_reports
 from fedloom.experiment.jobs import Job, Tasks, placed, require_possible
 from fedloom.experiment.pools import make_pool
 from fedloom.experiment.trajectories import context_of, draw_joint_trajectories

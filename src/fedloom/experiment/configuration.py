@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -118,32 +118,22 @@ class Configuration(Schedule):
         """Leave out what is built once: another process must import the plugins first."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self)}
 
-    @cached_property
+    @property
     def schedule(self) -> Schedule:
         """Duration, participation and evaluation of the runs."""
         return Schedule(**{entry.name: getattr(self, entry.name) for entry in fields(Schedule)})
 
     def seeded(self, seed: int) -> Schedule:
         """Return the schedule of the run with this seed."""
-        return self.schedule if seed == self.seed else replace(self.schedule, seed=seed)
+        return replace(self.schedule, seed=seed)
 
     def method(self, algorithm: str) -> Algorithm:
         """Return a new method of an expression. Raises as `build`."""
         return copy.deepcopy(self._built(algorithm))
 
-    def described(self, algorithm: str) -> str:
-        """Return a method's expression, as its `str` is. Raises as `build`."""
-        return str(self._built(algorithm))
-
-    def _built(self, algorithm: str) -> Algorithm:
-        """Build each method once."""
-        if algorithm not in self._methods:
-            self._methods[algorithm] = build(algorithm)
-        return self._methods[algorithm]
-
     @cached_property
-    def _methods(self) -> dict[str, Algorithm]:
-        return {}
+    def _built(self) -> Callable[[str], Algorithm]:
+        return cache(build)  # once each
 
     def recorders(self) -> list[Recorder]:
         """Return new recorders for a run. Raises as `build_recorders`."""
@@ -203,7 +193,7 @@ class Configuration(Schedule):
     def resolved(self, algorithm: str, seed: int) -> dict[str, Any]:
         """Return everything that the figures of a run depend on, with defaults filled in; plain values, ready for JSON."""
         return {
-            "algorithm": self.described(algorithm),
+            "algorithm": str(self._built(algorithm)),
             **schedule_values(self.seeded(seed)),
             "model": self.model,
             "objective": self.objective,
@@ -232,13 +222,12 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             content = file.read(LONGEST_FILE + 1)
-        if len(content) > LONGEST_FILE:
-            raise InvalidValue(f"{path} is longer than {LONGEST_FILE:,} bytes: no configuration is")
-        table = tomllib.loads(content.decode())
-    except InvalidValue:
-        raise
     except OSError as error:
         raise InvalidValue(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
+    if len(content) > LONGEST_FILE:
+        raise InvalidValue(f"{path} is longer than {LONGEST_FILE:,} bytes: no configuration is")
+    try:
+        table = tomllib.loads(content.decode())
     except UnicodeDecodeError:
         raise InvalidValue(f"{path} is not a TOML file: it is not text in UTF-8") from None
     except RecursionError:
@@ -355,7 +344,7 @@ def _check(checked: Configuration) -> None:
     require_engine_on(checked.engine, checked.device)
     if checked.algorithm is not None:
         _named("algorithm", checked.algorithm, checked.method)
-    described = [_named("algorithms", text, checked.described) for text in checked.algorithms]
+    described = [str(_named("algorithms", text, checked.method)) for text in checked.algorithms]
     for position, method in enumerate(described):
         if method in described[:position]:
             raise InvalidValue(f"algorithms lists {quoted(method)} twice")

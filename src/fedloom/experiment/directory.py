@@ -300,6 +300,11 @@ def folder_name(expression: str) -> str:
     return f"{name[:_LONGEST]}-{digest(expression)[:8]}"
 
 
+def setting_folder(folder: Path, setting: str) -> Path:
+    """Return the folder of a setting: in that of an experiment, or that folder itself where there are no settings."""
+    return folder / folder_name(setting) if setting else folder
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write an object and its digest to a file. Raise `CheckpointError` when it cannot be written."""
     write_text(path, to_json({**value, "digest": _digest(value)}))

@@ -19,7 +19,7 @@ from fedloom.data.partition import Partition
 from fedloom.errors import CheckpointError, FedloomError, InvalidValue, suggestion
 from fedloom.experiment.artifact import load_model
 from fedloom.experiment.configuration import configuration
-from fedloom.experiment.directory import RunDirectory, folder_name, locked, read_json, readable, write_json
+from fedloom.experiment.directory import RunDirectory, locked, read_json, readable, setting_folder, write_json
 from fedloom.experiment.settings import label
 from fedloom.experiment.trajectories import with_joint_trajectories
 from fedloom.recording.landscape import Landscape
@@ -78,11 +78,6 @@ def read_runs(folder: Path) -> list[StoredRun]:
     if not runs:
         raise InvalidValue(f"{folder} holds no run: give the folder of a run or of a comparison, such as runs/digits")
     return runs
-
-
-def setting_folder(folder: Path, setting: str) -> Path:
-    """Return the folder of a setting's page: in a comparison's folder, or that folder itself where there are no settings."""
-    return folder / folder_name(setting) if setting else folder
 
 
 def write_pages(

@@ -10,11 +10,10 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypedDict, cast
+from typing import Any
 
 import torch
 from torch import nn
-from typing_extensions import Unpack
 
 from fedloom.algorithm import Algorithm
 from fedloom.algorithms.building import build
@@ -26,7 +25,7 @@ from fedloom.engines.work import step_threads, using_threads
 from fedloom.errors import InvalidValue
 from fedloom.experiment.artifact import save_model
 from fedloom.experiment.configuration import Configuration, schedule_values
-from fedloom.experiment.directory import RunDirectory, folder_name, locked, write_json
+from fedloom.experiment.directory import RunDirectory, folder_name, locked, setting_folder, write_json
 from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.identity import environment, identity
 from fedloom.experiment.trackers.tracker import Tracker
@@ -36,7 +35,6 @@ from fedloom.recording.run_recording import Recording
 from fedloom.report import summary as figures
 from fedloom.report.page import render, write_page
 from fedloom.report.summary import RunSummary
-from fedloom.rounds.clock import Clock
 from fedloom.rounds.engine import Engine
 from fedloom.rounds.evaluation import Record
 from fedloom.rounds.federation import Federation
@@ -49,23 +47,6 @@ OnRound = Callable[[Record, Record], None]
 """Called after each round with its figures and its times."""
 
 _logger = logging.getLogger("fedloom")
-
-
-class ScheduleOptions(TypedDict, total=False):
-    """The fields of a `Schedule`, as keywords of `run`."""
-
-    rounds: int
-    participation: float
-    participation_mode: Literal["fixed", "poisson"]
-    seed: int
-    evaluate_every: int | None
-    checkpoint_every: int
-    dropout: float
-    personal_every: int | None
-    personal_clients: int
-    new_clients: float
-    pool_budget: int | str | None
-    clock: Clock
 
 
 @dataclass(frozen=True)
@@ -207,7 +188,7 @@ def run(
     engine: str = DEFAULT,
     trackers: Sequence[str | Tracker] = (),
     on_round: OnRound | None = None,
-    **options: Unpack[ScheduleOptions],
+    **options: Any,
 ) -> Result:
     """Train a method on a task.
 
@@ -233,7 +214,7 @@ def run(
         Diverged: No client's model is finite any more.
     """
     method = copy.deepcopy(build(algorithm))
-    schedule = dataclasses.replace(schedule or Schedule(), **cast(Any, options))
+    schedule = dataclasses.replace(schedule or Schedule(), **options)
     recorders = build_recorders(record)
     for recorder in recorders:
         if reason := recorder.inapplicable(method):
@@ -285,8 +266,8 @@ def _engine_expression(engine: str, resolved: dict[str, Any]) -> str:
 
 def run_directory(configuration: Configuration, algorithm: str, seed: int, setting: str = "") -> RunDirectory:
     """Return the directory of a configured run: in the folder of its setting, where there are several, in its method's."""
-    folder = configuration.folder / folder_name(setting) if setting else configuration.folder
-    return RunDirectory(folder / folder_name(configuration.described(algorithm)) / f"seed-{seed}")
+    folder = setting_folder(configuration.folder, setting)
+    return RunDirectory(folder / folder_name(str(configuration.method(algorithm))) / f"seed-{seed}")
 
 
 def run_configured(
@@ -377,12 +358,12 @@ class _RunPlan:
             using_threads(threads),
         ):
             federation = self._federation(engine, recording, directory)
-            choice = (
-                directory.engine if directory and over else engine.chosen if isinstance(engine, LocalEngine) else None
-            )
-            if choice is not None and choice.named:
+            choice = engine.chosen if isinstance(engine, LocalEngine) else None
+            if directory and over:
+                choice = directory.engine
+            elif choice is not None and choice.named:
                 choice = None
-            if choice is not None and path is not None:
+            elif choice is not None and path is not None:
                 write_json(path / "engine.json", dataclasses.asdict(choice))
             for notice in [*notices, *federation.notices, *(recording.notices if recording else [])]:
                 self._notify(notice)
@@ -446,10 +427,9 @@ class _RunPlan:
             )
 
         if self.trackers:
-            label = f"{folder_name(str(self.resolved['algorithm']))}/seed-{self.schedule.seed}"
-            label = f"{folder_name(self.name.setting)}/{label}" if self.name.setting else label
-            federation = result.federation
-            tracking.begin(self.experiment, label, self.resolved, federation.history, federation.timings)
+            folder = setting_folder(Path(), self.name.setting) / folder_name(str(self.resolved["algorithm"]))
+            label = (folder / f"seed-{self.schedule.seed}").as_posix()
+            tracking.begin(self.experiment, label, self.resolved, result.history, result.timings)
         result.federation.run(report)
 
     def _notify(self, notice: str) -> None:

@@ -93,7 +93,7 @@ class Search:
             raise InvalidValue("fedloom tune searches in one setting: leave out settings, or search their keys")
         self.table = {key: value for key, value in table.items() if key != "algorithms"}
         self.configuration = base = configuration(table)
-        self.algorithm = base.described(base.only_method("tune"))
+        self.algorithm = str(base.method(base.only_method("tune")))
         keys = [*parameter_keys(self.algorithm), *(key for key in VARYING if key != "data.validation")]
         self.axes = read_axes(searched, keys, steps_needed=steps_needed)
         if not self.axes:
