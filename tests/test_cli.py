@@ -408,7 +408,7 @@ def test_on_a_terminal_progress_is_bars() -> None:
         shown(Event("skipped", one, 4))
         shown(Event("started", two))
         shown(Event("round", two, 1, {"round": 1, "accuracy": 0.25}, 1.0))
-        shown._progress.refresh()
+        shown.progress.refresh()
         assert "5/8" in text.getvalue()
         assert "1/4" in text.getvalue()
         assert "25.0 %" in text.getvalue()

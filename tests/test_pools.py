@@ -15,7 +15,7 @@ from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import configuration
 from fedloom.experiment.events import Event
 from fedloom.experiment.jobs import Job
-from fedloom.experiment.pools import SerialPool, process_pool
+from fedloom.experiment.pools import RunProcess, SerialPool, WorkerPool
 from ray_support import gone_soon
 
 ROUNDS = 4
@@ -36,7 +36,7 @@ def rounds(job: Job) -> list[int]:
 
 
 def test_a_worker_that_dies_fails_its_run_alone(tmp_path: Path) -> None:
-    pool = process_pool(1, 1)
+    pool = WorkerPool(1, lambda: RunProcess(1))
     heard: list[Event] = []
 
     def watch(event: Event) -> None:
@@ -56,7 +56,7 @@ def test_a_worker_that_dies_fails_its_run_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["serial", "processes"])
 def test_when_runs_are_to_stop_the_round_under_way_is_finished_and_no_run_begun(tmp_path: Path, kind: str) -> None:
-    pool = SerialPool() if kind == "serial" else process_pool(1, 1)
+    pool = SerialPool() if kind == "serial" else WorkerPool(1, lambda: RunProcess(1))
     heard: list[Event] = []
     first, second = jobs(tmp_path)
     with pytest.raises(KeyboardInterrupt):
@@ -76,13 +76,13 @@ import sys
 
 if __name__ == "__main__":
     from fedloom.engines.processes.parent import ProcessesEngine
-    from fedloom.experiment.pools import process_pool
+    from fedloom.experiment.pools import RunProcess
     from small_task import small_task
 
     task = small_task()
     sys.path.insert(0, sys.argv[1])
     engine = ProcessesEngine(task, workers=2)
-    worker = process_pool(1, 1)._start()
+    worker = RunProcess(1)
     print(*engine.processes, worker.process.pid, flush=True)
     sys.stdin.read()
 """
@@ -113,10 +113,10 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    from fedloom.experiment.pools import process_pool
+    from fedloom.experiment.pools import RunProcess, WorkerPool
     from test_pools import jobs
 
-    pool = process_pool(2, 1)
+    pool = WorkerPool(2, lambda: RunProcess(1))
 
     def watch(event):
         if event.kind == "round" and len(pool._busy) == 2:

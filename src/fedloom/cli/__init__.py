@@ -34,10 +34,10 @@ commands: tuple[Callable[..., Any], ...] = (
     showing.watch,
     showing.report,
     listing.algorithms,
-    listing.models,
-    listing.datasets,
-    listing.partitions,
-    listing.objectives,
+    listing.command("models", "List the models, or describe the one called NAME."),
+    listing.command("datasets", "List the data sets, or describe the one called NAME."),
+    listing.command("partitions", "List the ways to share data out to clients, or describe the one called NAME."),
+    listing.command("objectives", "List what models can learn, or describe the objective called NAME."),
 )
 
 STARTING = (50_000, 20, 100)

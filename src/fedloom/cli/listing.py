@@ -10,6 +10,7 @@ import importlib
 import inspect
 import json
 import os
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from textwrap import fill
@@ -55,11 +56,11 @@ def algorithms(name: Name = None) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
-    for family, methods in groupby(listed("algorithms").items(), lambda method: method[1]["family"]):
+    console, entries = Console(), listed("algorithms")
+    for family, methods in groupby(entries.items(), lambda method: method[1]["family"]):
         title = Text(f"\n{family}", "bold")
         table = Table(box=None, show_header=False, padding=(0, 0, 0, 2), title=title, title_justify="left")
-        table.add_column(style="bold", no_wrap=True, width=15)
+        table.add_column(style="bold", no_wrap=True, width=max(map(len, entries)))
         table.add_column()
         for method, entry in methods:
             table.add_row(method, Text(entry["text"].partition("\n")[0]))
@@ -67,24 +68,14 @@ def algorithms(name: Name = None) -> None:
     console.print("\nfedloom algorithms NAME shows a method's parameters.")
 
 
-def models(name: Name = None) -> None:
-    """List the models, or describe the one called NAME."""
-    _list("models", name)
+def command(kind: str, purpose: str) -> Callable[..., None]:
+    """Return the command that lists the entries of a kind, or describes one."""
 
+    def entries(name: Name = None) -> None:
+        _list(kind, name)
 
-def datasets(name: Name = None) -> None:
-    """List the data sets, or describe the one called NAME."""
-    _list("datasets", name)
-
-
-def partitions(name: Name = None) -> None:
-    """List the ways to share data out to clients, or describe the one called NAME."""
-    _list("partitions", name)
-
-
-def objectives(name: Name = None) -> None:
-    """List what models can learn, or describe the objective called NAME."""
-    _list("objectives", name)
+    entries.__name__, entries.__doc__ = kind, purpose
+    return entries
 
 
 def listed(kind: str) -> dict[str, Listed]:

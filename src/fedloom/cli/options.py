@@ -7,7 +7,7 @@ import shlex
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -77,14 +77,10 @@ def shown(runs: int, rounds: Rounds, quiet: bool) -> Iterator[tuple[Display, Cal
         stopping = True
         watch.line("finishing the round; Ctrl-C again stops at once")
 
-    takes_signals = threading.current_thread() is threading.main_thread()
-    with display(console, runs, rounds) as watch:
-        handler = signal.signal(signal.SIGINT, stop) if takes_signals else None
-        try:
-            yield watch, lambda: stopping
-        finally:
-            if takes_signals:
-                signal.signal(signal.SIGINT, handler)
+    with display(console, runs, rounds) as watch, ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, stop))
+        yield watch, lambda: stopping
 
 
 def first_line(command: Callable[..., Any]) -> str:

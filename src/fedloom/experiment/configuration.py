@@ -173,22 +173,19 @@ class Configuration(Schedule):
 
     def task(self, seed: int, dataset: Dataset | None = None) -> Task:
         """Make the task of a seed; `dataset` saves reading the data again."""
+        options = dataclasses.asdict(self.data)
+        name, validation = options.pop("name"), options.pop("validation")
         task = make_task(
-            self.data.name if dataset is None else dataset,
-            clients=self.data.clients,
-            partition=self.data.partition,
+            name if dataset is None else dataset,
+            **options,
             model=self.model,
             training=self.training,
-            local_test=self.data.local_test,
-            merge=self.data.merge,
-            label_noise=self.data.label_noise,
-            shift=self.data.shift,
             objective=self.objective,
             metrics=self.metrics,
             seed=seed,
             device=self.device,
         )
-        return task if self.data.validation is None else withhold(task, self.data.validation, seed)
+        return task if validation is None else withhold(task, validation, seed)
 
     def resolved(self, algorithm: str, seed: int) -> dict[str, Any]:
         """Return everything that the figures of a run depend on, with defaults filled in; plain values, ready for JSON."""

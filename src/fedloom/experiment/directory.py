@@ -22,11 +22,13 @@ file with figures, splits, labels or the model. They are compared before a finis
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any, TypeVar
@@ -91,9 +93,9 @@ class RunDirectory:
         """The run's number of rounds, done or to come; None in an empty directory. Raises as `configuration`."""
         return int(self.configuration["rounds"]) if (self.path / "configuration.json").exists() else None
 
-    @property
+    @cached_property
     def configuration(self) -> dict[str, Any]:
-        """The resolved configuration. Raises `CheckpointError` when the file is missing or damaged."""
+        """The resolved configuration, read once. Raises `CheckpointError` when the file is missing or damaged."""
         return read_json(self.path / "configuration.json", dict)
 
     def require_intact(self) -> None:
@@ -102,12 +104,13 @@ class RunDirectory:
         if not isinstance(digests, dict):
             return
         present = self._digests()
-        files = (
-            (*_FIGURES, *_TENSORS) if _TENSORS[0] in digests else _FIGURES
-        )  # earlier versions digested figures alone
-        for name in files:
+        # Earlier versions digested figures alone.
+        for name in (*_FIGURES, *_TENSORS) if _TENSORS[0] in digests else _FIGURES:
             if digests.get(name) != present.get(name):
                 raise CheckpointError(f"{self.path / name} is not as it was written: {_REMEDY}")
+
+    def _refusal(self, run: str) -> CheckpointError:
+        return CheckpointError(f"{self.path} holds {run}: {_REMEDY}")
 
     def finish(self, figures: Mapping[str, Any]) -> None:
         """Write the final figures, as the last of the run's files."""
@@ -158,6 +161,7 @@ class RunDirectory:
             for name in _END:
                 (self.path / name).unlink(missing_ok=True)
         write_json(self.path / "configuration.json", configuration)
+        self.__dict__.pop("configuration", None)
 
     def require(self, configuration: dict[str, Any], method: Algorithm) -> None:
         """Raise `CheckpointError` where the run here differs in more than the number of rounds."""
@@ -166,40 +170,30 @@ class RunDirectory:
         stored, asked_for = dotted(self.configuration), dotted(self.with_engine(configuration))
         for key in sorted((stored.keys() | asked_for.keys()) - {"rounds"}):
             if stored.get(key) != asked_for.get(key):
-                raise CheckpointError(
-                    f"{self.path} holds a run with {key} = {stored.get(key)!r}, not {asked_for.get(key)!r}: {_REMEDY}"
-                )
+                raise self._refusal(f"a run with {key} = {stored.get(key)!r}, not {asked_for.get(key)!r}")
         if stored["rounds"] != asked_for["rounds"]:
             self._require_rounds(stored["rounds"], asked_for["rounds"], method, Training(**configuration["training"]))
 
     def _require_rounds(self, stored: int, rounds: int, method: Algorithm, training: Training) -> None:
         """Raise `CheckpointError` unless the run can go on to another number of rounds than it was begun with."""
-        begun = f"{self.path} holds a run with rounds = {stored}, not {rounds}, and"
+        begun = f"a run with rounds = {stored}, not {rounds}, and"
         if not training.same_rates(stored, rounds):
-            raise CheckpointError(
-                f"{begun} the learning rates of training.schedule = {training.schedule!r} depend on how many there are: {_REMEDY}"
-            )
+            rates = f"the learning rates of training.schedule = {training.schedule!r}"
+            raise self._refusal(f"{begun} {rates} depend on how many there are")
         if method.needs_total_rounds:
-            raise CheckpointError(f"{begun} what {method} does in a round depends on how many there are: {_REMEDY}")
+            raise self._refusal(f"{begun} what {method} does in a round depends on how many there are")
         done = max((record["round"] for record in RoundLog(self.path / "metrics.jsonl").read()), default=0)
         if rounds <= done:  # also after as many: nobody may have evaluated the last one
-            raise CheckpointError(
-                f"{self.path} holds a run that has done {done} of {stored} rounds, so that rounds must be more than {done}, "
-                f"not {rounds}: {_REMEDY}"
-            )
+            reason = f"so that rounds must be more than {done}, not {rounds}"
+            raise self._refusal(f"a run that has done {done} of {stored} rounds, {reason}")
         if self.finished and not any(self.path.glob("checkpoint-*.safetensors")):
-            raise CheckpointError(
-                f"{self.path} holds no checkpoint any more, to go on from round {done} of {rounds}: {_REMEDY}"
-            )
+            raise self._refusal(f"no checkpoint any more, to go on from round {done} of {rounds}")
 
     def clear(self) -> None:
         """Remove all files of a run, and nothing else."""
-        for pattern in _FILES:
-            for path in self.path.glob(pattern):
-                if path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
+        self.__dict__.pop("configuration", None)
+        for path in itertools.chain.from_iterable(map(self.path.glob, _FILES)):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def summary(self, algorithm: str | None = None) -> RunSummary:
         """Return the figures so far, of `algorithm` by name. Raise `CheckpointError` for a damaged file."""

@@ -84,18 +84,18 @@ def write_pages(
     folder: Path, title: str, sheets: Sequence[tuple[Sheet, Sequence[RunSummary]]], command: str
 ) -> list[Path]:
     """Write the report of these settings; return the pages, that of the folder first. Without a run nothing is written."""
-    settings = [(setting_folder(folder, sheet.setting), sheet, runs) for sheet, runs in sheets if sheet.setting]
-    if not settings:
-        for sheet, runs in sheets:
-            write_page(folder / PAGE, render(title, runs, command=command, sheet=sheet))
-        return [folder / PAGE] if sheets else []
-    for path, sheet, runs in settings:
-        write_page(path / PAGE, render(f"{title}, {sheet.setting}", runs, command=command, sheet=sheet))
-    pages = {sheet.setting: f"{path.name}/{PAGE}" for path, sheet, _ in settings}
-    runs_by_setting = {sheet.setting: runs for _, sheet, runs in settings}
-    overview = render_overview(title, [sheet for _, sheet, _ in settings], runs_by_setting, pages, command)
+    shown = [(part, runs) for part, runs in sheets if part.setting] or sheets
+    pages = {part.setting: setting_folder(folder, part.setting) / PAGE for part, _ in shown}
+    for part, runs in shown:
+        heading = f"{title}, {part.setting}" if part.setting else title
+        write_page(pages[part.setting], render(heading, runs, command=command, sheet=part))
+    if "" in pages or not pages:
+        return list(pages.values())
+    links = {setting: path.relative_to(folder).as_posix() for setting, path in pages.items()}
+    runs_by_setting = {part.setting: runs for part, runs in shown}
+    overview = render_overview(title, [part for part, _ in shown], runs_by_setting, links, command)
     write_page(folder / PAGE, overview)
-    return [folder / PAGE, *(path / PAGE for path, _, _ in settings)]
+    return [folder / PAGE, *pages.values()]
 
 
 def by_setting(runs: Sequence[StoredRun]) -> dict[str, list[StoredRun]]:

@@ -218,11 +218,6 @@ class RunActorHandle:
         self.ray.kill(self.actor)
 
 
-def process_pool(size: int, threads: int) -> WorkerPool:
-    """Return a pool of worker processes with `threads` threads each."""
-    return WorkerPool(size, lambda: RunProcess(threads))
-
-
 RunPool = SerialPool | WorkerPool
 
 
@@ -234,5 +229,5 @@ def make_pool(configuration: Configuration, runs: int, waiting: int, tasks: Task
         session = join(LOCAL if configuration.pool == "ray" else configuration.pool, size * threads, 0, STORE)
         return WorkerPool(size, lambda: RunActorHandle(ray, session, threads), lambda: leave(session))
     if size > 1 and waiting > 1:
-        return process_pool(min(size, waiting), threads)
+        return WorkerPool(min(size, waiting), lambda: RunProcess(threads))
     return SerialPool(tasks, threads)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -29,10 +28,8 @@ Rounds = int | Mapping[RunName, int]
 class Display:
     """Base of both displays. It prints a line when a run ends; `finished` are the rounds done, by run."""
 
-    live: AbstractContextManager[Any] = nullcontext()
-
-    def __init__(self, console: Console, runs: int, rounds: Rounds, clock: Callable[[], float] = monotonic) -> None:
-        self.console, self.runs, self.clock = console, runs, clock
+    def __init__(self, console: Console, runs: int, rounds: Rounds) -> None:
+        self.console, self.runs = console, runs
         self.total = runs * rounds if isinstance(rounds, int) else sum(rounds.values())
         self.finished: dict[RunName, int] = {}
         self._rounds = rounds
@@ -85,14 +82,14 @@ class Lines(Display):
     """Display for logs and pipes: a line for each run that ends, and now and then the progress of all and each under way."""
 
     def __init__(self, console: Console, runs: int, rounds: Rounds, clock: Callable[[], float] = monotonic) -> None:
-        super().__init__(console, runs, rounds, clock)
-        self._began = self._spoke = clock()
+        super().__init__(console, runs, rounds)
+        self._clock, self._began, self._spoke = clock, clock(), clock()
         self._done = self._over = 0
         self._under_way: dict[RunName, _RunUnderWay] = {}
 
     def __call__(self, event: Event) -> None:
         super().__call__(event)
-        time = self.clock()
+        time = self._clock()
         if event.kind == "started":
             self._under_way[event.run] = _RunUnderWay(time, event.finished)
             if not self._done:
@@ -128,9 +125,9 @@ class Lines(Display):
 class Bars(Display):
     """Display for terminals: a bar for each run under way, and one for all of them when there are several."""
 
-    def __init__(self, console: Console, runs: int, rounds: Rounds, clock: Callable[[], float] = monotonic) -> None:
-        super().__init__(console, runs, rounds, clock)
-        self._progress = Progress(
+    def __init__(self, console: Console, runs: int, rounds: Rounds) -> None:
+        super().__init__(console, runs, rounds)
+        self.progress = Progress(
             TextColumn("{task.description}", table_column=Column(ratio=3, no_wrap=True, overflow="ellipsis")),
             BarColumn(bar_width=None, table_column=Column(ratio=2)),
             MofNCompleteColumn(),
@@ -141,35 +138,34 @@ class Bars(Display):
             expand=True,
             speed_estimate_period=120,
         )
-        self.live = self._progress
         self._bars: dict[RunName, TaskID] = {}
-        self._all = self._progress.add_task("all runs", total=self.total, accuracy="", visible=runs > 1)
+        self._all = self.progress.add_task("all runs", total=self.total, accuracy="", visible=runs > 1)
 
     def __call__(self, event: Event) -> None:
         super().__call__(event)
         if event.kind == "started":
             setting = f", {event.run.setting}" if event.run.setting else ""  # at the end, where it may be cut
-            self._bars[event.run] = self._progress.add_task(
+            self._bars[event.run] = self.progress.add_task(
                 Text(f"seed {event.run.seed}: {event.run.algorithm}{setting}").markup,
                 total=self.rounds(event.run),
                 completed=event.finished,
                 accuracy="",
             )
         elif event.kind == "round":
-            self._progress.update(self._bars[event.run], completed=event.finished)
+            self.progress.update(self._bars[event.run], completed=event.finished)
             if event.score:
-                self._progress.update(self._bars[event.run], accuracy=event.score)
+                self.progress.update(self._bars[event.run], accuracy=event.score)
         elif event.kind in ("ended", "failed") and event.run in self._bars:
-            self._progress.remove_task(self._bars.pop(event.run))
-        self._progress.update(self._all, completed=sum(self.finished.values()))
-
-    def line(self, text: str) -> None:
-        self._progress.console.print(Text(text), soft_wrap=True)
+            self.progress.remove_task(self._bars.pop(event.run))
+        self.progress.update(self._all, completed=sum(self.finished.values()))
 
 
 @contextmanager
 def display(console: Console, runs: int, rounds: Rounds) -> Iterator[Display]:
     """Show progress as the console allows."""
-    progress = Bars(console, runs, rounds) if console.is_terminal else Lines(console, runs, rounds)
-    with progress.live:
-        yield progress
+    if not console.is_terminal:
+        yield Lines(console, runs, rounds)
+        return
+    bars = Bars(console, runs, rounds)
+    with bars.progress:
+        yield bars

@@ -429,7 +429,8 @@ class _RunPlan:
         if self.trackers:
             folder = setting_folder(Path(), self.name.setting) / folder_name(str(self.resolved["algorithm"]))
             label = (folder / f"seed-{self.schedule.seed}").as_posix()
-            tracking.begin(self.experiment, label, self.resolved, result.history, result.timings)
+            federation = result.federation
+            tracking.begin(self.experiment, label, self.resolved, federation.history, federation.timings)
         result.federation.run(report)
 
     def _notify(self, notice: str) -> None:

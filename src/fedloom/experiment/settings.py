@@ -12,6 +12,7 @@ import copy
 import difflib
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypedDict
@@ -175,11 +176,9 @@ def _axis(value: Any, key: str, steps_needed: bool) -> Axis:
         raise InvalidValue(f"{key} must be {_EXAMPLE}, not {quoted(value, show)}")
     if not value:
         raise InvalidValue(f"{key} lists no value: give {_EXAMPLE}")
-    texts: set[str] = set()
-    for text in map(plain_text, value):
-        if text in texts:
-            raise InvalidValue(f"{key} lists {shortened(text)} twice")
-        texts.add(text)
+    ((text, count),) = Counter(map(plain_text, value)).most_common(1)
+    if count > 1:
+        raise InvalidValue(f"{key} lists {shortened(text)} twice")
     return value
 
 

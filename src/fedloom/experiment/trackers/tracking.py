@@ -87,7 +87,11 @@ class Tracking:
 
     def _resume(self) -> str:
         """Read the file of an earlier start. Return the run's token, a new one where it starts afresh."""
-        lines = _lines(self._path) if self._path is not None and self._path.exists() else []
+        lines = []
+        for text in self._path.read_bytes().splitlines() if self._path is not None and self._path.exists() else ():
+            with suppress(ValueError, RecursionError):  # a kill may have cut the last line short
+                lines.append(json.loads(text))
+        lines = [line for line in lines if isinstance(line, dict)]
         for line in lines[1:]:
             for name in line.get("told", ()):
                 self._latest[name] = max(self._latest.get(name, 0), int(line["round"]))
@@ -102,15 +106,6 @@ class Tracking:
 def _name(expression: str | Tracker, index: int) -> str:
     """Return a tracker's name in notices and in the file, the same at every start of the run."""
     return expression if isinstance(expression, str) else f"{type(expression).__name__} {index + 1}"
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines that can be read; a kill may have cut the last short."""
-    lines = []
-    for line in path.read_bytes().splitlines():
-        with suppress(ValueError, RecursionError):
-            lines.append(json.loads(line))
-    return [line for line in lines if isinstance(line, dict)]
 
 
 def _figures(record: Record, timing: Record) -> dict[str, float]:

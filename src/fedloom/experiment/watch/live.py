@@ -94,7 +94,7 @@ class Watched:
     def _groups(self) -> dict[str, list[Path]]:
         """Return the runs by the folder of their task, which holds methods, and in them seeds."""
         groups: dict[str, list[Path]] = {}
-        for path in sorted(_runs(self.folder, DEEPEST)):
+        for path in sorted(_runs(self.folder)):
             inside = path.relative_to(self.folder)
             name = inside.parents[1].as_posix() if len(inside.parents) > 1 else "."
             groups.setdefault(name, []).append(path)
@@ -164,28 +164,25 @@ def _rendered(title: str, runs: Sequence[RunSummary]) -> str:
     return render(title, drawn) if 0 < len(drawn) < len(runs) else ""
 
 
-def _runs(folder: Path, depth: int) -> Iterator[Path]:
+def _runs(folder: Path) -> Iterator[Path]:
     """Yield the directories of runs; links are not followed, and runs are not searched."""
-    if (folder / "configuration.json").is_file():
-        yield folder
-        return
-    with suppress(OSError):
-        below = [entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)] if depth else []
-        for path in below:
-            if not Path(path).name.startswith("."):
-                yield from _runs(Path(path), depth - 1)
+    for path, below, names in os.walk(folder):
+        inside = Path(path)
+        if "configuration.json" in names:
+            yield inside
+            below.clear()
+        deeper = len(inside.relative_to(folder).parts) < DEEPEST
+        below[:] = [name for name in below if deeper and not name.startswith(".")]
 
 
 def _stamp(path: Path) -> tuple[tuple[int, int] | None, ...]:
     """Return time and size of the files that change as the run goes on."""
-    stamps: list[tuple[int, int] | None] = []
+    stamps: dict[str, tuple[int, int] | None] = dict.fromkeys(_LIVE)
     for name in _LIVE:
-        try:
+        with suppress(OSError):
             status = (path / name).stat()
-            stamps.append((status.st_mtime_ns, status.st_size))
-        except OSError:
-            stamps.append(None)
-    return tuple(stamps)
+            stamps[name] = status.st_mtime_ns, status.st_size
+    return tuple(stamps.values())
 
 
 def _dressed(page: str, about: dict[str, Any]) -> str:
