@@ -9,7 +9,6 @@ from .algorithms.asynchronous import FedMRAsync as FedMRAsync
 from .algorithms.building import build as build
 from .algorithms.clustered import CluSamp as CluSamp
 from .algorithms.clustered import Clustered as Clustered
-from .algorithms.clustered import PowerOfChoice as PowerOfChoice
 from .algorithms.compression import LowRank as LowRank
 from .algorithms.compression import Quantised as Quantised
 from .algorithms.compression import Sparse as Sparse
@@ -42,9 +41,10 @@ from .algorithms.loss_terms import FedDecorr as FedDecorr
 from .algorithms.loss_terms import FedKDMR as FedKDMR
 from .algorithms.loss_terms import FedLC as FedLC
 from .algorithms.loss_terms import FedNTD as FedNTD
-from .algorithms.personal_steps import PartialFed as PartialFed
-from .algorithms.personal_steps import PerFedAvg as PerFedAvg
-from .algorithms.personal_steps import PFedMe as PFedMe
+from .algorithms.partialfed import PartialFed as PartialFed
+from .algorithms.perfedavg import PerFedAvg as PerFedAvg
+from .algorithms.pfedme import PFedMe as PFedMe
+from .algorithms.power_of_choice import PowerOfChoice as PowerOfChoice
 from .algorithms.private import LocalPrivate as LocalPrivate
 from .algorithms.private import Private as Private
 from .algorithms.proximal import Ditto as Ditto

@@ -1,0 +1,94 @@
+"""Per-FedAvg: learn a model that is good after one step on a client's own data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from fedloom.algorithm import Message, algorithms
+from fedloom.algorithms.sharing import PartlyShared
+from fedloom.config.fields import Count, NonNegative, Positive
+from fedloom.flat.module import Batch
+from fedloom.local.cohort import Cohort, Context
+
+
+@algorithms.register("per_fedavg")
+@dataclass
+class PerFedAvg(PartlyShared):
+    """Per-FedAvg: clients minimise L_i(w - alpha grad L_i(w)), the loss after one step of their own.
+
+    Per step, with batches b1 and b2: w' = w - alpha grad l(w; b1), then a step of size beta along d = grad l(w'; b2)
+    (`first_order`), or along d - alpha (grad l(w + delta d; b3) - grad l(w - delta d; b3)) / (2 delta), which adds the
+    Hessian without forming it (`hessian_free`). Two (three) batches are drawn at once and an incomplete set is left out; a
+    client with less than one set divides its data. A client scores the model after one step of size alpha on one batch.
+    Source: Fallah et al. 2020, algorithm 1 and section 5; FedALA, appendix G.
+    Use it when clients arrive that never trained and a single step on their data must do.
+
+    Args:
+        alpha: Size of the inner step; none is the learning rate (FedALA).
+        beta: Size of the outer step; none is the learning rate (FedALA).
+        variant: `first_order` or `hessian_free`.
+        delta: Finite difference of `hessian_free`.
+        passes: Factor of the local epochs (PFLlib: 2).
+    """
+
+    alpha: NonNegative | None = None
+    beta: Positive | None = None
+    variant: Literal["first_order", "hessian_free"] = "first_order"
+    delta: Positive = 1e-3
+    passes: Count = 1
+
+    fits_once: ClassVar[bool] = False
+
+    def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
+        alpha = self._alpha(cohort)
+        count = 2 if self.variant == "first_order" else 3
+
+        def gradient_fn(weights: Tensor, batch: Batch, context: Context) -> tuple[Tensor, Tensor]:
+            return self._gradient(cohort, weights, divided(batch, count, cohort.flat_module.needs_pairs), alpha)
+
+        settings = cohort.training
+        return cohort.fit(
+            start,
+            gradient_fn=gradient_fn,
+            epochs=self.passes * settings.epochs,
+            steps=None if settings.steps is None else self.passes * settings.steps,
+            batch_size=None if settings.batch_size is None else count * settings.batch_size,
+            drop_last=True,
+            learning_rate=self.beta,
+        ).model
+
+    def _gradient(self, cohort: Cohort, weights: Tensor, batches: list[Batch], alpha: float) -> tuple[Tensor, Tensor]:
+        """Return the loss `[k]` after the inner step and the gradient `[k, T]` of the outer step."""
+        count = cohort.layout.trainable
+        _, gradient = cohort.gradient(weights, batches[0])
+        stepped = weights.clone()
+        stepped[:, :count].sub_(gradient, alpha=alpha)
+        loss, direction = cohort.gradient(stepped, batches[1])
+        weights[:, count:] = stepped[:, count:]  # the statistics that both batches have moved
+        if self.variant == "first_order":
+            return loss, direction
+        direction, gradients = direction.clone(), []
+        for distance in (self.delta, -self.delta):
+            moved = weights.clone()
+            moved[:, :count].add_(direction, alpha=distance)
+            gradients.append(cohort.gradient(moved, batches[2])[1].clone())
+        return loss, direction.sub_(gradients[0] - gradients[1], alpha=alpha / (2 * self.delta))
+
+    def initialise(self, cohort: Cohort, model: Tensor, inbox: Message) -> Tensor:
+        alpha = self._alpha(cohort)
+        return cohort.fit(model, purpose="adapt", steps=1, learning_rate=alpha).model if alpha else model
+
+    def _alpha(self, cohort: Cohort) -> float:
+        return cohort.round.learning_rate if self.alpha is None else self.alpha
+
+
+def divided(batch: Batch, count: int, needs_pairs: bool) -> list[Batch]:
+    """Divide a batch of `[k, b, ...]` into `count` equal ones, in order; with too few samples, return it `count` times."""
+    size = batch.labels.shape[1] // count
+    if size < (2 if needs_pairs else 1):
+        return [batch] * count
+    cuts = [slice(index * size, (index + 1) * size) for index in range(count)]
+    return [batch._replace(inputs=batch.inputs[:, cut], labels=batch.labels[:, cut]) for cut in cuts]

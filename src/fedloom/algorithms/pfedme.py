@@ -1,0 +1,93 @@
+"""pFedMe: personal models kept near a local model by a Moreau envelope."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from fedloom.algorithm import AggregatedReplies, Message, Plan, algorithms
+from fedloom.algorithms.sharing import PartlyShared
+from fedloom.algorithms.statistics import require_constant_rate
+from fedloom.config.fields import Count, NonNegative, Positive
+from fedloom.errors import InvalidValue
+from fedloom.flat.module import Batch
+from fedloom.local.cohort import Cohort
+from fedloom.round import Round
+
+
+@algorithms.register("pfedme")
+@dataclass
+class PFedMe(PartlyShared):
+    """pFedMe: a personal model theta near the minimum of l(theta) + (lambda / 2) ||theta - w||^2 for each client.
+
+    Both start from the download. Per batch, `inner_steps` times theta <- theta - personal_rate (grad l(theta; b) +
+    lambda (theta - w)), then w <- w - eta lambda (w - theta), with eta the learning rate of the round. w travels, theta is
+    scored. Server: w <- (1 - beta) w + beta * mean of the clients' w, by samples. Steps are plain: momentum, weight decay
+    and clipping of local training do not apply. lambda eta above 1 overshoots, with a warning; from 2 on w diverges, which
+    is refused. Source: T Dinh et al. 2020, algorithm 1; FedALA, appendix G.
+    Use it when personal models should stay near a global one and clients can afford several gradients a batch.
+
+    Args:
+        regularisation: lambda (FedALA: 15).
+        personal_rate: Learning rate of theta (FedALA: 0.01).
+        inner_steps: Steps of theta for each batch (FedALA: 5).
+        beta: Share of the clients' mean in the server's model (FedALA: 1).
+        inner_weight_decay: Weight decay of theta (PFLlib: 0.001).
+    """
+
+    regularisation: NonNegative = 15.0
+    personal_rate: Positive = 0.01
+    inner_steps: Count = 5
+    beta: Positive = 1.0
+    inner_weight_decay: NonNegative = 0.0
+
+    own_model: ClassVar[str] = "pfedme_personal"
+    fits_once: ClassVar[bool] = False
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        require_constant_rate("pfedme", plan.training)
+        self._share(plan.training.rate(1, 1))
+
+    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+        previous = self.state["model"]
+        super().update(round, aggregate)
+        if self.beta != 1:
+            self.state["model"] = previous.lerp(self.state["model"], self.beta)
+
+    def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
+        share, count = self._share(cohort.round.learning_rate), cohort.layout.trainable
+        if share > 1:
+            reason = "above 1 the local model overshoots the personal one in every step"
+            warnings.warn(f"pfedme: regularisation times learning rate is {share:g}: {reason}", stacklevel=2)
+
+        def step(state: dict[str, Tensor], batch: Batch) -> Tensor:
+            local, personal = state["local"][:, :count], state["personal"][:, :count]
+            for _ in range(self.inner_steps):
+                loss, gradient = cohort.gradient(state["personal"], batch)
+                gradient.add_(personal - local, alpha=self.regularisation)
+                if self.inner_weight_decay:
+                    gradient.add_(personal, alpha=self.inner_weight_decay)
+                personal.sub_(gradient, alpha=self.personal_rate)
+            local.sub_(local - personal, alpha=share)
+            return loss
+
+        state = {"local": start.clone(), "personal": start.clone()}
+        cohort.metrics["training_loss"] = cohort.each_batch(step, state, pad=True)
+        # Only the personal model has seen data, so the statistics are its.
+        state["local"][:, count:] = state["personal"][:, count:]
+        cohort.memory[self.own_model] = state["personal"]
+        return state["local"]
+
+    def _share(self, rate: float) -> float:
+        """Return lambda eta. Raise `InvalidValue` where the local model diverges."""
+        share = self.regularisation * rate
+        if share >= 2:
+            raise InvalidValue(
+                f"pfedme: regularisation {self.regularisation:g} times learning rate {rate:g} is {share:g}: "
+                "from 2 on the local model diverges"
+            )
+        return share
