@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -59,6 +59,7 @@ def reproduce(
     Without ID, list them. A table's cells are run with the paper's protocol and shown beside what the paper prints. KEY=VALUE
     changes a key of the configuration. The same command goes on after an interruption; finished runs are never repeated.
     """
+    from fedloom.config.fields import require_at_least
     from fedloom.experiment.cores import runs_side_by_side
     from fedloom.papers.execute import require_files
     from fedloom.papers.paper_file import exhibit, hour_of
@@ -69,27 +70,25 @@ def reproduce(
             raise InvalidValue("--hour needs a paper, such as fedmr")
         _list(_folders(data))
         return
-    selection: Mapping[str, Any] = hour_of(which) if hour else {"exhibit": which}
-    if workers is not None and workers < 1:
-        raise InvalidValue(f"--workers must be at least 1, not {workers}")
+    if workers is not None:
+        require_at_least("--workers", workers, 1)
+    part = hour_of(which) if hour else {"exhibit": which}
+    own = {"rows": rows, "columns": columns, "rounds": rounds, "seeds": _numbers(seeds), "samples": samples}
+    chosen = {**part, **{name: value for name, value in own.items() if value not in (None, [])}}
     options = ReproduceOptions(
-        rows=tuple(rows or selection.get("rows", ())),
-        columns=tuple(columns or selection.get("columns", ())),
-        rounds=selection.get("rounds") if rounds is None else rounds,
-        seeds=selection.get("seeds") if seeds is None else _numbers(seeds),
-        samples=selection.get("samples") if samples is None else samples,
+        **{name: chosen[name] for name in own if name in chosen},
         folders=_folders(data),
-        changes=tuple(changes or ()),
+        changes=changes or (),
         directory=directory,
     )
-    reproduction = plan(exhibit(selection["exhibit"]), options)
+    reproduction = plan(exhibit(part["exhibit"]), options)
     if hour:
-        print(f"shows {selection['can']}", f"does not show {selection['cannot']}", sep="\n", file=sys.stderr)
+        print(f"shows {part['can']}", f"does not show {part['cannot']}", sep="\n", file=sys.stderr)
     if not estimate:
         require_files(reproduction, fresh)
     configuration = next(iter(reproduction.configurations.values()))
-    configuration = replace(configuration, workers=workers or configuration.workers)
-    configuration = replace(configuration, workers=runs_side_by_side(configuration, len(reproduction.jobs)))
+    workers = workers or runs_side_by_side(configuration, len(reproduction.jobs))
+    configuration = replace(configuration, workers=workers)
     _print_estimate(reproduction, configuration, explained=estimate)
     if not estimate:
         _run(reproduction, configuration, fresh, quiet, this_command())
@@ -168,19 +167,14 @@ def _list(folders: dict[str, str]) -> None:
     for title, justify in (("Table or figure", "left"), ("Shows", "left"), ("Cells", "right"), ("Data", "left")):
         table.add_column(title, justify=justify, no_wrap=title == "Table or figure")  # type: ignore[arg-type]
     missing: dict[str, None] = {}
-    for paper, full in titles().items():
-        table.add_row(Text(paper, style="bold"), Text(full, style="bold"))
-        for exhibit in exhibits().values():
-            if exhibit.id.partition(".")[0] != paper:
-                continue
-            names = dict.fromkeys(data_of(cell.setting.data) for cell in exhibit.cells)
+    for version, group in groupby(exhibits().values(), lambda exhibit: exhibit.id.partition(".")[0]):
+        table.add_row(Text(version, style="bold"), Text(titles()[version], style="bold"))
+        for exhibit in group:
             labels = []
-            for name in names:
-                label = facts()[name].label
-                if not at_hand(name, folders.get(family(name))):
-                    missing[family(name)] = None
-                    label = f"({label})"
-                labels.append(label)
+            for name in dict.fromkeys(data_of(cell.setting.data) for cell in exhibit.cells):
+                there = at_hand(name, folders.get(family(name)))
+                labels.append(facts()[name].label if there else f"({facts()[name].label})")
+                missing |= {} if there else {family(name): None}
             table.add_row(exhibit.id, exhibit.shows, str(len(exhibit.cells)), ", ".join(labels))
     console = Console()
     console.print(table)
@@ -192,9 +186,9 @@ def _list(folders: dict[str, str]) -> None:
     console.print("fedloom reproduce ID --estimate says how long one takes; docs/reproduce.md what the protocols are.")
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _numbers(text: str | None) -> list[int] | None:
     try:
-        return tuple(int(word) for word in text.split(","))
+        return None if text is None else [int(word) for word in text.split(",")]
     except ValueError:
         raise InvalidValue(f"--seeds must be whole numbers with commas between them, not {quoted(text)}") from None
 

@@ -24,7 +24,7 @@ from fedloom.errors import InvalidValue
 from fedloom.experiment.directory import to_json
 from fedloom.papers.measure import Measured, deviations
 from fedloom.papers.paper_file import exhibit, exhibits, papers, titles
-from fedloom.papers.protocols import Exhibit
+from fedloom.papers.protocols import Exhibit, Printed
 from fedloom.papers.result_table import CellResult, measured_text, printed_text
 from fedloom.report.export import escape_markdown, markdown_table
 
@@ -111,6 +111,11 @@ class LedgerEntry:
     reason: str
 
     @property
+    def anchor(self) -> str:
+        """The name of its section in a page."""
+        return self.exhibit.id.replace(".", "-")
+
+    @property
     def results(self) -> list[CellResult]:
         """The cells of all records."""
         return [line for record in self.records for line in record.results]
@@ -124,15 +129,12 @@ class LedgerEntry:
     def pairs(self) -> tuple[int, int]:
         """Pairs in the paper's order and all pairs: methods of a record's column that are printed with different numbers."""
         same_order = total = 0
-        for record in self.records:
-            for pair in itertools.combinations(record.results, 2):
-                a, b = (line.cell for line in pair)
-                x, y = (line.result for line in pair)
-                if (a.column, a.measure) == (b.column, b.measure) and a.printed and b.printed and x and y:
-                    printed = _or_infinity(a.printed.mean) - _or_infinity(b.printed.mean)
-                    if printed != 0 and not math.isnan(printed):
-                        total += 1
-                        same_order += (_or_infinity(x.mean) - _or_infinity(y.mean)) * printed > 0
+        for a, b in (pair for record in self.records for pair in itertools.combinations(record.results, 2)):
+            if (a.cell.column, a.cell.measure) == (b.cell.column, b.cell.measure) and a.cell.printed and b.cell.printed:
+                printed = _value(a.cell.printed) - _value(b.cell.printed)
+                if printed != 0 and not math.isnan(printed):
+                    total += 1
+                    same_order += (_value(a.result) - _value(b.result)) * printed > 0
         return same_order, total
 
     @property
@@ -167,18 +169,18 @@ def ledger(folder: Path) -> list[LedgerEntry]:
 def to_markdown(entries: Sequence[LedgerEntry]) -> str:
     """Return the ledger as Markdown: a table for each version of a paper, and below it each record."""
     blocks = []
+    not_run = {name: kind for paper in papers() for name, kind in paper.not_run.items()}
     for version, title in titles().items():
         shown = [entry for entry in entries if entry.exhibit.id.partition(".")[0] == version]
         drawings = [
             [name.partition(".")[2], escape_markdown(kind), "nothing to run", "", "", "", ""]
-            for paper in papers()
-            for name, kind in paper.not_run.items()
+            for name, kind in not_run.items()
             if name.partition(".")[0] == version
         ]
-        lines = [*map(_overview, shown), *drawings]
-        blocks += [f"## {title}\n", markdown_table(_HEADS, lines, texts=range(len(_HEADS)))]
+        table = markdown_table(_HEADS, [*map(_overview, shown), *drawings], texts=range(len(_HEADS)))
+        blocks += [f"## {title}\n", table]
         blocks += [
-            f"### {entry.exhibit.id} {{#{_anchor(entry)}}}\n\n" + "\n".join(map(_details, entry.records))
+            f"### {entry.exhibit.id} {{#{entry.anchor}}}\n\n" + "\n".join(map(_details, entry.records))
             for entry in shown
             if entry.records
         ]
@@ -190,66 +192,53 @@ def _overview(entry: LedgerEntry) -> list[str]:
     recorded = len({(line.cell.row, line.cell.column) for line in entry.results})
     same_order, pairs = entry.pairs
     return [
-        f"[{name}](#{_anchor(entry)})" if entry.records else name,
+        f"[{name}](#{entry.anchor})" if entry.records else name,
         escape_markdown(entry.exhibit.shows),
         STATES[entry.state],
         f"{recorded} of {len(entry.exhibit.cells)}",
         f"{sum(map(_within, entry.judged))} of {len(entry.judged)}" if entry.judged else "",
         f"{same_order} of {pairs} pairs" if pairs else "",
-        entry.reason if entry.state in ("differs", "partial", "not run", "order") else "",
+        entry.reason if entry.state not in ("within", "curves") else "",
     ]
 
 
 def _details(record: ExhibitRecord) -> str:
     """Return the command with versions and machine, and each cell beside the print."""
-    environment = record.environment
-    versions = ", ".join(
-        f"{name} {environment[name]}" for name in ("fedloom", "python", "torch") if name in environment
-    )
-    machine = (
-        f"{environment.get('processor') or environment.get('machine', '')}, {environment.get('processors', '?')} cores"
-    )
+    computed = record.environment
+    parts = [f"{name} {computed[name]}" for name in ("fedloom", "python", "torch") if name in computed]
+    processor = computed.get("processor") or computed.get("machine", "")
+    machine = f"{processor}, {computed.get('processors', '?')} cores"
     source = f"; transcribed from {record.source}" if record.source else ""
     lines = []
     for line in record.results:
-        cell, result = line.cell, line.result
-        by = deviations(result, cell.printed)
+        cell, by = line.cell, deviations(line.result, line.cell.printed)
         values = (
             f"{cell.column}, {cell.measure.unit}",
             cell.row,
             printed_text(cell.printed, cell.measure),
-            "" if result is None else measured_text(result, cell.measure),
+            "" if line.result is None else measured_text(line.result, cell.measure),
             "" if by is None else f"{by:+.1f}",
             "; ".join(line.left_out) or "followed",
         )
         lines.append(list(map(escape_markdown, values)))
     table = markdown_table(("setting", "method", "paper", "here", "in std", "protocol"), lines, texts=(0, 1, 5))
-    return f"`{record.command}` ({record.date}; {versions}; {machine}{source})\n\n{table}"
+    return f"`{record.command}` ({record.date}; {', '.join(parts)}; {machine}{source})\n\n{table}"
 
 
 def _complete(line: CellResult) -> bool:
     """Return True if the whole protocol was followed, as far as it can change the value: rounds after a target that every run
     reached cannot."""
-    reached = (
-        line.cell.measure.kind in ("rounds", "speedup") and line.result is not None and line.result.mean is not None
-    )
-    return line.cell.measure.kind == "weights" or all(reached and text.endswith(" rounds") for text in line.left_out)
+    measure = line.cell.measure
+    reached = measure.target is not None and line.result is not None and line.result.mean is not None
+    return measure.kind == "weights" or all(reached and text.endswith(" rounds") for text in line.left_out)
 
 
 def _within(line: CellResult) -> bool:
     """Return True if the value is at most two standard deviations from the print, or equal where no deviation is known."""
     by = deviations(line.result, line.cell.printed)
-    if by is not None:
-        return abs(by) <= 2
-    assert line.result is not None
-    assert line.cell.printed is not None
-    return math.isclose(_or_infinity(line.result.mean), _or_infinity(line.cell.printed.mean), rel_tol=1e-6)
+    return math.isclose(_value(line.result), _value(line.cell.printed), rel_tol=1e-6) if by is None else abs(by) <= 2
 
 
-def _or_infinity(value: float | None) -> float:
-    """Return infinity for a target that was never reached: it is later than any round."""
-    return math.inf if value is None else value
-
-
-def _anchor(entry: LedgerEntry) -> str:
-    return entry.exhibit.id.replace(".", "-")
+def _value(figure: Measured | Printed | None) -> float:
+    """Return the figure; infinity for a target that was never reached: it is later than any round."""
+    return math.inf if figure is None or figure.mean is None else figure.mean

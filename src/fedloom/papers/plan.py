@@ -39,13 +39,13 @@ class ReproduceOptions:
     """A user's options: `rows` and `columns` choose cells (all where empty), `rounds` is the most that a run has, `samples` the
     number of a data set's samples that are used; `folders` are those of the data by name, `changes` are `key=value`."""
 
-    rows: tuple[str, ...] = ()
-    columns: tuple[str, ...] = ()
+    rows: Sequence[str] = ()
+    columns: Sequence[str] = ()
     rounds: int | None = None
-    seeds: tuple[int, ...] | None = None
+    seeds: Sequence[int] | None = None
     samples: int | None = None
     folders: Mapping[str, str] = field(default_factory=dict)
-    changes: tuple[str, ...] = ()
+    changes: Sequence[str] = ()
     directory: Path = Path("runs/reproduce")
 
     def __post_init__(self) -> None:
