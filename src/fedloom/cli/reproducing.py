@@ -157,15 +157,14 @@ def _list(folders: dict[str, str]) -> None:
     """Print every table and figure with its subject, its cells and the data it needs."""
     from rich import box
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     from fedloom.papers.paper_data import at_hand, data_of, facts, family
     from fedloom.papers.paper_file import exhibits, titles
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for title, justify in (("Table or figure", "left"), ("Shows", "left"), ("Cells", "right"), ("Data", "left")):
-        table.add_column(title, justify=justify, no_wrap=title == "Table or figure")  # type: ignore[arg-type]
+    columns = (Column("Table or figure", no_wrap=True), "Shows", Column("Cells", justify="right"), "Data")
+    table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     missing: dict[str, None] = {}
     for version, group in groupby(exhibits().values(), lambda exhibit: exhibit.id.partition(".")[0]):
         table.add_row(Text(version, style="bold"), Text(titles()[version], style="bold"))

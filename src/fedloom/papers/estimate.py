@@ -32,15 +32,14 @@ TIMED = 4
 PATIENCE = 2.0
 """Seconds after which no further step is timed, once there are two."""
 
+ALA = 0.3
+"""Work of ALA's learning in a client, also before its own model is scored, relative to a local training."""
+
 WORK = {
     "moon": 1.7, "fedgen": 1.5, "fedasam": 2.0, "fedsam": 2.0, "fedrep": 1.5,
-    "pfedme": 5.0, "ditto": 3.0, "fedphp": 1.4, "fedfomo": 2.5, "apple": 2.5, "fedala": 1.3,
+    "pfedme": 5.0, "ditto": 3.0, "fedphp": 1.4, "fedfomo": 2.5, "apple": 2.5, "fedala": 1 + ALA,
 }  # fmt: skip
 """Time of a method's local training relative to plain SGD, by its passes over the data; 1 for those that are not listed."""
-
-SCORING = {"fedala": 0.3, "ala": 0.3}
-"""Work of a client before its own model can be scored, relative to a local training; FedAvg-C and FedProx-C have it as a
-parameter."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def work(call: Call, participation: float) -> float:
     if call.name == "umf":
         return most * (2 - participation)
     if call.name == "ala":
-        return most + 0.3
+        return most + ALA
     if call.name == "per_fedavg":
         return float(call.named.get("passes", 1))
     if "finetune_epochs" in call.named:
@@ -110,7 +109,7 @@ def work(call: Call, participation: float) -> float:
 
 def scoring(call: Call) -> float:
     """Return the work of a client before its own model is scored, relative to a local training."""
-    alone = float(call.named.get("finetune_epochs", SCORING.get(call.name, 0.0)))
+    alone = ALA if call.name in ("fedala", "ala") else float(call.named.get("finetune_epochs", 0.0))
     return alone + sum(map(scoring, _methods_of(call)))
 
 
@@ -126,8 +125,8 @@ def _timed(model: str, spec: DataSpec, batch: int, augmentation: str, optimizer:
         samples = _noise(spec, batch)
         data = Dataset("noise", samples, samples[:1], spec.outputs, vocabulary=spec.vocabulary)
         everyone = Partition.of([torch.arange(batch).numpy()])
-        settings: dict[str, Any] = {"batch_size": batch, "augmentation": augmentation, "optimizer": optimizer}
-        task = make_task(data, clients=1, partition=everyone, model=model, training=settings)
+        training: dict[str, Any] = {"batch_size": batch, "augmentation": augmentation, "optimizer": optimizer}
+        task = make_task(data, clients=1, partition=everyone, model=model, training=training)
         run = Federation(build("fedavg"), task, RowsEngine(task), Schedule(TIMED, 1.0, evaluate_every=TIMED))
         with using_threads(step_threads(task)):
             while run.finished < (TIMED if sum(line["seconds"] for line in run.timings) < PATIENCE else 2):

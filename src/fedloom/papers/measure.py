@@ -60,14 +60,14 @@ def measured(cell: PaperCell, runs: Runs, base: Runs = ()) -> Measured | None:
     if not reached and cell.measure.target is None:
         return None
     spread = Spread.of(reached) if cell.measure.target is None or len(reached) == len(values) else None
-    best = max((share for run in runs if (share := figures.best(run)) is not None), default=None)
+    best = max((100 * share for run in runs if (share := figures.best(run)) is not None), default=None)
     return Measured(
         None if spread is None else spread.mean,
         None if spread is None or spread.count == 1 else spread.std,
         len(runs),
         len(reached),
         rounds,
-        _percent(best) if kind == "rounds" else None,
+        best if kind == "rounds" else None,
     )
 
 
@@ -95,7 +95,8 @@ def _value(cell: PaperCell, run: RunSummary, base: Mapping[int, RunSummary]) -> 
         case "classes":
             classes = [sum(count > 0 for count in counts) for counts in run.label_counts]
             return statistics.fmean(classes) if classes else None
-    return _percent(CRITERIA[kind].of(run))
+    share = CRITERIA[kind].of(run)
+    return None if share is None else 100 * share
 
 
 def judged(cells: Sequence[PaperCell]) -> Criterion | None:
@@ -116,10 +117,6 @@ def deviations(result: Measured | None, printed: Printed | None) -> float | None
         return None
     std = math.hypot(printed.std or 0.0, result.std or 0.0)
     return by / std if std > 0 else None
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share
 
 
 def _end(runs: Runs, rounds: int) -> Measured | None:
