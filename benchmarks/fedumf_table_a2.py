@@ -25,7 +25,7 @@ import torch
 
 from fedloom.algorithm import Message, Replies, Selection, uniform
 from fedloom.algorithms.building import build
-from fedloom.algorithms.feddyn import FedDC
+from fedloom.algorithms.feddc import FedDC
 from fedloom.engines.rows import RowsEngine
 from fedloom.flat.allocator import keep_pages
 from fedloom.local.cohort import Cohort

@@ -14,7 +14,7 @@ import typer.main
 import yaml
 
 from fedloom.algorithm import algorithms
-from fedloom.algorithms.proximal import FedProx
+from fedloom.algorithms.fedprox import FedProx
 from fedloom.cli import app
 from fedloom.config.registry import Entry
 from fedloom.engines.choose import require_engine_on

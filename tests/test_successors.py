@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedloom.algorithms.afl import on_simplex
 from fedloom.algorithms.building import build
-from fedloom.algorithms.fair import on_simplex
-from fedloom.algorithms.groups import bipartition
+from fedloom.algorithms.cfl import bipartition
 from fedloom.errors import InvalidValue
 from fedloom.randomness import stream
 from naive import Net, State, World, assert_same, average, flat, shares, uniform

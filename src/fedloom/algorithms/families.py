@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 
 from fedloom.algorithm import Algorithm, Wrapper
-from fedloom.algorithms.fedmr import FedMut, Indep
+from fedloom.algorithms.fedmr import Indep
+from fedloom.algorithms.fedmut import FedMut
 from fedloom.config.registry import Entry
 
 FAMILIES = {

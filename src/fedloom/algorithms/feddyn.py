@@ -1,8 +1,7 @@
-"""FedDyn and FedDC: regularisers with a memory, which align the clients' optima with the server's."""
+"""FedDyn: a regulariser with a memory, which aligns the clients' optima with the server's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, algorithms, server_model
-from fedloom.algorithms.statistics import mean_gradient, mean_size, relative_sizes, require_sgd
+from fedloom.algorithms.statistics import mean_size, relative_sizes
 from fedloom.config.fields import NonNegative
 from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort, Context
@@ -99,61 +98,3 @@ class FedDyn(Drifting):
 
 def _pull(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:
     return gradient.addcmul_(weights - context["centre"], context["strength"])
-
-
-@algorithms.register("feddc")
-@dataclass
-class FedDC(Drifting):
-    """FedDC: clients minimise L_i(w) + (alpha_i/2) ||w - (w_t - h_i)||^2 + <w, g/a_i - g_i>, with drift h_i and update g_i.
-
-    a_i = n_i / mean_j n_j, alpha_i = alpha / a_i. After tau steps from w_t to w_i, with d_i = w_i - w_t:
-    h_i <- h_i + d_i; u_i = g_i - g/a_i - d_i / (tau eta); upload w_i and a_i (u_i - g_i); g_i <- u_i.
-    Server: g <- g + (1/N) sum_i a_i (u_i - g_i); w <- mean_i w_i + (1/N) sum over all clients of h_i, uniform over the round;
-    statistics are averaged. The h_i, g_i and g are `[T]`.
-    Source: Gao et al. 2022, algorithm 1, in the form of the authors' code.
-    Use it when clients hold few classes each and can remember two vectors as long as the model.
-
-    Args:
-        divisor: Learning rate eta: the round's (`current`) or round 1's (`base`, the authors' code).
-        nominal_steps: Take a mean client's E ceil(mean_j n_j / B) steps as every client's tau, as the authors' code does.
-    """
-
-    divisor: Literal["current", "base"] = "current"
-    nominal_steps: bool = False
-
-    def setup(self, plan: Plan) -> None:
-        super().setup(plan)
-        require_sgd("feddc", plan.training)
-        self.state["update"] = torch.zeros_like(self.state["drift"])
-
-    def send(self, round: Round) -> Message:
-        return {**super().send(round), "update": self.state["update"].unsqueeze(0)}
-
-    def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
-        return {"model": (self.layout.size,), "update": (self.layout.trainable,)}
-
-    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
-        super().update(round, aggregate)
-        self.state["update"] = self.state["update"] + aggregate.total["update"] / self.plan.clients
-
-    def train(self, cohort: Cohort, inbox: Message) -> Message:
-        count, round = cohort.layout.trainable, cohort.round
-        sent, start = server_model(inbox)[:, :count], inbox["model"]
-        drift = cohort.memory.get("feddc_drift", torch.zeros_like(sent))
-        update = cohort.memory.get("feddc_update", torch.zeros_like(sent))
-        size = relative_sizes(cohort, inbox)
-        offset = inbox["update"] / size - update
-        context = {"strength": self.alpha / size, "centre": sent - drift, "offset": offset}
-        trained = cohort.fit(start, correction=_decoupled, context=context)
-        moved = trained.model[:, :count]
-        rate = round.learning_rate if self.divisor == "current" else round.initial_learning_rate
-        steps = cohort.training.local_steps(inbox["mean_size"][:, 0]) if self.nominal_steps else trained.steps
-        new_update = mean_gradient(start[:, :count], moved, steps, rate).sub_(offset)
-        new_update = torch.where((trained.steps > 0).to(new_update.device).unsqueeze(1), new_update, update)
-        cohort.memory.write("feddc_drift", drift + moved - sent, cohort.uploads)
-        cohort.memory.write("feddc_update", new_update, cohort.uploads)
-        return {"model": trained.model, "update": (new_update - update).mul_(size)}
-
-
-def _decoupled(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:
-    return gradient.addcmul_(weights - context["centre"], context["strength"]).add_(context["offset"])

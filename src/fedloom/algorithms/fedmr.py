@@ -1,4 +1,4 @@
-"""Models that travel: FedMR recombines their layers, Indep does nothing, FedCross pulls them together, FedMut mutates one."""
+"""FedMR: shuffle the layers of client models instead of averaging them; and Indep, which leaves the models as they are."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from pydantic import Strict
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, algorithms
+from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.config.fields import Count, NonNegative, NonNegativeInt, Probability, Share
+from fedloom.config.fields import NonNegative, Share
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import UnitKind
-from fedloom.flat.population import mean_cosine_similarity, mutate, recombine_, total_variance, weighted_mean
+from fedloom.flat.population import mean_cosine_similarity, recombine_, total_variance, weighted_mean
 from fedloom.local.cohort import Cohort
 from fedloom.round import Round
 
@@ -177,117 +177,3 @@ def _require_local(local: Algorithm, plan: Plan) -> None:
     trains_plainly = type(local).train is Algorithm.train and type(local) is not FedAvg
     if trains_plainly or len(message["model"]) > 1:
         raise InvalidValue(f"local={name} differs from fedavg on the server alone, where recombination takes its place")
-
-
-@algorithms.register("fedcross")
-@dataclass
-class FedCross(Indep):
-    """Cross-aggregation: new pool[k] = alpha v_k + (1 - alpha) v_co(k) for the uploads v `[K, P]`.
-
-    co(k) is the upload of smallest (`lowest`) or largest (`highest`) cosine with v_k, over the trainable parameters, among
-    the others, or (k + ((t - 1) mod (K - 1)) + 1) mod K in round t (`in_order`, which keeps the pool's mean). All models
-    start equal; the global model is the unweighted mean of the pool. alpha = 1 is `indep`. Statistics mix like parameters.
-    Source: Hu et al., ICDE 2024 (arXiv 2210.08285), algorithm 1; `propellers` and a growing alpha as its abstract describes
-    them, in no public code.
-    Use it as `fedmr`, where models should stay close to each other in every layer.
-
-    Args:
-        alpha: Share of a model's own upload (authors: 0.99); pairs of a round and its share are joined linearly.
-        partner: How co(k) is chosen.
-        averaging_rounds: Rounds at the start after which every slot is the mean.
-        propellers: Partners of a model in the first `propeller_rounds` rounds: the mean of so many uploads in order.
-        propeller_rounds: Number of these rounds.
-    """
-
-    alpha: float | list[Annotated[tuple[int, float], Strict(False)]] = 0.99
-    partner: Literal["lowest", "highest", "in_order"] = "lowest"
-    averaging_rounds: NonNegativeInt = 0
-    propellers: Count = 1
-    propeller_rounds: NonNegativeInt = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_schedule("alpha", self.alpha)
-
-    @property
-    def anonymous_replies(self) -> bool:
-        return self.partner != "in_order"
-
-    def setup(self, plan: Plan) -> None:
-        super().setup(plan)
-        if plan.participants <= (self.propellers if self.propeller_rounds else 1):
-            raise InvalidValue(
-                f"fedcross: {plan.participants} participants are too few: a model needs "
-                f"{self.propellers if self.propeller_rounds else 1} others"
-            )
-
-    def receive(self, round: Round, replies: Replies) -> None:
-        pool = replies.by_slot("model")
-        if round.number <= self.averaging_rounds:
-            self.state["pool"] = pool.mean(0).expand(len(pool), -1)
-            return
-        share = 1 - blend_at(self.alpha, round.number)
-        self.state["pool"] = pool.lerp(self._partners(pool, round.number), share) if share else pool
-
-    def _partners(self, pool: Tensor, number: int) -> Tensor:
-        """Return what each model of the pool is pulled towards, `[K, P]`."""
-        if number <= self.propeller_rounds:
-            return torch.stack([pool[in_order(len(pool), number + k)] for k in range(self.propellers)]).mean(0)
-        if self.partner == "in_order":
-            return pool[in_order(len(pool), number)]
-        return pool[by_cosine(pool[:, : self.layout.trainable], largest=self.partner == "highest")]
-
-
-def in_order(count: int, number: int) -> Tensor:
-    """Return the partner of each of `count` models in round `number`, `[count]`: the one so many places further."""
-    return (torch.arange(count) + (number - 1) % (count - 1) + 1) % count
-
-
-def by_cosine(rows: Tensor, largest: bool) -> Tensor:
-    """Return the index of the other row of largest or smallest cosine, for each row of `[K, T]`; the first of equal ones."""
-    directions = torch.nn.functional.normalize(rows, dim=1)
-    cosine = (directions @ directions.T).fill_diagonal_(-torch.inf if largest else torch.inf)
-    return cosine.argmax(1) if largest else cosine.argmin(1)
-
-
-@algorithms.register("fedmut")
-@dataclass
-class FedMut(Algorithm):
-    """Mutated models: slot k is sent w_t + radius s_k (w_t - w_{t-1}), with signs s_k drawn for each tensor in pairs.
-
-    w_t is the uniform mean of the uploads. Each pair of slots draws +1 and -1 + r, where r = beta (1 - min(t0 / rounds, 1))
-    and t0 counts the rounds before the one that made w_t; with K odd the last slot is sent w_t. So at r = 0 the mutations
-    average to w_t. Only trainable parameters mutate; statistics are averaged. Source: Hu et al. 2024 (FedMut), algorithm 1.
-    Use it as `fedmr`, for flat minima, where all clients should start close to one global model.
-
-    Args:
-        radius: Length of a mutation in units of the last step (authors: 4); 0 is FedAvg with equal weights.
-        beta: Skew r of the signs at the start.
-        mutation_rounds: Rounds over which r falls to 0.
-    """
-
-    radius: NonNegative = 4.0
-    beta: Probability = 0.3
-    mutation_rounds: Count = 50
-
-    one_model_each: ClassVar[bool] = True
-    anonymous_replies: ClassVar[bool] = True
-
-    def setup(self, plan: Plan) -> None:
-        super().setup(plan)
-        self.state["previous"] = plan.initial.clone()
-
-    def send(self, round: Round) -> Message:
-        # The two last means and the round's stream give the mutations, so the K models are not stored.
-        layout = self.layout
-        tensors = [tensor.slice for tensor in layout.slices if tensor.stop <= layout.trainable]
-        skew = self.beta * (1 - min(max(round.number - 2, 0) / self.mutation_rounds, 1))
-        direction = self.radius * (self.state["model"] - self.state["previous"])
-        rows = self.plan.empty_rows(len(round.selected))
-        return {"model": mutate(self.state["model"], direction, rows, tensors, skew, round.stream("mutate"))}
-
-    def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
-        return replies.aggregate(weighted=False)
-
-    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
-        self.state = {"model": aggregate.mean["model"], "previous": self.state["model"]}

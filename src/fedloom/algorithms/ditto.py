@@ -1,0 +1,47 @@
+"""Ditto: a personal model for each client, kept near the global one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from fedloom.algorithm import Message, algorithms
+from fedloom.algorithms.fedprox import proximal
+from fedloom.algorithms.sharing import PartlyShared
+from fedloom.config.fields import Count, NonNegative
+from fedloom.local.cohort import Cohort
+
+
+@algorithms.register("ditto")
+@dataclass
+class Ditto(PartlyShared):
+    """Ditto: beside FedAvg, each client trains a personal model v on L_i(v) + (lambda / 2) ||v - w_t||^2.
+
+    In each round v trains first, with w_t the start of local training; then the client trains w_t as in FedAvg and uploads
+    that. Personal models start equal, have batch-norm statistics of their own and are scored (for a client that has not
+    trained yet, the download is). lambda = 0 is local training.
+    Source: Li et al. 2021, algorithm 1; FedALA, appendix G.
+    Use it when clients differ much and you want a global model and personal ones at once; it costs a second training.
+
+    Args:
+        regularisation: lambda (FedALA: 0.1, searched between 1e-4 and 10).
+        personal_epochs: Epochs of v in each round (FedALA: 2).
+    """
+
+    regularisation: NonNegative = 0.1
+    personal_epochs: Count = 2
+
+    own_model: ClassVar[str] = "ditto_personal"
+    fits_once: ClassVar[bool] = False
+
+    def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
+        cohort.memory[self.own_model] = cohort.fit(
+            cohort.memory.get(self.own_model, cohort.initial),
+            correction=proximal(self.regularisation) if self.regularisation else None,
+            context={"server_model": start[:, : cohort.layout.trainable]},
+            purpose="personal",
+            epochs=self.personal_epochs,
+        ).model
+        return cohort.fit(start).model

@@ -1,0 +1,49 @@
+"""FedLC: calibrate the logits of local training by the client's counts of labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import Message, Plan, algorithms
+from fedloom.algorithms.loss_terms import LossTerm, label_counts, require_classes
+from fedloom.config.fields import NonNegative
+from fedloom.flat.module import Batch
+from fedloom.local.changed_loss import Observed
+from fedloom.local.cohort import Cohort
+
+
+@algorithms.register("fedlc")
+@dataclass
+class FedLC(LossTerm):
+    """Logit calibration: clients train on the logits s_c - tau n_c^(-1/4), with n_c the client's samples of class c.
+
+    A class that a client lacks is left out of the softmax. Models are scored by their own logits.
+    Source: Zhang et al. 2022 (FedLC), equation 8, over all classes as every public code has it.
+    Use it when the numbers of samples by class differ much within clients; it costs nothing.
+
+    Args:
+        method: Method whose clients train, such as fedavg or fedmr.
+        tau: Strength of the calibration; 0 is the method itself.
+    """
+
+    tau: NonNegative = 1.0
+
+    fits_once: ClassVar[bool] = False
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        require_classes("fedlc", plan)
+
+    def context(self, cohort: Cohort, inbox: Message) -> dict[str, Tensor]:
+        counts = label_counts(cohort).to(cohort.initial)
+        shift = counts.clamp_min(1) ** -0.25
+        return {"shift": self.tau * torch.where(counts > 0, shift, 1e9)}
+
+    def change(self, loss: Tensor, net: Observed, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
+        calibrated = net.objective.loss(net.outputs - context["shift"], batch.labels)
+        return loss + calibrated - net.objective.loss(net.outputs, batch.labels)

@@ -1,0 +1,54 @@
+"""FedMut: send every client a different mutation of the global model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, algorithms
+from fedloom.config.fields import Count, NonNegative, Probability
+from fedloom.flat.population import mutate
+from fedloom.round import Round
+
+
+@algorithms.register("fedmut")
+@dataclass
+class FedMut(Algorithm):
+    """Mutated models: slot k is sent w_t + radius s_k (w_t - w_{t-1}), with signs s_k drawn for each tensor in pairs.
+
+    w_t is the uniform mean of the uploads. Each pair of slots draws +1 and -1 + r, where r = beta (1 - min(t0 / rounds, 1))
+    and t0 counts the rounds before the one that made w_t; with K odd the last slot is sent w_t. So at r = 0 the mutations
+    average to w_t. Only trainable parameters mutate; statistics are averaged. Source: Hu et al. 2024 (FedMut), algorithm 1.
+    Use it as `fedmr`, for flat minima, where all clients should start close to one global model.
+
+    Args:
+        radius: Length of a mutation in units of the last step (authors: 4); 0 is FedAvg with equal weights.
+        beta: Skew r of the signs at the start.
+        mutation_rounds: Rounds over which r falls to 0.
+    """
+
+    radius: NonNegative = 4.0
+    beta: Probability = 0.3
+    mutation_rounds: Count = 50
+
+    one_model_each: ClassVar[bool] = True
+    anonymous_replies: ClassVar[bool] = True
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        self.state["previous"] = plan.initial.clone()
+
+    def send(self, round: Round) -> Message:
+        # The two last means and the round's stream give the mutations, so the K models are not stored.
+        layout = self.layout
+        tensors = [tensor.slice for tensor in layout.slices if tensor.stop <= layout.trainable]
+        skew = self.beta * (1 - min(max(round.number - 2, 0) / self.mutation_rounds, 1))
+        direction = self.radius * (self.state["model"] - self.state["previous"])
+        rows = self.plan.empty_rows(len(round.selected))
+        return {"model": mutate(self.state["model"], direction, rows, tensors, skew, round.stream("mutate"))}
+
+    def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
+        return replies.aggregate(weighted=False)
+
+    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+        self.state = {"model": aggregate.mean["model"], "previous": self.state["model"]}

@@ -1,0 +1,47 @@
+"""FedNova: average the clients' mean steps, so that clients with more steps do not bias the objective."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, algorithms
+from fedloom.algorithms.statistics import accumulated_weights, require_sgd
+from fedloom.local.cohort import Cohort
+from fedloom.round import Round
+
+
+@algorithms.register("fednova")
+@dataclass
+class FedNova(Algorithm):
+    """Normalised averaging: w <- w_t + tau_eff sum_i p_i (w_i - w_t) / ||a_i||_1, with tau_eff = sum_i p_i ||a_i||_1.
+
+    ||a_i||_1 is the total weight of the client's gradients in its displacement: its number of steps tau, or with momentum m
+    (tau - m (1 - m^tau) / (1 - m)) / (1 - m); it is uploaded beside the model. p_i by samples; statistics are averaged by
+    samples. Clients of equal steps give FedAvg.
+    Source: Wang et al. 2020, equations 6 and 7 with the tau_eff of section 4.
+    Use it when clients take very different numbers of local steps, through unequal data or devices.
+    """
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        require_sgd("fednova", plan.training)
+
+    def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
+        return {"model": (self.layout.size,), "local_weight": (1,)}
+
+    def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
+        trainable, local = slice(self.layout.trainable), replies["local_weight"]
+        moved = replies["model"][:, trainable] - self.state["model"][trainable]
+        # A client without steps has local weight 0 and has not moved: any divisor gives 0.
+        return replies.aggregate(mean={**replies.tensors, "step": moved / local.where(local > 0, 1)})
+
+    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+        trainable, mean = slice(self.layout.trainable), aggregate.mean
+        mean["model"][trainable] = self.state["model"][trainable] + mean["local_weight"] * mean["step"]
+        self.state["model"] = mean["model"]
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        trained = cohort.fit(inbox["model"])
+        weight = accumulated_weights(cohort.training, trained.steps).to(trained.model)
+        return {"model": trained.model, "local_weight": weight.unsqueeze(1)}

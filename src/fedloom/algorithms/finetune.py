@@ -1,0 +1,69 @@
+"""FedAvg-C and FedProx-C: the downloaded model is fine-tuned before a client uses it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from fedloom.algorithm import Message, algorithms, server_model
+from fedloom.algorithms.fedprox import proximal
+from fedloom.algorithms.sharing import PartlyShared
+from fedloom.config.fields import NonNegative, NonNegativeInt
+from fedloom.local.cohort import Cohort
+
+
+@algorithms.register("fedavg_c")
+@dataclass
+class FedAvgC(PartlyShared):
+    """FedAvg whose clients fine-tune the whole downloaded model before they use it.
+
+    A client scores the fine-tuned model.
+    Source: Zhang et al. 2023 (FedALA), section "Experiments".
+    Use it as the simplest personal model, and as the yardstick for the personalised methods.
+
+    Args:
+        finetune_epochs: Epochs of fine-tuning (no paper gives them; FedALA's times imply about 14).
+        finetune_scope: `init` trains from the fine-tuned model and uploads the result; `eval_only` fine-tunes for scoring alone
+            and trains from the download, as FedAvg does.
+    """
+
+    finetune_epochs: NonNegativeInt = 10
+    finetune_scope: Literal["init", "eval_only"] = "init"
+
+    fits_once: ClassVar[bool] = False
+
+    def initialise(self, cohort: Cohort, model: Tensor, inbox: Message) -> Tensor:
+        if self.finetune_epochs == 0:
+            return model
+        return self.descend(cohort, model, inbox, purpose="finetune", epochs=self.finetune_epochs)
+
+    def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
+        if self.finetune_scope == "init":
+            start = self.initialise(cohort, start, inbox)
+        return self.descend(cohort, start, inbox, purpose="batches", epochs=None)
+
+    def descend(self, cohort: Cohort, start: Tensor, inbox: Message, *, purpose: str, epochs: int | None) -> Tensor:
+        """Train locally, in the same way in both phases."""
+        return cohort.fit(start, purpose=purpose, epochs=epochs).model
+
+
+@algorithms.register("fedprox_c")
+@dataclass
+class FedProxC(FedAvgC):
+    """FedProx whose clients fine-tune the whole downloaded model before they use it, with the proximal term in both phases.
+
+    Fine-tuning as in `fedavg_c`; w_t in (mu / 2) ||w - w_t||^2 is the server's model.
+    Source: Zhang et al. 2023 (FedALA), section "Experiments".
+    Use it as `fedavg_c` where clients have so little data that fine-tuning runs away from the download.
+
+    Args:
+        mu: Strength of the proximal term (FedALA: 0.001).
+    """
+
+    mu: NonNegative = 0.001
+
+    def descend(self, cohort: Cohort, start: Tensor, inbox: Message, *, purpose: str, epochs: int | None) -> Tensor:
+        context = {"server_model": self.complete(cohort, server_model(inbox))[:, : cohort.layout.trainable]}
+        return cohort.fit(start, correction=proximal(self.mu), context=context, purpose=purpose, epochs=epochs).model

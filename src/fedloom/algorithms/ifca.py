@@ -1,0 +1,91 @@
+"""IFCA: k models, of which each client trains the one that fits its data best."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, algorithms
+from fedloom.config.fields import Count
+from fedloom.local.cohort import Cohort
+from fedloom.models.structure import drawn_again
+from fedloom.randomness import global_stream
+from fedloom.round import Round
+
+
+@algorithms.register("ifca")
+@dataclass
+class IFCA(Algorithm):
+    """Iterative federated clustering: a client takes the model of least loss on its training samples, trains and uploads it.
+
+    Each of the k models becomes the unweighted mean of those trained from it; one that nobody chose stays. The first starts
+    as the task's model, the others from other draws of its layers. A client deploys the model that fits its training samples
+    best; the global model is the mean of the k by the clients that chose them in the last round. Traffic: k models down,
+    one up. Source: Ghosh et al. 2020, algorithm 1.
+    Use it when clients fall into a few groups whose data contradict each other.
+
+    Args:
+        k: Number of models; 1 is FedAvg with equal weights.
+    """
+
+    k: Count = 2
+
+    single_download: ClassVar[bool] = False
+    fits_once: ClassVar[bool] = False
+    averages: ClassVar[bool] = False
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        models = [plan.initial]
+        for number in range(1, self.k):
+            with global_stream(plan.seed, f"ifca {number}"):
+                module = drawn_again(plan.module)
+            models.append(plan.layout.flatten(module).to(plan.initial))
+        self.state = {"models": torch.stack(models), "chosen": torch.ones(self.k, dtype=torch.int64)}
+
+    def send(self, round: Round) -> Message:
+        return {"models": self.state["models"].unsqueeze(0)}
+
+    def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
+        return self.send(round)
+
+    def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
+        return {"model": (self.layout.size,), "choice": ()}
+
+    @property
+    def reply_dtypes(self) -> Mapping[str, torch.dtype]:
+        return {"choice": torch.int64}
+
+    def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
+        choice = replies["choice"]
+        members = torch.arange(self.k, device=choice.device).unsqueeze(1) == choice
+        total = {"models": (members.to(replies["model"]) @ replies["model"]), "chosen": members.sum(1)}
+        return replies.aggregate(mean={}, total={name: rows.unsqueeze(0) for name, rows in total.items()})
+
+    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+        models, chosen = aggregate.total["models"], aggregate.total["chosen"]
+        counts = chosen.to(models).unsqueeze(1)
+        models = torch.where(counts > 0, models / counts.clamp_min(1), self.state["models"])
+        self.state = {"models": models, "chosen": chosen}
+
+    def model(self) -> Tensor:
+        models, chosen = self.state["models"], self.state["chosen"]
+        return (chosen.to(models) / chosen.sum()) @ models
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        choice = _best(cohort, inbox["models"])
+        model = cohort.fit(inbox["models"][torch.arange(len(choice)), choice]).model
+        return {"model": model, "choice": choice}
+
+    def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
+        choice = _best(cohort, inbox["models"])
+        return inbox["models"][torch.arange(len(choice)), choice]
+
+
+def _best(cohort: Cohort, models: Tensor) -> Tensor:
+    """Return the index of the model of least training loss among `[c, k, P]`, for each client, `[c]`."""
+    return torch.stack([cohort.loss(rows) for rows in models.unbind(1)], 1).argmin(1)
