@@ -110,7 +110,10 @@ class Buffered(Asynchronous, Wrapper):
     Stale replies are discounted by s(tau) = (1 + tau)^-`staleness`, with tau the versions by which the server's model is ahead.
     """
 
-    k = 1  # replies in a step
+    @property
+    def k(self) -> int:
+        """Return the number of replies in a step."""
+        return 1
 
     def setup(self, plan: Plan) -> None:
         Wrapper.setup(self, plan)
