@@ -145,6 +145,7 @@ FACTORS: Mapping[str, Sequence[str]] = {
 # Wrappers that take part in few federations of some kind: cases that going round does not meet. When a method or wrapper joins,
 # test_every_pair_of_values_that_is_not_refused_occurs_in_a_case names the pairs that are missing here.
 RARE = (
+    Case("fedfomo", "power_of_choice", "deadline", "norm", "straight"),  # a client of one sample makes no step
     Case("afl", "clustered by size", "clock", "plain", "straight"),
     Case("fedadam", "dp_sgd", "poisson", "plain", "straight"),
     Case("fedcross", "secure", "not finite", "plain", "straight"),

@@ -19,8 +19,8 @@ from fedloom.round import Round
 class PowerOfChoice(Wrapper):
     """A method whose participants are the clients of highest loss among `candidates`, drawn by their numbers of samples.
 
-    The loss of a client is the mean over the steps of its last local training (infinite before), so that nothing is asked of
-    the candidates; asking them anew would take a message before the selection.
+    The loss of a client is the mean over the steps of its last local training (infinite before, 0 without a step), so that
+    nothing is asked of the candidates; asking them anew would take a message before the selection.
     Source: Cho et al. 2020, section 4 (rpow-d, whose losses are stale too).
     Use it when rounds are few and some clients lag behind; it biases the model towards them.
 
@@ -58,6 +58,6 @@ class PowerOfChoice(Wrapper):
 
     def receive(self, round: Round, replies: Replies) -> None:
         if "training_loss" in replies.metrics:
-            losses = replies.metrics["training_loss"]
+            losses = replies.metrics["training_loss"].nan_to_num(0)
             self.state["losses"] = self.state["losses"].index_copy(0, replies.clients, losses)
         super().receive(round, replies)

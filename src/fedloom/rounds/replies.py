@@ -135,7 +135,11 @@ class RoundReplies:
 
     def together(self) -> Replies:
         """Return all replies, where they are not folded; they are given up."""
-        replies = replace(self._in_order(0), metrics=self.metrics)
+        figures = {
+            name: torch.tensor([reply.metrics.get(name, torch.nan) for reply in self.arrived], dtype=torch.float64)
+            for name in self.metrics
+        }
+        replies = replace(self._in_order(0), metrics=figures)
         if INTEGERS in replies.matrices:
             self._integers[0] = replies[INTEGERS]
         return replies
