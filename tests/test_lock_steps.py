@@ -14,7 +14,7 @@ from fedloom.data.dataset import Dataset, Samples
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import InvalidValue
-from fedloom.local.batches import ClientLoader, together
+from fedloom.local.batches import ClientLoader, lock_steps
 from fedloom.round import Round
 from fedloom.rounds.engine import ClientTask
 from fedloom.training import Passes, PassOptions, Training
@@ -46,7 +46,7 @@ def taken(
     """The samples of each batch of each client, without padding; and who took steps together."""
     found: list[list[list[int]]] = [[] for _ in sizes]
     steps_of = []
-    for group in together(
+    for group in lock_steps(
         loaders(sizes), client_tasks(sizes, batch, epochs), [None] * len(sizes), in_step=in_step, pad=pad
     ):
         members, steps = group.members(), 0

@@ -60,5 +60,5 @@ def on_simplex(values: Tensor) -> Tensor:
     """Return the point of the simplex that is nearest to `values [n]`: max(values - theta, 0), of sum 1."""
     ordered = values.sort(descending=True).values
     excess = (ordered.cumsum(0) - 1) / torch.arange(1, len(values) + 1, dtype=values.dtype, device=values.device)
-    last = (ordered > excess).sum().unsqueeze(0) - 1
-    return (values - excess[last]).clamp_min(0)
+    index = (ordered > excess).sum().unsqueeze(0) - 1
+    return (values - excess[index]).clamp_min(0)

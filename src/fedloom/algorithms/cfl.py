@@ -69,13 +69,13 @@ class CFL(Algorithm):
             members = order[cluster[replies.clients][order] == number]
             if not len(members):
                 continue
-            parts = [members]
+            clusters = [members]
             if round.number > self.first_round and self._stands_still(moved[members]):
-                parts = [members[part] for part in bipartition(moved[members])]
-                cluster[replies.clients[parts[1]]] = len(models)
+                clusters = [members[half] for half in bipartition(moved[members])]
+                cluster[replies.clients[clusters[1]]] = len(models)
                 models.append(models[number])
-            for row, part in zip((number, len(models) - 1), parts, strict=False):
-                models[row] = models[row] + updates[part].mean(0)
+            for row, slots in zip((number, len(models) - 1), clusters, strict=False):
+                models[row] = models[row] + updates[slots].mean(0)
         self.state |= {"models": torch.stack(models), "cluster": cluster}
 
     def _stands_still(self, moved: Tensor) -> bool:

@@ -16,7 +16,7 @@ from fedloom.algorithms.accounting import epsilon, noise_for
 from fedloom.algorithms.private import AccountedByClient, clip_factors, normal, secret_uniforms
 from fedloom.errors import InvalidValue
 from fedloom.flat.module import Batch, LossFn, data_loss
-from fedloom.local.batches import LockStep, together
+from fedloom.local.batches import LockStep, lock_steps
 from fedloom.local.cohort import Cohort, Context, GradientFn, Trained
 from fedloom.training import poisson_orders
 
@@ -159,7 +159,7 @@ class PrivateCohort(Cohort):
         orders = poisson_orders(self.samples, self.expected / self.samples, steps, self._uniforms())
         augmented = self.training.augmentation == "flip_crop"
         noise = self.stream("dp_sgd augmentation")[0] if augmented else None
-        return together(self._loaders, [orders], [noise])
+        return lock_steps(self._loaders, [orders], [noise])
 
     def _uniforms(self) -> Callable[[int], Tensor]:
         if self.remote:

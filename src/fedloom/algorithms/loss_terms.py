@@ -61,9 +61,9 @@ def divergence(teacher: Tensor, student: Tensor, temperature: float, excluded: T
     """
     if excluded is not None:
         teacher, student = (outputs.masked_fill(excluded, -torch.inf) for outputs in (teacher, student))
-    before, after = (F.log_softmax(outputs / temperature, -1) for outputs in (teacher, student))
-    difference = before - after if excluded is None else (before - after).masked_fill(excluded, 0)
-    return (before.exp() * difference).sum(-1).mean()
+    teacher, student = (F.log_softmax(outputs / temperature, -1) for outputs in (teacher, student))
+    difference = teacher - student if excluded is None else (teacher - student).masked_fill(excluded, 0)
+    return (teacher.exp() * difference).sum(-1).mean()
 
 
 @torch.no_grad()

@@ -27,8 +27,7 @@ def relative_sizes(cohort: Cohort, inbox: Message) -> Tensor:
 def divided_samples(samples: Samples, generator: torch.Generator, count: int) -> tuple[Samples, Samples]:
     """Return `count` random samples of a client, and the others; all of them where no other is left."""
     order = torch.randperm(len(samples), generator=generator).to(samples.labels.device)
-    others = order[count:]
-    return samples[order[:count]], samples[others if len(others) else order]
+    return samples[order[:count]], samples[order[count:] if count < len(order) else order]
 
 
 def mean_gradient(start: Tensor, end: Tensor, steps: Tensor, rate: float) -> Tensor:

@@ -72,18 +72,18 @@ def reproduce(
         return
     if workers is not None:
         require_at_least("--workers", workers, 1)
-    part = hour_of(which) if hour else {"exhibit": which}
-    own = {"rows": rows, "columns": columns, "rounds": rounds, "seeds": _numbers(seeds), "samples": samples}
-    chosen = {**part, **{name: value for name, value in own.items() if value not in (None, [])}}
+    protocol = hour_of(which) if hour else {"exhibit": which}
+    limits = {"rows": rows, "columns": columns, "rounds": rounds, "seeds": _numbers(seeds), "samples": samples}
+    chosen = {**protocol, **{name: value for name, value in limits.items() if value not in (None, [])}}
     options = ReproduceOptions(
-        **{name: chosen[name] for name in own if name in chosen},
+        **{name: chosen[name] for name in limits if name in chosen},
         folders=_folders(data),
         changes=changes or (),
         directory=directory,
     )
-    reproduction = plan(exhibit(part["exhibit"]), options)
+    reproduction = plan(exhibit(protocol["exhibit"]), options)
     if hour:
-        print(f"shows {part['can']}", f"does not show {part['cannot']}", sep="\n", file=sys.stderr)
+        print(f"shows {protocol['can']}", f"does not show {protocol['cannot']}", sep="\n", file=sys.stderr)
     if not estimate:
         require_files(reproduction, fresh)
     configuration = next(iter(reproduction.configurations.values()))
@@ -134,10 +134,10 @@ def _print_estimate(plan: ReproducePlan, configuration: Configuration, explained
         console.print(done if plan.jobs else "nothing to run")
         return
     finished = len(plan.jobs) - len(waiting)
-    before = f" ({finished} finished before)" if finished else ""
+    skipped = f" ({finished} finished before)" if finished else ""
     seconds, steps = sum(run.seconds for run in waiting) / busy, sum(run.steps for run in waiting)
     console.print(
-        f"{plan.exhibit.id}: {len(plan.cells)} cells, {_runs(len(plan.jobs))}{before}, {steps:,} local steps: "
+        f"{plan.exhibit.id}: {len(plan.cells)} cells, {_runs(len(plan.jobs))}{skipped}, {steps:,} local steps: "
         f"about {time_text(seconds)} on this machine" + (f" with {busy} workers" if busy > 1 else "")
     )
     if explained:
@@ -171,9 +171,9 @@ def _list(folders: dict[str, str]) -> None:
         for exhibit in group:
             labels = []
             for name in dict.fromkeys(data_of(cell.setting.data) for cell in exhibit.cells):
-                there = at_hand(name, folders.get(family(name)))
-                labels.append(facts()[name].label if there else f"({facts()[name].label})")
-                missing |= {} if there else {family(name): None}
+                available = at_hand(name, folders.get(family(name)))
+                labels.append(facts()[name].label if available else f"({facts()[name].label})")
+                missing |= {} if available else {family(name): None}
             table.add_row(exhibit.id, exhibit.shows, str(len(exhibit.cells)), ", ".join(labels))
     console = Console()
     console.print(table)

@@ -70,10 +70,12 @@ def tune(
     with closing(make_pool(replace(plan, workers=workers), workers if optuna else runs, runs, tasks)) as pool:
         with shown(runs, plan.rounds, quiet) as (watch, stopped):
             runner = Runner(pool, watch, stopped)
-            made = search_optuna(space, runner, count, workers) if optuna else search_grid(space, runner, tasks, trials)
-        best = best_of(made)
-        path = write_trials(space, made)
-        _print(space, made, best)
+            completed = (
+                search_optuna(space, runner, count, workers) if optuna else search_grid(space, runner, tasks, trials)
+            )
+        best = best_of(completed)
+        path = write_trials(space, completed)
+        _print(space, completed, best)
         keys = [f"{key}={plain_text(value)}" for key, value in best.changes.items() if not key.startswith(PREFIX)]
         settings = [f"algorithm={best.algorithm}", *keys, f"name={plan.name}-best"]
         print(f"trials: {space.folder / 'trials.csv'}")

@@ -84,16 +84,16 @@ def write_pages(
     folder: Path, title: str, sheets: Sequence[tuple[Sheet, Sequence[RunSummary]]], command: str
 ) -> list[Path]:
     """Write the report of these settings; return the pages, that of the folder first. Without a run nothing is written."""
-    shown = [(part, runs) for part, runs in sheets if part.setting] or sheets
-    pages = {part.setting: setting_folder(folder, part.setting) / PAGE for part, _ in shown}
-    for part, runs in shown:
-        heading = f"{title}, {part.setting}" if part.setting else title
-        write_page(pages[part.setting], render(heading, runs, command=command, sheet=part))
+    shown = [(entry, runs) for entry, runs in sheets if entry.setting] or sheets
+    pages = {entry.setting: setting_folder(folder, entry.setting) / PAGE for entry, _ in shown}
+    for entry, runs in shown:
+        heading = f"{title}, {entry.setting}" if entry.setting else title
+        write_page(pages[entry.setting], render(heading, runs, command=command, sheet=entry))
     if "" in pages or not pages:
         return list(pages.values())
     links = {setting: path.relative_to(folder).as_posix() for setting, path in pages.items()}
-    runs_by_setting = {part.setting: runs for part, runs in shown}
-    overview = render_overview(title, [part for part, _ in shown], runs_by_setting, links, command)
+    runs_by_setting = {entry.setting: runs for entry, runs in shown}
+    overview = render_overview(title, [entry for entry, _ in shown], runs_by_setting, links, command)
     write_page(folder / PAGE, overview)
     return [folder / PAGE, *pages.values()]
 
@@ -260,11 +260,11 @@ def _task(path: Path) -> Task:
     except FedloomError as error:
         raise InvalidValue(f"{path}: its task cannot be made again ({error})") from None
     split = Partition.load(path / "split.npz")
-    same = np.array_equal(task.partition.indices, split.indices)
-    same = same and np.array_equal(task.partition.offsets, split.offsets)
-    if same and task.true_labels is not None:
-        same = torch.equal(task.train.labels, read_tensors(path / "labels.safetensors")[0]["given"])
-    if not same:
+    equal = np.array_equal(task.partition.indices, split.indices)
+    equal = equal and np.array_equal(task.partition.offsets, split.offsets)
+    if equal and task.true_labels is not None:
+        equal = torch.equal(task.train.labels, read_tensors(path / "labels.safetensors")[0]["given"])
+    if not equal:
         raise InvalidValue(f"{path}: its task cannot be made again (other samples or labels)")
     return task
 

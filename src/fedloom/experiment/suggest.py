@@ -35,14 +35,14 @@ def search_optuna(search: Search, runner: Runner, trials: int = TRIALS, batch_si
         direction="maximize", sampler=sampler, pruner=optuna.pruners.MedianPruner(n_startup_trials=STARTUP)
     )
     spaces = {key: _space(optuna, axis) for key, axis in search.axes.items()}
-    made: list[Trial] = []
-    while len(made) < trials:
+    completed: list[Trial] = []
+    while len(completed) < trials:
         suggestions = [
             study.ask({key: space for key, (space, _) in spaces.items()})
-            for _ in range(min(batch_size, trials - len(made)))
+            for _ in range(min(batch_size, trials - len(completed)))
         ]
         batch: list[Trial] = []
-        for number, suggestion in enumerate(suggestions, start=len(made) + 1):
+        for number, suggestion in enumerate(suggestions, start=len(completed) + 1):
             changes: Changes = {key: value_of(suggestion.params[key]) for key, (_, value_of) in spaces.items()}
             batch.append(_trial(search, number, changes))
         _make(runner, batch, suggestions)
@@ -51,8 +51,8 @@ def search_optuna(search: Search, runner: Runner, trials: int = TRIALS, batch_si
             if trial.reason.startswith(_GIVEN_UP):
                 state = optuna.trial.TrialState.PRUNED
             study.tell(suggestion, trial.score if state is None else None, state=state)
-        made += batch
-    return made
+        completed += batch
+    return completed
 
 
 _GIVEN_UP = "given up"

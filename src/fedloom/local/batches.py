@@ -125,7 +125,7 @@ class _ClientPlan:
         self.share = None if self.share is None else moved(self.share, device)
 
 
-def together(
+def lock_steps(
     loaders: Sequence[ClientLoader],
     epochs: Sequence[Epochs],
     noises: Sequence[torch.Generator | None],

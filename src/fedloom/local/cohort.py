@@ -18,7 +18,7 @@ from fedloom.config.rates import CONSTANT
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.module import Batch, FlatModule, LossFn, data_loss, head_loss
-from fedloom.local.batches import ClientLoader, LockStep, together
+from fedloom.local.batches import ClientLoader, LockStep, lock_steps
 from fedloom.local.changed_loss import ChangedLoss, LossChange
 from fedloom.local.optimizer import Context as Context
 from fedloom.local.optimizer import Correction as Correction
@@ -207,7 +207,7 @@ class Cohort:
         ]
         augmented = self.training.augmentation == "flip_crop"
         noises = self.stream(f"{purpose}/augmentation") if augmented else [None] * len(orders)
-        return together(self._loaders, orders, noises, in_step=in_step, pad=pad)
+        return lock_steps(self._loaders, orders, noises, in_step=in_step, pad=pad)
 
     def gradient(
         self, rows: Tensor, batch: Batch, loss_fn: LossFn = data_loss, context: Context | None = None

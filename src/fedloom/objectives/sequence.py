@@ -39,12 +39,12 @@ class PositionObjective(Objective):
         return total / (targets != self.ignored).sum().clamp_min(1)
 
     def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-        logits, counts, rest = self.logits(outputs), targets != self.ignored, tuple(range(1, targets.dim()))
+        logits, counts, axes = self.logits(outputs), targets != self.ignored, tuple(range(1, targets.dim()))
         loss = F.cross_entropy(logits, targets, ignore_index=self.ignored, reduction="none")
         return {
-            "loss": loss.double().sum(rest),
-            "correct": ((logits.argmax(1) == targets) & counts).sum(rest),
-            self.positions: counts.sum(rest),
+            "loss": loss.double().sum(axes),
+            "correct": ((logits.argmax(1) == targets) & counts).sum(axes),
+            self.positions: counts.sum(axes),
         }
 
     def shapes(self, outputs: int) -> dict[str, tuple[int, ...]]:

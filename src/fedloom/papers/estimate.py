@@ -109,8 +109,8 @@ def work(call: Call, participation: float) -> float:
 
 def scoring(call: Call) -> float:
     """Return the work of a client before its own model is scored, relative to a local training."""
-    alone = ALA if call.name in ("fedala", "ala") else float(call.named.get("finetune_epochs", 0.0))
-    return alone + sum(map(scoring, _methods_of(call)))
+    training = ALA if call.name in ("fedala", "ala") else float(call.named.get("finetune_epochs", 0.0))
+    return training + sum(map(scoring, _methods_of(call)))
 
 
 def _methods_of(call: Call) -> list[Call]:

@@ -60,8 +60,8 @@ def _remedy(job: Job, plan: ReproducePlan) -> Iterator[None]:
         missing = any(word in text for word in ("put ", "no such folder"))
         if name not in facts() or facts()[name].generated or not missing:
             raise InvalidValue(f"{job.name.setting}: {text}") from None
-        others = {parse(cell.setting.data).name for cell in plan.exhibit.cells} - {name}
-        instead = "; or choose other --columns" if others else ""
+        alternatives = {parse(cell.setting.data).name for cell in plan.exhibit.cells} - {name}
+        instead = "; or choose other --columns" if alternatives else ""
         raise DataError(f"{text}; here: --data {family(name)}=FOLDER{instead}") from None
 
 

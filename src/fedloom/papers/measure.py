@@ -78,11 +78,11 @@ def _value(cell: PaperCell, run: RunSummary, base: Mapping[int, RunSummary]) -> 
         case "rounds":
             return crossing(run, target) if cell.measure.interpolated else figures.rounds_to(run, target)
         case "speedup":
-            theirs, ours = (figures.rounds_to(each, target) if each else None for each in (baseline, run))
+            theirs, ours = (figures.rounds_to(summary, target) if summary else None for summary in (baseline, run))
             return theirs / ours if theirs is not None and ours is not None else None
         case "improvement":
-            before, after = (_best_personal(each) if each else None for each in (baseline, run))
-            return None if after is None or before is None else 100 * after - 100 * before
+            reference, best = (_best_personal(summary) if summary else None for summary in (baseline, run))
+            return None if best is None or reference is None else 100 * best - 100 * reference
         case "minutes":
             return _minutes(run)
         case "slower":

@@ -133,9 +133,9 @@ def _matching(kind: str, texts: Sequence[str], labels: Sequence[str]) -> set[str
             hits = _hits(word, unique)
             if not hits:
                 near = suggestion(word, [*unique, *(name for label in unique for name in label.split())])
-                more = f", and {len(unique) - 12} more" if len(unique) > 12 else ""
+                remainder = f", and {len(unique) - 12} more" if len(unique) > 12 else ""
                 raise InvalidValue(
-                    f"no {kind} has {word!r} in its name{near} (there are: {', '.join(unique[:12])}{more})"
+                    f"no {kind} has {word!r} in its name{near} (there are: {', '.join(unique[:12])}{remainder})"
                 )
             matches |= hits
     return matches

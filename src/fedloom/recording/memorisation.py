@@ -52,8 +52,8 @@ class Memorisation(Recorder):
 
     def result(self, series: Series, tensors: Tensors, context: RunContext) -> dict[str, Any]:
         """Return the numbers of `samples` with right and with wrong labels, and the curves that have samples."""
-        first, curves = series[0][1], super().result(series, tensors, context)
+        entry, curves = series[0][1], super().result(series, tensors, context)
         return {
-            **{name: values for name, values in curves.items() if first.get(name, 0) is not None},
-            "samples": first["samples"],
+            **{name: values for name, values in curves.items() if entry.get(name, 0) is not None},
+            "samples": entry["samples"],
         }

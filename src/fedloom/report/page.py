@@ -313,8 +313,8 @@ def _explained(sheet: Sheet) -> list[str]:
 
 def _lead(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the task in a few words, from the keys that all configurations share."""
-    first, *others = configurations
-    shared = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
+    reference = configurations[0]
+    shared = {key: value for key, value in reference.items() if all(run.get(key) == value for run in configurations)}
     clients, share = shared.get("data.clients", shared.get("clients")), shared.get("participation")
     words = [
         shared.get("data.name", shared.get("data")),
@@ -383,8 +383,8 @@ def _facts(tables: Sequence[Mapping[str, Any]], without: set[str]) -> dict[str, 
 
 
 def _listed(texts: Sequence[str], most: int, separator: str = ", ") -> str:
-    more = f"{separator.strip(', ')} and {len(texts) - most} more" if len(texts) > most else ""
-    return separator.join(texts[:most]) + more
+    remainder = f"{separator.strip(', ')} and {len(texts) - most} more" if len(texts) > most else ""
+    return separator.join(texts[:most]) + remainder
 
 
 def _text(value: Any) -> str:

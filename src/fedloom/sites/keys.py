@@ -243,11 +243,11 @@ def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 def _remove(folder: Path) -> None:
     """Remove what `make_keys` makes, and nothing else."""
     shared = ("authority/ca.key", "server/ca.crt", "server/server.crt", "server/server.key", "server/site-*.pub")
-    made = [
+    files = [
         path for kind in (*shared, "site-*/site.key", "site-*/ca.crt", "site-*/peers.pub") for path in folder.glob(kind)
     ]
-    for path in made:
+    for path in files:
         remove(path)
-    for emptied in {path.parent for path in made}:
+    for emptied in {path.parent for path in files}:
         if not any(emptied.iterdir()):
             emptied.rmdir()

@@ -47,8 +47,8 @@ def _array(file: IO[bytes], size: int, source: str) -> np.ndarray[Any, Any]:
     read_header = npy.read_array_header_1_0 if npy.read_magic(file) == (1, 0) else npy.read_array_header_2_0
     shape, _, dtype = read_header(file)
     if not dtype.hasobject:  # which `read_array` refuses
-        whole = all(type(extent) is int and extent >= 0 for extent in shape)
-        if not whole or not dtype.itemsize or file.tell() + math.prod(shape) * dtype.itemsize != size:
+        valid = all(type(extent) is int and extent >= 0 for extent in shape)
+        if not valid or not dtype.itemsize or file.tell() + math.prod(shape) * dtype.itemsize != size:
             raise DataError(f"{source}: damaged: an array of {dtype} of shape {quoted(shape)} in {size} bytes")
     file.seek(0)
     array: np.ndarray[Any, Any] = npy.read_array(file, allow_pickle=False)

@@ -53,7 +53,7 @@ def _idx_samples(images_path: Path, labels_path: Path, name: str, classes: int) 
 
 def _emnist(split: str, classes: int) -> PictureSet:
     kinds = ("images-idx3", "labels-idx1")
-    files = [f"emnist-{split}-{part}-{kind}-ubyte" for part in ("train", "test") for kind in kinds]
+    files = [f"emnist-{split}-{half}-{kind}-ubyte" for half in ("train", "test") for kind in kinds]
     return _idx_set(f"emnist_{split}", ("EMNIST", "emnist"), files, classes)
 
 
