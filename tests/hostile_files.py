@@ -211,16 +211,16 @@ class Sets:
         """The content of a file of a set."""
         return (self.root / name.replace(" ", "-") / file).read_bytes()
 
-    def build(self, name: str, file: Path, content: bytes | None) -> Any:
-        """Read a set of which one file has another content, or is a folder (None)."""
+    def build(self, name: str, file: Path, content: bytes | Callable[[Path], object]) -> Any:
+        """Read a set of which one file has another content, or is something that is made at its path."""
         folder, copy = self.root / name.replace(" ", "-"), self.root / "damaged"
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(folder, copy)
-        if content is None:
-            (copy / file).unlink()
-            (copy / file).mkdir()
-        else:
+        if isinstance(content, bytes):
             (copy / file).write_bytes(content)
+        else:
+            (copy / file).unlink()
+            content(copy / file)
         return datasets.build(self.expressions[name].replace(str(folder), str(copy)))
 
 

@@ -193,7 +193,8 @@ def test_a_run_does_not_go_on_with_another_trace_of_the_same_name(tmp_path: Path
         ({"speed": 0}, "clock.speed must be at least 1e-09 .* not 0"),
         ({"deadline": 3.0}, "needs the clients' speed"),
         ({"sped": 3}, "did you mean 'clock.speed'"),
-        ({"trace": "missing.csv"}, "cannot read"),
+        ({"trace": "missing.csv"}, "clock.trace: missing.csv: cannot be read .*No such file"),
+        ({"trace": "/dev/zero"}, "clock.trace: /dev/zero: cannot be read .*may have no end"),
         ({"speed": 1, "hours": 25}, "clock.hours must be .*24"),
     ],
 )
@@ -201,6 +202,13 @@ def test_mistakes_are_one_line(table: dict[str, Any], said: str) -> None:
     """Each names the value and what is allowed."""
     with pytest.raises(FedloomError, match=said):
         configuration({"clock": table})
+
+
+def test_a_long_trace_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trace.csv").write_text("speed\n" + 40_000 * "1\n")
+    monkeypatch.setenv("FEDLOOM_DATA_GIB", "0.004")
+    with pytest.raises(InvalidValue, match=r"trace.csv: takes 0.00 GiB of memory, more than the 0.00 GiB"):
+        Clock(trace=str(tmp_path / "trace.csv"))
 
 
 def test_every_rate_that_is_drawn_gives_a_finite_time() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fedloom as fl
-from fedloom.algorithm import Algorithm, Message, Replies, Selection
+from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, Selection
 from fedloom.algorithms.building import build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
@@ -288,6 +288,27 @@ def test_no_reply_keeps_the_graph_of_its_training() -> None:
     run.run()
     assert not run.algorithm.model().requires_grad
     assert all(not tensor.requires_grad for tensor in run.engine.memory().values())
+
+
+@dataclass
+class LearnsItsRate(FedAvg):
+    """A server that could learn how far to go, and so has a graph behind its model."""
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        self.state["rate"] = torch.ones((), dtype=plan.initial.dtype, requires_grad=True)
+
+    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+        super().update(round, aggregate)
+        self.state["model"] = self.state["model"] * self.state["rate"]
+
+
+def test_no_graph_of_the_server_outlives_its_round() -> None:
+    task = small_task()
+    run = federation(LearnsItsRate(), task, 2)
+    run.run()
+    assert run.algorithm.state["model"].grad_fn is None
+    assert run.algorithm.state["rate"].requires_grad
 
 
 @dataclass

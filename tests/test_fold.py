@@ -21,6 +21,7 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.local.cohort import Cohort
 from fedloom.round import Round
+from fedloom.rounds.checkpoint import RoundLog
 from fedloom.rounds.engine import ClientTask, Fault, Reply
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.replies import RoundReplies
@@ -126,22 +127,14 @@ def federation(method: Algorithm | str, engine: Any = RowsEngine, **settings: An
 class Watching:
     """An observer, for which all replies are kept."""
 
-    logs = ()
-
     def begin(self, federation: Federation) -> None:
         self.seen: list[int] = []
-
-    def finished(self) -> int:
-        return 10**9
-
-    def resume(self, finished: int) -> None: ...
+        self.log = RoundLog()
 
     def observe(self, round: Round, client_tasks: Sequence[ClientTask], replies: Replies) -> None:
         self.seen.append(len(replies["model"]))
 
     def commit(self, number: int) -> None: ...
-
-    def sync(self) -> None: ...
 
 
 @pytest.fixture

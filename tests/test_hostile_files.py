@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import random
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +39,9 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> Sets:
     return Sets(tmp_path_factory.mktemp("hostile"))
 
 
-ODD: dict[str, bytes | None] = {
-    "a folder": None, "empty": b"", "a zero": b"\0", "a line": b"\n", "zeros": bytes(4096), "ones": b"\xff" * 4096,
+ODD: dict[str, bytes | Callable[[Path], object]] = {
+    "a folder": Path.mkdir, "a pipe": os.mkfifo, "no end": lambda path: path.symlink_to("/dev/zero"),
+    "empty": b"", "a zero": b"\0", "a line": b"\n", "zeros": bytes(4096), "ones": b"\xff" * 4096,
     "no UTF-8": b"a,b\n\xff\xfe,\xc3\n", "a list": b"[]", "a number": b"7", "commas": b"," * 4096, "a pickle": pickle.dumps({}),
     "a picture": picture(3), "deep": b"[" * 100_000, "an archive": b"PK\x05\x06" + bytes(18),
 }  # fmt: skip

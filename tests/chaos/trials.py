@@ -563,7 +563,8 @@ class Files(Trial):
     def once(self, draw: random.Random) -> str:
         name = draw.choice(list(self.sets.expressions))
         file = draw.choice(self.sets.files(name))
-        content = changed(self.sets.content(name, file), draw) if draw.random() < 0.95 else None
+        odd: tuple[Callable[[Path], object], ...] = (Path.mkdir, os.mkfifo)
+        content = changed(self.sets.content(name, file), draw) if draw.random() < 0.95 else draw.choice(odd)
         end = bounded(f"{name}, {file.name}", lambda: self.sets.build(name, file, content))
         shutil.rmtree(self.folder / "cache", ignore_errors=True)
         return f"{name} {end}"

@@ -71,6 +71,8 @@ def mean_of(rows: Sequence[Tensor], weights: Sequence[float] | None = None) -> T
 class Definition:
     """The base: one global model that is sent to all and replaced by the mean of the uploads, weighted by samples."""
 
+    whole = True  # whole models travel, and with them integer buffers
+
     def __init__(self, method: Algorithm, setting: Setting) -> None:
         self.method, self.setting = method, setting
         self.server_model = setting.initial.clone()
@@ -436,10 +438,12 @@ def shuffled(pool: Sequence[Tensor], layout: Layout, generator: torch.Generator)
 class Personal(Definition):
     """What travels is averaged by samples."""
 
+    whole = False
+
     def begin(self) -> None:
         method, layout = self.method, self.setting.layout
         name, private = name_of(method), set()
-        if name in ("fedper", "fedrep"):
+        if name in ("fedper", "fedrep", "fedbabu", "fedas", "pfedfda") and not getattr(method, "upload_head", False):
             private = {"head"}
         elif name == "lg_fedavg":
             private = {layer.rpartition(".")[0] for layer in (part.name for part in layout.slices)} - {"head"}
@@ -526,6 +530,165 @@ class FedFomo(Personal):
         self.server_model = self.server_model.clone()
         weights = [float(self.setting.sizes[client]) for client in self.models]
         self.server_model[self.index] = mean_of(list(self.models.values()), weights)
+
+
+class FedAS(Personal):
+    """Weighted by what the clients say of their Fisher information."""
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        weights = [float(answer.reply["fisher"]) for answer in answers]
+        if sum(weights) > 0:
+            super().receive(
+                round, [replace(answer, weight=weight) for answer, weight in zip(answers, weights, strict=True)]
+            )
+
+
+class FedDBE(Personal):
+    """The first round that anybody answers makes the consensus of the features' means, and no model."""
+
+    def begin(self) -> None:
+        super().begin()
+        self.consensus: Tensor | None = None
+
+    def sends(self, round: Round) -> list[Message]:
+        more = {} if self.consensus is None else {"consensus": self.consensus}
+        return [{**message, **more} for message in super().sends(round)]
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        if self.consensus is None:
+            self.consensus = mean_of([a.reply["mean"] for a in answers], [a.weight for a in answers])
+        else:
+            super().receive(round, answers)
+
+
+class Prototypes(Definition):
+    """What methods with class means keep: for each class the mean over the clients that have it."""
+
+    whole = False
+
+    def begin(self) -> None:
+        weight = next(part for part in self.setting.layout.slices if part.name == "head.weight")
+        self.classes, self.width = weight.shape
+        self.prototypes = [self.setting.initial.new_zeros(self.width) for _ in range(self.classes)]
+        self.present = [0.0] * self.classes
+
+    def described(self) -> Message:
+        return {"prototypes": torch.stack(self.prototypes), "present": self.setting.initial.new_tensor(self.present)}
+
+    def learn(self, answers: Sequence[Answer], by_samples: bool) -> None:
+        for c in range(self.classes):
+            having = [answer for answer in answers if float(answer.reply["counts"][c]) > 0]
+            if having:
+                weights = [float(answer.reply["counts"][c]) if by_samples else 1.0 for answer in having]
+                self.prototypes[c] = mean_of([answer.reply["means"][c] for answer in having], weights)
+                self.present[c] = 1.0
+
+    def with_head(self, row: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """A model with another classifier."""
+        row = row.clone()
+        for part in self.setting.layout.slices:
+            if part.name in ("head.weight", "head.bias"):
+                row[part.start : part.stop] = (weight if part.name == "head.weight" else bias).reshape(-1)
+        return row
+
+
+class FedProto(Prototypes):
+    """No weights travel: the global model is the initial one that names the nearest prototype."""
+
+    def sends(self, round: Round) -> list[Message]:
+        return [self.described() for _ in round.selected]
+
+    def sends_idle(self, round: Round) -> Message:
+        return self.described()
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        self.learn(answers, self.method.weighted)  # type: ignore[attr-defined]
+
+    def model(self) -> Tensor:
+        if not any(self.present):
+            return self.setting.initial
+        points = torch.stack(self.prototypes)
+        bias = [-float(point @ point) if has else -1e9 for point, has in zip(points, self.present, strict=True)]
+        return self.with_head(self.setting.initial, 2 * points, points.new_tensor(bias))
+
+
+class FedPAC(Prototypes, Personal):
+    """The base is averaged; every client that answers gets the best mixture of the heads for its class means."""
+
+    def begin(self) -> None:
+        Personal.begin(self)
+        Prototypes.begin(self)
+        self.head = torch.tensor([k for part in self.setting.layout.slices if part.name.startswith("head.")
+                                  for k in range(part.start, part.stop)])  # fmt: skip
+        self.heads = [self.setting.initial[self.head] for _ in range(self.setting.clients)]
+
+    def sends(self, round: Round) -> list[Message]:
+        messages = []
+        for client in round.selected:
+            row = self.server_model.clone()
+            row[self.head] = self.heads[client]
+            messages.append({"model": row[self.index], **self.described()})
+        return messages
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        Personal.receive(self, round, answers)
+        self.learn(answers, by_samples=True)
+        wholes = []
+        for answer in answers:
+            row = self.server_model.clone()
+            row[self.index] = answer.reply["model"]
+            wholes.append(row[self.head])
+        for i, answer in enumerate(answers):
+            shares = best_mixture(
+                [a.reply["shares"] for a in answers], [float(a.reply["variance"]) for a in answers], i
+            )
+            self.heads[answer.client] = mean_of(wholes, shares)
+
+
+def best_mixture(means: Sequence[Tensor], variances: Sequence[float], client: int) -> list[float]:
+    """The a on the simplex that minimises sum_j a_j^2 V_j + |h_i - sum_j a_j h_j|^2: the best over all supports, solved each."""
+    count = len(means)
+    gaps = torch.stack([(mean - means[client]).reshape(-1).double() for mean in means])
+    quadratic = torch.diag(torch.tensor([max(v, 0.0) for v in variances], dtype=torch.float64)) + gaps @ gaps.T
+    quadratic += 1e-12 * float(quadratic.trace()) * torch.eye(count, dtype=torch.float64)
+    best, shares = math.inf, [0.0] * count
+    for size in range(1, count + 1):
+        for support in itertools.combinations(range(count), size):
+            inner = quadratic[list(support)][:, list(support)]
+            solved = torch.linalg.solve(inner, torch.ones(size, dtype=torch.float64))
+            solved = solved / solved.sum()
+            value = float(solved @ inner @ solved)
+            if bool((solved >= 0).all()) and value < best:
+                best, shares = value, [float(solved[support.index(j)]) if j in support else 0.0 for j in range(count)]
+    return [share if share > 1e-3 else 0.0 for share in shares]
+
+
+class PFedFDA(Prototypes, Personal):
+    """Base, class means and covariance are averaged by samples; the global model discriminates linearly by them."""
+
+    def begin(self) -> None:
+        Personal.begin(self)
+        Prototypes.begin(self)
+        self.means = self.method.state["means"].clone()  # whose draw is the method's own
+        self.covariance = torch.eye(self.width, dtype=self.means.dtype)
+
+    def sends(self, round: Round) -> list[Message]:
+        gaussians = {"means": self.means, "covariance": self.covariance}
+        return [{**message, **gaussians} for message in Personal.sends(self, round)]
+
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        Personal.receive(self, round, answers)
+        weights = [answer.weight for answer in answers]
+        self.means = mean_of([answer.reply["means"] for answer in answers], weights)
+        self.covariance = mean_of([answer.reply["covariance"] for answer in answers], weights)
+
+    def model(self) -> Tensor:
+        unit = torch.eye(self.width, dtype=self.means.dtype)
+        shrunk = (1 - 1e-4) * self.covariance + 1e-4 * self.covariance.diagonal().mean() * unit
+        precision = torch.linalg.inv(shrunk)
+        weight = self.means @ precision
+        bias = [-float(mean @ precision @ mean) / 2 - math.log(self.classes) for mean in self.means]
+        return self.with_head(self.server_model, weight, self.means.new_tensor(bias))
 
 
 # --- wrappers ---
@@ -1059,14 +1222,15 @@ KINDS: dict[str, Callable[[Algorithm, Setting], Definition]] = {
     "qfedavg": QFedAvg, "afl": AFL, "ifca": IFCA, "cfl": CFL,
     "fedntd": Wrapped, "fedlc": Wrapped, "feddecorr": Wrapped, "power_of_choice": Wrapped,
     "fedmr_async": PoolUnderWay,
-    "fedamp": FedAMP, "apple": Apple, "fedfomo": FedFomo,
-    "umf": Umf, "ala": Ala, "fedala": Ala, "robust": Robust, "private": Private, "local_private": LocalPrivate,
+    "fedamp": FedAMP, "apple": Apple, "fedfomo": FedFomo, "fedas": FedAS, "feddbe": FedDBE, "fedproto": FedProto,
+    "fedpac": FedPAC, "pfedfda": PFedFDA,
+    "umf": Umf, "ala": Ala, "fedala": Ala, "fedah": Ala, "robust": Robust, "private": Private, "local_private": LocalPrivate,
     "quantised": Coded, "sparse": Coded, "lowrank": Coded, "stages": Stages, "secure": Secure,
     "fedbuff": Buffered, "fedasync": Buffered, "clustered": Wrapped, "clusamp": Wrapped, "dp_sgd": Wrapped,
 }  # fmt: skip
 PERSONAL = {
     "fedper", "fedrep", "lg_fedavg", "fedbn", "silobn", "ditto", "pfedme", "fedphp", "per_fedavg", "fedavg_c", "fedprox_c",
-    "partialfed",
+    "partialfed", "fedbabu", "fedrod", "apfl",
 }  # fmt: skip
 AVERAGED = {"fedavg", "fedprox", "moon", "fedsam", "fedasam", "fedgen"}
 
@@ -1078,7 +1242,10 @@ def definition(method: Algorithm, setting: Setting) -> Definition:
         return KINDS[name](method, setting)
     if name in PERSONAL:
         return Personal(method, setting)
-    assert name in AVERAGED, f"{name} has no definition here: write one"
+    assert name in AVERAGED, (
+        f"{name} has no definition in tests/seams/definitions.py: if its server averages whole models by samples, name it in "
+        "AVERAGED; if a part of them, in PERSONAL; else write its server half in plain loops and name the class in KINDS"
+    )
     return Definition(method, setting)
 
 

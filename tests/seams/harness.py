@@ -25,11 +25,10 @@ from torch import Tensor
 from fedloom.algorithms.robust import Robust
 from fedloom.errors import FedloomError
 from fedloom.rounds.federation import Federation
-from seams.cases import ROUNDS, Case, covering_cases, every_case, methods
+from seams.cases import ROUNDS, WRAPPERS, Case, covering_cases, every_case, methods, pair_refusal
 from seams.definitions import (
     Answer,
     Definition,
-    Personal,
     Setting,
     definition,
     difference,
@@ -153,6 +152,11 @@ def compare(
     if answers:
         definitions.receive(round, answers)
     definitions.finish(round)
+    if recording.impure:
+        raise Deviation(recording.impure)
+    for depth, count in recording.sends.items():
+        if count > 1:
+            raise Deviation(f"round {number}: {recording.methods[depth]} makes its message {count} times")
     if wrong := difference(run.algorithm.model(), definitions.model()):
         raise Deviation(f"round {number}: the model is off by {wrong:.3g} with {len(answers)} answers")
 
@@ -170,7 +174,7 @@ def same_counters(
 ) -> None:
     """Integer buffers become the largest of the answers, grown by no more than four times the lower median; under a robust rule
     that median, where the answers are enough to outvote a minority. Where clients keep their own, the server's stay."""
-    if not run.task.layout.integers or isinstance(leaf, Personal) or "stages" in case.expression or not records:
+    if not run.task.layout.integers or not leaf.whole or "stages" in case.expression or not records:
         return
     counters = torch.stack([record.counters for record in records])
     growth = (counters - before).sort(0).values
@@ -192,7 +196,7 @@ def same_bytes(
     faulty: dict[int, str],
 ) -> None:
     """Bytes up are those of the answers that counted, bytes down those of what was sent to each who was reached."""
-    counters = 0 if isinstance(leaf, Personal) else 8 * run.task.layout.integers
+    counters = 8 * run.task.layout.integers if leaf.whole else 0
     answers = [client for client in selection.clients if client not in faulty]  # type: ignore[attr-defined]
     up = sum(size_of(outer[client].reply) + counters for client in answers)
     if record["bytes_up"] != up:
@@ -238,6 +242,27 @@ def run_all(cases: Iterable[Case], seconds: float = float("inf")) -> Outcome:
     return outcome
 
 
+def table(outcome: Outcome) -> str:
+    """What was tried, wrapper by wrapper: the methods that it takes and refuses, those that were run in it, and the cases."""
+    lines = ["| wrapper | takes | refuses | methods run | cases | deviations |", "|---|---|---|---|---|---|"]
+    totals = Counter[str]()
+    for wrapper in WRAPPERS:
+        refused = sum(bool(pair_refusal(method, wrapper)) for method in methods())
+        row = Counter(
+            takes=len(methods()) - refused,
+            refuses=refused,
+            run=sum(name == wrapper for _, name in outcome.tried),
+            cases=sum(count for (_, name), count in outcome.tried.items() if name == wrapper),
+            deviations=sum(case.wrapper == wrapper for case, _ in outcome.deviations),
+        )
+        totals.update(row)
+        lines.append(f"| {wrapper} | {' | '.join(str(row[name]) for name in COLUMNS)} |")
+    return "\n".join([*lines, f"| all | {' | '.join(str(totals[name]) for name in COLUMNS)} |"])
+
+
+COLUMNS = ("takes", "refuses", "run", "cases", "deviations")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30)
@@ -251,6 +276,7 @@ def main() -> None:
     if options.pairs:
         cases = itertools.chain.from_iterable(covering_cases(method, options.only) for method in methods())
     outcome = run_all(cases, 60 * options.minutes)
+    print(table(outcome))
     print(f"{outcome.agreed} agree, {len(outcome.deviations)} deviate, {time.monotonic() - began:.1f} s")
     raise SystemExit(1 if outcome.deviations else 0)
 

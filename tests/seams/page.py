@@ -30,7 +30,8 @@ Every method was put into every wrapper and run for some rounds: with all client
 nobody, with one participant, with batch norm, frozen parameters and single precision, straight through and killed and resumed.
 Each round was held against the definition of both, computed in plain loops from what the clients were sent and uploaded.
 What is marked here agreed with it. All else is refused before the first round, in one line, for the reason below the table.
-`make chaos` runs every case; `make test` runs a selection.
+`make test` runs a selection in which every two of method, wrapper, attendance, model and course meet, `make chaos` others for as
+long as it is given. A method that you register joins both by itself, and its test says where to write its definition.
 
 The columns are these:
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedloom.algorithm import Algorithm, Message, Selection
+from fedloom.algorithm import Algorithm, Exchange, Message, Selection
 from fedloom.algorithms.building import build
 from fedloom.data.dataset import Dataset, Samples
-from fedloom.data.partition import Partition
+from fedloom.data.partition import Partition, split_train_test
 from fedloom.engines.proof import Proof
 from fedloom.engines.rows import RowsEngine
 from fedloom.local.cohort import Cohort
@@ -42,7 +43,9 @@ class Net(nn.Module):
         return logits
 
 
-def small_task(model: str = "plain", sizes: Sequence[int] = SIZES, **training: Any) -> Task:
+def small_task(
+    model: str = "plain", sizes: Sequence[int] = SIZES, local_test: float | None = None, **training: Any
+) -> Task:
     """Unequal clients with random data; `model` is plain, norm (batch norm), frozen (a bias that does not train) or float32."""
     generator = torch.Generator().manual_seed(11)
     dtype = torch.float32 if model == "float32" else torch.float64
@@ -57,7 +60,8 @@ def small_task(model: str = "plain", sizes: Sequence[int] = SIZES, **training: A
     partition = Partition.of([list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)])
     options = {"learning_rate": 0.1, "decay": 0.9, "batch_size": 7, "weight_decay": 1e-2} | training
     dataset = Dataset("random", samples, samples, CLASSES)
-    return Task(dataset, samples, samples, partition, module, Training(**options))
+    partition, tested = (partition, None) if local_test is None else split_train_test(partition, 0, local_test)
+    return Task(dataset, samples, samples, partition, module, Training(**options), tested)
 
 
 @dataclass
@@ -73,11 +77,15 @@ class ClientRecord:
 
 @dataclass
 class Recording:
-    """By round, what the clients of each method of a nesting were given and returned, and what was selected."""
+    """By round, what the clients of each method of a nesting were given and returned, and what was selected; `sends` counts how
+    often the method at each position has made its message in the round, and `impure` says what selecting changed."""
 
     methods: list[Algorithm]
     records: dict[int, list[dict[int, ClientRecord]]] = field(default_factory=dict)
     selections: dict[int, tuple[Round, Selection]] = field(default_factory=dict)
+    sends: Counter[int] = field(default_factory=Counter)
+    counting: bool = False
+    impure: str = ""
 
     def of(self, number: int, depth: int = 0) -> dict[int, ClientRecord]:
         """The records of one round by client, of the method at this position of `Algorithm.nested`."""
@@ -96,16 +104,35 @@ def record(method: Algorithm, change: Change | None = None) -> Recording:
     select = method.select
 
     def selecting(round: Round) -> Selection:
+        before = method.full_state()
         selection = select(round)
+        if select(round) != selection:
+            recording.impure = f"round {round.number}: selecting twice selects others"
+        after = method.full_state()
+        if before.keys() != after.keys() or not all(torch.equal(before[name], after[name]) for name in before):
+            recording.impure = f"round {round.number}: selecting changes the state"
         recording.selections[round.number] = (round, selection)
+        recording.sends.clear()
+        recording.counting = True
         return selection
 
+    finish = method.finish
+
+    def finishing(round: Round, exchange: Exchange) -> None:
+        recording.counting = False  # the next stage may be set up
+        finish(round, exchange)
+
     method.select = selecting  # type: ignore[method-assign]
+    method.finish = finishing  # type: ignore[method-assign]
     return recording
 
 
 def _record(method: Algorithm, recording: Recording, depth: int, change: Change | None) -> None:
-    train = method.train
+    train, send = method.train, method.send
+
+    def sending(round: Round) -> Message:
+        recording.sends[depth] += recording.counting
+        return send(round)
 
     def recorded(cohort: Cohort, inbox: Message) -> Message:
         taken = {name: rows.clone() for name, rows in inbox.items()}
@@ -125,6 +152,7 @@ def _record(method: Algorithm, recording: Recording, depth: int, change: Change 
         return reply
 
     method.train = recorded  # type: ignore[method-assign]
+    method.send = sending  # type: ignore[method-assign]
 
 
 class LossyEngine(RowsEngine):

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms.accounting import epsilon
+from fedloom.errors import InvalidValue
 from fedloom.rounds.clock import Clock
+from seams.cases import EVERYBODY, WRAPPERS, methods, pair_refusal
 from seams.setting import SIZES, answered, federation, small_task
 
 CLIP = 0.05
@@ -93,6 +95,35 @@ def test_epsilon_is_that_of_the_client_that_uploaded_most(wrapper: str, attendan
         for client in run.history[-1]["clients"]:
             counts[client] += 1
         assert run.history[-1]["epsilon"] == pytest.approx(epsilon(0.5, 1.0, max(counts), 1e-5), rel=1e-9)
+
+
+# --- evaluation ---
+
+
+@pytest.mark.parametrize("method", methods())
+@pytest.mark.filterwarnings("ignore:pfedme")
+def test_evaluating_changes_no_model_and_serves_clients_that_never_train(method: str) -> None:
+    """In wrappers in turn, round after round with all figures, and without any."""
+    number = methods().index(method)
+    wrappers = [wrapper for wrapper in WRAPPERS if not pair_refusal(method, wrapper)]
+    for wrapper in ("none", wrappers[number % len(wrappers)]):
+        expression = WRAPPERS[wrapper].format(method)
+        everybody = any(name in expression for name in EVERYBODY)
+        task = small_task("norm" if "fedbn" in method else "plain", local_test=0.3)
+        models = []
+        for often in ({"personal_every": 0}, {"personal_every": 1, "evaluate_every": 1}):
+            options = {"awaited": 9, "new_clients": 0.0} if everybody else {"awaited": 4, "new_clients": 0.25}
+            try:
+                run, _ = federation(expression, task, rounds=2, **options, **often)
+            except InvalidValue as error:
+                assert "\n" not in str(error)  # noqa: PT017
+                break
+            run.step()
+            run.step()
+            models.append(run.algorithm.model())
+        else:
+            assert torch.equal(*models), expression
+            assert everybody or 0 <= run.history[-1]["new_client_accuracy"] <= 1
 
 
 # --- robust rules ---

@@ -13,6 +13,9 @@ from fedloom.errors import FedloomError, InvalidValue, installing
 ORDERS = (*range(2, 65), 80, 96, 128, 192, 256, 512, 1024)
 """Orders of Renyi divergence. Integer orders have a closed form; the smallest epsilon over all orders holds."""
 
+LEAST_NOISE = 1e-100
+"""Less noise counts as none: its square would be 0."""
+
 
 @cache
 def epsilon(noise: float, share: float, releases: int, delta: float) -> float:
@@ -31,7 +34,7 @@ def epsilon(noise: float, share: float, releases: int, delta: float) -> float:
     """
     if releases == 0:
         return 0.0
-    if noise == 0:
+    if noise < LEAST_NOISE:
         return math.inf
     accountant = _library().rdp.rdp_privacy_accountant
     return float(accountant.compute_epsilon(ORDERS, releases * _divergences(noise, share), delta)[0])

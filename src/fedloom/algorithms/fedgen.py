@@ -25,6 +25,8 @@ from fedloom.models.structure import head_name
 from fedloom.randomness import global_stream
 from fedloom.round import Round
 
+Width = Annotated[int, Field(ge=1, le=1_000_000)]
+
 
 class Generator(nn.Module):
     """Features `[b, features]` from labels `[b]` and noise `[b, noise]`.
@@ -82,9 +84,9 @@ class FedGen(Algorithm):
     generator_learning_rate: Positive = 3e-4
     generator_weight_decay: NonNegative = 1e-2
     generator_steps: Count = 50
-    generator_batch: Annotated[int, Field(ge=2)] = 128
-    noise: Count = 100
-    hidden: Count = 512
+    generator_batch: Annotated[int, Field(ge=2, le=1_000_000)] = 128
+    noise: Width = 100
+    hidden: Width = 512
     coefficient_decay: Share = 1.0
     batch_ratio: bool = False
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, algorithms
 from fedloom.config.fields import Count
+from fedloom.errors import InvalidValue
 from fedloom.local.cohort import Cohort
 from fedloom.models.structure import drawn_again
 from fedloom.randomness import global_stream
@@ -40,6 +41,8 @@ class IFCA(Algorithm):
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
+        if self.k > plan.clients:
+            raise InvalidValue(f"ifca: k must be at most the {plan.clients} clients, not {self.k}")
         models = [plan.initial]
         for number in range(1, self.k):
             with global_stream(plan.seed, f"ifca {number}"):

@@ -18,7 +18,7 @@ from fedloom.algorithm import Replies
 from fedloom.errors import InvalidValue
 from fedloom.recording.recorder import ClientExchange, Measurement, Recorder, RunContext, Tensors, partial_models
 from fedloom.round import Round
-from fedloom.rounds.checkpoint import RecordsInMemory, RoundLog, without_gap
+from fedloom.rounds.checkpoint import RoundLog
 from fedloom.rounds.engine import INTEGERS, ClientTask
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.scoring import Evaluator
@@ -26,6 +26,30 @@ from fedloom.state.files import flush, remove_unfinished, write_text
 from fedloom.state.tensors import read_tensors, write_tensors
 
 RESULT = "recording.json"
+
+
+class MeasurementLog(RoundLog):
+    """The measurements of each round, whose models lie in files beside it."""
+
+    def __init__(self, directory: Path | None) -> None:
+        super().__init__(None if directory is None else directory / "recorded.jsonl")
+        self.directory = directory
+        self.unsynced: list[Path] = []
+
+    def complete(self) -> int:
+        """Return how many rounds, from the first on, have all their measurements and models on the disk."""
+        complete = super().complete()
+        if self.directory is not None:
+            for line in self.read()[:complete]:
+                if line["kept"] and not models_file(self.directory, line["round"]).exists():
+                    return int(line["round"]) - 1
+        return complete
+
+    def sync(self) -> None:
+        for path in self.unsynced:
+            flush(path)
+        self.unsynced = []
+        super().sync()
 
 
 class Recording:
@@ -39,12 +63,10 @@ class Recording:
         self.recorders = list(recorders)
         self.directory = directory
         self.notices: list[str] = []
-        self._log = None if directory is None else RoundLog(directory / "recorded.jsonl")
-        self._records = self._log or RecordsInMemory()
+        self.log = MeasurementLog(directory)
         self._results: list[dict[str, Any]] | None = None  # read once
         self._tensors: dict[int, dict[str, Tensor]] = {}  # of all rounds, where there is no directory
         self._pending: dict[str, Measurement] = {}
-        self._unsynced: list[Path] = []
 
     def begin(self, federation: Federation) -> None:
         """Take the federation, which is set up. Raises `InvalidValue` when a recorder asks for what it cannot have."""
@@ -85,25 +107,6 @@ class Recording:
         assert self.directory is not None
         return self.directory / "recorded"
 
-    @property
-    def logs(self) -> Sequence[RoundLog]:
-        """The file of the measurements, if there is one."""
-        return [] if self._log is None else [self._log]
-
-    def finished(self) -> int:
-        """Return the number of rounds, from 1 on, that have all their measurements on disk."""
-        if self.directory is None or self._log is None:
-            return 0
-        lines = self._log.read()
-        complete = without_gap(lines)
-        models = [models_file(self.directory, line["round"]) if line["kept"] else None for line in lines[:complete]]
-        return next((k for k, path in enumerate(models) if path and not path.exists()), complete)
-
-    def resume(self, finished: int) -> None:
-        """Go on after round `finished`; measurements of later ones are dropped."""
-        if self._log is not None:
-            self._log.resume(finished)
-
     def observe(self, round: Round, client_tasks: Sequence[ClientTask], replies: Replies) -> None:
         """Let the recorders measure this round, which may still fail. Changes no argument and stores none without a copy."""
         exchanges = _exchanges(client_tasks, replies)
@@ -131,17 +134,9 @@ class Recording:
             self._folder.mkdir(exist_ok=True)
             path = models_file(self.directory, number)
             write_tensors(path, tensors, {"round": str(number)}, durable=False)
-            self._unsynced.append(path)
-        self._records.append(line)
+            self.log.unsynced.append(path)
+        self.log.append(line)
         self._results = None
-
-    def sync(self) -> None:
-        """Wait until all measurements are on the disk."""
-        for path in self._unsynced:
-            flush(path)
-        self._unsynced = []
-        if self._log is not None:
-            self._log.sync()
 
     def results(self) -> list[dict[str, Any]]:
         """Return each recorder's result, ready for JSON and for reports; recorders without a single measurement are left out.
@@ -151,7 +146,7 @@ class Recording:
         """
         if self._results is not None:
             return self._results
-        results, records = [], self._records.read()
+        results, records = [], self.log.read()
         for recorder in self.recorders:
             lines = [line for line in records if recorder.name in line["values"]]
             if series := [(line["round"], line["values"][recorder.name]) for line in lines]:

@@ -8,7 +8,7 @@ Loading runs no code.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -118,13 +118,15 @@ def _below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
 
 
 class RoundLog:
-    """A file with one JSON line per round. A line that was cut short by a kill is dropped when a run resumes.
+    """A file with one JSON line per round. A line that was cut short by a kill is dropped when a run resumes. Without a path the
+    records stay in memory.
 
     `digest` is that of all lines since `resume`.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path | None = None) -> None:
+        self.path, self.name = path, "" if path is None else path.name
+        self._in_memory: list[dict[str, Any]] = []
         self._digest = Checksum()
 
     @property
@@ -138,6 +140,8 @@ class RoundLog:
 
     def read(self) -> list[dict[str, Any]]:
         """Return the lines that can be read, in the order of their rounds."""
+        if self.path is None:
+            return self._in_memory
         records: list[dict[str, Any]] = []
         for line in self.path.read_bytes().splitlines() if self.path.exists() else []:
             try:
@@ -152,28 +156,29 @@ class RoundLog:
     def resume(self, finished: int) -> list[dict[str, Any]]:
         """Return the lines up to round `finished`; later and broken ones are removed from the file."""
         records = [record for record in self.read() if record["round"] <= finished]
-        if self.path.exists():
+        if self.path is not None and self.path.exists():
             write_text(self.path, "".join(f"{json.dumps(record)}\n" for record in records))
         self._digest = _digest(records)
         return records
 
-    def append(self, record: Mapping[str, Any]) -> None:
+    def append(self, record: dict[str, Any]) -> None:
         """Write one line and hand it to the system at once. Raises `CheckpointError` when it cannot be written."""
         line = f"{json.dumps(record)}\n".encode()
-        append_line(self.path, line, durable=False)
+        if self.path is None:
+            self._in_memory.append(record)
+        else:
+            append_line(self.path, line, durable=False)
         self._digest.update(line)
 
     def sync(self) -> None:
         """Wait until every line is on the disk: a checkpoint must not outlive the figures of its rounds."""
-        if self.path.exists():
+        if self.path is not None and self.path.exists():
             flush(self.path)
 
-
-class RecordsInMemory(list[dict[str, Any]]):
-    """Records of a run without a directory, in place of a `RoundLog`."""
-
-    def read(self) -> list[dict[str, Any]]:
-        return self
+    def complete(self) -> int:
+        """Return how many rounds, from the first on, have a line each."""
+        records = self.read()
+        return next((k for k, record in enumerate(records) if record["round"] != k + 1), len(records))
 
 
 def _digest(records: Iterable[Mapping[str, Any]]) -> Checksum:
@@ -181,8 +186,3 @@ def _digest(records: Iterable[Mapping[str, Any]]) -> Checksum:
     for record in records:
         digest.update(f"{json.dumps(record)}\n".encode())
     return digest
-
-
-def without_gap(records: Sequence[Mapping[str, Any]]) -> int:
-    """Return how many rounds from the first on have a record each."""
-    return next((k for k, record in enumerate(records) if record["round"] != k + 1), len(records))

@@ -16,11 +16,15 @@ from pydantic import Field
 from fedloom.config.expression import parse
 from fedloom.config.fields import LARGEST, Positive, require_fields
 from fedloom.config.registry import Registry
-from fedloom.errors import FedloomError, InvalidValue, quoted
+from fedloom.data.formats.limits import read_text
+from fedloom.errors import DataError, FedloomError, InvalidValue, quoted
 from fedloom.randomness import numpy_stream
 
 DAY = 86_400.0
 COLUMNS = ("speed", "down", "up", "from", "hours")
+
+SHARE_OF_TRACE = 1 / 64
+"""Of the memory of a data set, how much a trace may have: its lines take many times as much when they are read."""
 
 SLOWEST = 1e-9
 """Smallest rate of a client, per second: with smaller ones seconds become infinite."""
@@ -163,9 +167,9 @@ def _device(clock: Clock, seed: int, client: int) -> Device:
 def _lines(path: str) -> tuple[dict[str, float], ...]:
     """The lines of a trace. Raises `InvalidValue` where it cannot be read, with the line."""
     try:
-        rows = list(csv.DictReader(Path(path).read_text().splitlines()))
-    except (OSError, ValueError, csv.Error) as error:
-        raise InvalidValue(f"trace: cannot read {quoted(path)}: {getattr(error, 'strerror', None) or error}") from None
+        rows = list(csv.DictReader(read_text(Path(path), "trace", SHARE_OF_TRACE).splitlines()))
+    except (DataError, csv.Error) as error:
+        raise InvalidValue(f"trace: {error}") from None
     if not rows:
         raise InvalidValue(
             f"trace: {path} holds no client: give a line of {', '.join(COLUMNS)} and one for each client"

@@ -30,7 +30,7 @@ from fedloom.errors import CheckpointError, Diverged, InvalidValue, RefusedReply
 from fedloom.flat.device import moved_back
 from fedloom.flat.population import capped
 from fedloom.round import Round
-from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, RecordsInMemory, RoundLog, without_gap
+from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, RoundLog
 from fedloom.rounds.engine import (
     INTEGERS,
     ClientTask,
@@ -57,32 +57,20 @@ DIVERGED = 1000
 
 
 class Observer(Protocol):
-    """Records something of the rounds of a federation, and has no influence on them.
-
-    A checkpoint holds digests of its `logs`, as of the federation's own.
-    """
+    """Records something of the rounds of a federation, and has no influence on them."""
 
     @property
-    def logs(self) -> Sequence[RoundLog]:
-        """The files with a line per round that it writes."""
+    def log(self) -> RoundLog:
+        """Its file with a line per round: like those of the federation it is cut where a run resumes, and checkpoints know it."""
 
     def begin(self, federation: Federation) -> None:
         """Called when the federation is set up, before it resumes."""
-
-    def finished(self) -> int:
-        """Return how many rounds, from the first on, have their records on disk: the federation goes on after none later."""
-
-    def resume(self, finished: int) -> None:
-        """Go on after round `finished`."""
 
     def observe(self, round: Round, client_tasks: Sequence[ClientTask], replies: Replies) -> None:
         """Record what clients were sent and what came back, before the method receives it. The round may still fail."""
 
     def commit(self, number: int) -> None:
         """The round that was observed has succeeded."""
-
-    def sync(self) -> None:
-        """Wait until all records are on the disk."""
 
 
 class Federation:
@@ -144,9 +132,7 @@ class Federation:
         if directory is not None and isinstance(engine, RemoteClients) and self._accounted():
             self._ledger = ReleaseLedger(directory / "released.jsonl", identity)
         names = ("metrics.jsonl", "timings.jsonl", "clients.jsonl")
-        self._logs = [] if directory is None else [RoundLog(directory / name) for name in names]
-        in_memory = [RecordsInMemory() for _ in names]
-        self._records: Sequence[RoundLog | RecordsInMemory] = self._logs or in_memory
+        self._logs = [RoundLog(None if directory is None else directory / name) for name in names]
         for observer in observers:
             observer.begin(self)
         self._resume()
@@ -155,17 +141,17 @@ class Federation:
     def history(self) -> list[Record]:
         """The figures of each round. Like the next two they are read anew where there is a directory, so that the memory of a run
         does not grow with its rounds."""
-        return self._records[0].read()
+        return self._logs[0].read()
 
     @property
     def timings(self) -> list[Record]:
         """The times of each round."""
-        return self._records[1].read()
+        return self._logs[1].read()
 
     @property
     def client_history(self) -> list[Record]:
         """The figures client by client, of the rounds in which they were taken."""
-        return self._records[2].read()
+        return self._logs[2].read()
 
     @property
     def notices(self) -> list[str]:
@@ -186,10 +172,6 @@ class Federation:
             raise CheckpointError(
                 f"round {self.finished + 1} was interrupted: make the federation again to go on from its last checkpoint"
             )
-        with sigterm_interrupts():
-            self._run(on_round)
-
-    def _run(self, on_round: Callable[[Record, Record], None] | None) -> None:
         if self.finished == 0 and self.algorithm.spent:
             if self._ledger is not None and self._ledger.releases:
                 raise CheckpointError(
@@ -198,18 +180,19 @@ class Federation:
             raise InvalidValue(
                 f"{self.algorithm}: one round costs more epsilon than target_epsilon allows: give more noise"
             )
-        try:
-            while self.finished < self.schedule.rounds and not self.algorithm.spent:
-                record, timing = self.step()
-                if self.algorithm.releases_once or self._pools.holds(self.algorithm.full_state().values()):
+        with sigterm_interrupts():
+            try:
+                while self.finished < self.schedule.rounds and not self.algorithm.spent:
+                    record, timing = self.step()
+                    if self.algorithm.releases_once or self._pools.holds(self.algorithm.full_state().values()):
+                        self.save()
+                    if on_round is not None:
+                        on_round(record, timing)
+                    if self.finished % self.schedule.checkpoint_every == 0 or self.finished == self.schedule.rounds:
+                        self.save()
+            finally:
+                if self._saved < self.finished and not self._midway:
                     self.save()
-                if on_round is not None:
-                    on_round(record, timing)
-                if self.finished % self.schedule.checkpoint_every == 0 or self.finished == self.schedule.rounds:
-                    self.save()
-        finally:
-            if self._saved < self.finished and not self._midway:
-                self.save()
 
     def step(self) -> tuple[Record, Record]:
         """One round: all of it or, when anything goes wrong, nothing.
@@ -220,10 +203,10 @@ class Federation:
         state, integers = self.algorithm.full_state(), self.integers
         succeeded = False
         try:
-            record, timing, clients = self._round(self.task.training.round_at(self._first, self.finished + 1))
+            lines = self._round(self.task.training.round_at(self._first, self.finished + 1))
             with uninterrupted():
                 succeeded = True
-                self._record(record, timing, clients)
+                self._record(*lines)
                 self.engine.commit()
                 self._midway = False
         except BaseException:
@@ -233,7 +216,7 @@ class Federation:
                 self.integers = integers
                 self._midway = not self.engine.rollback()
             raise
-        return record, timing
+        return lines[:2]
 
     def _round(self, round: Round) -> tuple[Record, Record, Record | None]:
         """The figures of a new round, its times, and the figures client by client if they were taken."""
@@ -292,7 +275,7 @@ class Federation:
         faults = [*absent, *answers.faults]
         receivers = selection.receivers or len(selection.clients) + len(selection.idle)
         receivers -= sum(not fault.sent for fault in faults)
-        measured = {name: float(values.mean()) for name, values in answers.metrics.items()}
+        measured = {name: float(values[~values.isnan()].mean()) for name, values in answers.metrics.items()}
         record: Record = {
             "round": round.number,
             "clients": [self.numbers[client] for client in selection.clients],
@@ -395,11 +378,10 @@ class Federation:
             self._pools,
             exchange,
         )
-        folding = self.engine if fold and isinstance(self.engine, FoldingEngine) else None
-        if folding is None:
-            answers.collect(self.engine.train(self.algorithm, round, client_tasks))
+        if fold and isinstance(self.engine, FoldingEngine):
+            answers.collect(self.engine.train_folding(self.algorithm, exchange, client_tasks))
         else:
-            answers.collect(folding.train_folding(self.algorithm, exchange, client_tasks))
+            answers.collect(self.engine.train(self.algorithm, round, client_tasks))
         if not answers.arrived:
             _raise_unless_absent(self.algorithm, round, answers.faults)
         return answers
@@ -414,9 +396,9 @@ class Federation:
     def _record(self, record: Record, timing: Record, clients: Record | None) -> None:
         for observer in self.observers:
             observer.commit(record["round"])
-        for records, line in zip(self._records, (record, timing, clients), strict=True):
+        for log, line in zip(self._logs, (record, timing, clients), strict=True):
             if line is not None:
-                records.append(line)
+                log.append(line)
         self.finished, self._now = record["round"], record.get("simulated_seconds", 0.0)
 
     def save(self) -> None:
@@ -426,13 +408,11 @@ class Federation:
             logs = self._checked_logs()
             for log in logs:
                 log.sync()
-            for observer in self.observers:
-                observer.sync()
             server = {**self.algorithm.full_state(), INTEGERS: self.integers}
             files = {name: self._pools.write(tensor) for name, tensor in server.items()}
             pools = {name: written for name, written in files.items() if written is not None}
             server = {name: tensor for name, tensor in server.items() if name not in pools}
-            digests = {log.path.name: log.digest for log in logs}
+            digests = {log.name: log.digest for log in logs}
             self.checkpoints.save(Checkpoint(self.finished, server, self.engine.memory(), digests, pools))
             self._pools.keep(pools.values())
             self.engine.release_memory()
@@ -441,11 +421,11 @@ class Federation:
     def _checked_logs(self) -> list[RoundLog]:
         """Return the logs of figures, which must be as a checkpoint knows them; times need not."""
         figures, _, clients = self._logs
-        return [figures, clients, *(log for observer in self.observers for log in observer.logs)]
+        return [figures, clients, *(observer.log for observer in self.observers)]
 
     def _adopt(self, checkpoint: Checkpoint) -> None:
         for log in self._checked_logs():
-            log.require(checkpoint.round, checkpoint.logs.get(log.path.name))
+            log.require(checkpoint.round, checkpoint.logs.get(log.name))
         checkpoint.server.update({name: self._pools.read(written) for name, written in checkpoint.pools.items()})
         self.engine.restore_memory(checkpoint.clients)
 
@@ -457,7 +437,7 @@ class Federation:
         if self._ledger is not None:
             shown = max([0, *(record["round"] for record in records), *self.checkpoints.rounds()])
             self._ledger.resume(shown)
-        recorded = min([without_gap(records), *(observer.finished() for observer in self.observers)])
+        recorded = min(log.complete() for log in [self._logs[0], *(observer.log for observer in self.observers)])
         checkpoint = self.checkpoints.latest(recorded, self._adopt)
         finished = 0 if checkpoint is None else checkpoint.round
         history, timings, _ = (log.resume(finished) for log in self._logs)
@@ -467,7 +447,7 @@ class Federation:
         for record in history:
             self._pool_watch.see(record)
         for observer in self.observers:
-            observer.resume(finished)
+            observer.log.resume(finished)
         if checkpoint is not None:
             self._pools.keep(checkpoint.pools.values())
             like = {**self.algorithm.full_state(), INTEGERS: self.integers}
@@ -548,7 +528,9 @@ def _checked_model(algorithm: Algorithm, hook: Literal["setup", "receive", "upda
     if wrong:
         location = in_brackets(code_location(getattr(type(algorithm), hook)))
         raise InvalidValue(f"{type(algorithm).__name__}.{hook} {wrong}{location}")
-    return model
+    for method in algorithm.nested():  # no graph outlives its round
+        method.state = {n: t if t.grad_fn is None else t.detach() for n, t in method.state.items()}
+    return model.detach()
 
 
 def _wrong_state(algorithm: Algorithm) -> str:

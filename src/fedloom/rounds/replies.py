@@ -135,21 +135,17 @@ class RoundReplies:
 
     def together(self) -> Replies:
         """Return all replies, where they are not folded; they are given up."""
-        figures = {
-            name: torch.tensor([reply.metrics.get(name, torch.nan) for reply in self.arrived], dtype=torch.float64)
-            for name in self.metrics
-        }
-        replies = replace(self._in_order(0), metrics=figures)
+        replies = replace(self._in_order(0), metrics=self.metrics)
         if INTEGERS in replies.matrices:
             self._integers[0] = replies[INTEGERS]
         return replies
 
     @cached_property
     def metrics(self) -> dict[str, Tensor]:
-        """Figures of the clients' work by name, of those that measured them, once all answers are here."""
+        """Figures of the clients' work by name, NaN where a client has none, once all answers are here."""
         names = sorted({name for reply in self.arrived for name in reply.metrics})
         return {
-            name: torch.tensor([r.metrics[name] for r in self.arrived if name in r.metrics], dtype=torch.float64)
+            name: torch.tensor([reply.metrics.get(name, torch.nan) for reply in self.arrived], dtype=torch.float64)
             for name in names
         }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -101,13 +101,12 @@ class Evaluator:
 
         Clients share batches, so that many small test sets cost no more than one large one.
         """
-        index = np.concatenate([partition[client] for client in clients])
-        sizes = np.array([len(partition[client]) for client in clients])
-        owner = np.repeat(np.arange(len(clients)), sizes)
+        index = torch.from_numpy(np.concatenate([partition[client] for client in clients]))
         predict = self._loaded(row, integers)
-        owners = torch.from_numpy(owner)
-        counts = count(predict, self.dataset, samples, torch.from_numpy(index), self.batch_size, owners)
-        return self._tally(clients, sizes, owner, counts)
+        return self._tally(
+            {client: len(partition[client]) for client in clients},
+            lambda owner: count(predict, self.dataset, samples, index, self.batch_size, owner),
+        )
 
     def tallies(
         self, models: Iterable[tuple[int, Tensor, Tensor | None]], samples: Samples, partition: Partition
@@ -138,21 +137,21 @@ class Evaluator:
     def _together(self, waiting: Sequence[tuple[int, Tensor, Tensor]]) -> Tally:
         """The tally of several clients, each with what its model has put out and the labels of its samples."""
         clients, outputs, labels = zip(*waiting, strict=True)
-        sizes = np.array([len(values) for values in labels])
-        owner = np.repeat(np.arange(len(clients)), sizes)
-        counts = _counts(self.dataset, torch.cat(outputs), torch.cat(labels), torch.from_numpy(owner))
-        return self._tally(clients, sizes, owner, counts)
-
-    def _tally(
-        self, clients: Sequence[int], sizes: npt.NDArray[np.int64], owner: npt.NDArray[np.int64], counts: Totals
-    ) -> Tally:
-        """Add up the counts of the samples for the client that owns each."""
-        totals = self.dataset.objective.add_up(
-            {name: values.cpu() for name, values in counts.items()},
-            lambda values: _by_owner(values.numpy(), owner, len(clients)),
-            torch.from_numpy(owner),
+        batch = torch.cat(outputs), torch.cat(labels)
+        return self._tally(
+            dict(zip(clients, map(len, labels), strict=True)), lambda owner: _counts(self.dataset, [batch], owner)
         )
-        return Tally(torch.tensor(clients), torch.from_numpy(sizes), totals)
+
+    def _tally(self, sizes: Mapping[int, int], counts: Callable[[Tensor], Totals]) -> Tally:
+        """Add up what is counted of samples, of which each client has so many: `counts` is given the owner of each."""
+        samples = torch.tensor([*sizes.values()])
+        owner = torch.arange(len(sizes)).repeat_interleave(samples)
+        totals = self.dataset.objective.add_up(
+            {name: values.cpu() for name, values in counts(owner).items()},
+            lambda values: _by_owner(values.numpy(), owner.numpy(), len(sizes)),
+            owner,
+        )
+        return Tally(torch.tensor([*sizes]), samples, totals)
 
     def _loaded(self, row: Tensor, integers: Tensor | None) -> nn.Module:
         """The module with the weights of `row [P]`."""
@@ -180,7 +179,6 @@ def score(
     return {name: values[0] for name, values in figures(dataset.objective, totals).items()}
 
 
-@torch.no_grad()
 def count(
     predict: Callable[[Tensor], Any],
     dataset: Dataset,
@@ -191,27 +189,27 @@ def count(
 ) -> dict[str, Tensor]:
     """Return the objective's statistics of each sample (of `index`, or of all), `[n, ...]` float64 by name; `predict` gives
     outputs. The data set's metrics are of the samples of each `owner [n]`, or of all."""
-    blocks, pairs = [], []
-    for start in range(0, len(samples) if index is None else len(index), batch_size):
-        span = slice(start, start + batch_size)
-        batch = samples[span] if index is None else samples[index[span].to(samples.labels.device)]
-        outputs = predict(dataset.prepare(batch.inputs))
-        blocks.append(dataset.objective.statistics(outputs, batch.labels))
-        if dataset.metrics:
-            pairs.append((prediction(outputs), batch.labels))
-    statistics = {name: torch.cat([block[name].double() for block in blocks]) for name in blocks[0]} if blocks else {}
-    if pairs:
-        outputs, targets = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
-        statistics |= _metrics(dataset, outputs, targets, owner)
-    return statistics
+
+    def batches() -> Iterator[tuple[Any, Tensor]]:
+        for start in range(0, len(samples) if index is None else len(index), batch_size):
+            span = slice(start, start + batch_size)
+            batch = samples[span] if index is None else samples[index[span].to(samples.labels.device)]
+            yield predict(dataset.prepare(batch.inputs)), batch.labels
+
+    return _counts(dataset, batches(), owner)
 
 
 @torch.no_grad()
-def _counts(dataset: Dataset, outputs: Tensor, labels: Tensor, owner: Tensor) -> dict[str, Tensor]:
-    """Return the same as `count` of given outputs `[n, ...]`."""
-    statistics = {name: values.double() for name, values in dataset.objective.statistics(outputs, labels).items()}
-    return statistics | (_metrics(dataset, outputs, labels, owner) if dataset.metrics else {})
-
-
-def _metrics(dataset: Dataset, outputs: Tensor, labels: Tensor, owner: Tensor | None) -> dict[str, Tensor]:
-    return {n: values.to(labels.device) for n, values in counted(dataset.metrics, outputs, labels, owner).items()}
+def _counts(dataset: Dataset, batches: Iterable[tuple[Any, Tensor]], owner: Tensor | None) -> dict[str, Tensor]:
+    """Return the statistics of outputs and labels, batch by batch, and what the data set's metrics count."""
+    blocks, pairs = [], []
+    for outputs, labels in batches:
+        blocks.append(dataset.objective.statistics(outputs, labels))
+        if dataset.metrics:
+            pairs.append((prediction(outputs), labels))
+    statistics = {name: torch.cat([block[name].double() for block in blocks]) for name in blocks[0]} if blocks else {}
+    if pairs:
+        predicted, targets = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
+        further = counted(dataset.metrics, predicted, targets, owner)
+        statistics |= {name: values.to(targets.device) for name, values in further.items()}
+    return statistics

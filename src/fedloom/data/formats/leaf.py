@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fedloom.data.formats.limits import read_text, reading, require_room
+from fedloom.data.formats.limits import read_text, reading
 from fedloom.errors import DataError, quoted
 
 
@@ -27,7 +27,6 @@ def json_files(folder: Path, pattern: str = "*.json") -> list[Path]:
 def read_leaf(path: Path, convert: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any]:
     """Read each user's `x` and `y`; `convert` is called as each object closes, before the next is parsed."""
     with reading(path, "damaged json"):
-        require_room(path.stat().st_size, path)
         content = json.loads(read_text(path, "json"), object_hook=convert)
     if not isinstance(content, dict) or not {"users", "user_data"} <= content.keys():
         raise DataError(f"{path}: no LEAF file (wanted the keys users, num_samples, user_data)")

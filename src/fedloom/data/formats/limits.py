@@ -42,7 +42,9 @@ def require_room(needed: int, source: Path | str, share: float = 1) -> None:
 
 @contextmanager
 def reading(path: Path | str, damage: str) -> Iterator[None]:
-    """Raise `DataError`, in one line, for whatever a library raises over a file: all of it means `damage`."""
+    """Raise `DataError`, in one line, for whatever a library raises over a file, and for pipes: all of it means `damage`."""
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        raise DataError(f"{path}: cannot be read (it is a device or a pipe, which may have no end)")
     try:
         yield
     except FedloomError:
@@ -55,12 +57,14 @@ def reading(path: Path | str, damage: str) -> Iterator[None]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read the bytes of `path`; raises `DataError` if it cannot be read."""
+    """Read the bytes of `path`; raises `DataError` if it cannot be read, or takes more memory than it may."""
     with reading(path, "damaged file"):
+        require_room(path.stat().st_size, path)
         return path.read_bytes()
 
 
-def read_text(path: Path, kind: str = "text") -> str:
-    """Read the text of `path`; raises `DataError`, naming its `kind`, if it cannot be read or is not UTF-8."""
+def read_text(path: Path, kind: str = "text", share: float = 1) -> str:
+    """Read the text of `path`; raises `DataError`, naming its `kind`, if it cannot be read, is too large or is not UTF-8."""
     with reading(path, f"damaged {kind}"):
+        require_room(path.stat().st_size, path, share)
         return path.read_text(encoding="utf-8")

@@ -24,7 +24,7 @@ def read_arrays(path: Path) -> dict[str, Any]:
             files = sorted(path.glob("*.npy"))
             require_room(sum(file.stat().st_size for file in files), path)
             for member in files:
-                with member.open("rb") as file:
+                with reading(member, "damaged npy file"), member.open("rb") as file:
                     arrays[member.stem] = _array(file, member.stat().st_size, f"{path}: {quoted(member.stem)}")
             return arrays
         with path.open("rb") as file:

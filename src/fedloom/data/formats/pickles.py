@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedloom.data.formats.limits import reading, require_room
+from fedloom.data.formats.limits import read_bytes, reading
 from fedloom.errors import DataError
 
 Bytes = npt.NDArray[np.uint8]
@@ -69,8 +69,7 @@ class _ArrayUnpickler(pickle.Unpickler):
 def read_pickled_arrays(path: Path) -> dict[str, Any]:
     """Read a pickled dictionary of lists, text and uint8 arrays, without importing anything that it names."""
     with reading(path, "refused or damaged pickle"):
-        content = path.read_bytes()
-        require_room(len(content), path)
+        content = read_bytes(path)
         _require_harmless(content)
         batch = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
         if not isinstance(batch, dict):

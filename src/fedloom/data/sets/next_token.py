@@ -179,7 +179,6 @@ def _speeches(paths: Iterable[Path], length: int) -> _Users:
     """Read each speaker's text in pieces of `length` characters and the one that follows."""
     spoken: dict[str, list[str]] = {}
     for path in paths:
-        require_room(path.stat().st_size, path)
         for block in read_text(path).replace("\r\n", "\n").split("\n\n"):
             name, _, speech = block.strip("\n").partition("\n")
             if name.endswith(":") and len(name) <= 100:
@@ -197,7 +196,6 @@ def _speeches(paths: Iterable[Path], length: int) -> _Users:
 def _lines(path: Path, split: Callable[[str], Sequence[str]]) -> _Users:
     """Read the texts of each user as tokens, with marks for beginning and end."""
     users: _Users = {}
-    require_room(path.stat().st_size, path)
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         if not line.strip():
             continue
