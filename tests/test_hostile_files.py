@@ -245,7 +245,7 @@ def test_rows_of_one_long_text_are_not_unpacked(tmp_path: Path, monkeypatch: pyt
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(DataError, match="GiB of memory, more than"):
         build(tmp_path / "t.parquet")
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 150_000
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 200_000  # all rows take 204,800
 
 
 @pytest.mark.parametrize("kind", ["t.csv", "t.parquet"])
