@@ -142,18 +142,6 @@ FACTORS: Mapping[str, Sequence[str]] = {
     "course": COURSES,
 }
 
-# Wrappers that take part in few federations of some kind: cases that going round does not meet. When a method or wrapper joins,
-# test_every_pair_of_values_that_is_not_refused_occurs_in_a_case names the pairs that are missing here.
-RARE = (
-    Case("fedfomo", "power_of_choice", "deadline", "norm", "straight"),  # a client of one sample makes no step
-    Case("afl", "clustered by size", "clock", "plain", "straight"),
-    Case("fedadam", "dp_sgd", "poisson", "plain", "straight"),
-    Case("fedcross", "secure", "not finite", "plain", "straight"),
-    Case("fedmut", "secure", "poisson", "plain", "straight"),
-    Case("ditto", "fedbuff", "nobody", "plain", "straight"),
-    Case("ditto", "fedasync", "one", "plain", "straight"),
-)
-
 
 def not_finite(number: int, client: int, reply: dict[str, Any]) -> dict[str, Any]:
     """In round 2 a third of the clients upload one number that is not finite."""
@@ -211,9 +199,8 @@ def every_case(seed: int, only: str = "") -> Iterator[Case]:
 
 def covering_cases(method: str, only: str = "") -> list[Case]:
     """One case of the method with each wrapper that takes it. Who answers, the model and the course go round with the methods and
-    the wrappers; values that the method met with no wrapper are added, so that over all methods every pair of two factors' values
-    occurs that is not refused."""
-    begin, cases = methods().index(method), [case for case in RARE if case.method == method]
+    the wrappers; values that the method met with no wrapper are added."""
+    begin, cases = methods().index(method), list[Case]()
     for number, wrapper in enumerate(WRAPPERS, start=begin):
         for turn in range(3):
             attendance = ATTENDANCES[(number + turn) % len(ATTENDANCES)]
@@ -231,6 +218,21 @@ def covering_cases(method: str, only: str = "") -> list[Case]:
             if factor not in ("method", "wrapper"):
                 cases += accepted_case(method=method, **{factor: value})
     return [case for case in cases if only in case.expression]
+
+
+def rare_cases() -> list[Case]:
+    """Cases of the pairs of two factors' values that going round does not meet, and that some federation takes: with them every
+    pair occurs that is not refused everywhere."""
+    covered = {pair for method in methods() for case in covering_cases(method) for pair in pairs_of(case)}
+    cases: list[Case] = []
+    for first, second in itertools.combinations(FACTORS, 2):
+        for one, other in itertools.product(FACTORS[first], FACTORS[second]):
+            if (first, one, second, other) in covered or (second == "wrapper" and pair_refusal(one, other)):
+                continue
+            for case in accepted_case(**{first: one, second: other}):
+                cases.append(case)
+                covered |= pairs_of(case)
+    return cases
 
 
 def accepted_case(**fixed: str) -> list[Case]:

@@ -25,7 +25,7 @@ from torch import Tensor
 from fedloom.algorithms.robust import Robust
 from fedloom.errors import FedloomError
 from fedloom.rounds.federation import Federation
-from seams.cases import ROUNDS, WRAPPERS, Case, covering_cases, every_case, methods, pair_refusal
+from seams.cases import ROUNDS, WRAPPERS, Case, covering_cases, every_case, methods, pair_refusal, rare_cases
 from seams.definitions import (
     Answer,
     Definition,
@@ -274,7 +274,8 @@ def main() -> None:
     began = time.monotonic()
     cases: Iterable[Case] = every_case(options.seed, options.only)
     if options.pairs:
-        cases = itertools.chain.from_iterable(covering_cases(method, options.only) for method in methods())
+        each = (covering_cases(method, options.only) for method in methods())
+        cases = itertools.chain(itertools.chain.from_iterable(each), rare_cases())
     outcome = run_all(cases, 60 * options.minutes)
     print(table(outcome))
     print(f"{outcome.agreed} agree, {len(outcome.deviations)} deviate, {time.monotonic() - began:.1f} s")
